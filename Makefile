@@ -1,0 +1,84 @@
+# `make` alone lists the targets. With an active virtual environment it is used; else .venv is made.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := $(abspath $(or $(VIRTUAL_ENV),.venv))
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+LOCK := requirements.lock
+ARGS ?=
+
+# Two cores are shared by several ranks: one thread each, or they fight for the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# The stamp names the checkout, because one environment can serve several, and the last installed
+# one is what it imports.
+STAMP := $(VENV)/.foldpipe-installed
+ifneq ($(shell cat '$(STAMP)' 2>/dev/null),$(CURDIR))
+$(STAMP): FORCE
+endif
+
+.PHONY: FORCE help install lock run test test-all test-distributed test-gpu golden check format clean
+FORCE:
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## Install the locked dependencies and this checkout (quick when done)
+
+# torch goes first and alone: it is the one large download, and the rest resolves against it.
+$(STAMP): pyproject.toml $(LOCK)
+	@python='$(BIN)/python'; [ -x "$$python" ] || python='$(PYTHON)'; \
+	"$$python" -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or sys.exit( \
+	  f"foldpipe needs Python 3.11 or newer, this is {v}: try make install PYTHON=python3.11")'; \
+	[ -x '$(BIN)/python' ] || "$$python" -m venv '$(VENV)'
+	$(PIP) install --quiet --constraint $(LOCK) "$$(grep '^torch==' $(LOCK))"
+	$(PIP) install --quiet --requirement $(LOCK)
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@printf '%s\n' '$(CURDIR)' > '$@'
+
+lock: ## Rewrite requirements.lock from what this environment holds
+	@{ echo '# Exact versions for running and developing, torch first. `make lock` writes this file.'; \
+	  $(PIP) freeze --exclude-editable --exclude foldpipe | sed -E 's/^(torch==[^+]+)\+.*/\1/' \
+	    | grep -E '^torch=='; \
+	  $(PIP) freeze --exclude-editable --exclude foldpipe \
+	    | grep -Ev '^(torch==|nvidia-|cuda-|triton==)'; } > $(LOCK).new
+	@mv $(LOCK).new $(LOCK)
+
+run: install ## Train with the defaults; ARGS="schedule=foldx_fifo pp=4" adds overrides
+	$(BIN)/python -m launcher $(ARGS)
+
+test: install ## Run the tests, those with several processes included (under 10 minutes on 2 cores)
+	$(PYTEST) $(ARGS)
+
+test-all: install ## Also the full matrices, the fault runs, and what this machine has GPUs or SLURM for
+	$(PYTEST) -m '' --hypothesis-profile=full $(ARGS)
+
+test-distributed: install ## Only the tests that start several processes
+	$(PYTEST) -m 'distributed and not full and not gpu and not slurm and not faults' $(ARGS)
+
+test-gpu: install ## Only the tests that need a GPU
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then $(PYTEST) -m gpu $(ARGS); \
+	else echo 'make test-gpu: torch sees no GPU on this machine, so NO test was run.'; fi
+
+golden: install ## Rewrite tests/golden/ from what the code produces now; read the diff before you commit
+	$(PYTEST) --golden $(ARGS)
+
+check: install ## Formatting, lint, types, import layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install ## Format, and repair what lint can repair by itself
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove caches and build products; environments and runs stay
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

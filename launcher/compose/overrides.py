@@ -1,0 +1,237 @@
+"""The command line's overrides, checked word by word before Hydra composes anything.
+
+Hydra reports a misspelt key with its own vocabulary and no suggestion; here every override's key
+and option is looked up first. Also expands a sweep into its jobs, so that all of them are checked
+before the first one starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+
+from launcher.compose.groups import Groups
+from launcher.compose.secrets import refuse_secret
+from launcher.config.decode import unknown_key
+from launcher.config.key import describe, keys_of, nodes_of, shorten, spell
+from launcher.config.launch import LaunchConfig
+from launcher.config.suggest import did_you_mean, nearest
+from strategies.errors import PlanError
+
+MAX_CHARACTERS = 16_384
+MAX_JOBS = 1_000
+
+# Hydra's own configuration can name classes to instantiate (logging, launchers): only these.
+HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
+
+
+def parse_overrides(
+    words: Sequence[str], groups: Groups, loader: ConfigLoader | None = None
+) -> list[Override]:
+    """Parses and checks ``key=value`` words.
+
+    Args:
+        words: As typed.
+        groups: Groups and their options.
+        loader: Hydra's loader, which ``glob()`` sweeps ask for options.
+
+    Raises:
+        PlanError: A word that cannot be read, an unknown key or option, a credential, ``_target_``.
+    """
+    for word in words:
+        _check_word(word)
+    parser = OverridesParser.create(config_loader=loader)
+    parsed: list[Override] = []
+    for word in words:
+        try:
+            parsed += parser.parse_overrides([word])
+        except (HydraException, RecursionError, ValueError) as error:
+            raise _unreadable(word) from error
+    seen: set[str] = set()
+    for override in parsed:
+        _check_key(override, groups)
+        name = override.key_or_group
+        if name in seen and name in groups.built_in:
+            raise PlanError(f"{name}= is given twice. Keep one, or try -m {name}=A,B for a sweep.")
+        seen.add(name)
+    return parsed
+
+
+def expand(overrides: Iterable[Override]) -> list[list[str]]:
+    """The jobs of a sweep: the product of all lists of values, in Hydra's order.
+
+    Raises:
+        PlanError: A kind of sweep that cannot be listed, or too many jobs.
+    """
+    values: dict[str, list[str]] = {}
+    for override in overrides:
+        name = override.get_key_element()
+        if not override.is_sweep_override():
+            values[name] = [f"{name}={override.get_value_element_as_str()}"]
+        elif override.is_discrete_sweep():
+            try:
+                choices = list(itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1))
+            except (HydraException, ValueError, ZeroDivisionError) as error:
+                raise _unreadable(override.input_line or name) from error
+            values[name] = [f"{name}={choice}" for choice in choices]
+        else:
+            raise PlanError(
+                f"{shorten(override.input_line)}: a sweep needs a list of values. "
+                f"Try {name}=1,2,3 or {name}=range(1,4)."
+            )
+    jobs = 1
+    for choices in values.values():
+        jobs *= len(choices)
+    if not 1 <= jobs <= MAX_JOBS:
+        raise PlanError(f"The sweep has {jobs} jobs; from 1 to {MAX_JOBS} are possible.")
+    return [list(job) for job in itertools.product(*values.values())]
+
+
+def require_single(overrides: Iterable[Override]) -> None:
+    """Raises where a list of values stands although one run was asked for.
+
+    Raises:
+        PlanError: With the spellings for a sweep, a list and a text.
+    """
+    for override in overrides:
+        if override.is_sweep_override():
+            name, value = override.key_or_group, (override.input_line or "").partition("=")[2]
+            kinds = {entry.path: describe(entry.hint) for entry in keys_of(LaunchConfig)}
+            kind = kinds.get(name, "")
+            other = ""
+            if "list" in kind:
+                other = f", or {name}=[{shorten(value)}] for a list"
+            elif "text" in kind:
+                other = f", or \"{name}='{shorten(value)}'\" for a text with commas"
+            raise PlanError(
+                f"{name}={shorten(value)} gives several values to one run. "
+                f"Try -m {name}={shorten(value)} for one run each{other}."
+            )
+
+
+def chosen_options(overrides: Iterable[Override], groups: Groups) -> set[tuple[str, str]]:
+    """All (group, option) pairs that the overrides name, sweep values included."""
+    return {
+        (override.key_or_group, option)
+        for override in overrides
+        if override.key_or_group in groups.built_in
+        for option in _option_names(override)
+    }
+
+
+def quote(name: str, value: str) -> str:
+    """``name=value`` with the value quoted for Hydra's grammar."""
+    return f"{name}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
+
+
+def _check_word(word: str) -> None:
+    name, separator, value = word.partition("=")
+    refuse_secret(name.lstrip("+~"), value)
+    if len(word) > MAX_CHARACTERS:
+        raise PlanError(
+            f"{shorten(name)}: {len(word)} characters; at most {MAX_CHARACTERS} are read."
+        )
+    if "_target_" in word:
+        raise PlanError(
+            f"{shorten(name)}: _target_ would run code from a configuration, which is not "
+            "supported. Give the name of a registered model, data module or schedule."
+        )
+    if not name or (not separator and not word.startswith("~")):
+        keys = [entry.path for entry in keys_of(LaunchConfig)]
+        hint = did_you_mean(f"{path}=..." for path in nearest(word, keys, limit=1))
+        modes = [entry for entry in ("train", "simulate", "validate") if entry == word]
+        hint = did_you_mean(f"mode={mode}" for mode in modes) or hint or " Try --help."
+        raise PlanError(f"{shorten(word)}: expected key=value.{hint}")
+
+
+def _check_key(override: Override, groups: Groups) -> None:
+    name = override.key_or_group
+    line = override.input_line or name
+    value = line.partition("=")[2]
+    if override.package is not None:
+        raise PlanError(f"{shorten(line)}: @package is not supported. Try {name}={shorten(value)}.")
+    if override.is_delete():
+        raise PlanError(
+            f"{shorten(line)}: keys cannot be removed. Leave it out, or give {name}= another value."
+        )
+    if name == "hydra" or name.startswith(("hydra.", "hydra/")):
+        _check_hydra_key(name, override)
+        return
+    if name in groups.built_in:
+        if override.is_add() or override.is_force_add():
+            raise PlanError(
+                f"{shorten(line)}: {name} is there already. Try {name}={shorten(value)}."
+            )
+        for option in _option_names(override):
+            groups.require(name, option)
+        return
+    known = {entry.path for entry in keys_of(LaunchConfig)} | set(nodes_of(LaunchConfig))
+    if name not in known:
+        raise _unknown(name, value, groups)
+    if override.is_add():
+        raise PlanError(f"{shorten(line)}: {name} is there already. Try {name}={shorten(value)}.")
+    given: object = None if override.is_sweep_override() else override.value()
+    if isinstance(given, dict):
+        for child in given:
+            if f"{name}.{child}" not in known:
+                raise unknown_key(f"{name}.{child}")
+
+
+def _check_hydra_key(name: str, override: Override) -> None:
+    line = override.input_line or name
+    if name in HYDRA_KEYS:
+        if override.is_add() or override.is_force_add() or override.is_sweep_override():
+            raise PlanError(f"{shorten(line)}: {name} takes one folder. Try {name}=my_folder.")
+        return
+    other = {
+        "hydra.searchpath": " Try --config-dir DIR.",
+        "hydra.mode": " Try -m for a sweep.",
+        "hydra.job.chdir": " Runs never change the working directory.",
+    }
+    hint = other.get(name) or did_you_mean(f"{key}=..." for key in nearest(name, HYDRA_KEYS))
+    raise PlanError(
+        f"{shorten(line)}: of Hydra's own keys only {', '.join(HYDRA_KEYS)} can be set.{hint}"
+    )
+
+
+def _option_names(override: Override) -> list[str]:
+    """Options that one override gives to a group."""
+    name = override.key_or_group
+    if override.is_sweep_override():
+        if not override.is_discrete_sweep():
+            line = override.input_line
+            raise PlanError(f"{shorten(line)}: {name} takes option names. Try -m {name}=A,B.")
+        return list(itertools.islice(override.sweep_string_iterator(), MAX_JOBS))
+    value: Any = override.value()
+    if value is None and name == "experiment":
+        return []
+    if isinstance(value, list | dict) or value is None:
+        raise PlanError(
+            f"{name}={shorten(value)}: {name} takes the name of one option. "
+            f"Try --help to see them, or {name}.KEY=VALUE to set one key."
+        )
+    return [spell(value)]
+
+
+def _unknown(name: str, value: str, groups: Groups) -> PlanError:
+    near = nearest(name, groups.built_in, limit=1)
+    if near and "." not in name:
+        option = (*nearest(value, groups.options(near[0]), limit=1), shorten(value))[0]
+        return PlanError(f"{shorten(name)} is not a key. Did you mean {near[0]}={option}?")
+    return unknown_key(name)
+
+
+def _unreadable(word: str) -> PlanError:
+    name, _, value = word.partition("=")
+    inner = "..." if "'" in value else shorten(value)
+    spelt = f"\"{name}='{inner}'\""
+    return PlanError(
+        f"{shorten(word)}: this value cannot be read. Text with any of , : = ( ) [ ] {{ }} $ and "
+        f"spaces at its ends needs quotes inside the shell's quotes. Try {spelt}."
+    )

@@ -1,0 +1,55 @@
+"""Refuses credentials in configuration, where every run folder and tracker would copy them.
+
+Hydra writes the command line into ``.hydra/``, wandb into its own files; a key typed once is in
+five places. Messages from here never repeat the value.
+"""
+
+from __future__ import annotations
+
+import re
+
+from strategies.errors import PlanError
+
+_NAME = re.compile(
+    r"(?:^|[._])(?:api_?key|apikey|password|passwd|secret|secret_?key|access_?key|private_?key|"
+    r"credentials?|auth_?token|access_?token|api_?token|hf_?token|token|bearer)$",
+    re.IGNORECASE,
+)
+_VARIABLE = re.compile(
+    r"oc\.env\s*:\s*[A-Za-z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)", re.IGNORECASE
+)
+# Shapes that name themselves: wandb (40 hex digits, or wandb_v1_), Hugging Face, OpenAI, GitHub,
+# GitLab, AWS, Google, Slack, JSON web tokens, PEM files.
+_VALUE = re.compile(
+    r"^[0-9a-f]{40}$|\blocal-[0-9a-f]{40}\b|\bwandb_v\d_\w{20,}|\bhf_[A-Za-z0-9]{20,}|"
+    r"\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|"
+    r"\bglpat-[\w-]{16,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{30,}|\bxox[abpr]-[\w-]{10,}|"
+    r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
+
+
+def refuse_secret(name: str, value: str, *, place: str = "the command line") -> None:
+    """Raises if a key's name or its value looks like a credential.
+
+    Args:
+        name: Dotted key.
+        value: Its value as text.
+        place: Where it was found, for the message.
+
+    Raises:
+        PlanError: Names the key and never the value.
+    """
+    shown = name if re.fullmatch(r"[\w.@/+~-]{1,80}", name) else "A key"
+    if _NAME.search(name):
+        reason = f"{shown} looks like the name of a credential"
+    elif _VALUE.search(value.strip().strip("'\"")):
+        reason = f"the value of {shown} looks like a credential"
+    elif _VARIABLE.search(value):
+        reason = f"{shown} reads a credential from the environment"
+    else:
+        return
+    raise PlanError(
+        f"{reason} (found on {place}). Configuration is copied into run folders in plain text, so "
+        "no secret may be part of it. Try `wandb login`, or export WANDB_API_KEY before the run: "
+        "it is read without being named here."
+    )

@@ -1,0 +1,118 @@
+"""Hydra for the length of one command: compose, and hand over a typed configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from launcher.compose.groups import conf_dir
+from launcher.compose.overrides import quote
+from launcher.compose.secrets import refuse_secret
+from launcher.config import LaunchConfig, check, dump, from_dict
+from strategies.errors import PipelineError, PlanError
+
+if TYPE_CHECKING:
+    from hydra._internal.hydra import Hydra
+
+CONFIG_NAME = "config"
+
+
+@contextmanager
+def hydra_session() -> Iterator[Hydra]:
+    """Hydra, initialised on our ``conf/`` and cleared afterwards.
+
+    Yields Hydra's application object, the one its own ``main`` decorator drives.
+    """
+    # The schema's defaults lie beneath the YAML files, so that a user's file may be partial and
+    # every key can still be overridden.
+    defaults = dump(LaunchConfig()) | {"experiment_name": None}
+    ConfigStore.instance().store(name="schema", node=defaults, provider="foldpipe")
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(conf_dir()), job_name="foldpipe", version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        yield hydra
+
+
+def search_path(config_dir: Path | None) -> list[str]:
+    """Overrides that make Hydra look into the user's folder, too."""
+    if config_dir is None:
+        return []
+    location = quote("", f"file://{config_dir.resolve()}")[1:]
+    return [f"hydra.searchpath=[{location}]"]
+
+
+def compose_checked(overrides: Sequence[str]) -> tuple[LaunchConfig, DictConfig]:
+    """Composes one job without starting it.
+
+    Returns:
+        The checked configuration, and Hydra's own node.
+
+    Raises:
+        PlanError: Whatever is wrong with it.
+    """
+    try:
+        composed = compose(CONFIG_NAME, overrides=list(overrides), return_hydra_config=True)
+        HydraConfig.instance().set_config(composed)
+        hydra = composed.hydra
+        config = to_config(composed, hydra.runtime.choices)
+        check(config)
+        # Reading them now shows a mistake in a folder pattern before anything is created.
+        _ = (str(hydra.run.dir), str(hydra.sweep.dir))
+    except PipelineError:
+        raise
+    except Exception as error:  # Hydra, OmegaConf and YAML raise a dozen unrelated types.
+        raise PlanError(f"The configuration cannot be composed: {_reason(error)}") from error
+    return config, hydra
+
+
+def to_config(composed: DictConfig, choices: Mapping[str, Any]) -> LaunchConfig:
+    """A composed tree as a typed configuration, interpolations resolved.
+
+    Raises:
+        PlanError: An unknown key, a value of another type, a credential.
+    """
+    values = {
+        str(name): OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        for name, node in ((name, composed[name]) for name in composed if name != "hydra")
+    }
+    if values.get("experiment_name", "") is None:
+        values["experiment_name"] = choices.get("experiment") or "default"
+    _refuse_secrets(values, "")
+    return from_dict(values)
+
+
+def _refuse_secrets(value: object, path: str) -> None:
+    """Looks at resolved values: an environment variable may have brought a credential in."""
+    if isinstance(value, dict):
+        for name, child in value.items():
+            _refuse_secrets(child, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list):
+        for child in value:
+            _refuse_secrets(child, path)
+    elif isinstance(value, str):
+        refuse_secret(path, value, place="the composed configuration")
+
+
+def _reason(error: BaseException) -> str:
+    """An exception of Hydra or OmegaConf in one line."""
+    if isinstance(error, RecursionError):
+        return "it refers to itself, or is nested too deeply."
+    cause = error.__cause__ or error.__context__
+    text = str(error) or (str(cause) if cause else "") or type(error).__name__
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    kept = [
+        line
+        for line in lines
+        if not line.startswith(("full_key:", "object_type=", "reference_type="))
+    ]
+    place = getattr(error, "full_key", None) or getattr(cause, "full_key", None)
+    return (f"{place}: " if place else "") + " ".join(kept).rstrip(".")[:400] + ". Try --help."

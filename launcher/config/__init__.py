@@ -1,0 +1,32 @@
+"""The typed schema of ``conf/``: one frozen dataclass per group, and the checks between keys.
+
+Free of Hydra, OmegaConf and torch: a worker process reads its configuration with ``from_dict``.
+"""
+
+from __future__ import annotations
+
+from launcher.config.check import check
+from launcher.config.decode import dump, from_dict
+from launcher.config.launch import LaunchConfig, Mode
+from launcher.config.pipeline import CostsConfig, HardwareConfig, OverlapConfig, ScheduleConfig
+from launcher.config.running import ClusterConfig, TrackingConfig, TrainerConfig
+from launcher.config.workload import DataConfig, GenerateConfig, ModelConfig, OptimizerConfig
+
+__all__ = [
+    "ClusterConfig",
+    "CostsConfig",
+    "DataConfig",
+    "GenerateConfig",
+    "HardwareConfig",
+    "LaunchConfig",
+    "Mode",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OverlapConfig",
+    "ScheduleConfig",
+    "TrackingConfig",
+    "TrainerConfig",
+    "check",
+    "dump",
+    "from_dict",
+]

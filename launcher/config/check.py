@@ -1,0 +1,230 @@
+"""Rules between keys that need no world size, so that a wrong request ends before anything starts.
+
+Ranges come from the declarations themselves. What depends on the number of processes is decided
+where that number is known.
+"""
+
+from __future__ import annotations
+
+import re
+
+from launcher.config.key import Key, describe, keys_of, shorten, spell
+from launcher.config.launch import LaunchConfig
+from launcher.config.pipeline import CostsConfig
+from strategies.errors import PlanError
+
+_MAX_TIME = re.compile(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def check(config: LaunchConfig) -> None:
+    """Raises on the first rule that the configuration breaks.
+
+    Raises:
+        PlanError: The message has the value, the rule and a value that works.
+    """
+    for entry in keys_of(LaunchConfig):
+        _check_range(entry, _get(config, entry.path))
+    _check_names(config)
+    _check_degrees(config)
+    _check_batches(config)
+    _check_schedule(config)
+    _check_model(config)
+    _check_unused(config)
+    _check_trainer(config)
+
+
+def _check_range(entry: Key, value: object) -> None:
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        if entry.low is not None and number < entry.low:
+            rule = f"at least {entry.low}"
+        elif entry.above is not None and number <= entry.above:
+            rule = f"more than {entry.above}"
+        elif entry.high is not None and number > entry.high:
+            rule = f"at most {entry.high}"
+        else:
+            continue
+        raise PlanError(
+            f"{entry.path}={spell(value)}: expected {describe(entry.hint)}, {rule}. "
+            f"Try {entry.path}={spell(entry.example)}."
+        )
+
+
+def _check_names(config: LaunchConfig) -> None:
+    # The name becomes part of paths; letters only, so that it cannot leave the output folder.
+    if not _NAME.fullmatch(config.experiment_name):
+        raise PlanError(
+            f"experiment_name={shorten(config.experiment_name)}: expected up to 100 letters, "
+            "digits, '.', '_' or '-', beginning with a letter or digit. Try experiment_name=my_run."
+        )
+
+
+def _check_degrees(config: LaunchConfig) -> None:
+    if config.tp != 1:
+        raise PlanError(
+            f"tp={config.tp}: this version has no tensor parallelism, only pp and dp. "
+            f"Try tp=1 pp={config.pp * config.tp}."
+        )
+
+
+def _check_batches(config: LaunchConfig) -> None:
+    total, size, dp = config.data.global_batch_size, config.data.microbatch_size, config.dp
+    if total is None or dp == "auto":
+        return
+    assert isinstance(dp, int)
+    share = dp * size
+    if config.num_microbatches == "auto":
+        if total % share:
+            fit = max(share, round(total / share) * share)
+            raise PlanError(
+                f"data.global_batch_size={total} is not divisible by dp * data.microbatch_size = "
+                f"{dp} * {size} = {share}. Try data.global_batch_size={fit}."
+            )
+    elif total != config.num_microbatches * share:
+        asked = config.num_microbatches
+        raise PlanError(
+            f"data.global_batch_size={total}, but num_microbatches * dp * data.microbatch_size = "
+            f"{asked} * {dp} * {size} = {int(asked) * share}. "
+            f"Try data.global_batch_size={int(asked) * share}, or num_microbatches=auto."
+        )
+
+
+def _check_schedule(config: LaunchConfig) -> None:
+    from strategies.schedules import find_schedule  # torch-free, but not needed to read a config
+
+    schedule = config.schedule
+    size, total = config.data.microbatch_size, config.data.global_batch_size
+    microbatches = config.num_microbatches
+    if microbatches == "auto":
+        known = total is not None and config.dp != "auto"
+        microbatches = total // (int(config.dp) * size) if known and total else 2 * config.pp
+    find_schedule(schedule.name).resolve(
+        pp=config.pp,
+        num_microbatches=int(microbatches),
+        stages_per_rank=schedule.stages_per_rank,
+        group=schedule.group,
+    )
+    counts = schedule.layers_per_stage
+    stages = config.pp * schedule.stages_per_rank
+    if counts is not None and len(counts) != stages:
+        raise PlanError(
+            f"schedule.layers_per_stage={spell(counts)} has {len(counts)} counts, but there are "
+            f"pp * stages_per_rank = {config.pp} * {schedule.stages_per_rank} = {stages} stages. "
+            f"Try schedule.layers_per_stage={_even(config.model.layers, stages)}."
+        )
+
+
+def _check_model(config: LaunchConfig) -> None:
+    from launcher.workloads.transformer_shape import TransformerShape  # torch-free as well
+
+    model = config.model
+    TransformerShape(  # its own checks raise
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads or model.heads,
+        ffn=model.ffn or 4 * model.hidden,
+        vocab=model.vocab or 256,
+        sequence=model.sequence,
+        norm=model.norm,
+        activation=model.activation,
+        position=model.position,
+        tie_embeddings=model.tie_embeddings,
+        dropout=model.dropout,
+    )
+
+
+def _check_unused(config: LaunchConfig) -> None:
+    """Keys that the chosen option would ignore: asking for them is a mistake worth naming."""
+    if config.costs.name != "uniform":
+        for entry in keys_of(CostsConfig, "costs."):
+            value = _get(config, entry.path)
+            if entry.path not in ("costs.name", "costs.transport") and value != entry.default:
+                raise PlanError(
+                    f"{entry.path}={spell(value)} belongs to costs=uniform, but "
+                    f"costs={config.costs.name}. Try costs=uniform {entry.path}={spell(value)}."
+                )
+    if config.optimizer.name == "sgd":
+        _refuse_set(config, "optimizer.betas", "optimizer.eps", chosen="optimizer=sgd")
+    else:
+        _refuse_set(config, "optimizer.momentum", chosen=f"optimizer={config.optimizer.name}")
+    if config.data.name == "stdlib":
+        _refuse_set(config, "data.path", chosen="data=stdlib", instead=" Try data=text.")
+    elif config.data.path is None and config.mode not in ("simulate", "validate"):
+        raise PlanError(
+            f"data={config.data.name} needs data.path. Try data={config.data.name} "
+            "data.path=/path/to/file."
+        )
+    if config.data.name == "tokens":
+        _refuse_set(config, "data.tokenizer", chosen="data=tokens", instead=" Try data=text.")
+    if config.tracking.name != "wandb":
+        names = ("tracking.entity", "tracking.group", "tracking.tags")
+        _refuse_set(config, *names, chosen=f"tracking={config.tracking.name}")
+    if config.checkpoint != "auto" and config.mode in ("train", "simulate", "validate"):
+        raise PlanError(
+            f"checkpoint={shorten(config.checkpoint)} is read by mode=eval, predict and generate, "
+            f"not by mode={config.mode}. "
+            f"Try trainer.resume={shorten(config.checkpoint)}, or mode=eval."
+        )
+
+
+def _check_trainer(config: LaunchConfig) -> None:
+    trainer = config.trainer
+    if trainer.max_time is not None and not _MAX_TIME.fullmatch(trainer.max_time):
+        raise PlanError(
+            f"trainer.max_time={shorten(trainer.max_time)}: expected DD:HH:MM:SS. "
+            "Try trainer.max_time='00:01:00:00'."
+        )
+    if trainer.max_steps < 0 and trainer.max_epochs is None and trainer.max_time is None:
+        raise PlanError(
+            "trainer.max_steps=-1 without trainer.max_epochs or trainer.max_time never ends. "
+            "Try trainer.max_epochs=1."
+        )
+    if trainer.max_steps == 0:
+        raise PlanError("trainer.max_steps=0 trains nothing. Try mode=validate.")
+    for name in ("train", "val", "test", "predict"):
+        _check_share(f"trainer.limit_{name}_batches", getattr(trainer, f"limit_{name}_batches"))
+    _check_share("trainer.val_check_interval", trainer.val_check_interval)
+    share = isinstance(trainer.val_check_interval, float)
+    if trainer.check_val_every_n_epoch is None and share:
+        raise PlanError(
+            f"trainer.val_check_interval={trainer.val_check_interval} is a part of an epoch, which "
+            "needs trainer.check_val_every_n_epoch. Try trainer.check_val_every_n_epoch=1."
+        )
+    betas = config.optimizer.betas
+    if betas is not None and not all(0 <= beta < 1 for beta in betas):
+        raise PlanError(
+            f"optimizer.betas={spell(betas)}: both must be at least 0 and below 1. "
+            "Try optimizer.betas=[0.9,0.95]."
+        )
+
+
+def _check_share(path: str, value: int | float | None) -> None:
+    if isinstance(value, float) and value > 1:
+        raise PlanError(
+            f"{path}={value}: a number with a point is a share, at most 1.0. "
+            f"Try {path}={max(1, round(value))}."
+        )
+
+
+def _refuse_set(config: LaunchConfig, *paths: str, chosen: str, instead: str = "") -> None:
+    for path in paths:
+        value = _get(config, path)
+        if value not in (None, ()):
+            raise PlanError(
+                f"{path}={spell(value)} has no meaning with {chosen}. "
+                f"{instead.strip() or f'Try without {path}.'}"
+            )
+
+
+def _even(layers: int, stages: int) -> str:
+    return spell([layers // stages + (index < layers % stages) for index in range(stages)])
+
+
+def _get(config: LaunchConfig, path: str) -> object:
+    value: object = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

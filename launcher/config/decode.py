@@ -1,0 +1,179 @@
+"""Plain nested values to a typed ``LaunchConfig`` and back, exactly.
+
+The one door through which configuration enters: Hydra's result goes through it, and so does the
+JSON that worker processes read. Unknown keys cannot pass, however they were written (``+key=``, a
+user's YAML), and a value is never bent into another type except where nothing is lost (4 for 4.0).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from launcher.config.key import describe, keys_of, nodes_of, shorten, spell, type_hints
+from launcher.config.launch import LaunchConfig
+from launcher.config.suggest import did_you_mean, nearest, nearest_keys
+from strategies.errors import PlanError
+
+_MISMATCH: object = object()
+Schema = TypeVar("Schema")
+
+
+class KeyPlaceError(PlanError):
+    """An unknown key or a value of the wrong type, with the place in the tree.
+
+    Attributes:
+        path: Names from the top of the decoded tree to the key.
+    """
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message)
+        self.path = tuple(path.split("."))
+
+
+def from_dict(values: Mapping[str, Any]) -> LaunchConfig:
+    """Types a nested mapping; missing keys take their defaults.
+
+    Raises:
+        PlanError: A key that does not exist, or a value of another type.
+    """
+    return decode(values, LaunchConfig)
+
+
+def dump(config: LaunchConfig) -> dict[str, Any]:
+    """The configuration as JSON-ready values; ``from_dict(dump(c)) == c``."""
+    plain = _plain(config)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def decode(values: Mapping[str, Any], schema: type[Schema], prefix: str = "") -> Schema:
+    """Types the mapping of one node.
+
+    Args:
+        values: Names to plain values.
+        schema: The node's dataclass.
+        prefix: Dotted path of the node with a trailing dot, empty at the top.
+
+    Raises:
+        PlanError: As ``from_dict``.
+    """
+    hints = type_hints(schema)
+    for name in values:
+        if name not in hints:
+            raise unknown_key(f"{prefix}{name}", nested=isinstance(values[name], Mapping))
+    nodes = nodes_of(schema)
+    leaves = {entry.path: entry for entry in keys_of(schema, prefix)}
+    typed: dict[str, Any] = {}
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if name in nodes:
+            if not isinstance(value, Mapping):
+                first = keys_of(nodes[name], f"{path}.")[0]
+                raise KeyPlaceError(
+                    f"{path}={shorten(value)}: {path} holds keys, it is not a value itself. "
+                    f"Try {first.path}={spell(first.example)}.",
+                    path,
+                )
+            typed[name] = decode(value, nodes[name], f"{path}.")
+            continue
+        typed[name] = typed_value(value, hints[name], path, leaves[path].example)
+    return schema(**typed)
+
+
+def typed_value(value: object, hint: object, path: str, example: object) -> object:
+    """One leaf's value in its declared type.
+
+    Raises:
+        PlanError: It has another type, or is none of the allowed words.
+    """
+    typed = _convert(value, hint)
+    if typed is not _MISMATCH:
+        return typed
+    words = [word for word in _words(hint) if isinstance(word, str)]
+    near = nearest(value, words) if isinstance(value, str) else ()
+    hinted = near[0] if near else spell(example)
+    raise KeyPlaceError(
+        f"{path}={shorten(value)}: expected {describe(hint)}. Try {path}={hinted}.", path
+    )
+
+
+def unknown_key(path: str, *, nested: bool = False) -> KeyPlaceError:
+    """The error for a key that the schema does not have."""
+    known = [entry.path for entry in keys_of(LaunchConfig)]
+    candidates = [*known, *nodes_of(LaunchConfig), "experiment"]
+    if nested:
+        candidates = list(nodes_of(LaunchConfig))
+    hint = did_you_mean(nearest_keys(path, candidates))
+    return KeyPlaceError(f"{shorten(path)} is not a key.{hint or ' --help lists all keys.'}", path)
+
+
+def _convert(value: object, hint: object) -> object:
+    origin = get_origin(hint)
+    if isinstance(hint, UnionType) or origin is Union:
+        # An exact type goes first: 1 stays a count and 1.0 a share in `int | float`.
+        options = sorted(get_args(hint), key=lambda option: type(value) is not option)
+        for option in options:
+            typed = _convert(value, option)
+            if typed is not _MISMATCH:
+                return typed
+        return _MISMATCH
+    if origin is Literal:
+        return value if isinstance(value, str) and value in get_args(hint) else _MISMATCH
+    if origin is tuple:
+        return _convert_list(value, get_args(hint))
+    if hint is NoneType:
+        return None if value is None else _MISMATCH
+    if hint is bool:
+        return value if isinstance(value, bool) else _MISMATCH
+    if isinstance(value, bool):
+        return _MISMATCH
+    if hint is int:
+        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+            return int(value)  # 1e6 is how people write a million.
+        return value if isinstance(value, int) else _MISMATCH
+    if hint is float:
+        return _convert_float(value)
+    if hint is str:
+        if isinstance(value, int):
+            return str(value)  # experiment_name=2024
+        return value if isinstance(value, str) else _MISMATCH
+    raise AssertionError(f"no conversion for {hint}")
+
+
+def _convert_float(value: object) -> object:
+    if not isinstance(value, int | float):
+        return _MISMATCH
+    try:
+        number = float(value)
+    except OverflowError:
+        return _MISMATCH
+    return number if math.isfinite(number) else _MISMATCH
+
+
+def _convert_list(value: object, arguments: tuple[Any, ...]) -> object:
+    if not isinstance(value, list | tuple):
+        return _MISMATCH
+    if arguments[1] is not Ellipsis and len(value) != len(arguments):
+        return _MISMATCH
+    typed = tuple(_convert(item, arguments[0]) for item in value)
+    return _MISMATCH if any(item is _MISMATCH for item in typed) else typed
+
+
+def _words(hint: object) -> tuple[Any, ...]:
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    if isinstance(hint, UnionType) or get_origin(hint) is Union:
+        return tuple(word for option in get_args(hint) for word in _words(option))
+    return ()
+
+
+def _plain(value: object) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {entry.name: _plain(getattr(value, entry.name)) for entry in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value

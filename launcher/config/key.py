@@ -1,0 +1,155 @@
+"""How one configuration key is declared: its default, its help and its range, in one place.
+
+The command line's ``--help``, its suggestions and its range checks all read these declarations, so
+a key cannot exist without an explanation. Knows nothing of Hydra, and must not: ranks read their
+configuration without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def key(
+    default: object,
+    help_text: str,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    example: object = None,
+) -> Any:  # noqa: ANN401 -- stands for any field's type, as dataclasses.field does
+    """A dataclass field with help text and bounds.
+
+    Args:
+        default: Value where neither YAML nor command line says anything.
+        help_text: What ``--help`` prints: one sentence, units included.
+        low: Smallest allowed number.
+        above: Numbers must be larger than this.
+        high: Largest allowed number.
+        example: A value that works, for error messages; the default where it is None.
+    """
+    metadata = {
+        "help": help_text,
+        "low": low,
+        "above": above,
+        "high": high,
+        "example": default if example is None else example,
+    }
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One leaf of the configuration tree.
+
+    Attributes:
+        path: Dotted, as typed on the command line, e.g. ``model.hidden``.
+        hint: Its type.
+        default: The dataclass's default.
+        help_text: One sentence.
+        low: Smallest allowed number, or None.
+        above: Exclusive lower bound, or None.
+        high: Largest allowed number, or None.
+        example: A value that works.
+    """
+
+    path: str
+    hint: Any
+    default: Any
+    help_text: str
+    low: float | None
+    above: float | None
+    high: float | None
+    example: Any
+
+
+def type_hints(schema: type) -> dict[str, Any]:
+    """Resolved annotations of a dataclass."""
+    return _type_hints(schema)
+
+
+def keys_of(schema: type, prefix: str = "") -> tuple[Key, ...]:
+    """All leaves below a dataclass, in declaration order."""
+    return _keys_of(schema, prefix)
+
+
+def nodes_of(schema: type) -> dict[str, type]:
+    """The direct children of a dataclass that are dataclasses themselves."""
+    hints = type_hints(schema)
+    return {
+        name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)
+    }
+
+
+def describe(hint: object) -> str:
+    """A type in words: ``a whole number or auto``."""
+    if isinstance(hint, UnionType) or get_origin(hint) is Union:
+        return " or ".join(describe(option) for option in get_args(hint))
+    if get_origin(hint) is Literal:
+        return " or ".join(str(option) for option in get_args(hint))
+    if get_origin(hint) is tuple:
+        element, second = get_args(hint)
+        noun = {int: "whole numbers", float: "numbers", str: "texts"}[element]
+        return f"a list of {noun}" if second is Ellipsis else f"a list of two {noun}"
+    words: dict[object, str] = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a text",
+        NoneType: "null",
+    }
+    return words[hint]
+
+
+def spell(value: object) -> str:
+    """A value as the command line spells it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(spell(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{spell(item)}" for name, item in value.items()) + "}"
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(value))
+
+
+def shorten(value: object, limit: int = 80) -> str:
+    """A value in one line of a message, spelt and cut."""
+    text = spell(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+@cache
+def _type_hints(schema: type) -> dict[str, Any]:
+    return get_type_hints(schema)
+
+
+@cache
+def _keys_of(schema: type, prefix: str) -> tuple[Key, ...]:
+    return tuple(_walk(schema, prefix))
+
+
+def _walk(schema: type, prefix: str) -> Iterator[Key]:
+    hints = type_hints(schema)
+    for entry in fields(schema):
+        path = f"{prefix}{entry.name}"
+        if is_dataclass(hints[entry.name]):
+            yield from keys_of(hints[entry.name], f"{path}.")
+            continue
+        assert entry.default is not MISSING, f"{path} has no default"
+        yield Key(
+            path=path,
+            hint=hints[entry.name],
+            default=entry.default,
+            help_text=entry.metadata["help"],
+            low=entry.metadata["low"],
+            above=entry.metadata["above"],
+            high=entry.metadata["high"],
+            example=entry.metadata["example"],
+        )

@@ -1,0 +1,56 @@
+"""The whole configuration: what people type at the top level, and one node per group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from launcher.config.key import key
+from launcher.config.pipeline import CostsConfig, HardwareConfig, OverlapConfig, ScheduleConfig
+from launcher.config.running import ClusterConfig, TrackingConfig, TrainerConfig
+from launcher.config.workload import DataConfig, GenerateConfig, ModelConfig, OptimizerConfig
+
+Mode = Literal["train", "simulate", "validate", "eval", "predict", "generate"]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """Everything one run is told; equal configurations describe equal runs."""
+
+    mode: Mode = key(  # noqa: RUF009 -- only the alias hides that it is a field
+        "train",
+        "train; simulate: the timeline without starting anything; validate: check and print the "
+        "plan; eval, predict, generate: use a checkpoint.",
+    )
+    pp: int = key(1, "Pipeline degree: ranks one model is cut over.", low=1, high=65536, example=4)
+    tp: int = key(1, "Tensor degree.", low=1, high=65536)
+    dp: Literal["auto"] | int = key(
+        1, "Data-parallel replicas; auto = fill the world.", low=1, high=65536
+    )
+    num_microbatches: Literal["auto"] | int = key(
+        "auto",
+        "Microbatches per step and replica; auto = 2 * pp, or what data.global_batch_size asks.",
+        low=1,
+        high=1_000_000,
+        example=8,
+    )
+    seed: int = key(0, "Seed of weights, data order and dropout.", low=0, high=2**32 - 1)
+    experiment_name: str = key(
+        "default",
+        "Runs of one name share checkpoints for resume=auto; null = the chosen experiment=.",
+    )
+    checkpoint: str = key(
+        "auto",
+        "eval, predict, generate: a checkpoint's path; auto = newest of this experiment_name.",
+    )
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    costs: CostsConfig = field(default_factory=CostsConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)

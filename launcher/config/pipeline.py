@@ -1,0 +1,91 @@
+"""Keys of the pipeline itself: the schedule, the gradient reduction, and what work costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from launcher.config.key import key
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """``schedule=``: which order the ranks compute in."""
+
+    name: str = key("1f1b", "Registered schedule; normally chosen with schedule=NAME.")
+    stages_per_rank: int = key(1, "V, virtual stages per rank.", low=1)
+    group: int | None = key(
+        None,
+        "Microbatches that run through all stages of a rank before the next; interleaved_1f1b "
+        "only, null = pp.",
+        low=1,
+        example=4,
+    )
+    layers_per_stage: tuple[int, ...] | None = key(
+        None,
+        "Layers of each of the pp * stages_per_rank stages, by hand; null = balanced by cost.",
+        low=0,
+        example=[1, 1, 1, 1],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapConfig:
+    """``overlap=``: when gradients are reduced over data-parallel replicas."""
+
+    name: Literal["grad_reduce", "none"] = key(
+        "grad_reduce",
+        "grad_reduce: each stage's reduction runs under later compute; none: at the flush.",
+    )
+    bucket_mb: float = key(
+        25.0, "Size of one reduction bucket, in MB of gradients.", above=0, high=1e6
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CostsConfig:
+    """``costs=``: how long the simulator lets instructions take."""
+
+    name: Literal["uniform", "analytic"] = key(
+        "analytic",
+        "uniform: the numbers below, in any unit; analytic: seconds from model and hardware.",
+    )
+    forward: float = key(1.0, "uniform: forward of one microbatch on one rank.", above=0)
+    backward: float = key(2.0, "uniform: its whole backward.", above=0)
+    backward_input: float | None = key(
+        None,
+        "uniform: the part of backward for the input's gradient; null = half.",
+        low=0,
+        example=1.0,
+    )
+    recompute: float | None = key(
+        None, "uniform: recomputing one forward; null = forward.", low=0, example=1.0
+    )
+    grad_reduce: float = key(0.0, "uniform: reduction of one rank's whole gradient.", low=0)
+    num_buckets: int = key(
+        1, "uniform: buckets each stage's gradient is reduced in.", low=1, high=1024
+    )
+    p2p: float = key(0.0, "uniform: latency of one message between stages.", low=0)
+    transport: Literal["buffered", "rendezvous"] = key(
+        "buffered", "buffered: a send never waits; rendezvous: it waits for its receive."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareConfig:
+    """``hardware=``: the machine that analytic costs and MFU assume."""
+
+    name: str = key("cpu_laptop", "Label of the machine in reports.")
+    peak_flops: float = key(9.6e10, "Peak of one rank, in FLOP/s.", above=0)
+    efficiency: float = key(0.3, "Assumed share of the peak that kernels reach.", above=0, high=1)
+    memory_gb: float = key(4.0, "Memory of one rank, in GB (1e9 bytes).", above=0)
+    memory_bandwidth: float = key(1.0e10, "Memory bandwidth of one rank, in bytes/s.", above=0)
+    intra_bandwidth: float = key(
+        3.0e9, "Link between two ranks of a node, in bytes/s per direction.", above=0
+    )
+    intra_latency_s: float = key(5.0e-5, "Its latency, in seconds.", low=0)
+    inter_bandwidth: float = key(
+        1.25e8, "Link between ranks of two nodes, in bytes/s per direction.", above=0
+    )
+    inter_latency_s: float = key(2.0e-4, "Its latency, in seconds.", low=0)
+    gpus_per_node: int = key(64, "Ranks that share a node and its faster links.", low=1)

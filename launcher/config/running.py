@@ -1,0 +1,94 @@
+"""Keys of how a run proceeds: Lightning's Trainer, tracking, and the processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from launcher.config.key import key
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerConfig:
+    """``trainer.*``: Lightning's own flags under their own names, and resuming."""
+
+    max_steps: int = key(60, "Optimizer steps; -1 = no limit.", low=-1)
+    max_epochs: int | None = key(None, "Passes over the data; null = no limit.", low=1, example=1)
+    max_time: str | None = key(
+        None, "Wall-clock limit DD:HH:MM:SS; null = none.", example="00:01:00:00"
+    )
+    accumulate_grad_batches: int = key(1, "Batches per optimizer step.", low=1)
+    gradient_clip_val: float | None = key(
+        None, "Limit of the gradient over the whole model; null = none.", above=0, example=1.0
+    )
+    gradient_clip_algorithm: Literal["norm", "value"] = key("norm", "What the limit applies to.")
+    precision: Literal["32-true", "64-true"] = key("32-true", "Type of weights and compute.")
+    accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "Device of the ranks.")
+    limit_train_batches: int | float | None = key(
+        None, "Per epoch: 10 = batches, 0.1 = share, null = all.", low=0, example=10
+    )
+    limit_val_batches: int | float | None = key(
+        8, "Batches per validation, as limit_train_batches.", low=0
+    )
+    limit_test_batches: int | float | None = key(
+        None, "Batches per evaluation, as limit_train_batches.", low=0, example=10
+    )
+    limit_predict_batches: int | float | None = key(
+        None, "Batches per prediction, as limit_train_batches.", low=0, example=10
+    )
+    val_check_interval: int | float | None = key(
+        30, "Validate every so many batches (10) or parts of an epoch (0.5).", above=0
+    )
+    check_val_every_n_epoch: int | None = key(
+        None,
+        "Validate every n epochs; null = val_check_interval counts across epochs.",
+        low=1,
+        example=1,
+    )
+    num_sanity_val_steps: int = key(0, "Validation batches before the first step.", low=0)
+    log_every_n_steps: int = key(1, "Steps between logged rows.", low=1)
+    checkpoint_every_n_steps: int | None = key(
+        None, "Steps between checkpoints; null = none between.", low=1, example=100
+    )
+    save_last: bool = key(True, "Whether to write a checkpoint at the end.")
+    resume: str | None = key(
+        None,
+        "auto = newest checkpoint of this experiment_name, PATH = that one, null = start anew.",
+        example="auto",
+    )
+    deterministic: Literal["warn"] | bool = key(
+        False, "Deterministic kernels only; warn = warn where there is none."
+    )
+    detect_anomaly: bool = key(False, "Autograd's check for NaN in backward; slow.")
+    enable_progress_bar: bool = key(True, "Show a progress bar.")
+    enable_model_summary: bool = key(False, "Print the layers before training.")
+
+
+@dataclass(frozen=True, slots=True)
+class TrackingConfig:
+    """``tracking=``: where metrics go besides metrics.csv, which is always written."""
+
+    name: Literal["csv", "wandb", "tensorboard", "none"] = key(
+        "csv", "csv: metrics.csv only; none: not even a logger in Lightning."
+    )
+    project: str = key("foldpipe", "wandb: project.")
+    entity: str | None = key(None, "wandb: team or user; null = your default.", example="my-team")
+    group: str | None = key(None, "wandb: group of runs; null = experiment_name.", example="sweep")
+    tags: tuple[str, ...] = key((), "wandb: tags.", example=["baseline"])
+    offline: Literal["auto"] | bool = key(
+        "auto", "wandb: write locally only; auto = where no key is set up."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """``cluster=``: where ranks run and how they talk."""
+
+    name: Literal["local"] = key("local", "local: processes on this machine.")
+    timeout_s: float = key(
+        120.0, "Seconds until a rendezvous or a message counts as lost.", above=0, high=86400
+    )
+    backend: Literal["auto", "gloo", "nccl", "staged"] = key(
+        "auto",
+        "Transport: gloo on CPU, nccl between GPUs, staged = gloo through host memory for GPUs.",
+    )

@@ -1,0 +1,93 @@
+"""Keys of what is trained: model, data, optimizer, and text generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from launcher.config.key import key
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """``model=``: the shape of a decoder-only transformer."""
+
+    name: str = key("tiny", "Label of the model in reports and checkpoints.")
+    layers: int = key(6, "Transformer blocks.", low=1, high=100_000)
+    hidden: int = key(128, "Width of the residual stream.", low=1)
+    heads: int = key(4, "Attention heads; must divide hidden.", low=1)
+    kv_heads: int | None = key(
+        None, "Key/value heads; must divide heads; null = heads.", low=1, example=2
+    )
+    ffn: int | None = key(None, "Inner width of the MLP; null = 4 * hidden.", low=1, example=256)
+    vocab: int | None = key(
+        None, "Vocabulary size; null = that of the data's tokenizer.", low=2, example=256
+    )
+    sequence: int = key(128, "Tokens per sequence.", low=2)
+    norm: Literal["layernorm", "rmsnorm"] = key("rmsnorm", "Normalisation before each half-block.")
+    activation: Literal["gelu", "swiglu"] = key("swiglu", "MLP; swiglu has three weight matrices.")
+    position: Literal["learned", "rope"] = key("rope", "How positions enter the model.")
+    tie_embeddings: bool = key(False, "Whether input embedding and output head share one weight.")
+    dropout: float = key(0.0, "Dropout probability.", low=0, high=0.999)
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    """``data=``: where tokens come from and how they are batched."""
+
+    name: Literal["stdlib", "text", "tokens"] = key(
+        "stdlib",
+        "stdlib: the Python standard library's sources; text: a text file or folder; tokens: a "
+        "flat file of token ids.",
+    )
+    path: str | None = key(None, "File or folder for text and tokens.", example="/data/corpus.txt")
+    tokenizer: str | None = key(
+        None, "A tokenizer.json for stdlib and text; null = bytes.", example="/data/tokenizer.json"
+    )
+    dtype: Literal["uint16", "uint32"] = key("uint16", "tokens: type of one id, little endian.")
+    val_fraction: float = key(0.1, "Share of the tokens kept for validation.", above=0, high=0.9)
+    max_bytes: int | None = key(
+        None, "Bytes of the source that are read; null = all.", low=1024, example=2_000_000
+    )
+    global_batch_size: int | None = key(
+        None,
+        "Sequences per optimizer step over all replicas; null = num_microbatches * "
+        "microbatch_size * dp.",
+        low=1,
+        example=16,
+    )
+    microbatch_size: int = key(1, "Sequences per microbatch.", low=1)
+    num_workers: int = key(0, "DataLoader worker processes per rank.", low=0, high=1024)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """``optimizer=``: update rule and learning rate."""
+
+    name: Literal["adamw", "adam", "sgd"] = key("adamw", "Update rule.")
+    lr: float = key(1e-3, "Peak learning rate.", above=0)
+    weight_decay: float = key(0.1, "Weight decay; adamw decouples it from the gradient.", low=0)
+    betas: tuple[float, float] | None = key(
+        None, "adamw and adam: the two averaging factors; null = [0.9,0.95].", example=[0.9, 0.95]
+    )
+    eps: float | None = key(
+        None, "adamw and adam: term in the denominator; null = 1e-8.", above=0, example=1e-8
+    )
+    momentum: float | None = key(
+        None, "sgd: momentum; null = none.", low=0, high=0.9999, example=0.9
+    )
+    warmup_steps: int = key(10, "Steps of linear warm-up from 0 to lr.", low=0)
+    min_lr_ratio: float = key(0.1, "cosine: final learning rate over lr.", low=0, high=1)
+    schedule: Literal["cosine", "constant"] = key("cosine", "Learning rate after the warm-up.")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateConfig:
+    """``generate.*``: what ``mode=generate`` writes."""
+
+    prompt: str = key("def ", "Text that is continued.", example="Hello")
+    max_new_tokens: int = key(64, "Tokens to add.", low=1, high=1_000_000)
+    temperature: float = key(0.8, "0 takes the most probable token.", low=0, high=100)
+    top_k: int | None = key(
+        None, "Draw among the k most probable tokens; null = all.", low=1, example=50
+    )

@@ -1,0 +1,83 @@
+"""result.json: the figures of a run, for scripts and dashboards."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from launcher.report.atomic import write_atomically
+from strategies.metrics import Metrics
+
+_DISTRIBUTIONS = ("foldpipe", "torch", "lightning", "hydra-core")
+
+
+def write_result(path: Path, mapping: Mapping[str, object]) -> None:
+    """Writes the mapping as JSON, keys in the order given, all or nothing.
+
+    NaN and infinities become null: JSON has no such numbers, and a run whose loss exploded must
+    still leave a result that every parser reads.
+
+    Args:
+        path: The file; what it held before survives a crash.
+        mapping: Strings, numbers, booleans, None, paths, and mappings and sequences of them.
+
+    Raises:
+        TypeError: A value is something else, a tensor say; the message names its key.
+        OSError: The file cannot be written.
+    """
+    plain = _plain(mapping, where="")
+    write_atomically(path, json.dumps(plain, indent=2, allow_nan=False) + "\n")
+
+
+def metrics_mapping(metrics: Metrics) -> dict[str, object]:
+    """The figures of a simulated or predicted step under their names in result.json.
+
+    ``peak_memory_bytes`` is None as a whole where the costs know no bytes.
+    """
+    mapping: dict[str, object] = {}
+    for item in fields(metrics):
+        value = getattr(metrics, item.name)
+        mapping[item.name] = list(value) if isinstance(value, tuple) else value
+    if all(value is None for value in metrics.peak_memory_bytes):
+        mapping["peak_memory_bytes"] = None
+    return mapping
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of what decides a run's numbers; None for what is not installed.
+
+    Read from package metadata, so nothing is imported.
+    """
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _plain(value: object, where: str) -> object:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"result.json: key {key!r} in {where or 'the root'} is no string.")
+        return {
+            key: _plain(item, f"{where}.{key}" if where else key) for key, item in value.items()
+        }
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    raise TypeError(f"result.json: {where} is a {type(value).__name__}, which JSON cannot say.")

@@ -1,0 +1,62 @@
+"""schedule.txt and schedule.csv: what runs where, for people and for torch's own loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.report.ascii import draw, legend
+from launcher.report.atomic import write_atomically
+from launcher.report.units import format_duration, format_percent
+from strategies.ir.instruction import Kind
+from strategies.ir.program import Program
+from strategies.metrics import Metrics
+from strategies.timeline import Timeline
+
+_TORCH_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+
+
+def write_schedule_files(folder: Path, timeline: Timeline, metrics: Metrics) -> None:
+    """Writes ``schedule.txt`` and ``schedule.csv`` into a run's folder."""
+    write_atomically(folder / "schedule.txt", schedule_text(timeline, metrics))
+    write_atomically(folder / "schedule.csv", compute_csv(timeline.program))
+
+
+def schedule_text(timeline: Timeline, metrics: Metrics) -> str:
+    """Key figures, then the whole timeline, one line per rank of whatever length."""
+    program = timeline.program
+    placement, unit = program.placement, metrics.time_unit
+    peaks = " ".join(f"{peak:g}" for peak in metrics.peak_activations)
+    lines = [
+        f"# {program.schedule}: {placement.num_ranks} ranks, {placement.num_stages} stages "
+        f"({placement.name}), {program.num_microbatches} microbatches",
+        f"# {timeline.origin}, {metrics.costs} costs: makespan "
+        f"{format_duration(timeline.makespan, unit)}, period "
+        f"{format_duration(timeline.period, unit)}, bubble ratio "
+        f"{format_percent(timeline.bubble_ratio)}",
+        f"# lower bound {format_duration(metrics.lower_bound, unit)} ({metrics.binding_bound}), "
+        f"{format_percent(timeline.makespan / metrics.lower_bound - 1.0)} above it; exposed "
+        f"reduction {format_duration(timeline.exposed_grad_reduce, unit)}",
+        f"# peak activations per rank, in microbatches: {peaks}",
+        f"# {legend(timeline)}",
+        "",
+        draw(timeline),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def compute_csv(program: Program) -> str:
+    """The compute order in torch.distributed.pipelining's ``compute_only`` notation.
+
+    A row per rank, a cell per instruction: ``0F0`` forward, ``0B0`` full backward, ``0I0`` and
+    ``0W0`` its halves. What that notation has no word for is left out: recompute, reductions and
+    optimizer steps. torch refuses placements with a stage on two ranks.
+    """
+    rows = (
+        [
+            f"{item.stage}{item.kind.value}{item.microbatch}"
+            for item in row
+            if item.kind in _TORCH_KINDS
+        ]
+        for row in program.ranks
+    )
+    return "".join(",".join(row) + "\n" for row in rows)

@@ -1,0 +1,166 @@
+"""The figures of a run as a table for the terminal, one screen at most."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from launcher.report.units import format_duration, format_percent
+
+Result = Mapping[str, object]
+# A figure as (number, unit and remark), from its value and the whole result.
+_Write = Callable[[object, Result], tuple[str, str]]
+
+
+def print_summary(result: Result, *, file: TextIO | None = None) -> None:
+    """Prints the table; headings are bold on a terminal, and plain in a pipe or file.
+
+    Args:
+        result: The mapping of result.json; missing and null figures are left out.
+        file: Where to print instead of standard output.
+    """
+    # Rich takes 80 columns for whatever is no terminal and would cut longer lines there.
+    probe = Console(file=file, highlight=False)
+    width = None if probe.is_terminal else 200
+    console = Console(file=file, highlight=False, width=width)
+    console.print(Text(_headline(result), style="bold"))
+    console.print(_table(result))
+
+
+def summary(result: Result) -> str:
+    """The table as plain text, a line per figure, without a newline at the end.
+
+    Args:
+        result: The mapping of result.json; missing and null figures are left out.
+    """
+    file = io.StringIO()
+    print_summary(result, file=file)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def _table(result: Result) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column(no_wrap=True)
+    for section, figures in _SECTIONS:
+        rows = list(_rows(result, figures))
+        if rows:
+            table.add_row(Text(section, style="bold"))
+        for row in rows:
+            table.add_row(*map(Text, row))
+    return table
+
+
+def _headline(result: Result) -> str:
+    words = [str(result.get("schedule", ""))]
+    words += [f"{key}={result[key]}" for key in ("pp", "dp", "tp") if result.get(key) is not None]
+    for key, word in (("stages_per_rank", "stages per rank"), ("num_microbatches", "microbatches")):
+        if result.get(key) is not None:
+            words.append(f"{result[key]} {word}")
+    for key in ("recompute", "overlap"):
+        if result.get(key) is not None:
+            words.append(f"{key}={result[key]}")
+    return "  ".join(word for word in words if word)
+
+
+def _rows(
+    result: Result, figures: Mapping[str, tuple[str, _Write]]
+) -> Iterator[tuple[str, str, str]]:
+    for key, (label, write) in figures.items():
+        value = result.get(key)
+        if value is not None:
+            number, remark = write(value, result)
+            yield f"  {label}", number, remark
+
+
+def _duration(value: object, result: Result) -> tuple[str, str]:
+    time_unit = str(result.get("time_unit", "s"))
+    number, _, unit = format_duration(_float(value), time_unit).partition(" ")
+    return number, unit
+
+
+def _seconds(value: object, result: Result) -> tuple[str, str]:
+    number, _, unit = format_duration(_float(value), "s").partition(" ")
+    return number, unit
+
+
+def _bound(value: object, result: Result) -> tuple[str, str]:
+    number, unit = _duration(value, result)
+    return number, f"{unit}  {result.get('binding_bound', '')}".rstrip()
+
+
+def _percent(value: object, result: Result) -> tuple[str, str]:
+    return format_percent(_float(value)).removesuffix(" %"), "%"
+
+
+def _number(value: object, result: Result) -> tuple[str, str]:
+    if isinstance(value, float):
+        return f"{value:.5g}", ""
+    return (f"{value:,}" if isinstance(value, int) else str(value)), ""
+
+
+def _peak(value: object, result: Result) -> tuple[str, str]:
+    largest, remark = _largest(value)
+    return f"{largest:.4g}", f"microbatches  {remark}"
+
+
+def _gib(value: object, result: Result) -> tuple[str, str]:
+    largest, remark = _largest(value)
+    return f"{largest / 2**30:.4g}", f"GiB  {remark}"
+
+
+def _largest(value: object) -> tuple[float, str]:
+    """The largest of the ranks' figures, and where it and the smallest are."""
+    if not isinstance(value, (list, tuple)):
+        return _float(value), ""
+    known = {rank: _float(v) for rank, v in enumerate(value) if v is not None}
+    if not known:
+        return 0.0, ""
+    high, low = max(known, key=known.__getitem__), min(known, key=known.__getitem__)
+    return known[high], f"rank {high}" + (f", rank {low} least" if low != high else "")
+
+
+def _float(value: object) -> float:
+    assert isinstance(value, (int, float)), f"result.json holds {value!r} for a number"
+    return float(value)
+
+
+_SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
+    (
+        "one step, predicted",
+        {
+            "makespan": ("makespan", _duration),
+            "period": ("period", _duration),
+            "lower_bound": ("lower bound", _bound),
+            "bound_gap": ("above the bound", _percent),
+            "gap_to_ideal": ("above the busiest rank", _percent),
+            "bubble_ratio": ("bubble ratio", _percent),
+            "exposed_grad_reduce": ("exposed reduction", _duration),
+            "peak_activations": ("peak activations", _peak),
+            "peak_memory_bytes": ("peak memory", _gib),
+            "predicted_peak_memory_bytes": ("predicted peak memory", _gib),
+            "predicted_step_time_s": ("step time", _seconds),
+        },
+    ),
+    (
+        "training",
+        {
+            "num_parameters": ("parameters", _number),
+            "steps": ("steps", _number),
+            "loss_first": ("first loss", _number),
+            "loss_last": ("last loss", _number),
+            "val_loss": ("validation loss", _number),
+            "step_time_s": ("step time, median", _seconds),
+            "tokens_per_s": ("tokens per second", _number),
+            "mfu": ("model FLOPs utilisation", _percent),
+            "measured_bubble_ratio": ("bubble ratio, measured", _percent),
+            "measured_exposed_grad_reduce_s": ("exposed reduction, measured", _seconds),
+        },
+    ),
+)

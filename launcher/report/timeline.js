@@ -1,0 +1,526 @@
+"use strict";
+// Draws the panels of timeline.html. All times are in the panel's own unit; the view is kept as
+// fractions of the longest panel of that unit, so that panels of other units zoom along.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const [KIND, STAGE, NUMBER, START, END, WAIT, WAIT_RANK, HOW, SINCE] = [0, 1, 2, 3, 4, 5, 6, 7, 8];
+const WORDS = {
+  F: "forward", B: "full backward", I: "input gradient", W: "weight gradient", R: "recompute",
+  REDUCE: "gradient reduction", GATHER: "weight gather", STEP: "optimizer step",
+};
+// [hue, saturation]: forward and backward differ in hue and, by the ranges below, stay apart in
+// grey; a stage's shade runs from light (first) to dark (last).
+const COLOURS = {
+  F: [212, 62], B: [28, 78], I: [44, 80], W: [150, 42], R: [272, 42],
+  REDUCE: [184, 58], GATHER: [320, 40], STEP: [0, 0],
+};
+const HOWS = {
+  message: "message", value: "made on this rank", rank: "the rank was busy with it",
+  channel: "the channel was busy with it", release: "the bucket got ready inside it",
+};
+const GUTTER = 84, RIGHT = 18, AXIS = 40, TOP = 4;
+const NARROWEST = 1e-6;
+
+const view = { low: 0, high: 1 };
+let selected = null; // a microbatch
+let hovered = null; // {panel, bar}
+let scheduled = false;
+
+const panels = DATA.panels.map((data, index) => {
+  const canvas = document.getElementById("panel" + index);
+  const same = DATA.panels.filter((other) => other.unit === data.unit);
+  const span = Math.max(...same.map((other) => other.makespan)) || 1;
+  const ranks = data.rows.length;
+  const bar = ranks <= 4 ? 26 : ranks <= 8 ? 20 : ranks <= 16 ? 16 : 13;
+  const size = { bar, channel: Math.round(bar * 0.55), held: Math.round(bar * 0.8), gap: 8 };
+  const peak = Math.max(...same.map((o) => Math.max(...o.rows.map(highest)))) || 1;
+  const panel = { data, canvas, span, size, peak, lines: [] };
+  let y = TOP;
+  data.rows.forEach((row, rank) => {
+    const line = { rank, row, y, bands: [], held: null };
+    for (const [name, height] of [["compute", size.bar], ["channel", size.channel]]) {
+      if (name === "channel" && !data.channel) continue;
+      const lanes = row[name].length ? row[name] : [[]];
+      const each = Math.max(6, Math.floor(height / lanes.length));
+      for (const bars of lanes) {
+        line.bands.push({ name, bars, y, height: each });
+        y += each + 1;
+      }
+    }
+    line.held = { y, height: size.held, points: row.held, peak: highest(row) };
+    y += size.held + size.gap;
+    panel.lines.push(line);
+  });
+  panel.bottom = y - size.gap + 3;
+  panel.height = panel.bottom + AXIS;
+  canvas.style.height = panel.height + "px";
+  return panel;
+});
+
+function highest(row) {
+  return Math.max(0, ...row.held.map((point) => point[1]));
+}
+
+function css(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+const shades = new Map();
+
+// {fill, text}: the bar's colour and the better readable one of black and white upon it.
+function shade(kind, stage, stages) {
+  const key = `${kind} ${stage} ${stages}`;
+  if (!shades.has(key)) {
+    const [hue, saturation] = COLOURS[kind];
+    const light = 76 - 36 * (stages > 1 ? stage / (stages - 1) : 0.4);
+    const text = luminance(hue, saturation / 100, light / 100) < 0.2 ? "#ffffff" : "#121316";
+    shades.set(key, { fill: `hsl(${hue} ${saturation}% ${light}%)`, text });
+  }
+  return shades.get(key);
+}
+
+function luminance(hue, saturation, light) {
+  const linear = [0, 8, 4].map((offset) => {
+    const k = (offset + hue / 30) % 12;
+    const reach = saturation * Math.min(light, 1 - light);
+    return Math.pow(light - reach * Math.max(-1, Math.min(k - 3, 9 - k, 1)), 2.2);
+  });
+  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+}
+
+function duration(value, unit) {
+  if (unit !== "s") return digits(value) + " " + unit;
+  for (const [scale, name] of [[1, "s"], [1e-3, "ms"], [1e-6, "us"]])
+    if (Math.abs(value) >= scale) return digits(value / scale) + " " + name;
+  return digits(value / 1e-9) + " ns";
+}
+
+function digits(value) {
+  return String(Number(value.toPrecision(5)));
+}
+
+// Geometry ------------------------------------------------------------------------------------
+
+function plotWidth(panel) {
+  return panel.canvas.clientWidth - GUTTER - RIGHT;
+}
+
+function toX(panel, time) {
+  return GUTTER + ((time / panel.span - view.low) / (view.high - view.low)) * plotWidth(panel);
+}
+
+function toTime(panel, x) {
+  return (view.low + ((x - GUTTER) / plotWidth(panel)) * (view.high - view.low)) * panel.span;
+}
+
+function setView(low, width) {
+  width = Math.min(1, Math.max(NARROWEST, width));
+  view.low = Math.min(1 - width, Math.max(0, low));
+  view.high = view.low + width;
+  redraw();
+}
+
+function zoom(factor, around) {
+  const width = Math.min(1, Math.max(NARROWEST, (view.high - view.low) * factor));
+  const part = (around - view.low) / (view.high - view.low);
+  setView(around - part * width, width);
+}
+
+// Index of the first bar that ends after `time`; the bars of a lane do not overlap.
+function firstAfter(bars, time) {
+  let low = 0, high = bars.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (bars[middle][END] > time) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+// Drawing -------------------------------------------------------------------------------------
+
+function redraw() {
+  if (scheduled) return;
+  scheduled = true;
+  requestAnimationFrame(() => {
+    scheduled = false;
+    const theme = {};
+    for (const name of ["panel", "text", "muted", "line", "idle", "held", "mark"])
+      theme[name] = css("--" + name);
+    for (const panel of panels) draw(panel, theme);
+  });
+}
+
+function draw(panel, theme) {
+  const { canvas } = panel;
+  const width = canvas.clientWidth, ratio = window.devicePixelRatio || 1;
+  if (canvas.width !== Math.round(width * ratio) ||
+      canvas.height !== Math.round(panel.height * ratio)) {
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(panel.height * ratio);
+  }
+  const g = canvas.getContext("2d");
+  g.setTransform(ratio, 0, 0, ratio, 0, 0);
+  g.fillStyle = theme.panel;
+  g.fillRect(0, 0, width, panel.height);
+  g.save();
+  g.beginPath();
+  g.rect(GUTTER, 0, width - GUTTER - RIGHT + 1, panel.bottom);
+  g.clip();
+  const end = Math.min(width - RIGHT, toX(panel, panel.data.makespan));
+  for (const line of panel.lines) {
+    for (const band of line.bands) {
+      g.fillStyle = theme.idle;
+      g.fillRect(GUTTER, band.y, Math.max(0, end - GUTTER), band.height);
+      drawBars(g, panel, band, theme);
+    }
+    drawHeld(g, panel, line.held, theme);
+  }
+  drawGrid(g, panel, theme);
+  drawHover(g, panel, theme);
+  g.restore();
+  drawAxis(g, panel, theme);
+  drawGutter(g, panel, theme);
+}
+
+function drawBars(g, panel, band, theme) {
+  const left = toTime(panel, GUTTER), right = toTime(panel, panel.canvas.clientWidth - RIGHT);
+  g.font = (band.height >= 16 ? 11 : band.height >= 12 ? 10 : 9) + "px ui-monospace, monospace";
+  g.textAlign = "center";
+  g.textBaseline = "middle";
+  for (let index = firstAfter(band.bars, left); index < band.bars.length; index += 1) {
+    const bar = band.bars[index];
+    if (bar[START] > right) break;
+    const kind = DATA.kinds[bar[KIND]];
+    const x = toX(panel, bar[START]), w = toX(panel, bar[END]) - x;
+    const colour = shade(kind, bar[STAGE], panel.data.stages);
+    const microbatch = band.name === "compute" && kind !== "STEP" ? bar[NUMBER] : null;
+    g.globalAlpha = selected !== null && microbatch !== selected ? 0.22 : 1;
+    g.fillStyle = colour.fill;
+    // A hairline between neighbours, once they are wide enough to spare it.
+    g.fillRect(x, band.y, Math.max(0.6, w - (w > 3 ? 1 : 0)), band.height);
+    const text = barText(g, band, bar, kind, w - 4);
+    if (text) {
+      g.fillStyle = colour.text;
+      g.fillText(text, x + w / 2, band.y + band.height / 2 + 0.5);
+    }
+    g.globalAlpha = 1;
+  }
+}
+
+function barText(g, band, bar, kind, room) {
+  if (room < 5 || band.height < 9) return "";
+  const full = label(bar);
+  if (g.measureText(full).width <= room) return full;
+  const short = kind === "STEP" || band.name === "channel" ? String(bar[STAGE]) : String(bar[NUMBER]);
+  return g.measureText(short).width <= room ? short : "";
+}
+
+function label(bar) {
+  return bar[STAGE] + DATA.kinds[bar[KIND]] + (bar[NUMBER] < 0 ? "" : bar[NUMBER]);
+}
+
+function drawHeld(g, panel, held, theme) {
+  const { y, height, points } = held;
+  const base = y + height, scale = height / panel.peak;
+  g.beginPath();
+  g.moveTo(toX(panel, 0), base);
+  let value = 0;
+  for (const [time, next] of points) {
+    const x = toX(panel, time);
+    g.lineTo(x, base - value * scale);
+    g.lineTo(x, base - next * scale);
+    value = next;
+  }
+  g.lineTo(toX(panel, panel.data.makespan), base - value * scale);
+  g.lineTo(toX(panel, panel.data.makespan), base);
+  g.closePath();
+  g.globalAlpha = 0.55;
+  g.fillStyle = theme.held;
+  g.fill();
+  g.globalAlpha = 1;
+  g.strokeStyle = theme.line;
+  g.beginPath();
+  g.moveTo(GUTTER, base + 0.5);
+  g.lineTo(panel.canvas.clientWidth - RIGHT, base + 0.5);
+  g.stroke();
+}
+
+function ticks(panel) {
+  const low = view.low * panel.span, high = view.high * panel.span;
+  const rough = ((high - low) / plotWidth(panel)) * 90;
+  const power = Math.pow(10, Math.floor(Math.log10(rough)));
+  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough);
+  const found = [];
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high * (1 + 1e-12); k += 1)
+    found.push(k * step);
+  return { found, step };
+}
+
+function drawGrid(g, panel, theme) {
+  g.strokeStyle = theme.text;
+  g.globalAlpha = 0.1;
+  g.beginPath();
+  for (const time of ticks(panel).found) {
+    const x = Math.round(toX(panel, time)) + 0.5;
+    g.moveTo(x, 0);
+    g.lineTo(x, panel.bottom);
+  }
+  g.stroke();
+  g.globalAlpha = 1;
+}
+
+function drawAxis(g, panel, theme) {
+  const { found, step } = ticks(panel);
+  let scale = 1, unit = panel.data.unit;
+  if (unit === "s")
+    [scale, unit] = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]]
+      .find(([s]) => view.high * panel.span >= s) || [1e-9, "ns"];
+  const decimals = Math.min(9, Math.max(0, -Math.floor(Math.log10(step / scale) + 1e-9)));
+  g.font = "11px system-ui, sans-serif";
+  g.textBaseline = "top";
+  g.textAlign = "center";
+  g.strokeStyle = theme.line;
+  g.fillStyle = theme.muted;
+  g.beginPath();
+  g.moveTo(GUTTER, panel.bottom + 0.5);
+  g.lineTo(panel.canvas.clientWidth - RIGHT, panel.bottom + 0.5);
+  for (const time of found) {
+    const x = Math.round(toX(panel, time)) + 0.5;
+    g.moveTo(x, panel.bottom);
+    g.lineTo(x, panel.bottom + 5);
+    g.fillText((time / scale).toFixed(decimals), x, panel.bottom + 7);
+  }
+  g.stroke();
+  const title = panel.data.unit === "s" ? `${panel.data.axis} in ${unit}` : panel.data.axis;
+  g.fillText(title, GUTTER + plotWidth(panel) / 2, panel.bottom + 23);
+}
+
+function drawGutter(g, panel, theme) {
+  g.textAlign = "right";
+  g.textBaseline = "middle";
+  const roomy = panel.lines.length <= 8;
+  for (const line of panel.lines) {
+    const first = { compute: `rank ${line.rank}`, channel: "comm" };
+    let seen = "";
+    for (const band of line.bands) {
+      if (band.name === seen) continue;
+      seen = band.name;
+      const main = band.name === "compute";
+      if (!main && !roomy) continue;
+      g.font = (main ? "600 12px" : "10px") + " system-ui, sans-serif";
+      g.fillStyle = main ? theme.text : theme.muted;
+      g.fillText(first[band.name], GUTTER - 8, band.y + band.height / 2);
+    }
+    g.font = "10px system-ui, sans-serif";
+    g.fillStyle = theme.muted;
+    g.fillText("held, max " + digits(line.held.peak), GUTTER - 8,
+      line.held.y + line.held.height / 2 + 1);
+  }
+}
+
+function drawHover(g, panel, theme) {
+  if (!hovered || hovered.panel !== panel) return;
+  const { bar, band, line } = hovered;
+  g.strokeStyle = theme.mark;
+  g.lineWidth = 2;
+  outline(g, panel, band, bar);
+  const cause = findCause(panel, bar);
+  if (cause) {
+    g.setLineDash([4, 3]);
+    outline(g, panel, cause.band, cause.bar);
+    if (cause.line !== line) {
+      g.beginPath();
+      g.moveTo(toX(panel, bar[SINCE]), cause.band.y + cause.band.height / 2);
+      g.lineTo(toX(panel, bar[START]), band.y + band.height / 2);
+      g.stroke();
+    }
+    g.setLineDash([]);
+  }
+  g.lineWidth = 1;
+}
+
+function outline(g, panel, band, bar) {
+  const x = toX(panel, bar[START]);
+  g.strokeRect(x, band.y, Math.max(2, toX(panel, bar[END]) - x - 1), band.height);
+}
+
+function findCause(panel, bar) {
+  const line = panel.lines[bar[WAIT_RANK]];
+  if (!bar[WAIT] || !line) return null;
+  for (const band of line.bands)
+    for (const other of band.bars)
+      if (label(other) === bar[WAIT]) return { line, band, bar: other };
+  return null;
+}
+
+// Pointer and keys ----------------------------------------------------------------------------
+
+function hit(panel, x, y) {
+  if (x < GUTTER || x > panel.canvas.clientWidth - RIGHT) return null;
+  const time = toTime(panel, x);
+  for (const line of panel.lines) {
+    const { held } = line;
+    if (y >= held.y && y <= held.y + held.height) return { panel, line, held, time };
+    for (const band of line.bands) {
+      if (y < band.y || y > band.y + band.height) continue;
+      const bar = band.bars[firstAfter(band.bars, time)];
+      return bar && bar[START] <= time ? { panel, line, band, bar } : null;
+    }
+  }
+  return null;
+}
+
+const tip = document.getElementById("tip");
+
+function showTip(event, found) {
+  tip.hidden = !found;
+  if (!found) return;
+  tip.replaceChildren(...(found.bar ? barTip(found) : heldTip(found)));
+  const box = tip.getBoundingClientRect();
+  const x = event.clientX + 14 + box.width > innerWidth
+    ? event.clientX - 14 - box.width : event.clientX + 14;
+  const y = event.clientY + 16 + box.height > innerHeight
+    ? event.clientY - 12 - box.height : event.clientY + 16;
+  tip.style.left = Math.max(4, x) + "px";
+  tip.style.top = Math.max(4, y) + "px";
+}
+
+function heldTip({ panel, line, held, time }) {
+  let value = 0;
+  for (const [since, next] of held.points) if (since <= time) value = next;
+  return [`rank ${line.rank} holds the activations of ${digits(value)} microbatches\n` +
+    `at ${duration(time, panel.data.unit)}`];
+}
+
+function barTip(found) {
+  const { panel, bar, line } = found;
+  const unit = panel.data.unit, kind = DATA.kinds[bar[KIND]];
+  const what = kind === "REDUCE" ? "bucket" : "microbatch";
+  const number = bar[NUMBER] < 0 ? "" : `, ${what} ${bar[NUMBER]}`;
+  const head = document.createElement("b");
+  head.textContent = label(bar);
+  const lines = [
+    `  ${WORDS[kind]}`,
+    `rank ${line.rank}, stage ${bar[STAGE]}${number}`,
+    `start ${duration(bar[START], unit)}, end ${duration(bar[END], unit)}`,
+    `duration ${duration(bar[END] - bar[START], unit)}`,
+    waitText(panel, found),
+  ];
+  return [head, lines.join("\n")];
+}
+
+function waitText(panel, { bar, band }) {
+  if (!bar[WAIT]) return "waited for nothing";
+  const where = bar[HOW] === "message" ? ` on rank ${bar[WAIT_RANK]}` : "";
+  const before = band.bars[band.bars.indexOf(bar) - 1];
+  const idle = bar[START] - (before ? before[END] : 0);
+  const long = idle > 1e-6 * panel.span ? `, idle for ${duration(idle, panel.data.unit)}` : "";
+  return `waited for ${bar[WAIT]}${where} (${HOWS[bar[HOW]]})${long}`;
+}
+
+for (const panel of panels) {
+  const { canvas } = panel;
+  let drag = null;
+  canvas.addEventListener("wheel", (event) => {
+    if (event.offsetX < GUTTER || event.ctrlKey) return;
+    event.preventDefault();
+    const pixels = event.deltaMode === 1 ? 16 : 1;
+    const width = view.high - view.low;
+    const sideways = event.shiftKey ? event.deltaX || event.deltaY : event.deltaX;
+    if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY))
+      setView(view.low + (sideways * pixels / plotWidth(panel)) * width, width);
+    else
+      zoom(Math.exp(Math.max(-1, Math.min(1, event.deltaY * pixels * 0.002))),
+        toTime(panel, event.offsetX) / panel.span);
+  }, { passive: false });
+  canvas.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0) return;
+    drag = { x: event.offsetX, low: view.low, moved: false };
+    canvas.setPointerCapture(event.pointerId);
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    if (drag) {
+      const by = event.offsetX - drag.x;
+      if (Math.abs(by) > 3) drag.moved = true;
+      if (!drag.moved) return;
+      canvas.classList.add("dragging");
+      showTip(event, null);
+      const width = view.high - view.low;
+      setView(drag.low - (by / plotWidth(panel)) * width, width);
+      return;
+    }
+    const found = hit(panel, event.offsetX, event.offsetY);
+    showTip(event, found);
+    const next = found && found.bar ? found : null;
+    if ((next && next.bar) !== (hovered && hovered.bar)) {
+      hovered = next;
+      redraw();
+    }
+  });
+  canvas.addEventListener("pointerup", (event) => {
+    canvas.classList.remove("dragging");
+    if (drag && !drag.moved) {
+      const found = hit(panel, event.offsetX, event.offsetY);
+      const follow = found && found.bar && found.band.name === "compute" && found.bar[NUMBER] >= 0;
+      const next = follow ? found.bar[NUMBER] : null;
+      selected = next === selected ? null : next;
+      redraw();
+    }
+    drag = null;
+  });
+  canvas.addEventListener("pointercancel", () => {
+    canvas.classList.remove("dragging");
+    drag = null;
+  });
+  canvas.addEventListener("pointerleave", (event) => {
+    showTip(event, null);
+    hovered = null;
+    redraw();
+  });
+}
+
+addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const width = view.high - view.low, middle = view.low + width / 2;
+  const actions = {
+    "+": () => zoom(0.7, middle), "=": () => zoom(0.7, middle), "-": () => zoom(1 / 0.7, middle),
+    ArrowLeft: () => setView(view.low - width / 5, width),
+    ArrowRight: () => setView(view.low + width / 5, width),
+    "0": () => setView(0, 1), Home: () => setView(0, 1),
+    Escape: () => { selected = null; redraw(); },
+  };
+  if (!actions[event.key]) return;
+  event.preventDefault();
+  actions[event.key]();
+});
+
+// Legend --------------------------------------------------------------------------------------
+
+function fillLegend() {
+  const used = new Set();
+  for (const panel of panels)
+    for (const line of panel.lines)
+      for (const band of line.bands) for (const bar of band.bars) used.add(DATA.kinds[bar[KIND]]);
+  const legend = document.getElementById("legend");
+  const add = (background, text) => {
+    const item = document.createElement("span"), box = document.createElement("i");
+    box.style.background = background;
+    item.append(box, text);
+    legend.append(item);
+  };
+  for (const kind of DATA.kinds) {
+    if (!used.has(kind)) continue;
+    const [first, last] = [shade(kind, 0, 2).fill, shade(kind, 1, 2).fill];
+    add(`linear-gradient(to right, ${first}, ${last})`, `${kind} ${WORDS[kind]}`);
+  }
+  add("var(--held)", "activations held, in full-rank microbatches");
+  const note = document.createElement("span");
+  note.textContent = "light: first stage, dark: last stage; narrow bars name their microbatch only";
+  legend.append(note);
+}
+
+fillLegend();
+addEventListener("resize", redraw);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+redraw();

@@ -1,0 +1,138 @@
+"""Turns a source into one array of token ids. Free of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from launcher.workloads.data.source import TextSource, check_file, source_files
+from strategies.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Tokens = npt.NDArray[np.unsignedinteger]
+
+BYTE_VOCAB = 256
+# Text files hold no NUL byte, so it can part documents without a 257th token.
+SEPARATOR = b"\0"
+_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_PIECE_CHARACTERS = 1 << 16
+_SCANNED_IDS = 1 << 24
+
+
+def load_tokens(source: TextSource) -> Tokens:
+    """All token ids of ``source``, one-dimensional, in the narrowest unsigned type.
+
+    Without a tokenizer the ids are the bytes of the files, in order, with a NUL byte between two
+    files. With one, its end-of-text token stands there, if it has such a token.
+
+    Raises:
+        DataError: A file that is missing or cannot be read, or a tokenizer that cannot be loaded.
+    """
+    if source.kind == "tokens":
+        return _memory_map(source)
+    documents = _read(source)
+    if source.tokenizer is None:
+        return np.frombuffer(SEPARATOR.join(documents), dtype=np.uint8)
+    return _encode(documents, load_tokenizer(source.tokenizer))
+
+
+def vocab_size(source: TextSource) -> int:
+    """How many ids the tokens of ``source`` can have; the model's vocabulary must not be smaller.
+
+    For a file of token ids, which does not say, it is the largest id in it plus one: a pass over
+    the part that is used, about a second per gigabyte.
+
+    Raises:
+        DataError: The tokenizer or the file cannot be read.
+    """
+    if source.kind == "tokens":
+        ids = _memory_map(source)
+        parts = range(0, len(ids), _SCANNED_IDS)
+        return 1 + max((int(ids[at : at + _SCANNED_IDS].max()) for at in parts), default=0)
+    if source.tokenizer is None:
+        return BYTE_VOCAB
+    size: int = load_tokenizer(source.tokenizer).get_vocab_size(with_added_tokens=True)
+    return size
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer in a ``tokenizer.json``.
+
+    Raises:
+        DataError: No such file, or not a tokenizer.
+    """
+    from tokenizers import Tokenizer  # not needed for bytes
+
+    path = check_file("data.tokenizer", name)
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(
+            f"data.tokenizer={name} is no tokenizer.json of the tokenizers library: "
+            f"{str(error)[:200]}. Try data.tokenizer=null for bytes."
+        ) from None
+
+
+def _memory_map(source: TextSource) -> Tokens:
+    assert source.path is not None
+    path = check_file("data.path", source.path)
+    dtype = np.dtype(source.dtype).newbyteorder("<")
+    size = path.stat().st_size
+    count = min(size, source.max_bytes or size) // dtype.itemsize
+    if not count:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+
+
+def _read(source: TextSource) -> list[bytes]:
+    documents: list[bytes] = []
+    left = source.max_bytes
+    for file in source_files(source):
+        if left is not None and left <= 0:
+            break
+        document = _read_file(file, left)
+        documents.append(document)
+        if left is not None:
+            left -= len(document) + len(SEPARATOR)
+    return documents
+
+
+def _read_file(file: Path, limit: int | None) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(-1 if limit is None else limit)
+    except OSError as error:
+        raise DataError(
+            f"data.path: {file} cannot be read: {error.strerror}. Try another data.path."
+        ) from None
+
+
+def _encode(documents: list[bytes], tokenizer: Tokenizer) -> Tokens:
+    end = next(
+        (found for word in _END_TOKENS if (found := tokenizer.token_to_id(word)) is not None), None
+    )
+    narrow = tokenizer.get_vocab_size(with_added_tokens=True) <= 1 << 16
+    dtype = np.uint16 if narrow else np.uint32
+    arrays: list[Tokens] = []
+    for index, document in enumerate(documents):
+        if index and end is not None:
+            arrays.append(np.array([end], dtype))
+        pieces = _pieces(document.decode("utf-8", errors="replace"))
+        for encoding in tokenizer.encode_batch(pieces, add_special_tokens=False):
+            arrays.append(np.array(encoding.ids, dtype))
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+
+
+def _pieces(text: str) -> list[str]:
+    """Cuts a long text behind line ends, so that the library can encode its parts side by side."""
+    pieces, start = [], 0
+    while start < len(text):
+        cut = text.find("\n", start + _PIECE_CHARACTERS) + 1 or len(text)
+        pieces.append(text[start:cut])
+        start = cut
+    return pieces

@@ -1,0 +1,67 @@
+"""Initial weights that do not depend on how a model is cut, sharded or placed.
+
+Every parameter has a generator of its own, seeded by the global seed, its unit's name and its own
+name. So a unit gets the same weights whether it is built alone on the last of eight ranks or with
+all the others on one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from launcher.workloads.seeds import derived_seed
+
+
+class SeededUnit(nn.Module, ABC):
+    """A unit that knows the initial distribution of each of its parameters."""
+
+    @abstractmethod
+    def initial(self, parameter: str) -> tuple[float, float]:
+        """Mean and standard deviation of the normal distribution of one parameter."""
+
+    def owner(self, unit_name: str, parameter: str) -> str:
+        """The global name that seeds a parameter; another unit's for a tied one."""
+        return f"{unit_name}.{parameter}"
+
+
+def initialise(
+    unit_name: str, module: SeededUnit, seed: int, *, device: torch.device | str = "cpu"
+) -> None:
+    """Gives ``module`` its initial weights, in place, without touching the global generators.
+
+    Values are drawn on the CPU in float32 and then converted, so all dtypes and devices start from
+    the same numbers. Peak extra memory is one parameter.
+
+    Args:
+        unit_name: Fully qualified name of the unit in the whole model, e.g. ``net.layers.3.mlp``.
+        module: The unit; parameters on the meta device become real ones on ``device``.
+        seed: The global seed of the run.
+        device: Where parameters that are still on the meta device are created.
+    """
+    for name, parameter in list(module.named_parameters()):
+        if parameter.is_meta:
+            parameter = _materialise(module, name, device)
+        mean, deviation = module.initial(name)
+        if deviation == 0.0:
+            nn.init.constant_(parameter, mean)
+            continue
+        drawn = _draw(module.owner(unit_name, name), parameter.shape, seed)
+        with torch.no_grad():
+            parameter.copy_(drawn.mul_(deviation).add_(mean))
+
+
+def _draw(name: str, shape: torch.Size, seed: int) -> Tensor:
+    generator = torch.Generator(device="cpu").manual_seed(derived_seed(seed, name))
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def _materialise(module: nn.Module, name: str, device: torch.device | str) -> nn.Parameter:
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    meta = owner.get_parameter(leaf)
+    real = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
+    setattr(owner, leaf, real)
+    return real

@@ -1,0 +1,204 @@
+"""The built-in language model: an ordinary LightningModule that also declares its units.
+
+``training_step`` and its siblings work under any Lightning strategy. A pipeline does not call them:
+it runs ``pipeline_units`` stage by stage between ``pipeline_inputs`` and ``pipeline_result``. The
+steps are written with these same three methods, so both ways compute the same thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from launcher.workloads.initialisation import SeededUnit, initialise
+from launcher.workloads.optimizer import build_optimizer, build_scheduler
+from launcher.workloads.optimizer_options import OptimizerOptions
+from launcher.workloads.sampling import sample_tokens
+from launcher.workloads.transformer import Transformer
+from launcher.workloads.transformer_shape import UNIT_PREFIX, TransformerShape, unit_costs
+
+Mode = Literal["train", "validate", "test", "predict"]
+Batch = Mapping[str, Tensor]
+
+
+class LanguageModel(pl.LightningModule):
+    """A decoder-only transformer that learns to predict the next token.
+
+    Batches are dicts of int64 tensors ``[batch, sequence]``: ``tokens``, and ``targets`` (the same
+    text one token later), which only prediction can do without.
+
+    Args:
+        shape: The network.
+        optimizer: Update rule and learning rate.
+        seed: Seed of the initial weights. They are the same whatever the layout, and building the
+            model leaves the global generators alone.
+
+    Inside ``with torch.device("meta")`` nothing is allocated: whoever cuts the model calls
+    ``initialise_unit`` for the units it keeps.
+    """
+
+    def __init__(
+        self,
+        shape: TransformerShape,
+        *,
+        optimizer: OptimizerOptions | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.optimizer_options = optimizer or OptimizerOptions()
+        self.seed = seed
+        # The factories of torch.nn would fill every weight once for nothing.
+        with torch.device("meta"):
+            self.net = Transformer(shape)
+        device = torch.get_default_device()
+        if device.type != "meta":
+            for name, _ in self.pipeline_units():
+                self.initialise_unit(name, device=device)
+
+    # What a pipeline calls.
+
+    def pipeline_units(self) -> list[tuple[str, nn.Module]]:
+        """The units in execution order with their global names; ``unit(*inputs)`` is a Tensor."""
+        return [(UNIT_PREFIX + name, unit) for name, unit in self.net.named_units()]
+
+    def pipeline_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """What the first unit is called with: the token ids ``[batch, sequence]``."""
+        return (batch["tokens"],)
+
+    def pipeline_result(
+        self, tensors: tuple[Tensor, ...], batch: Batch, batch_idx: int, mode: Mode
+    ) -> Tensor:
+        """What a step returns, from the last unit's output; logs the loss.
+
+        Args:
+            tensors: The logits ``[batch, sequence, vocab]``, alone in a tuple.
+            batch: The batch or microbatch that led to them.
+            batch_idx: As Lightning counts.
+            mode: Which step this is.
+
+        Returns:
+            The mean loss per token in nats; for ``predict`` the log-probability of each target
+            ``[batch, sequence]``, or, for a batch without targets, the most probable next token
+            after each position ``[batch, sequence]``.
+        """
+        (logits,) = tensors
+        if mode == "predict":
+            return _predict(logits, batch.get("targets"))
+        targets = batch["targets"]
+        loss = _token_losses(logits, targets).mean()
+        size = targets.shape[0]
+        if mode == "train":
+            self.log("train_loss", loss.detach(), prog_bar=True, batch_size=size)
+        else:
+            name = "val_loss" if mode == "validate" else "test_loss"
+            self.log(name, loss.detach(), prog_bar=True, sync_dist=True, batch_size=size)
+        return loss
+
+    def unit_costs(self) -> list[float]:
+        """Relative forward cost of each unit, > 0, in the order of ``pipeline_units``."""
+        return list(unit_costs(self.shape))
+
+    def initialise_unit(self, name: str, *, device: torch.device | str = "cpu") -> None:
+        """Gives one unit its initial weights, creating them on ``device`` if they are on meta.
+
+        Args:
+            name: A global name from ``pipeline_units``.
+            device: Where missing weights are created.
+        """
+        unit = self.get_submodule(name)
+        assert isinstance(unit, SeededUnit)
+        initialise(name, unit, self.seed, device=device)
+        ends = (self.net.embedding.tokens.weight, self.net.head.projection.weight)
+        if not any(end.is_meta for end in ends):
+            self.net.tie()  # creating real weights for one unit takes the tie apart
+
+    # What Lightning calls.
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids ``[batch, sequence]`` to logits ``[batch, sequence, vocab]``."""
+        logits: Tensor = self.net(tokens)
+        return logits
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The mean loss per token; logs ``train_loss``."""
+        return self._step(batch, batch_idx, "train")
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The mean loss per token; logs ``val_loss``."""
+        return self._step(batch, batch_idx, "validate")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The mean loss per token; logs ``test_loss``."""
+        return self._step(batch, batch_idx, "test")
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Log-probabilities of the targets, or the most probable tokens."""
+        return self._step(batch, batch_idx, "predict")
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs ``val_perplexity``, the exponential of the mean loss.
+
+        The mean of each batch's exponential would be larger, and depend on the batch size.
+        """
+        loss = self.trainer.callback_metrics.get("val_loss")
+        if loss is not None:
+            self.log("val_perplexity", loss.exp(), sync_dist=True)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Optimizer and per-step schedule for the parameters that this rank holds."""
+        options = self.optimizer_options
+        optimizer = build_optimizer(self.parameters(), options)
+        total = self.trainer.estimated_stepping_batches
+        scheduler = build_scheduler(optimizer, options, total_steps=total)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def generate(
+        self,
+        prompt_tokens: Tensor | Sequence[int],
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        """Continues a prompt; see ``sample_tokens``."""
+        training = self.training
+        self.eval()  # no dropout
+        try:
+            prompt = torch.as_tensor(prompt_tokens, dtype=torch.int64, device=self.device)
+            return sample_tokens(
+                self,
+                prompt,
+                max_new_tokens=max_new_tokens,
+                context=self.shape.sequence,
+                temperature=temperature,
+                top_k=top_k,
+                seed=seed,
+            )
+        finally:
+            self.train(training)
+
+    def _step(self, batch: Batch, batch_idx: int, mode: Mode) -> Tensor:
+        tensors = self.pipeline_inputs(batch)
+        for _, unit in self.pipeline_units():
+            tensors = (unit(*tensors),)
+        return self.pipeline_result(tensors, batch, batch_idx, mode)
+
+
+def _token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log-probabilities ``[batch, sequence]`` in at least float32."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = functional.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.view_as(targets)
+
+
+def _predict(logits: Tensor, targets: Tensor | None) -> Tensor:
+    return logits.argmax(dim=-1) if targets is None else -_token_losses(logits, targets)

@@ -1,0 +1,32 @@
+"""Pipeline programs: generated, verified, simulated and executed from one instruction list.
+
+``PipelineStrategy`` runs a LightningModule through such a program; ``compile_program`` and
+``simulate`` need no torch. Names are imported when they are used, so that importing the
+instruction set stays cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from strategies.compiler import compile_program as compile_program
+    from strategies.costs.uniform import UniformCosts as UniformCosts
+    from strategies.runtime.strategy import PipelineStrategy as PipelineStrategy
+    from strategies.simulator.engine import simulate as simulate
+
+_HOMES = {
+    "PipelineStrategy": "strategies.runtime.strategy",
+    "compile_program": "strategies.compiler",
+    "simulate": "strategies.simulator.engine",
+    "UniformCosts": "strategies.costs.uniform",
+}
+
+__all__ = ["PipelineStrategy", "UniformCosts", "compile_program", "simulate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,1 @@
+"""How long instructions take: the same table for every source of figures."""

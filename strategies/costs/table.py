@@ -1,0 +1,56 @@
+"""What every source of costs boils down to: a number per stage and kind of instruction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from strategies.ir.program import Program
+
+Transport = Literal["buffered", "rendezvous"]
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Durations for one program, in ``time_unit``.
+
+    Attributes:
+        name: ``uniform``, ``analytic`` or ``profiled``.
+        time_unit: ``F`` or ``s``.
+        forward: F of one microbatch, per stage.
+        backward: B, per stage.
+        backward_input: I, per stage.
+        backward_weight: W, per stage.
+        recompute: R, per stage.
+        step: The optimizer on each stage.
+        reduce: Per stage, each bucket's reduction on the rank's collective channel.
+        latency: Per boundary of the program: what a message takes beside its transfer.
+        occupancy: Per boundary: how long a message keeps the link from rank to rank.
+        transport: ``buffered`` sends return at once, ``rendezvous`` ones wait for their receive.
+        activation_bytes: Per stage, what one microbatch keeps from F to B; None if unknown.
+        state_bytes: Per stage, weights, gradients and optimizer state; None if unknown.
+    """
+
+    name: str
+    time_unit: str
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    recompute: tuple[float, ...]
+    step: tuple[float, ...]
+    reduce: tuple[tuple[float, ...], ...]
+    latency: tuple[float, ...]
+    occupancy: tuple[float, ...]
+    transport: Transport = "buffered"
+    activation_bytes: tuple[int, ...] | None = None
+    state_bytes: tuple[int, ...] | None = None
+
+
+class Costs(Protocol):
+    """A source of figures, not yet bound to a program."""
+
+    def table(self, program: Program) -> CostTable:
+        """The durations of this program's instructions."""
+        ...

@@ -1,0 +1,102 @@
+"""Equal costs for all stages, in any unit: what papers and exact formulas speak of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strategies.costs.table import CostTable, Transport
+from strategies.errors import CostError
+from strategies.ir.instruction import Kind
+from strategies.ir.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class UniformCosts:
+    """Costs per rank and microbatch, for all stages of the rank that one microbatch crosses.
+
+    A virtual stage takes 1/V of them; with two weight copies a microbatch crosses one stage of a
+    rank, which then costs the full figure.
+
+    Attributes:
+        forward: F > 0; the unit of time is whatever it is given in.
+        backward: B = I + W.
+        backward_input: I; None for B / 2.
+        recompute: R; None for F.
+        grad_reduce: One rank's whole gradient on its collective channel, split evenly over its
+            stages and buckets.
+        num_buckets: Buckets per stage, where the program is made for these costs.
+        p2p: Latency of one message.
+        transport: ``buffered`` or ``rendezvous``.
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    backward_input: float | None = None
+    recompute: float | None = None
+    grad_reduce: float = 0.0
+    num_buckets: int = 1
+    p2p: float = 0.0
+    transport: Transport = "buffered"
+
+    def __post_init__(self) -> None:
+        if not self.forward > 0 or not self.backward > 0:
+            raise CostError(
+                f"costs.forward={self.forward:g} costs.backward={self.backward:g}: both must be "
+                "> 0. Try costs.forward=1 costs.backward=2."
+            )
+        if self.backward_input is not None and not 0 < self.backward_input < self.backward:
+            raise CostError(
+                f"costs.backward_input={self.backward_input:g} is a share of "
+                f"costs.backward={self.backward:g} and must lie between. "
+                f"Try costs.backward_input={self.backward / 2:g}."
+            )
+        for name in ("grad_reduce", "p2p"):
+            if getattr(self, name) < 0:
+                raise CostError(f"costs.{name} is a duration >= 0. Try costs.{name}=0.")
+        if self.num_buckets < 1:
+            raise CostError(
+                f"costs.num_buckets={self.num_buckets}: at least 1. Try costs.num_buckets=1."
+            )
+        if self.transport not in ("buffered", "rendezvous"):
+            raise CostError(
+                f"costs.transport={self.transport} is unknown. Try costs.transport=buffered or "
+                "costs.transport=rendezvous."
+            )
+
+    def table(self, program: Program) -> CostTable:
+        """Spreads the figures over the program's stages."""
+        placement = program.placement
+        share = 1.0 / placement.stages_per_microbatch
+        count = placement.num_stages
+
+        def spread(value: float) -> tuple[float, ...]:
+            return (value * share,) * count
+
+        half = self.backward / 2 if self.backward_input is None else self.backward_input
+        buckets = count_buckets(program)
+        reduce_share = self.grad_reduce / placement.stages_per_rank
+        return CostTable(
+            name="uniform",
+            time_unit="F",
+            forward=spread(self.forward),
+            backward=spread(self.backward),
+            backward_input=spread(half),
+            backward_weight=spread(self.backward - half),
+            recompute=spread(self.forward if self.recompute is None else self.recompute),
+            step=(0.0,) * count,
+            reduce=tuple((reduce_share / max(n, 1),) * n for n in buckets),
+            latency=(self.p2p,) * len(program.boundaries),
+            occupancy=(0.0,) * len(program.boundaries),
+            transport=self.transport,
+        )
+
+
+def count_buckets(program: Program) -> tuple[int, ...]:
+    """How many REDUCE buckets each stage has."""
+    counts = [0] * program.placement.num_stages
+    for row in program.ranks:
+        for item in row:
+            if item.kind is Kind.REDUCE:
+                assert item.bucket is not None
+                counts[item.stage] = max(counts[item.stage], item.bucket + 1)
+    return tuple(counts)

@@ -1,0 +1,19 @@
+"""The instruction set: what a program is, how it is written down, and when it is correct."""
+
+from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.placement import Placement
+from strategies.ir.program import Boundary, LoopState, Program
+from strategies.ir.text import format_instruction, parse_instruction
+from strategies.ir.verify import verify
+
+__all__ = [
+    "Boundary",
+    "Instruction",
+    "Kind",
+    "LoopState",
+    "Placement",
+    "Program",
+    "format_instruction",
+    "parse_instruction",
+    "verify",
+]

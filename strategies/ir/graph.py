@@ -1,0 +1,224 @@
+"""What each instruction needs, and one order in which all of them can run.
+
+The order is found by walking all ranks at once under RENDEZVOUS semantics: a SEND ends only
+together with its RECV. A program that gets through this walk cannot deadlock on any backend that
+matches messages in order, whatever it buffers (each message is one event that two ranks share; the
+walk is a linear extension of all events, and every rank's list is its projection).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strategies.errors import ProgramError
+from strategies.ir.grid import stuck_report
+from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The dependency graph of a program; nodes are numbered rank by rank.
+
+    Attributes:
+        nodes: All instructions, rank 0's list first.
+        rank: Rank of each node.
+        offsets: Number of the first node of each rank, and the total at the end.
+        needs: Nodes that must have ended before each node, list order not included.
+        partner: For SEND its RECV and the other way round, -1 otherwise.
+        order: One linear extension of lists and needs; a RECV directly follows its SEND.
+    """
+
+    nodes: tuple[Instruction, ...]
+    rank: tuple[int, ...]
+    offsets: tuple[int, ...]
+    needs: tuple[tuple[int, ...], ...]
+    partner: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+def build_graph(program: Program) -> Graph:
+    """Derives needs and a linear extension.
+
+    Raises:
+        ProgramError: An instruction uses what nobody makes, or the lists deadlock.
+    """
+    nodes = tuple(item for row in program.ranks for item in row)
+    rank = tuple(r for r, row in enumerate(program.ranks) for _ in row)
+    offsets = [0]
+    for row in program.ranks:
+        offsets.append(offsets[-1] + len(row))
+    resolver = _Resolver(program, nodes, rank)
+    needs = tuple(resolver.needs(node) for node in range(len(nodes)))
+    partner = tuple(resolver.partner(node) for node in range(len(nodes)))
+    order = _walk(program, nodes, rank, tuple(offsets), needs, partner)
+    return Graph(nodes, rank, tuple(offsets), needs, partner, order)
+
+
+class _Resolver:
+    """Finds the nodes that each instruction needs, by name."""
+
+    def __init__(self, program: Program, nodes: tuple[Instruction, ...], rank: tuple[int, ...]):
+        self._program = program
+        self._nodes = nodes
+        self._rank = rank
+        self._made: dict[tuple[Kind, int, int], int] = {}
+        self._messages: dict[tuple[Kind, Kind, int, int, int], int] = {}
+        # Per (rank, stage): backwards or weight gradients, reductions.
+        self._last: dict[tuple[int, int], list[int]] = {}
+        self._reduces: dict[tuple[int, int], list[int]] = {}
+        for number, item in enumerate(nodes):
+            kind, stage = item.kind, item.stage
+            if kind is Kind.SEND or kind is Kind.RECV:
+                assert item.payload is not None
+                assert item.peer is not None
+                assert item.microbatch is not None
+                key = (kind, item.payload, stage, item.peer, item.microbatch)
+                self._messages[key] = number
+            elif item.microbatch is not None:
+                self._made[kind, stage, item.microbatch] = number
+                if kind is Kind.B or kind is Kind.W:
+                    self._last.setdefault((rank[number], stage), []).append(number)
+            elif kind is Kind.REDUCE:
+                self._reduces.setdefault((rank[number], stage), []).append(number)
+        self._sources: dict[int, list[int]] = {}
+        self._targets: dict[int, list[int]] = {}
+        for boundary in program.boundaries:
+            self._sources.setdefault(boundary.target, []).append(boundary.source)
+            self._targets.setdefault(boundary.source, []).append(boundary.target)
+        self._carried = frozenset(program.entry.in_flight)
+
+    def needs(self, node: int) -> tuple[int, ...]:
+        item = self._nodes[node]
+        kind, stage, microbatch = item.kind, item.stage, item.microbatch
+        found: list[int] = []
+        if kind is Kind.F:
+            assert microbatch is not None
+            for source in self._sources.get(stage, ()):
+                found.append(self._input(item, Kind.F, source, microbatch))
+        elif kind is Kind.B or kind is Kind.I:
+            assert microbatch is not None
+            graph_maker = self._made.get((Kind.R, stage, microbatch))
+            if graph_maker is None:
+                graph_maker = self._made.get((Kind.F, stage, microbatch))
+            if graph_maker is not None:
+                found.append(graph_maker)
+            elif (stage, microbatch) not in self._carried:
+                raise _missing(item, f"{stage}F{microbatch}")
+            for target in self._targets.get(stage, ()):
+                found.append(self._input(item, Kind.B, target, microbatch))
+        elif kind is Kind.W or kind is Kind.R:
+            assert microbatch is not None
+            maker = Kind.I if kind is Kind.W else Kind.F
+            made = self._made.get((maker, stage, microbatch))
+            if made is not None:
+                found.append(made)
+            elif (stage, microbatch) not in self._carried:
+                raise _missing(item, f"{stage}{maker.value}{microbatch}")
+        elif kind is Kind.SEND:
+            assert microbatch is not None
+            assert item.payload is not None
+            found.append(self._producer(item, item.payload, stage, microbatch))
+        elif kind is Kind.RECV:
+            send = self.partner(node)
+            found.append(send)
+        elif kind is Kind.REDUCE:
+            found.extend(self._last.get((self._rank[node], stage), ()))
+        elif kind is Kind.STEP:
+            place = (self._rank[node], stage)
+            found.extend(self._reduces.get(place, ()) or self._last.get(place, ()))
+        for edge in item.after:
+            found.append(self._find(item, edge))
+        return tuple(found)
+
+    def partner(self, node: int) -> int:
+        item = self._nodes[node]
+        if item.kind is not Kind.SEND and item.kind is not Kind.RECV:
+            return -1
+        other = Kind.RECV if item.kind is Kind.SEND else Kind.SEND
+        assert item.payload is not None
+        assert item.peer is not None
+        assert item.microbatch is not None
+        key = (other, item.payload, item.peer, item.stage, item.microbatch)
+        if key not in self._messages:
+            name = f"{item.peer}{other.value}_{item.payload.value}{item.microbatch}"
+            raise ProgramError(f"{item} has no matching {name}: the message never ends.")
+        return self._messages[key]
+
+    def _input(self, item: Instruction, payload: Kind, other: int, microbatch: int) -> int:
+        """What brings the value of ``other`` to ``item``: its producer, or the RECV."""
+        program = self._program
+        here = program.placement.rank_of(item.stage, microbatch)
+        if not program.lowered or program.placement.rank_of(other, microbatch) == here:
+            return self._producer(item, payload, other, microbatch)
+        number = self._messages.get((Kind.RECV, payload, item.stage, other, microbatch))
+        if number is None:
+            raise _missing(item, f"{item.stage}RECV_{payload.value}{microbatch}<{other}")
+        return number
+
+    def _producer(self, item: Instruction, payload: Kind, stage: int, microbatch: int) -> int:
+        kinds = (Kind.F,) if payload is Kind.F else (Kind.B, Kind.I)
+        for kind in kinds:
+            number = self._made.get((kind, stage, microbatch))
+            if number is not None:
+                return number
+        raise _missing(item, f"{stage}{payload.value}{microbatch}")
+
+    def _find(self, item: Instruction, edge: Instruction) -> int:
+        if edge.microbatch is not None and edge.payload is None:
+            number = self._made.get((edge.kind, edge.stage, edge.microbatch))
+        elif edge.payload is not None:
+            assert edge.peer is not None
+            assert edge.microbatch is not None
+            key = (edge.kind, edge.payload, edge.stage, edge.peer, edge.microbatch)
+            number = self._messages.get(key)
+        else:
+            number = next((n for n, node in enumerate(self._nodes) if node == edge), None)
+        if number is None:
+            raise _missing(item, str(edge))
+        return number
+
+
+def _missing(item: Instruction, name: str) -> ProgramError:
+    return ProgramError(f"{item} needs {name}, which no rank runs.")
+
+
+def _walk(
+    program: Program,
+    nodes: tuple[Instruction, ...],
+    rank: tuple[int, ...],
+    offsets: tuple[int, ...],
+    needs: tuple[tuple[int, ...], ...],
+    partner: tuple[int, ...],
+) -> tuple[int, ...]:
+    head = list(offsets[:-1])
+    done = bytearray(len(nodes))
+    waiting: dict[int, list[int]] = {}
+    order: list[int] = []
+    ready = list(range(len(program.ranks)))[::-1]
+    while ready:
+        here = ready.pop()
+        while head[here] < offsets[here + 1]:
+            node = head[here]
+            other = partner[node]
+            send = other if other >= 0 and nodes[node].kind is Kind.RECV else node
+            missing = next((need for need in needs[send] if not done[need]), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(here)
+                break
+            ended = [node]
+            if other >= 0:
+                peer = rank[other]
+                if head[peer] != other or peer == here:
+                    break  # The peer comes by when it gets there and finds this end waiting.
+                ended = [send, partner[send]]
+                head[peer] += 1
+                ready.append(peer)
+            head[here] += 1
+            order.extend(ended)
+            for number in ended:
+                done[number] = 1
+                ready.extend(waiting.pop(number, ()))
+    if len(order) < len(nodes):
+        raise ProgramError(stuck_report(program, head, offsets, nodes, needs, partner, done))
+    return tuple(order)

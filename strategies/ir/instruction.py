@@ -1,0 +1,72 @@
+"""One instruction of one rank: the only thing that is scheduled, simulated and executed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What an instruction does; the value is its spelling in text.
+
+    F, B, I, W, R and STEP occupy the rank; SEND, RECV, REDUCE and GATHER run beside it.
+    """
+
+    F = "F"  # forward
+    B = "B"  # full backward, I and W together
+    I = "I"  # gradient of the stage's inputs  # noqa: E741
+    W = "W"  # gradient of the stage's weights
+    R = "R"  # recompute: rebuild the graph of a forward that kept its input only
+    SEND = "SEND"
+    RECV = "RECV"
+    REDUCE = "REDUCE"  # one bucket of a stage's gradient, over owners x dp
+    GATHER = "GATHER"  # a stage's updated weights, before its first forward
+    STEP = "STEP"  # the optimizer on one stage
+
+
+MICROBATCH_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
+MESSAGE_KINDS = frozenset({Kind.SEND, Kind.RECV})
+COMPUTE_KINDS = MICROBATCH_KINDS | {Kind.STEP}
+CHANNEL_KINDS = frozenset({Kind.REDUCE, Kind.GATHER})
+BACKWARD_KINDS = frozenset({Kind.B, Kind.I})
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """``2F0``: stage 2, forward, microbatch 0.
+
+    Attributes:
+        kind: What is done.
+        stage: Global stage index, virtual stages included.
+        microbatch: For F B I W R SEND RECV, else None.
+        bucket: For REDUCE, else None.
+        payload: For SEND and RECV: F carries activations, B carries their gradients.
+        peer: For SEND and RECV: the stage at the other end.
+        after: Instructions that must have ended first, beyond what the data needs. A REDUCE
+            without it is released bucket by bucket inside its stage's last backward.
+        version: Weight version used or made; None in synchronous programs.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int | None = None
+    bucket: int | None = None
+    payload: Kind | None = None
+    peer: int | None = None
+    after: tuple[Instruction, ...] = ()
+    version: int | None = None
+
+    def __str__(self) -> str:
+        from strategies.ir.text import format_instruction
+
+        return format_instruction(self)
+
+
+def forward(stage: int, microbatch: int) -> Instruction:
+    """The forward of one microbatch through one stage."""
+    return Instruction(Kind.F, stage, microbatch)
+
+
+def backward(stage: int, microbatch: int) -> Instruction:
+    """The full backward of one microbatch through one stage."""
+    return Instruction(Kind.B, stage, microbatch)

@@ -1,0 +1,104 @@
+"""A program: all ranks' ordered instruction lists, the body of the training loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+from strategies.ir.instruction import MESSAGE_KINDS, Instruction
+from strategies.ir.placement import Placement
+
+if TYPE_CHECKING:
+    from strategies.ir.graph import Graph
+    from strategies.ir.walk import Walk
+
+Role = Literal["train", "accumulate", "forward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Tensors that go from one stage to a later one.
+
+    Attributes:
+        source: Stage that makes them.
+        target: Stage that uses them, > source; more than one further on for a long skip.
+        tensors: Their names, in the order in which they travel; fixed when the model is cut.
+    """
+
+    source: int
+    target: int
+    tensors: tuple[str, ...] = ("hidden",)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """What is alive between two iterations of a program; empty for synchronous schedules.
+
+    Attributes:
+        in_flight: (stage, microbatch) pairs whose forward ran in the iteration before.
+        versions: Weight versions alive per stage; () means one.
+    """
+
+    in_flight: tuple[tuple[int, int], ...] = ()
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """One iteration on every rank.
+
+    Attributes:
+        schedule: Name of the policy that made it.
+        placement: Stages to ranks.
+        num_microbatches: M.
+        ranks: ``ranks[r]`` is rank r's ordered list.
+        boundaries: The stage graph; default: each stage to the next.
+        role: ``train`` (all), ``accumulate`` (no REDUCE, no STEP) or ``forward`` (F only).
+        lowered: Whether SEND and RECV stand in the lists.
+        entry: What is alive before the first instruction.
+        exit: What is alive after the last one.
+    """
+
+    schedule: str
+    placement: Placement
+    num_microbatches: int
+    ranks: tuple[tuple[Instruction, ...], ...]
+    boundaries: tuple[Boundary, ...]
+    role: Role = "train"
+    lowered: bool = False
+    entry: LoopState = field(default_factory=LoopState)
+    exit: LoopState = field(default_factory=LoopState)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Dependencies and one linear extension, derived once.
+
+        Raises:
+            ProgramError: The lists deadlock.
+        """
+        from strategies.ir.graph import build_graph
+
+        return build_graph(self)
+
+    @cached_property
+    def walk(self) -> Walk:
+        """The program flattened for replay, derived once."""
+        from strategies.ir.walk import flatten
+
+        return flatten(self)
+
+    def with_ranks(self, ranks: tuple[tuple[Instruction, ...], ...]) -> Program:
+        """The same program with other lists; what passes return."""
+        return replace(self, ranks=ranks)
+
+    def compute_rows(self) -> tuple[tuple[Instruction, ...], ...]:
+        """The lists without SEND and RECV."""
+        return tuple(
+            tuple(item for item in row if item.kind not in MESSAGE_KINDS) for row in self.ranks
+        )
+
+
+def chain(num_stages: int) -> tuple[Boundary, ...]:
+    """Each stage feeds the next."""
+    return tuple(Boundary(stage, stage + 1) for stage in range(num_stages - 1))

@@ -1,0 +1,105 @@
+r"""Instructions and programs as text, both ways.
+
+The spelling is that of torch.distributed.pipelining where that has one (``2F0``, ``3RECV_F0``);
+peers, buckets, weight versions and extra edges extend it:
+
+>>> from strategies.ir.text import parse_instruction, format_instruction
+>>> for text in ("2F0", "2SEND_F0>3", "3RECV_F0<2", "2REDUCE1", "2STEP", "1R0@2B0+2B1", "0F3#1"):
+...     assert format_instruction(parse_instruction(text)) == text
+"""
+
+from __future__ import annotations
+
+import re
+
+from strategies.errors import ProgramError
+from strategies.ir.instruction import MESSAGE_KINDS, MICROBATCH_KINDS, Instruction, Kind
+
+_PATTERN = re.compile(
+    r"(?P<stage>\d+)"
+    r"(?:(?P<message>SEND|RECV)_(?P<payload>[FB])(?P<message_mb>\d+)(?P<arrow>[<>])(?P<peer>\d+)"
+    r"|REDUCE(?P<bucket>\d+)"
+    r"|(?P<plain>GATHER|STEP)"
+    r"|(?P<kind>[FBIWR])(?P<mb>\d+))"
+    r"(?:#(?P<version>\d+))?"
+    r"(?:@(?P<after>.+))?"
+)
+
+
+def format_instruction(instruction: Instruction) -> str:
+    """Spells one instruction; ``parse_instruction`` is the inverse."""
+    kind = instruction.kind
+    if kind in MESSAGE_KINDS:
+        assert instruction.payload is not None
+        arrow = ">" if kind is Kind.SEND else "<"
+        body = f"{kind.value}_{instruction.payload.value}{instruction.microbatch}{arrow}"
+        body += str(instruction.peer)
+    elif kind in MICROBATCH_KINDS:
+        body = f"{kind.value}{instruction.microbatch}"
+    elif kind is Kind.REDUCE:
+        body = f"REDUCE{instruction.bucket}"
+    else:
+        body = kind.value
+    version = "" if instruction.version is None else f"#{instruction.version}"
+    after = "+".join(format_instruction(edge) for edge in instruction.after)
+    return f"{instruction.stage}{body}{version}{'@' + after if after else ''}"
+
+
+def parse_instruction(text: str) -> Instruction:
+    """Reads one instruction.
+
+    Raises:
+        ProgramError: The text is no instruction; nothing after it is ignored.
+    """
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise ProgramError(
+            f"{text!r} is not an instruction. Write stage, letter, microbatch, as in 2F0 2B0 2I0 "
+            "2W0 2R0, or 2SEND_F0>3, 3RECV_F0<2, 2REDUCE0, 2GATHER, 2STEP."
+        )
+    part = match.groupdict()
+    version = None if part["version"] is None else int(part["version"])
+    edges = part["after"].split("+") if part["after"] else []
+    after = tuple(parse_instruction(edge) for edge in edges)
+    stage = int(part["stage"])
+    if part["message"]:
+        if (part["arrow"] == ">") is not (part["message"] == "SEND"):
+            raise ProgramError(
+                f"{text!r}: a SEND points to its target with '>', a RECV to its source with '<'."
+            )
+        return Instruction(
+            Kind(part["message"]),
+            stage,
+            int(part["message_mb"]),
+            payload=Kind(part["payload"]),
+            peer=int(part["peer"]),
+            after=after,
+            version=version,
+        )
+    if part["bucket"] is not None:
+        return Instruction(
+            Kind.REDUCE, stage, bucket=int(part["bucket"]), after=after, version=version
+        )
+    if part["plain"]:
+        return Instruction(Kind(part["plain"]), stage, after=after, version=version)
+    return Instruction(Kind(part["kind"]), stage, int(part["mb"]), after=after, version=version)
+
+
+def format_rows(ranks: tuple[tuple[Instruction, ...], ...]) -> str:
+    """All ranks' lists, one line per rank, instructions separated by spaces."""
+    return "".join(" ".join(map(format_instruction, row)) + "\n" for row in ranks)
+
+
+def parse_rows(text: str) -> tuple[tuple[Instruction, ...], ...]:
+    """The inverse of ``format_rows``.
+
+    Raises:
+        ProgramError: A word is no instruction; the message names its line.
+    """
+    rows = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            rows.append(tuple(parse_instruction(word) for word in line.split()))
+        except ProgramError as error:
+            raise ProgramError(f"line {number}: {error}") from None
+    return tuple(rows)

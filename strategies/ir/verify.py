@@ -1,0 +1,165 @@
+"""When a program is correct. Runs after every pass; what it lets through can be executed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from strategies.errors import ProgramError
+from strategies.ir.instruction import MICROBATCH_KINDS, Instruction, Kind
+from strategies.ir.program import Program
+
+
+def verify(program: Program) -> Program:
+    """Returns the program if it keeps every rule.
+
+    The rules: every (stage, microbatch) has one F and, in a training program, one B or one I with
+    one W, on the rank that the placement names; values are made before they are used; every message
+    between ranks has one SEND and one RECV; no deadlock under rendezvous semantics; every
+    activation and received buffer is consumed; reductions follow the stage's last gradient, and
+    each owner steps each stage once.
+
+    Raises:
+        ProgramError: The first rule that is broken, with the instruction and its rank.
+    """
+    if len(program.ranks) != program.placement.num_ranks:
+        raise ProgramError(
+            f"{program.schedule}: {len(program.ranks)} rows for "
+            f"{program.placement.num_ranks} ranks. Write one row per rank."
+        )
+    _check_once(program)
+    _check_ranks(program)
+    _check_complete(program)
+    if program.lowered:
+        _check_messages(program)
+    graph = program.graph  # Producers first, no deadlock.
+    assert len(graph.order) == len(graph.nodes)
+    _check_updates(program)
+    return program
+
+
+def _check_once(program: Program) -> None:
+    for rank, row in enumerate(program.ranks):
+        for item, count in Counter(
+            (i.kind, i.stage, i.microbatch, i.bucket, i.payload, i.peer) for i in row
+        ).items():
+            if count > 1:
+                name = Instruction(*item[:3], bucket=item[3], payload=item[4], peer=item[5])
+                raise ProgramError(
+                    f"{program.schedule}: rank {rank} runs {name} {count} times. "
+                    "Every instruction stands once."
+                )
+
+
+def _check_ranks(program: Program) -> None:
+    placement = program.placement
+    for rank, row in enumerate(program.ranks):
+        for item in row:
+            if item.stage >= placement.num_stages:
+                raise ProgramError(
+                    f"{program.schedule}: {item} on rank {rank} names stage {item.stage}, but "
+                    f"there are {placement.num_stages} stages, 0 to {placement.num_stages - 1}."
+                )
+            if item.microbatch is None:
+                right = rank in placement.owners(item.stage)
+                place = f"ranks {placement.owners(item.stage)}"
+            else:
+                if item.microbatch >= program.num_microbatches:
+                    raise ProgramError(
+                        f"{program.schedule}: {item} on rank {rank}, but there are "
+                        f"{program.num_microbatches} microbatches, counted from 0."
+                    )
+                right = rank == placement.rank_of(item.stage, item.microbatch)
+                place = f"rank {placement.rank_of(item.stage, item.microbatch)}"
+            if not right:
+                raise ProgramError(
+                    f"{program.schedule}: {item} stands on rank {rank}, but the "
+                    f"{placement.name} placement has its stage on {place}."
+                )
+
+
+def _check_complete(program: Program) -> None:
+    seen = {
+        (item.kind, item.stage, item.microbatch)
+        for row in program.ranks
+        for item in row
+        if item.kind in MICROBATCH_KINDS
+    }
+    entry, leaving = frozenset(program.entry.in_flight), frozenset(program.exit.in_flight)
+    for stage in range(program.placement.num_stages):
+        for microbatch in range(program.num_microbatches):
+            here = (stage, microbatch)
+            kinds = {kind for kind in MICROBATCH_KINDS if (kind, *here) in seen}
+            wanted = "F" if program.role == "forward" else "F and B, or F, I and W"
+            gradient = kinds & {Kind.B, Kind.I, Kind.W}
+            if program.role == "forward":
+                right = kinds == {Kind.F}
+            else:
+                forward = (Kind.F in kinds) or here in entry
+                whole = gradient in ({Kind.B}, {Kind.I, Kind.W})
+                right = forward and (whole or (not gradient and here in leaving))
+            if not right:
+                have = " ".join(sorted(kind.value for kind in kinds)) or "nothing"
+                raise ProgramError(
+                    f"{program.schedule}: stage {stage}, microbatch {microbatch} has {have}, "
+                    f"a {program.role} program needs {wanted}."
+                )
+
+
+def _check_messages(program: Program) -> None:
+    wanted: Counter[tuple[Kind, int, int, int]] = Counter()
+    placement = program.placement
+    for boundary in program.boundaries:
+        for microbatch in range(program.num_microbatches):
+            ends = (boundary.source, boundary.target)
+            if placement.rank_of(ends[0], microbatch) == placement.rank_of(ends[1], microbatch):
+                continue
+            wanted[Kind.F, *ends, microbatch] += 1
+            if program.role != "forward":
+                wanted[Kind.B, *ends[::-1], microbatch] += 1
+    for kind in (Kind.SEND, Kind.RECV):
+        found: Counter[tuple[Kind, int, int, int]] = Counter()
+        for row in program.ranks:
+            for item in row:
+                if item.kind is kind:
+                    assert item.payload is not None
+                    assert item.peer is not None
+                    assert item.microbatch is not None
+                    ends = (item.stage, item.peer) if kind is Kind.SEND else (item.peer, item.stage)
+                    found[item.payload, *ends, item.microbatch] += 1
+        if found != wanted:
+            payload, source, target, microbatch = next(iter((found - wanted) + (wanted - found)))
+            state = "one too many" if found[payload, source, target, microbatch] else "missing"
+            raise ProgramError(
+                f"{program.schedule}: the {kind.value} of {payload.value}{microbatch} from stage "
+                f"{source} to stage {target} is {state}."
+            )
+
+
+def _check_updates(program: Program) -> None:
+    """REDUCE after the last gradient of its stage in list order; one STEP per owned stage."""
+    gradients = {Kind.B, Kind.W}
+    any_step = any(item.kind is Kind.STEP for row in program.ranks for item in row)
+    for rank, row in enumerate(program.ranks):
+        last = {item.stage: place for place, item in enumerate(row) if item.kind in gradients}
+        updated: dict[int, int] = {}
+        for place, item in enumerate(row):
+            if item.kind in (Kind.REDUCE, Kind.STEP):
+                if program.role != "train":
+                    raise ProgramError(
+                        f"{program.schedule}: {item} on rank {rank} in a program that is to "
+                        f"{program.role} only."
+                    )
+                if place < last.get(item.stage, -1):
+                    raise ProgramError(
+                        f"{program.schedule}: {item} on rank {rank} stands before "
+                        f"{row[last[item.stage]]}, which still adds to the gradient."
+                    )
+                if item.kind is Kind.STEP:
+                    updated[item.stage] = place
+                elif item.stage in updated:
+                    raise ProgramError(f"{program.schedule}: {item} on rank {rank} after its STEP.")
+        if any_step and set(updated) != set(program.placement.stages_of(rank)):
+            raise ProgramError(
+                f"{program.schedule}: rank {rank} steps stages {sorted(updated)}, but owns "
+                f"{list(program.placement.stages_of(rank))}."
+            )

@@ -1,0 +1,88 @@
+"""A program flattened for replay: one tuple per instruction that takes time, in walk order.
+
+Derived once per program, so that replaying it against many cost tables (a search does that
+thousands of times) touches integers only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from strategies.ir.instruction import CHANNEL_KINDS, COMPUTE_KINDS, Kind
+from strategies.ir.program import Program
+
+# Rows of a flat duration table: row * S + stage.
+DURATION_ROWS = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.STEP)
+
+
+class Message(NamedTuple):
+    """A message that leaves when its producer ends."""
+
+    send: int
+    recv: int
+    link: int  # source rank * P + target rank
+    boundary: int  # index into the program's boundaries
+
+
+class Compute(NamedTuple):
+    """An instruction that occupies its rank."""
+
+    node: int
+    rank: int
+    duration: int  # index into the flat duration table
+    needs: tuple[int, ...]
+    messages: tuple[Message, ...]
+
+
+class Channel(NamedTuple):
+    """A REDUCE or GATHER on the rank's collective channel."""
+
+    node: int
+    rank: int
+    stage: int
+    bucket: int
+    released_by: int  # node inside which the bucket gets ready, -1: after ``needs``
+    fraction: float  # of that node that has passed by then
+    needs: tuple[int, ...]
+
+
+class Walk(NamedTuple):
+    """Instructions in one linear extension, messages attached to their producers."""
+
+    steps: tuple[Compute | Channel, ...]
+    num_nodes: int
+
+
+def flatten(program: Program) -> Walk:
+    """Flattens a lowered program."""
+    graph = program.graph
+    num_stages, num_ranks = program.placement.num_stages, program.placement.num_ranks
+    row = {kind: index * num_stages for index, kind in enumerate(DURATION_ROWS)}
+    boundary = {(b.source, b.target): index for index, b in enumerate(program.boundaries)}
+    outgoing: dict[int, list[Message]] = {}
+    buckets: dict[tuple[int, int], int] = {}
+    for node, item in enumerate(graph.nodes):
+        if item.kind is Kind.SEND:
+            assert item.peer is not None
+            recv = graph.partner[node]
+            ends = (item.stage, item.peer)
+            link = graph.rank[node] * num_ranks + graph.rank[recv]
+            message = Message(node, recv, link, boundary[min(ends), max(ends)])
+            outgoing.setdefault(graph.needs[node][0], []).append(message)
+        elif item.kind is Kind.REDUCE:
+            place = (graph.rank[node], item.stage)
+            buckets[place] = buckets.get(place, 0) + 1
+    steps: list[Compute | Channel] = []
+    for node in graph.order:
+        item, rank, needs = graph.nodes[node], graph.rank[node], graph.needs[node]
+        if item.kind in COMPUTE_KINDS:
+            messages = tuple(outgoing.get(node, ()))
+            duration = row[item.kind] + item.stage
+            steps.append(Compute(node, rank, duration, needs, messages))
+        elif item.kind in CHANNEL_KINDS:
+            bucket = item.bucket or 0
+            inside = item.kind is Kind.REDUCE and not item.after and bool(needs)
+            fraction = (bucket + 1) / buckets.get((rank, item.stage), 1)
+            released_by = max(needs) if inside else -1
+            steps.append(Channel(node, rank, item.stage, bucket, released_by, fraction, needs))
+    return Walk(tuple(steps), len(graph.nodes))

@@ -1,0 +1,1 @@
+"""From compute to communication: messages between ranks and the life of their buffers."""

@@ -1,0 +1,40 @@
+"""What the compiler is asked for: everything that decides a program, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from strategies.errors import PlanError
+
+Overlap = Literal["none", "grad_reduce"]
+OVERLAPS: tuple[Overlap, ...] = ("grad_reduce", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The degrees and policies of one run.
+
+    Attributes:
+        schedule: Registry name.
+        pp: Pipeline ranks.
+        num_microbatches: M per step and DP replica.
+        stages_per_rank: V; None for the schedule's default.
+        group: N microbatches per round; None for the schedule's default.
+        overlap: When gradient reductions start.
+        buckets: Reduction buckets: one number for every stage, or one per stage; 0 for none.
+    """
+
+    schedule: str = "1f1b"
+    pp: int = 1
+    num_microbatches: int = 1
+    stages_per_rank: int | None = None
+    group: int | None = None
+    overlap: Overlap = "grad_reduce"
+    buckets: int | tuple[int, ...] = 1
+
+    def __post_init__(self) -> None:
+        if self.overlap not in OVERLAPS:
+            raise PlanError(
+                f"overlap={self.overlap} is unknown. Try overlap={' or overlap='.join(OVERLAPS)}."
+            )

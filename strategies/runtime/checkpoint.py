@@ -1,0 +1,352 @@
+"""Checkpoints: a folder with a file per rank, a manifest with hashes, and a rename at the end.
+
+``<name>.tmp`` is written, synced and verified against nothing that exists; the rename commits it.
+A committed folder is never written again. Names are those of the uncut module and optimizer state
+is keyed by them, so a checkpoint of one layout can be read by another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.errors import CheckpointError
+from strategies.runtime.mesh import Coordinates
+from strategies.runtime.tree_io import flatten, unflatten
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_RANDOM = "foldpipe_random_state"
+_SHARED_BY_REPLICAS = ("state_dict", "optimizer_states")
+
+
+def save(
+    checkpoint: dict[str, Any],
+    path: Path,
+    *,
+    coordinates: Coordinates,
+    barrier: Callable[[], None],
+    agree: Callable[[bool], bool],
+    metadata: Mapping[str, Any],
+) -> None:
+    """Writes all ranks' parts and commits them together; collective.
+
+    Args:
+        checkpoint: This rank's part, as Lightning collects it.
+        path: The folder to be.
+        coordinates: Where this process stands; replica 0 writes weights and optimizer state.
+        barrier: Waits for all processes.
+        agree: True if all processes say True.
+        metadata: Goes into the manifest.
+
+    Raises:
+        CheckpointError: Some rank cannot write; nothing is committed then.
+    """
+    staging = path.with_name(path.name + ".tmp")
+    rank = coordinates.global_rank(coordinates.pp_rank, coordinates.dp_rank)
+    problem: Exception | None = None
+    if rank == 0:
+        try:
+            if path.exists():
+                raise CheckpointError(
+                    f"{path} exists; a checkpoint is never overwritten. Remove it, or save under "
+                    "another name."
+                )
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+        except Exception as error:
+            problem = error
+    _all_or_nobody(problem, path, agree)
+    try:
+        part = dict(checkpoint)
+        if coordinates.dp_rank > 0:
+            for key in _SHARED_BY_REPLICAS:
+                part.pop(key, None)
+        part[_RANDOM] = _random_state()
+        _write_part(part, staging / _stem(rank))
+    except Exception as error:
+        problem = error
+    _all_or_nobody(problem, path, agree)
+    barrier()
+    if rank == 0:
+        try:
+            _commit(staging, path, coordinates, metadata)
+        except Exception as error:
+            problem = error
+    _all_or_nobody(problem, path, agree)
+
+
+def _all_or_nobody(problem: Exception | None, path: Path, agree: Callable[[bool], bool]) -> None:
+    if agree(problem is None):
+        return
+    if isinstance(problem, CheckpointError):
+        raise problem
+    if isinstance(problem, OSError):
+        free = shutil.disk_usage(_existing(path)).free
+        raise CheckpointError(
+            f"checkpoint {path} was not written: {problem.strerror or problem}; {free:,} bytes are "
+            "free there. Earlier checkpoints are whole."
+        ) from problem
+    if problem is not None:
+        raise problem
+    raise CheckpointError(f"checkpoint {path} was not written: another rank failed; see its log.")
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+
+
+def _stem(rank: int) -> str:
+    return f"rank_{rank:05d}"
+
+
+def _write_part(part: dict[str, Any], stem: Path) -> None:
+    tree, tensors = flatten(part)
+    # Views and shared storage (tied weights) are written as what they show.
+    plain = {key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}
+    save_file(plain, stem.with_suffix(".safetensors"))
+    stem.with_suffix(".json").write_text(json.dumps(tree))
+    for suffix in (".safetensors", ".json"):
+        _sync(stem.with_suffix(suffix))
+
+
+def _commit(
+    staging: Path, path: Path, coordinates: Coordinates, metadata: Mapping[str, Any]
+) -> None:
+    files = {
+        file.name: {"sha256": file_hash(file), "bytes": file.stat().st_size}
+        for file in sorted(staging.iterdir())
+    }
+    manifest = {
+        "format": FORMAT,
+        "pp": coordinates.pp,
+        "dp": coordinates.dp,
+        "metadata": dict(metadata),
+        "files": files,
+    }
+    target = staging / MANIFEST
+    target.write_text(json.dumps(manifest, indent=1))
+    _sync(target)
+    _sync(staging)
+    os.rename(staging, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a committed checkpoint, its files checked.
+
+    Raises:
+        CheckpointError: It is missing, unfinished or damaged; the message names the file.
+    """
+    target = path / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(target.read_text())
+        files = manifest["files"]
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is no checkpoint: it has no {MANIFEST}. Name a folder below checkpoints/."
+        ) from None
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise CheckpointError(f"{target} is damaged: {error}.") from None
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {manifest.get('format')}, this version reads {FORMAT}."
+        )
+    for name, entry in files.items():
+        file = path / name
+        found = file_hash(file) if file.is_file() else "no file"
+        if found != entry["sha256"]:
+            raise CheckpointError(
+                f"{file} is damaged: expected SHA-256 {entry['sha256']}, found {found}. Resume "
+                "from an earlier checkpoint."
+            )
+    return manifest
+
+
+def load(path: Path, *, coordinates: Coordinates, wanted: set[str]) -> dict[str, Any]:
+    """What one rank needs of a checkpoint.
+
+    Args:
+        path: A committed folder.
+        coordinates: Where this process stands, now.
+        wanted: Names in this rank's module state.
+
+    Raises:
+        CheckpointError: It is damaged, or lacks a wanted name.
+    """
+    manifest = read_manifest(path)
+    then = (manifest["pp"], manifest["dp"])
+    same = then == (coordinates.pp, coordinates.dp)
+    rank = coordinates.global_rank(coordinates.pp_rank, coordinates.dp_rank)
+    part = _read_part(path / _stem(rank if same else 0))
+    state: dict[str, Tensor] = {}
+    optimizers: list[dict[str, Any]] = []
+    for pp_rank in range(manifest["pp"]):
+        writer = _read_part(path / _stem(pp_rank * manifest["dp"]))
+        state.update((k, v) for k, v in writer.get("state_dict", {}).items() if k in wanted)
+        optimizers = _merge(optimizers, writer.get("optimizer_states", []))
+    missing = sorted(wanted - set(state))
+    if missing:
+        raise CheckpointError(
+            f"{path} is a checkpoint of another model: it lacks {len(missing)} of "
+            f"{len(wanted)} names, {missing[0]} first. Use the model it was written with."
+        )
+    part["state_dict"] = state
+    part["optimizer_states"] = optimizers
+    if not same:
+        part.pop(_RANDOM, None)  # Drawn by another grid of processes.
+    return part
+
+
+def load_state_dict(path: Path) -> dict[str, Tensor]:
+    """The weights of the whole model, from all ranks' files.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
+    """
+    manifest = read_manifest(path)
+    state: dict[str, Tensor] = {}
+    for pp_rank in range(manifest["pp"]):
+        state.update(_read_part(path / _stem(pp_rank * manifest["dp"]))["state_dict"])
+    return state
+
+
+def _read_part(stem: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(stem.with_suffix(".json").read_text())
+        with safe_open(stem.with_suffix(".safetensors"), framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{stem}: cannot be read: {error}.") from None
+    part: dict[str, Any] = unflatten(tree, tensors)
+    return part
+
+
+def _merge(into: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if not into:
+        return more
+    for have, new in zip(into, more, strict=True):
+        have["state"].update(new["state"])
+    return into
+
+
+def name_optimizer_state(
+    optimizer: Optimizer, named: Mapping[str, nn.Parameter]
+) -> dict[str, Any]:
+    """An optimizer's state keyed by parameter names.
+
+    Raises:
+        CheckpointError: It updates a parameter that is not the module's.
+    """
+    names = {id(parameter): name for name, parameter in named.items()}
+    plain = getattr(optimizer, "optimizer", optimizer)
+    groups = []
+    for group in plain.param_groups:
+        unknown = [p for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise CheckpointError(
+                "the optimizer updates a parameter that is no part of the module, so it has no "
+                "name in a checkpoint. Build optimizers from self.parameters()."
+            )
+        rest = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**rest, "params": [names[id(p)] for p in group["params"]]})
+    state = {names[id(parameter)]: dict(entry) for parameter, entry in plain.state.items()}
+    return {"state": state, "param_groups": groups}
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, saved: Mapping[str, Any], named: Mapping[str, nn.Parameter]
+) -> None:
+    """Puts saved state where this rank's parameters are.
+
+    Raises:
+        CheckpointError: The optimizer has another number of parameter groups.
+    """
+    names = {id(parameter): name for name, parameter in named.items()}
+    plain = getattr(optimizer, "optimizer", optimizer)
+    if len(plain.param_groups) != len(saved["param_groups"]):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(saved['param_groups'])} parameter groups, this "
+            f"one has {len(plain.param_groups)}. Use the optimizer it was written with."
+        )
+    positions: dict[int, dict[str, Any]] = {}
+    groups = []
+    index = 0
+    for group, old in zip(plain.param_groups, saved["param_groups"], strict=True):
+        members = []
+        for parameter in group["params"]:
+            entry = saved["state"].get(names[id(parameter)])
+            if entry is not None:
+                positions[index] = entry
+            members.append(index)
+            index += 1
+        groups.append({**{k: v for k, v in old.items() if k != "params"}, "params": members})
+    plain.load_state_dict({"state": positions, "param_groups": groups})
+
+
+def _random_state() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(words), gauss],
+        "numpy": [kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(checkpoint: Mapping[str, Any]) -> None:
+    """Continues the global generators where this rank's stood; nothing after another layout."""
+    state = checkpoint.get(_RANDOM)
+    if state is None:
+        return
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def remove(path: Path) -> None:
+    """Deletes a checkpoint so that a crash in between leaves no half of it under its name."""
+    if path.is_dir():
+        dying = path.with_name(path.name + ".tmp")
+        shutil.rmtree(dying, ignore_errors=True)
+        os.rename(path, dying)
+        shutil.rmtree(dying)
+    elif path.exists():
+        path.unlink()

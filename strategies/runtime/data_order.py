@@ -1,0 +1,85 @@
+"""Which samples a replica sees: every stage of a pipeline the same ones, in a resumable order.
+
+Lightning's own injection gives each process a share, and shuffles a training loader that was not
+to be shuffled. Here the share is the replica's, the loader's own choice of order is kept, and after
+a restart inside an epoch the batches that were seen are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+
+class ReplicaSampler(DistributedSampler[int]):
+    """A replica's indices, a function of (seed, epoch) alone, after the first ``skip`` of them."""
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        num_replicas: int,
+        replica: int,
+        shuffle: bool,
+        seed: int,
+        epoch: int = 0,
+        skip: int = 0,
+    ) -> None:
+        super().__init__(
+            range(length),  # type: ignore[arg-type]  # only its length is used
+            num_replicas=num_replicas,
+            rank=replica,
+            shuffle=shuffle,
+            seed=seed,
+        )
+        self.epoch = epoch
+        self._skip = {epoch: skip}
+
+    def __iter__(self) -> Iterator[int]:
+        indices = list(super().__iter__())
+        yield from indices[self._skip.get(self.epoch, 0) :]
+
+
+def shard(
+    loader: Any, *, num_replicas: int, replica: int, seed: int, epoch: int, batches_done: int
+) -> Any:
+    """The loader with this replica's share.
+
+    Loaders over iterable datasets, with a batch sampler or a sampler of their own are left alone:
+    they must give every stage of a pipeline the same batches, which is checked at every step.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    sampler: Sampler[Any] | Any = loader.sampler
+    if type(sampler) not in (RandomSampler, SequentialSampler) or loader.batch_size is None:
+        return loader
+    own = ReplicaSampler(
+        len(loader.dataset),  # type: ignore[arg-type]  # map-style: checked above
+        num_replicas=num_replicas,
+        replica=replica,
+        shuffle=isinstance(sampler, RandomSampler),
+        seed=seed,
+        epoch=epoch,
+        skip=batches_done * loader.batch_size,
+    )
+    return _update_dataloader(loader, own)
+
+
+def first_batch(loaders: Any) -> Any:
+    """One batch to probe a model with; the global generators are left as they were."""
+    state = torch.get_rng_state()
+    try:
+        return next(iter(loaders))
+    finally:
+        torch.set_rng_state(state)

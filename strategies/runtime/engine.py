@@ -1,0 +1,492 @@
+"""One rank of a running pipeline: model, programs, gradients and messages brought together.
+
+Knows no Lightning; ``strategy.py`` calls it from Lightning's hooks, tests call it directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from strategies.compiler import Programs, compile_plan, with_microbatches
+from strategies.errors import DataError, PlanError
+from strategies.ir.instruction import Kind
+from strategies.ir.placement import Placement
+from strategies.ir.program import Program
+from strategies.partition import balance, by_counts
+from strategies.plan import Plan
+from strategies.runtime.control import Bulletin
+from strategies.runtime.executor import Executor, StepResult
+from strategies.runtime.grad_sync import StageGradients, clip_, num_buckets
+from strategies.runtime.logs import from_plain, join_logs, to_plain
+from strategies.runtime.mailbox import Mailbox
+from strategies.runtime.mesh import Communicators, Coordinates
+from strategies.runtime.microbatch import checksum, split_batch
+from strategies.runtime.recorder import Recorder, StepRecord
+from strategies.runtime.stage_model import LogCall, Mode, StageModel
+from strategies.runtime.transport import (
+    GlooTransport,
+    NcclTransport,
+    StagedTransport,
+    StrictTransport,
+    Transport,
+)
+from strategies.schedules import find_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a user chooses beside the plan.
+
+    Attributes:
+        units_per_stage: Cut by hand; None balances by cost.
+        bucket_mb: Upper size of a reduction bucket, where the plan leaves their number open.
+        backend: ``gloo``, ``nccl``, ``staged`` or ``strict``.
+        seed: Of everything random inside the model.
+        check_batches: Compare the batch between the ranks of a pipeline at every step.
+    """
+
+    units_per_stage: tuple[int, ...] | None = None
+    bucket_mb: float = 25.0
+    backend: str = "gloo"
+    seed: int = 0
+    check_batches: bool = True
+
+
+@dataclass
+class PassResult:
+    """A pass as all ranks of the pipeline see it.
+
+    Attributes:
+        loss: Mean over the batch's rows; None when the step returned none.
+        logs: One call per logged name.
+        results: Return values per microbatch; on the last stage's rank only.
+    """
+
+    loss: float | None
+    logs: list[LogCall]
+    results: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """The step before, over all ranks of the pipeline; seconds."""
+
+    makespan_s: float
+    busy_s: float
+    bubble_ratio: float
+
+
+def resolve_placement(plan: Plan) -> Placement:
+    """Stages to ranks, before any program is made."""
+    schedule = find_schedule(plan.schedule)
+    shape = schedule.resolve(
+        pp=plan.pp,
+        num_microbatches=plan.num_microbatches,
+        stages_per_rank=plan.stages_per_rank,
+        group=plan.group,
+    )
+    return schedule.place(shape)
+
+
+class Engine:
+    """Cuts the model, then runs training and evaluation passes."""
+
+    def __init__(
+        self,
+        *,
+        model: StageModel,
+        plan: Plan,
+        buckets_open: bool,
+        options: Options,
+        coordinates: Coordinates,
+        device: torch.device,
+    ) -> None:
+        """Collective: all processes call it with the same arguments.
+
+        Args:
+            model: The uncut model.
+            plan: What to compile; its ``buckets`` are replaced if ``buckets_open``.
+            buckets_open: Choose the number of buckets from the stages' sizes.
+            options: See ``Options``.
+            coordinates: Where this process stands.
+            device: Where its stages run.
+        """
+        self.model = model
+        self.options = options
+        self.coordinates = coordinates
+        self.device = device
+        self.placement = resolve_placement(plan)
+        self.owned = self.placement.stages_of(coordinates.pp_rank)
+        self.stages = self._cut()
+        self.communicators = self._communicators()
+        self._shared = {name: stages for name, stages in model.shared_parameters()}
+        parameters = {stage: dict(model.stage_parameters(stage)) for stage in self.owned}
+        self._parameters = parameters
+        if buckets_open:
+            plan = replace(plan, buckets=self._open_buckets(parameters))
+        self.plan = plan
+        self.programs = compile_plan(plan)
+        pipeline = coordinates.pipeline(coordinates.dp_rank)
+        self._bulletin = Bulletin(self.communicators.get("control", pipeline), coordinates.pp)
+        self._control = self.communicators.get("control", pipeline)
+        self.mailbox = Mailbox(self._transport(pipeline), coordinates.pp_rank, device)
+        self.recorder = Recorder(coordinates.pp_rank, device)
+        self.gradients: dict[int, StageGradients] = {}
+        self._shared_gradients: list[tuple[str, nn.Parameter, Tensor]] = []
+        self.executor = Executor(
+            model=model,
+            rank=coordinates.pp_rank,
+            mailbox=self.mailbox,
+            gradients=self.gradients,
+            recorder=self.recorder,
+        )
+        self._fresh = True
+        self._shared_works: list[dist.Work] = []
+        self.stats: StepStats | None = None
+        self._flushed_at: Any = None
+
+    # ---------------------------------------------------------------- set-up
+
+    def _cut(self) -> tuple[range, ...]:
+        costs = [unit.cost for unit in self.model.units]
+        count = self.placement.num_stages
+        if self.options.units_per_stage is not None:
+            stages = by_counts(self.options.units_per_stage, len(costs), count)
+        else:
+            stages = balance(costs, count)
+        self.model.cut(stages, self.owned)
+        return stages
+
+    def _communicators(self) -> Communicators:
+        """Every group that any rank's program needs, in one order on all processes."""
+        where = self.coordinates
+        backend = self.options.backend
+        nccl = backend == "nccl"
+        wanted: list[tuple[str, tuple[int, ...]]] = []
+        for replica in range(where.dp):
+            pipeline = where.pipeline(replica)
+            wanted += [("control", pipeline), ("messages", pipeline)]
+            if nccl:
+                ordered = ((a, b) for a in pipeline for b in pipeline if a != b)
+                wanted += [("messages", pair) for pair in ordered]
+        for stage in range(self.placement.num_stages):
+            wanted.append(("reduce", where.replicas(self.placement.owners(stage))))
+        for _, stages in self.model.shared_parameters():
+            wanted.append(("reduce", self._shared_ranks(stages)))
+        wanted += [("metrics", where.replicas((rank,))) for rank in range(where.pp)]
+        communicators = Communicators(where)
+        fast = "nccl" if nccl else "gloo"
+        if where.world_size > 1:
+            backends = {"control": "gloo", "metrics": "gloo", "messages": fast, "reduce": fast}
+            communicators.create(wanted, backends=backends)
+        return communicators
+
+    def _shared_ranks(self, stages: Sequence[int]) -> tuple[int, ...]:
+        owners = sorted({rank for stage in stages for rank in self.placement.owners(stage)})
+        return self.coordinates.replicas(tuple(owners))
+
+    def _transport(self, pipeline: tuple[int, ...]) -> Transport | None:
+        group = self.communicators.get("messages", pipeline)
+        if group is None:
+            return None
+        backend = self.options.backend
+        if backend == "nccl":
+            rank = self.coordinates.pp_rank
+
+            def pair(source: int, target: int) -> dist.ProcessGroup:
+                found = self.communicators.get("messages", (pipeline[source], pipeline[target]))
+                assert found is not None
+                return found
+
+            return NcclTransport(pair, rank)
+        kinds = {"gloo": GlooTransport, "strict": StrictTransport, "staged": StagedTransport}
+        return kinds[backend](group)
+
+    def _open_buckets(self, parameters: dict[int, dict[str, nn.Parameter]]) -> tuple[int, ...]:
+        """Buckets per stage from the stages' sizes, the same answer on every rank."""
+        own = {
+            stage: sum(
+                p.numel() * p.element_size()
+                for name, p in named.items()
+                if p.requires_grad and name not in self._shared
+            )
+            for stage, named in parameters.items()
+        }
+        sizes = dict(own)
+        if self.coordinates.world_size > 1:
+            gathered: list[dict[int, int]] = [{} for _ in range(self.coordinates.world_size)]
+            dist.all_gather_object(gathered, own)
+            sizes = {stage: size for part in gathered for stage, size in part.items()}
+        reduces = self.coordinates.dp > 1 or self.placement.weight_copies > 1
+        return tuple(
+            num_buckets(sizes[stage], self.options.bucket_mb) if reduces else 0
+            for stage in range(self.placement.num_stages)
+        )
+
+    def build_gradients(self) -> None:
+        """Lays out gradient buffers; call when parameters are on their device, before training."""
+        buckets = self.plan.buckets
+        for stage, named in self._parameters.items():
+            trained = [
+                p for name, p in named.items() if p.requires_grad and name not in self._shared
+            ]
+            count = buckets if isinstance(buckets, int) else buckets[stage]
+            owners = self.coordinates.replicas(self.placement.owners(stage))
+            self.gradients[stage] = StageGradients.build(
+                stage,
+                trained,
+                count=max(count, 1),
+                group=self.communicators.get("reduce", owners) if count else None,
+                launched=self.executor.reduction_started,
+            )
+        seen: set[str] = set()
+        for named in self._parameters.values():
+            for name, parameter in named.items():
+                if name in self._shared and parameter.requires_grad and name not in seen:
+                    seen.add(name)
+                    self._shared_gradients.append((name, parameter, torch.zeros_like(parameter)))
+        # The same order of reductions everywhere.
+        self._shared_gradients.sort(key=lambda entry: entry[0])
+
+    @property
+    def reference_program(self) -> Program:
+        """The training program for full batches."""
+        return self.programs.train
+
+    # ---------------------------------------------------------------- training
+
+    def train_pass(
+        self, batch: Any, *, batch_idx: int, step: int, accumulation: int, update: bool
+    ) -> PassResult:
+        """Forwards and backwards of one batch.
+
+        Args:
+            batch: This replica's batch, the same on all its ranks.
+            batch_idx: Lightning's index.
+            step: Passes since the beginning of training, also across restarts: seeds dropout.
+            accumulation: Batches per optimizer step; gradients are divided by it.
+            update: Whether gradients are reduced, to be followed by ``flush``.
+        """
+        self._attach(zero=self._fresh)
+        self._fresh = False
+        scale = 1.0 / (accumulation * self.coordinates.dp)
+        seed = (self.options.seed * 1_000_003 + step) * 1021 + self.coordinates.dp_rank
+        result = self._run(
+            batch, "train", batch_idx=batch_idx, step=step, scale=scale, seed=seed, update=update
+        )
+        # Lightning clears gradients after this and before backward(): keep ours out of its reach.
+        self._detach()
+        return result
+
+    def evaluation_pass(self, batch: Any, *, mode: Mode, batch_idx: int) -> PassResult:
+        """Forwards only."""
+        return self._run(
+            batch, mode, batch_idx=batch_idx, step=batch_idx, scale=1.0, seed=None, update=False
+        )
+
+    def _programs_for(self, count: int) -> Programs:
+        if count == self.plan.num_microbatches:
+            return self.programs
+        return compile_plan(with_microbatches(self.plan, count))
+
+    def _run(
+        self,
+        batch: Any,
+        mode: Mode,
+        *,
+        batch_idx: int,
+        step: int,
+        scale: float,
+        seed: int | None,
+        update: bool,
+    ) -> PassResult:
+        microbatches = split_batch(batch, self.plan.num_microbatches)
+        programs = self._programs_for(len(microbatches))
+        if mode != "train":
+            program = programs.forward
+        else:
+            program = programs.train if update else programs.accumulate
+        mark = checksum(batch) if self.options.check_batches and self._control else 0
+        previous = self.recorder.kept[-1] if self.recorder.kept else None
+
+        def share(result: StepResult) -> None:
+            times = self._times(previous)
+            self._bulletin.post(
+                [mark, result.loss, [to_plain(call) for call in join_logs(result.logs)], times]
+            )
+
+        with _kept_rng(self.device):
+            result = self.executor.run(
+                program,
+                microbatches,
+                step=step,
+                batch_idx=batch_idx,
+                mode=mode,
+                scale=scale,
+                seed=seed,
+                forwards_done=share,
+            )
+        answers = self._bulletin.read()
+        if mode != "train" or not update:
+            # Without an optimizer step the pass ends here; only training steps are kept.
+            self.recorder.finish(keep=False)
+        self._check_same([answer[0] for answer in answers])
+        self._note_stats([answer[3] for answer in answers])
+        return self._joined(answers, result)
+
+    def _joined(self, answers: list[list[Any]], result: StepResult) -> PassResult:
+        losses = [answer[1] for answer in answers if answer[1] is not None]
+        logs: dict[str, LogCall] = {}
+        # The last stage's word counts where several ranks could log the same name.
+        for answer in answers:
+            for triple in answer[2]:
+                logs[triple[0]] = from_plain(triple)
+        results = [result.results[key] for key in sorted(result.results)]
+        return PassResult(sum(losses) if losses else None, list(logs.values()), results)
+
+    def _check_same(self, marks: list[int]) -> None:
+        if len(set(marks)) > 1:
+            listing = ", ".join(f"rank {rank}: {mark:08x}" for rank, mark in enumerate(marks))
+            raise DataError(
+                "the ranks of one pipeline see different batches (checksums "
+                f"{listing}). The data order must not depend on the global random state: give the "
+                "loader a seeded generator or sampler, or set check_batches=False if the batches "
+                "differ on purpose."
+            )
+
+    def _times(self, record: StepRecord | None) -> list[float] | None:
+        if record is None or self.device.type == "cuda":
+            return None
+        return [record.begun, record.finished, self.recorder.busy(record)]
+
+    def _note_stats(self, times: list[list[float] | None]) -> None:
+        known = [entry for entry in times if entry is not None]
+        if len(known) == len(times) and known:
+            makespan = max(entry[1] for entry in known) - min(entry[0] for entry in known)
+            busy = sum(entry[2] for entry in known)
+            self.stats = StepStats(makespan, busy, 1.0 - busy / (len(known) * makespan))
+
+    # ---------------------------------------------------------------- the flush
+
+    def _attach(self, *, zero: bool) -> None:
+        for gradients in self.gradients.values():
+            gradients.attach(zero=zero)
+        for _, parameter, gradient in self._shared_gradients:
+            if zero:
+                gradient.zero_()
+            parameter.grad = gradient
+
+    def _detach(self) -> None:
+        for gradients in self.gradients.values():
+            gradients.detach()
+        for _, parameter, _ in self._shared_gradients:
+            parameter.grad = None
+
+    def restore_gradients(self) -> None:
+        """Puts the accumulated gradients back where optimizers look for them."""
+        self._attach(zero=False)
+
+    def flush(self) -> None:
+        """Waits for this rank's reductions; no other rank is waited for."""
+        for name, _, gradient in self._shared_gradients:
+            group = self.communicators.get("reduce", self._shared_ranks(self._shared[name]))
+            if group is not None:
+                work = dist.all_reduce(gradient, group=group, async_op=True)
+                assert work is not None
+                self._shared_works.append(work)
+        for gradients in self.gradients.values():
+            gradients.wait()
+        for work in self._shared_works:
+            work.wait()
+        self._shared_works.clear()
+        self._flushed_at = self.recorder.stamp()
+
+    def stepped(self) -> None:
+        """Notes that the optimizer has updated the stages: the STEPs of the program have ended."""
+        record = self.recorder.current
+        if record is not None:
+            row = record.program.ranks[self.coordinates.pp_rank]
+            ended = self.recorder.stamp()
+            # One optimizer steps all stages of a rank at once: the first STEP carries its time.
+            started = self._flushed_at
+            for place, item in enumerate(row):
+                if item.kind is Kind.STEP:
+                    record.start[place], record.end[place] = started, ended
+                    started = ended
+            self.recorder.finish()
+        self._fresh = True
+
+    def gradient_norm(self) -> Tensor:
+        """2-norm of the whole model's gradient, a float64 scalar, equal on all ranks.
+
+        Collective over the pipeline. Weights that several ranks hold count once.
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        rank = self.coordinates.pp_rank
+        for stage, gradients in self.gradients.items():
+            if self.placement.owners(stage)[0] == rank:
+                total += gradients.squared_norm()
+        for name, _, gradient in self._shared_gradients:
+            if self.placement.owners(self._shared[name][0])[0] == rank:
+                total += torch.linalg.vector_norm(gradient).double().square().cpu()
+        if self._control is not None:
+            dist.all_reduce(total, group=self._control)
+        return total.sqrt()
+
+    def clip_by_norm(self, limit: float) -> Tensor:
+        """Scales the whole model's gradient to at most ``limit``; returns the norm before."""
+        norm = self.gradient_norm()
+        clip_(self.parameters(), norm, limit)
+        return norm
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Owned parameters, each once."""
+        seen: set[int] = set()
+        for named in self._parameters.values():
+            for parameter in named.values():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Owned parameters by global name."""
+        return {name: p for named in self._parameters.values() for name, p in named.items()}
+
+    def drain(self) -> None:
+        """Ends all sends; before a barrier or the end of a loop."""
+        self.mailbox.drain()
+
+
+class _kept_rng:  # noqa: N801  (used like a function)
+    """Leaves the global generators as they were: units reseed them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def __enter__(self) -> None:
+        self._state = torch.get_rng_state()
+        self._cuda_state = torch.cuda.get_rng_state() if self._cuda else None
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_rng_state(self._state)
+        if self._cuda_state is not None:
+            torch.cuda.set_rng_state(self._cuda_state)
+
+
+def check_world(*, pp: int, dp: int, world_size: int) -> None:
+    """Refuses a world that the degrees do not fill.
+
+    Raises:
+        PlanError: pp * dp is not the number of processes.
+    """
+    if pp * dp != world_size:
+        raise PlanError(
+            f"pp={pp} times dp={dp} is {pp * dp} processes, but there are {world_size}. "
+            f"Try devices={pp * dp}, or dp={max(1, world_size // pp)}."
+        )

@@ -1,0 +1,338 @@
+"""Walks one rank's list: the only loop that runs a program, and it has no order of its own.
+
+Receives are posted ahead of their place where messages have tags (never where they are matched by
+order), values are waited for by the instruction that uses them, and sends are never waited for
+inline: a sent buffer is let go when a later receive proves that it has arrived
+(``lowering.release``), or with the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.program import Program
+from strategies.lowering.release import release_points
+from strategies.runtime.grad_sync import StageGradients
+from strategies.runtime.mailbox import Mailbox
+from strategies.runtime.microbatch import Microbatch
+from strategies.runtime.recorder import Recorder, StepRecord
+from strategies.runtime.stage_model import LogCall, Mode, StageModel
+
+_RECEIVE_AHEAD = 4
+
+
+@dataclass
+class StepResult:
+    """What one pass leaves on this rank.
+
+    Attributes:
+        loss: Mean loss over the microbatches whose last stage ran here; None elsewhere.
+        logs: The user's log calls with their microbatch's share.
+        results: Microbatch -> return value of the user's step, on the last stage's rank.
+    """
+
+    loss: float | None = None
+    logs: list[tuple[LogCall, float]] = field(default_factory=list)
+    results: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Route:
+    """One rank's list with what the executor derives from it once."""
+
+    row: tuple[Instruction, ...]
+    receives: tuple[int, ...]  # places of the RECVs
+    release: dict[int, tuple[Instruction, ...]]
+    arming: dict[int, int]  # place of a stage's last gradient -> stage, where REDUCE overlaps
+    last_forward: int
+
+
+def _route(program: Program, rank: int) -> _Route:
+    row = program.ranks[rank]
+    last: dict[int, int] = {}
+    overlapped: set[int] = set()
+    last_forward = -1
+    for place, item in enumerate(row):
+        if item.kind is Kind.B or item.kind is Kind.W:
+            last[item.stage] = place
+        elif item.kind is Kind.F:
+            last_forward = place
+        elif item.kind is Kind.REDUCE and not item.after:
+            overlapped.add(item.stage)
+    return _Route(
+        row=row,
+        receives=tuple(p for p, item in enumerate(row) if item.kind is Kind.RECV),
+        release=release_points(program, rank),
+        arming={place: stage for stage, place in last.items() if stage in overlapped},
+        last_forward=last_forward,
+    )
+
+
+class Executor:
+    """Runs programs for one rank."""
+
+    def __init__(
+        self,
+        *,
+        model: StageModel,
+        rank: int,
+        mailbox: Mailbox,
+        gradients: dict[int, StageGradients],
+        recorder: Recorder,
+    ) -> None:
+        self._model = model
+        self._rank = rank
+        self._mailbox = mailbox
+        self._gradients = gradients
+        self._recorder = recorder
+        self._routes: dict[int, tuple[Program, _Route]] = {}
+        self._places: dict[tuple[int, int], int] = {}
+
+    def run(
+        self,
+        program: Program,
+        microbatches: Sequence[Microbatch],
+        *,
+        step: int,
+        batch_idx: int,
+        mode: Mode,
+        scale: float,
+        seed: int | None,
+        forwards_done: Callable[[StepResult], None],
+    ) -> StepResult:
+        """Executes the list up to its optimizer steps.
+
+        Args:
+            program: Lowered; its number of microbatches is ``len(microbatches)``.
+            microbatches: This replica's batch, the same on every rank of the pipeline.
+            step: Counts passes, for the recorder.
+            batch_idx: Lightning's batch index.
+            mode: Which of the user's steps runs.
+            scale: Factor on every gradient: 1 / (accumulation * dp).
+            seed: Seed of the pass; every (microbatch, unit) draws from its own.
+            forwards_done: Called after this rank's last forward.
+        """
+        route = self._route_of(program)
+        run = _Run(self, program, microbatches, batch_idx, mode, scale, seed)
+        record = self._recorder.begin(step, program)
+        self._index_reduces(route.row)
+        stamp = self._recorder.stamp
+        start, end = record.start, record.end
+        self._mailbox.begin(program, mode, [m.signature for m in microbatches])
+        posted = 0
+        passed = 0
+        for place, item in enumerate(route.row):
+            kind = item.kind
+            if kind is Kind.STEP:
+                break
+            if not self._mailbox.ordered:
+                # The next few receives of the list, whatever compute stands between.
+                while posted < len(route.receives) and posted < passed + _RECEIVE_AHEAD:
+                    ahead = route.receives[posted]
+                    self._mailbox.post(route.row[ahead])
+                    start[ahead] = stamp()
+                    posted += 1
+            if kind is Kind.F or kind is Kind.B:
+                inputs = run.collect(item, record, stamp)
+                start[place] = stamp()
+                if kind is Kind.F:
+                    run.forward(item, inputs)
+                else:
+                    stage = route.arming.get(place)
+                    if stage is not None:
+                        self._gradients[stage].arm()
+                    run.backward(item, inputs)
+                end[place] = stamp()
+                if place == route.last_forward:
+                    forwards_done(run.result)
+            elif kind is Kind.SEND:
+                start[place] = stamp()
+                run.send(item)
+                end[place] = stamp()
+            elif kind is Kind.RECV:
+                passed += 1
+                if self._mailbox.ordered:
+                    self._mailbox.post(item)
+                    start[place] = stamp()
+                run.places[item] = place
+                for ended in route.release.get(place, ()):
+                    run.releasable.setdefault(item, []).append(ended)
+            elif kind is Kind.REDUCE:
+                assert item.bucket is not None
+                self._gradients[item.stage].reduce(item.bucket)
+            else:
+                raise NotImplementedError(f"{item}: the runtime has no {kind.value}")
+        self._mailbox.finish()
+        return run.result
+
+    def reduction_started(self, stage: int, bucket: int, work: Any) -> None:
+        """Stamps a REDUCE when it starts and, from the backend's thread, when it ends."""
+        record = self._recorder.current
+        place = self._places.get((stage, bucket))
+        if record is None or place is None:
+            return
+        stamp = self._recorder.stamp
+        record.start[place] = record.end[place] = stamp()
+        if work is not None and self._recorder.device.type == "cpu":
+
+            def ended(_: Any) -> None:
+                record.end[place] = stamp()
+
+            work.get_future().add_done_callback(ended)
+
+    def _index_reduces(self, row: Sequence[Instruction]) -> None:
+        self._places = {
+            (item.stage, item.bucket): place
+            for place, item in enumerate(row)
+            if item.kind is Kind.REDUCE and item.bucket is not None
+        }
+
+    def _route_of(self, program: Program) -> _Route:
+        # Keyed by identity: programs are immutable and kept alive here.
+        known = self._routes.get(id(program))
+        if known is None:
+            known = (program, _route(program, self._rank))
+            self._routes[id(program)] = known
+        return known[1]
+
+
+@dataclass
+class _Graph:
+    """What a forward keeps for its backward."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    loss: Tensor | None
+
+
+class _Run:
+    """The values of one pass."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        program: Program,
+        microbatches: Sequence[Microbatch],
+        batch_idx: int,
+        mode: Mode,
+        scale: float,
+        seed: int | None,
+    ) -> None:
+        self.result = StepResult()
+        self.places: dict[Instruction, int] = {}
+        self.releasable: dict[Instruction, list[Instruction]] = {}
+        self._executor = executor
+        self._mailbox = executor._mailbox
+        self._model = executor._model
+        self._program = program
+        self._microbatches = microbatches
+        self._batch_idx = batch_idx
+        self._mode: Mode = mode
+        self._scale = scale
+        self._seed = seed
+        self._last = program.placement.num_stages - 1
+        self._learns = program.role != "forward"
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._values: dict[tuple[Kind, int, int], tuple[Tensor, ...]] = {}
+
+    def collect(
+        self, item: Instruction, record: StepRecord, stamp: Callable[[], Any]
+    ) -> tuple[Tensor, ...]:
+        """The boundary tensors that F or B consumes: received, or handed over on this rank."""
+        assert item.microbatch is not None
+        payload = Kind.F if item.kind is Kind.F else Kind.B
+        other = item.stage - 1 if payload is Kind.F else item.stage + 1
+        if not 0 <= other <= self._last:
+            return ()
+        rank_of = self._program.placement.rank_of
+        if rank_of(other, item.microbatch) == rank_of(item.stage, item.microbatch):
+            return self._values.pop((payload, other, item.microbatch))
+        receive = Instruction(
+            Kind.RECV, item.stage, item.microbatch, payload=payload, peer=other
+        )
+        tensors = self._mailbox.wait(receive)
+        place = self.places[receive]
+        record.end[place] = stamp()
+        for ended in self.releasable.pop(receive, ()):
+            self._mailbox.release(ended)
+        return tensors
+
+    def forward(self, item: Instruction, inputs: tuple[Tensor, ...]) -> None:
+        assert item.microbatch is not None
+        microbatch = self._microbatches[item.microbatch]
+        flags = self._mailbox.gradient_flags(item.stage - 1, item.microbatch)
+        if self._learns:
+            leaves = tuple(
+                tensor.detach().requires_grad_(flag)
+                for tensor, flag in zip(inputs, flags, strict=True)
+            )
+        else:
+            leaves = inputs
+        seed = None if self._seed is None else self._seed * 8191 + item.microbatch
+        with torch.set_grad_enabled(self._learns):
+            output = self._model.forward(
+                item.stage,
+                leaves,
+                batch=microbatch.data,
+                batch_idx=self._batch_idx,
+                microbatch=item.microbatch,
+                mode=self._mode,
+                seed=seed,
+            )
+        here = (item.stage, item.microbatch)
+        self.result.logs.extend((call, microbatch.share) for call in output.logs)
+        if item.stage == self._last:
+            self._end_of_pipeline(item.microbatch, output.loss, output.result)
+        else:
+            self._mailbox.describe(item.stage, item.microbatch, output.tensors)
+            detached = tuple(tensor.detach() for tensor in output.tensors)
+            self._values[Kind.F, *here] = detached
+        if self._learns:
+            self._graphs[here] = _Graph(leaves, output.tensors, output.loss)
+
+    def _end_of_pipeline(self, microbatch: int, loss: Tensor | None, result: Any) -> None:
+        if loss is not None:
+            share = self._microbatches[microbatch].share
+            value = float(loss.detach())
+            self.result.loss = (self.result.loss or 0.0) + value * share
+        if not self._learns:
+            self.result.results[microbatch] = result
+
+    def backward(self, item: Instruction, gradients: tuple[Tensor, ...]) -> None:
+        assert item.microbatch is not None
+        here = (item.stage, item.microbatch)
+        graph = self._graphs.pop(here)
+        if item.stage == self._last:
+            assert graph.loss is not None
+            share = self._microbatches[item.microbatch].share
+            if graph.loss.requires_grad:
+                torch.autograd.backward(
+                    graph.loss, torch.full_like(graph.loss, share * self._scale)
+                )
+        else:
+            pairs = [
+                (tensor, gradient)
+                for tensor, gradient in zip(
+                    (t for t in graph.outputs if t.requires_grad), gradients, strict=True
+                )
+            ]
+            if pairs:
+                torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
+        if item.stage > 0:
+            self._values[Kind.B, *here] = tuple(
+                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                for leaf in graph.inputs
+                if leaf.requires_grad
+            )
+
+    def send(self, item: Instruction) -> None:
+        assert item.payload is not None
+        assert item.microbatch is not None
+        tensors = self._values.pop((item.payload, item.stage, item.microbatch))
+        self._mailbox.send(item, tensors)

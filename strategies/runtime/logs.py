@@ -1,0 +1,83 @@
+"""The user's ``self.log`` calls: caught per microbatch, joined per step, repeated on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from strategies.runtime.stage_model import LogCall
+
+_MISSING = object()
+
+
+@contextmanager
+def captured_logs(module: nn.Module) -> Iterator[list[LogCall]]:
+    """Inside, ``module.log`` and ``module.log_dict`` fill the list instead of Lightning's tables."""
+    calls: list[LogCall] = []
+
+    def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+        names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+        options = {**dict(zip(names, args, strict=False)), **options}
+        number = float(value.detach()) if isinstance(value, Tensor) else float(value)
+        calls.append(LogCall(name, number, options))
+
+    def log_dict(values: dict[str, Any], *args: Any, **options: Any) -> None:
+        for name, value in values.items():
+            log(name, value, *args, **options)
+
+    before = {name: module.__dict__.get(name, _MISSING) for name in ("log", "log_dict")}
+    module.__dict__.update(log=log, log_dict=log_dict)
+    try:
+        yield calls
+    finally:
+        for name, value in before.items():
+            if value is _MISSING:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = value
+
+
+def join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
+    """One call per name from all microbatches of a step.
+
+    Args:
+        calls: Each call with the share of the batch that its microbatch holds.
+
+    Returns:
+        Means are weighted by the shares; ``reduce_fx`` of max, min and sum are honoured.
+    """
+    by_name: dict[str, list[tuple[LogCall, float]]] = {}
+    for call, share in calls:
+        by_name.setdefault(call.name, []).append((call, share))
+    joined = []
+    for name, group in by_name.items():
+        options = dict(group[-1][0].options)
+        how = options.get("reduce_fx", "mean")
+        how = how if isinstance(how, str) else getattr(how, "__name__", "mean")
+        values = [call.value for call, _ in group]
+        if how in ("max", "min", "sum"):
+            value = {"max": max, "min": min, "sum": sum}[how](values)
+        else:
+            whole = sum(share for _, share in group)
+            value = sum(call.value * share for call, share in group) / whole
+        joined.append(LogCall(name, value, options))
+    return joined
+
+
+def to_plain(call: LogCall) -> list[Any]:
+    """A JSON-ready triple; options that JSON cannot carry travel by name or not at all."""
+    options = {}
+    for key, option in call.options.items():
+        if callable(option):
+            option = getattr(option, "__name__", None)
+        if option is None or isinstance(option, str | int | float | bool):
+            options[key] = option
+    return [call.name, call.value, options]
+
+
+def from_plain(triple: list[Any]) -> LogCall:
+    """The inverse of ``to_plain``."""
+    return LogCall(triple[0], triple[1], triple[2])

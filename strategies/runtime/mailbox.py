@@ -1,0 +1,246 @@
+"""Boundary tensors on their way: shapes, buffers, and handles of one pipeline rank.
+
+Shapes travel once: the first message of a boundary for a new signature (shapes and types of the
+microbatch, known on every rank) is preceded by a header; afterwards both ends know. A boundary whose
+shapes change while the batch's do not is refused, never received into the wrong buffer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.errors import ModelError
+from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.program import Program
+from strategies.runtime.transport import Handle, Transport
+
+_HEADER_BYTES = 4096
+_TENSORS = 64  # tags per message; the last one is the header's
+_Signature = tuple[Any, ...]
+_Key = tuple[int, str, _Signature]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """The tensors of one boundary: shape, dtype, and whether a gradient comes back."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    flags: tuple[bool, ...]
+
+    def to_bytes(self) -> bytes:
+        names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
+        return json.dumps([self.shapes, names, self.flags]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> _Spec:
+        shapes, names, flags = json.loads(data)
+        return cls(
+            tuple(tuple(shape) for shape in shapes),
+            tuple(getattr(torch, name) for name in names),
+            tuple(flags),
+        )
+
+
+@dataclass
+class _Incoming:
+    """A posted receive; without a header known yet, the tensors are posted later."""
+
+    key: _Key
+    peer: int
+    tag: int
+    header: tuple[Tensor, Handle] | None = None
+    tensors: tuple[Tensor, ...] | None = None
+    handles: list[Handle] = field(default_factory=list)
+
+
+class Mailbox:
+    """All messages of one rank."""
+
+    def __init__(self, transport: Transport | None, rank: int, device: torch.device) -> None:
+        self._transport = transport
+        self._rank = rank
+        self._device = device
+        self._specs: dict[_Key, _Spec] = {}
+        self._announced: set[_Key] = set()  # headers sent
+        self._awaited: set[_Key] = set()  # headers received or being received
+        self._incoming: dict[Instruction, _Incoming] = {}
+        self._sent: dict[Instruction, list[tuple[Handle, Tensor]]] = {}
+        self._previous: list[tuple[Handle, Tensor]] = []
+        self._program: Program | None = None
+        self._signatures: Sequence[_Signature] = ()
+        self._role = ""
+        self.bytes_sent = 0
+
+    @property
+    def ordered(self) -> bool:
+        """Whether messages are matched by order, so that none may be posted ahead."""
+        return self._transport is not None and self._transport.ordered
+
+    def begin(self, program: Program, mode: str, signatures: Sequence[_Signature]) -> None:
+        """Starts a pass over ``program`` with one signature per microbatch."""
+        self._program = program
+        self._role = f"{mode}:{program.role == 'forward'}"
+        self._signatures = signatures
+
+    def describe(self, stage: int, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
+        """Notes what ``stage`` hands on.
+
+        Raises:
+            ModelError: The shapes differ from those of an earlier microbatch of equal shape.
+        """
+        spec = _Spec(
+            tuple(tuple(tensor.shape) for tensor in tensors),
+            tuple(tensor.dtype for tensor in tensors),
+            tuple(tensor.requires_grad for tensor in tensors),
+        )
+        known = self._specs.setdefault(self._key(stage, microbatch), spec)
+        if known != spec:
+            raise ModelError(
+                f"stage {stage} hands on tensors of {spec.shapes}, but handed on {known.shapes} "
+                "for an earlier microbatch of the same shape. Shapes between stages may depend on "
+                "the batch's shape only; pad, or cut elsewhere with schedule.layers_per_stage."
+            )
+
+    def gradient_flags(self, stage: int, microbatch: int) -> tuple[bool, ...]:
+        """Which of the tensors that ``stage`` hands on want a gradient."""
+        return () if stage < 0 else self._specs[self._key(stage, microbatch)].flags
+
+    def post(self, item: Instruction) -> None:
+        """Starts the RECV (and ends it where the backend matches by order and blocks)."""
+        assert self._transport is not None
+        assert self._program is not None
+        assert item.peer is not None
+        assert item.microbatch is not None
+        source = min(item.stage, item.peer)
+        key = self._key(source, item.microbatch)
+        peer = self._program.placement.rank_of(item.peer, item.microbatch)
+        incoming = _Incoming(key, peer, self._tag(item))
+        self._incoming[item] = incoming
+        if item.payload is Kind.F and key not in self._specs and key not in self._awaited:
+            self._awaited.add(key)
+            header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=self._device)
+            handle = self._transport.receive(header, peer, incoming.tag + _TENSORS - 1)
+            incoming.header = (header, handle)
+        if self.ordered:
+            self._open_header(incoming)
+        if key in self._specs:
+            self._post_tensors(item, incoming)
+
+    def wait(self, item: Instruction) -> tuple[Tensor, ...]:
+        """The tensors of a posted RECV, arrived."""
+        incoming = self._incoming.pop(item, None)
+        if incoming is None:
+            self.post(item)
+            incoming = self._incoming.pop(item)
+        self._open_header(incoming)
+        if incoming.tensors is None:
+            if incoming.key not in self._specs:
+                # Another microbatch of this shape carries the header.
+                for other in self._incoming.values():
+                    if other.key == incoming.key:
+                        self._open_header(other)
+            self._post_tensors(item, incoming)
+        for handle in incoming.handles:
+            handle.wait()
+        assert incoming.tensors is not None
+        return incoming.tensors
+
+    def send(self, item: Instruction, tensors: tuple[Tensor, ...]) -> None:
+        """Starts the SEND; the tensors are kept until it has ended."""
+        assert self._transport is not None
+        assert self._program is not None
+        assert item.peer is not None
+        assert item.microbatch is not None
+        peer = self._program.placement.rank_of(item.peer, item.microbatch)
+        tag = self._tag(item)
+        kept = self._sent.setdefault(item, [])
+        key = self._key(item.stage, item.microbatch)
+        if item.payload is Kind.F and key not in self._announced:
+            self._announced.add(key)
+            header = self._header(self._specs[key])
+            kept.append((self._transport.send(header, peer, tag + _TENSORS - 1), header))
+        for index, tensor in enumerate(tensors):
+            data = tensor.contiguous()
+            if data.numel():
+                kept.append((self._transport.send(data, peer, tag + index), data))
+                self.bytes_sent += data.numel() * data.element_size()
+
+    def release(self, item: Instruction) -> None:
+        """Lets go of a SEND that is known to have ended."""
+        for handle, _ in self._sent.pop(item, ()):
+            handle.wait()
+
+    def finish(self) -> None:
+        """Ends a pass: sends of the pass before have ended by now, this one's are kept."""
+        self._wait_previous()
+        for kept in self._sent.values():
+            self._previous.extend(kept)
+        self._sent.clear()
+
+    def drain(self) -> None:
+        """Waits for everything sent; the peers have posted all receives or will without us."""
+        self.finish()
+        self._wait_previous()
+
+    def _wait_previous(self) -> None:
+        for handle, _ in self._previous:
+            handle.wait()
+        self._previous.clear()
+
+    def _key(self, stage: int, microbatch: int) -> _Key:
+        return (stage, self._role, tuple(self._signatures[microbatch]))
+
+    def _tag(self, item: Instruction) -> int:
+        assert self._program is not None
+        assert item.peer is not None
+        assert item.microbatch is not None
+        boundary = min(item.stage, item.peer)
+        message = (boundary * self._program.num_microbatches + item.microbatch) * 2
+        return (message + (item.payload is Kind.B)) * _TENSORS + 1
+
+    def _header(self, spec: _Spec) -> Tensor:
+        data = spec.to_bytes()
+        if len(data) + 4 > _HEADER_BYTES or len(spec.shapes) >= _TENSORS:
+            raise ModelError(
+                f"a stage hands on {len(spec.shapes)} tensors; at most {_TENSORS - 1} fit one "
+                "boundary. Cut elsewhere with schedule.layers_per_stage."
+            )
+        header = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
+        framed = len(data).to_bytes(4, "little") + data
+        header[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+        return header.to(self._device)
+
+    def _open_header(self, incoming: _Incoming) -> None:
+        if incoming.header is None:
+            return
+        header, handle = incoming.header
+        incoming.header = None
+        handle.wait()
+        data = bytes(header.cpu().numpy().tobytes())
+        size = int.from_bytes(data[:4], "little")
+        self._specs[incoming.key] = _Spec.from_bytes(data[4 : 4 + size])
+
+    def _post_tensors(self, item: Instruction, incoming: _Incoming) -> None:
+        if incoming.tensors is not None:
+            return
+        assert self._transport is not None
+        spec = self._specs[incoming.key]
+        wanted = [
+            (shape, dtype)
+            for shape, dtype, flag in zip(spec.shapes, spec.dtypes, spec.flags, strict=True)
+            if item.payload is Kind.F or flag
+        ]
+        incoming.tensors = tuple(
+            torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in wanted
+        )
+        for index, tensor in enumerate(incoming.tensors):
+            if tensor.numel():
+                handle = self._transport.receive(tensor, incoming.peer, incoming.tag + index)
+                incoming.handles.append(handle)

@@ -1,0 +1,89 @@
+"""Cutting a batch into microbatches, and telling whether two ranks hold the same batch."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from strategies.errors import DataError
+
+_SAMPLE = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """A share of one rank's batch.
+
+    Attributes:
+        data: As the user's loader made it, tensors cut along dimension 0.
+        share: Its rows over the batch's rows.
+        signature: Shapes and types of its tensors; equal signatures give equal boundary shapes.
+    """
+
+    data: Any
+    share: float
+    signature: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
+    """At most ``num_microbatches`` shares whose rows differ by at most one (fewer if rows lack).
+
+    Tensors whose dimension 0 is the batch are cut; everything else is the same in every share.
+
+    Raises:
+        DataError: The batch holds no tensor with a batch dimension.
+    """
+    tensors = list_tensors(batch)
+    rows = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), 0)
+    if rows == 0:
+        raise DataError(
+            "the batch holds no tensor with rows in dimension 0, so it cannot be cut into "
+            "microbatches. Return tensors, or a tuple, list or dict of them, from the data loader."
+        )
+    count = min(num_microbatches, rows)
+    bounds = [rows * index // count for index in range(count + 1)]
+    # The longer shares come first, as torch.tensor_split has them.
+    sizes = sorted((high - low for low, high in zip(bounds, bounds[1:], strict=False)))[::-1]
+    shares = []
+    start = 0
+    for size in sizes:
+        data = apply_to_collection(batch, Tensor, _rows, rows=rows, start=start, size=size)
+        shares.append(Microbatch(data, size / rows, signature(data)))
+        start += size
+    return shares
+
+
+def _rows(tensor: Tensor, *, rows: int, start: int, size: int) -> Tensor:
+    if tensor.dim() == 0 or tensor.shape[0] != rows:
+        return tensor
+    return tensor[start : start + size]
+
+
+def list_tensors(batch: Any) -> list[Tensor]:
+    """All tensors of a nested batch, in a fixed order."""
+    found: list[Tensor] = []
+    apply_to_collection(batch, Tensor, found.append)
+    return found
+
+
+def signature(batch: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Shapes and types of all tensors."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in list_tensors(batch))
+
+
+def checksum(batch: Any) -> int:
+    """32 bits of a batch: equal batches have equal ones; of huge tensors a sample counts."""
+    value = 0
+    for tensor in list_tensors(batch):
+        flat = tensor.detach().reshape(-1)
+        if flat.numel() > _SAMPLE:
+            flat = flat[:: flat.numel() // _SAMPLE]
+        data = flat.cpu().contiguous().view(torch.uint8) if flat.numel() else flat
+        value = zlib.crc32(repr(tuple(tensor.shape)).encode(), value)
+        value = zlib.crc32(data.numpy().tobytes(), value)
+    return value

@@ -1,0 +1,107 @@
+"""When each instruction really ran; two clock reads per instruction, nothing else.
+
+On CPU the clock is the host's. On CUDA, events on the compute stream are recorded and read when the
+timeline is asked for, so that recording never waits for the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from strategies.ir.instruction import MICROBATCH_KINDS
+from strategies.ir.program import Program
+
+_KEPT_STEPS = 32
+
+
+@dataclass
+class StepRecord:
+    """One rank's stamps of one step, in list order; 0 where nothing was stamped."""
+
+    step: int
+    program: Program
+    start: list[Any]
+    end: list[Any]
+    begun: float  # host clock at the step's first instruction
+    finished: float = 0.0
+
+
+@dataclass
+class Recorder:
+    """Stamps instructions of the running step and keeps the last few steps.
+
+    Attributes:
+        rank: Pipeline rank, whose list is stamped.
+        device: Where the compute runs.
+    """
+
+    rank: int
+    device: torch.device
+    kept: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+    _current: StepRecord | None = None
+
+    @property
+    def stamp(self) -> Callable[[], Any]:
+        """Reads the clock."""
+        return _cuda_stamp if self.device.type == "cuda" else time.perf_counter
+
+    def begin(self, step: int, program: Program) -> StepRecord:
+        """Starts a step."""
+        length = len(program.ranks[self.rank])
+        self._current = StepRecord(
+            step, program, [0.0] * length, [0.0] * length, time.perf_counter()
+        )
+        return self._current
+
+    def finish(self, *, keep: bool = True) -> None:
+        """Ends the step, and keeps it among the last few if it is to be looked at."""
+        if self._current is not None:
+            self._current.finished = time.perf_counter()
+            if keep:
+                self.kept.append(self._current)
+            self._current = None
+
+    @property
+    def current(self) -> StepRecord | None:
+        """The running step."""
+        return self._current
+
+    def seconds(self, record: StepRecord) -> tuple[list[float], list[float]]:
+        """A step's stamps on the host clock (waits for the device on CUDA)."""
+        if self.device.type != "cuda":
+            return list(record.start), list(record.end)
+        torch.cuda.synchronize(self.device)
+        stamps = [s for s in record.start + record.end if not isinstance(s, float)]
+        if not stamps:
+            return list(record.start), list(record.end)
+        # All relative to the first event, which is taken to be when the host began.
+        zero = stamps[0]
+
+        def on_host(stamp: Any) -> float:
+            if isinstance(stamp, float):
+                return stamp
+            return record.begun + float(zero.elapsed_time(stamp)) / 1e3
+
+        return list(map(on_host, record.start)), list(map(on_host, record.end))
+
+    def busy(self, record: StepRecord) -> float:
+        """Seconds of compute in a step."""
+        start, end = self.seconds(record)
+        row = record.program.ranks[self.rank]
+        return sum(
+            e - s
+            for item, s, e in zip(row, start, end, strict=True)
+            if item.kind in MICROBATCH_KINDS
+        )
+
+
+def _cuda_stamp() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

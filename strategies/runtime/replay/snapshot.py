@@ -1,0 +1,60 @@
+"""Undoing what a trial run did to a module's state: buffers, counters, lists, attributes."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.runtime.replay.hole import Hole
+from strategies.runtime.replay.rng import kept_generators
+
+
+@contextlib.contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Runs the body, then puts attributes, containers, buffers and random states back."""
+    modules = [(child, dict(child.__dict__)) for child in module.modules()]
+    containers: list[tuple[Any, Any]] = []
+    tensors: dict[int, tuple[Tensor, Tensor]] = {}
+    for _, state in modules:
+        for value in state.values():
+            _remember(value, containers, tensors)
+    python_state = random.getstate()
+    try:
+        with kept_generators():
+            yield
+    finally:
+        random.setstate(python_state)
+        for child, state in modules:
+            child.__dict__.clear()
+            child.__dict__.update(state)
+        for container, content in containers:
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
+        for tensor, saved in tensors.values():
+            _restore(tensor, saved)
+
+
+def _remember(
+    value: Any, containers: list[tuple[Any, Any]], tensors: dict[int, tuple[Tensor, Tensor]]
+) -> None:
+    if isinstance(value, Tensor):
+        if not isinstance(value, nn.Parameter | Hole) and not value.is_meta:
+            tensors[id(value)] = (value, value.detach().clone())
+    elif type(value) in (list, dict, set) or isinstance(value, dict):
+        containers.append((value, value.copy()))
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, Tensor):
+                _remember(item, containers, tensors)
+
+
+def _restore(tensor: Tensor, saved: Tensor) -> None:
+    if isinstance(tensor, Hole):
+        torch.utils.swap_tensors(tensor, saved)
+    elif not torch.equal(tensor, saved):
+        with torch.no_grad():
+            tensor.copy_(saved)

@@ -1,0 +1,120 @@
+"""What the executor asks of a model: run one stage for one microbatch.
+
+Two implementations exist. ``UnitModel`` (``unit_model.py``) serves modules that declare an ordered
+list of units; ``ReplayModel`` (``replay/``) cuts any other LightningModule. The executor must not
+know which of the two it drives, and neither may know the schedule.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+Mode = Literal["train", "validate", "test", "predict"]
+
+STEP_NAMES: dict[Mode, str] = {
+    "train": "training_step",
+    "validate": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The smallest piece of a model that is cut: attention, MLP, embedding, head.
+
+    Attributes:
+        name: Fully qualified module name inside the LightningModule, e.g. ``net.layers.3``.
+        cost: Relative cost of one forward (FLOPs, or parameters where FLOPs are unknown), > 0.
+    """
+
+    name: str
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogCall:
+    """One ``self.log(name, value, **options)`` of the user's step, to be repeated on every rank."""
+
+    name: str
+    value: float
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """What one forward of one stage leaves behind.
+
+    Attributes:
+        tensors: Boundary tensors for the next stage, in a fixed order; empty on the last stage.
+            Integer tensors and tensors without gradient are allowed.
+        loss: The scalar loss, on the last stage of a training step only.
+        result: The return value of the user's step on the last stage (predictions).
+        logs: The user's log calls whose values were real on this stage.
+    """
+
+    tensors: tuple[Tensor, ...] = ()
+    loss: Tensor | None = None
+    result: Any = None
+    logs: tuple[LogCall, ...] = field(default_factory=tuple)
+
+
+class StageModel(ABC):
+    """A model seen as an ordered list of units, able to run any contiguous range of them."""
+
+    @property
+    @abstractmethod
+    def units(self) -> tuple[Unit, ...]:
+        """All units in execution order, those of other ranks included."""
+
+    @abstractmethod
+    def cut(self, stages: Sequence[range], owned: Sequence[int]) -> None:
+        """Fixes the stages (ranges of unit indices, contiguous, maybe empty) and the owned ones.
+
+        Parameters that only other stages use are replaced so that they hold no memory and are not
+        seen by ``parameters()``; their names stay known through ``parameter_names``.
+        """
+
+    @abstractmethod
+    def forward(
+        self,
+        stage: int,
+        inputs: tuple[Tensor, ...],
+        *,
+        batch: Any,
+        batch_idx: int,
+        microbatch: int,
+        mode: Mode,
+        seed: int | None,
+    ) -> StageOutput:
+        """Runs ``stage`` for one microbatch.
+
+        Args:
+            stage: Global stage index; must be owned.
+            inputs: Boundary tensors of the previous stage, leaves that require grad where a
+                gradient is wanted; empty for stage 0.
+            batch: The microbatch, as the user's data loader made it; the same on every stage.
+            batch_idx: Index of the batch (not of the microbatch), as Lightning counts.
+            microbatch: Index inside the batch.
+            mode: Which of the user's steps runs.
+            seed: With a seed, every unit reseeds the generators from (seed, unit index) so that
+                dropout does not depend on the cut; None leaves the generators alone.
+        """
+
+    @abstractmethod
+    def stage_parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
+        """Owned parameters of ``stage`` with their global names; each once, in unit order."""
+
+    @abstractmethod
+    def shared_parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Parameters that several stages use, with those stages; their gradients are summed."""
+
+    @property
+    @abstractmethod
+    def parameter_names(self) -> tuple[str, ...]:
+        """Global names of all parameters of the uncut module."""

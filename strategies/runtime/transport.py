@@ -1,0 +1,152 @@
+"""How tensors get from rank to rank: one interface, four backends.
+
+``ordered`` backends match messages by their order alone, as NCCL does: the executor then issues
+every message exactly where the program has it. The others match by tag, so receives may be posted
+ahead of their place.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Handle(Protocol):
+    """Something that ends later."""
+
+    def wait(self) -> object:
+        """Returns when it has ended; called once."""
+        ...
+
+
+class Transport(ABC):
+    """Point-to-point messages inside one pipeline."""
+
+    ordered: bool
+
+    @abstractmethod
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Starts sending to a pipeline rank; the tensor must stay unchanged until it has ended."""
+
+    @abstractmethod
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Starts receiving into ``tensor``."""
+
+
+class GlooTransport(Transport):
+    """Tagged messages on CPU; sends end when the peer has posted its receive."""
+
+    ordered = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Never waits."""
+        return _work(dist.isend(tensor, group=self._group, group_dst=rank, tag=tag))
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Never waits."""
+        return _work(dist.irecv(tensor, group=self._group, group_src=rank, tag=tag))
+
+
+class StrictTransport(Transport):
+    """What the least friendly backend may do: no tags, in order, a send waits for its receive.
+
+    For tests: a program that passes here depends on nothing that gloo grants beyond NCCL.
+    """
+
+    ordered = True
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Returns when the peer has received."""
+        work = _work(dist.isend(tensor, group=self._group, group_dst=rank, tag=0))
+        work.wait()
+        return _Ended()
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Returns with the data."""
+        work = _work(dist.irecv(tensor, group=self._group, group_src=rank, tag=0))
+        work.wait()
+        return _Ended()
+
+
+class NcclTransport(Transport):
+    """One communicator per ordered pair of ranks, so that one direction never blocks the other.
+
+    Untested with more than one GPU until somebody has run it.
+    """
+
+    ordered = True
+
+    def __init__(self, pair: Callable[[int, int], dist.ProcessGroup], rank: int) -> None:
+        self._pair = pair
+        self._rank = rank
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Enqueued on the pair's stream; ``wait`` orders the current stream behind it."""
+        group = self._pair(self._rank, rank)
+        return _work(dist.isend(tensor, group=group, group_dst=int(self._rank < rank)))
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Enqueued on the pair's stream."""
+        group = self._pair(rank, self._rank)
+        return _work(dist.irecv(tensor, group=group, group_src=int(self._rank < rank)))
+
+
+class StagedTransport(Transport):
+    """Gloo through pinned memory, for ranks that share a GPU (NCCL refuses that)."""
+
+    ordered = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._gloo = GlooTransport(group)
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Copies to the host first, which waits for the tensor's stream."""
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        staged.copy_(tensor)
+        return _Keeping(self._gloo.send(staged, rank, tag), staged)
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Copies to the device when the data is there."""
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return _Landing(self._gloo.receive(staged, rank, tag), staged, tensor)
+
+
+class _Ended:
+    def wait(self) -> None:
+        """Nothing left to wait for."""
+
+
+class _Keeping:
+    def __init__(self, handle: Handle, tensor: Tensor) -> None:
+        self._handle = handle
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        self._handle.wait()
+
+
+class _Landing:
+    def __init__(self, handle: Handle, staged: Tensor, target: Tensor) -> None:
+        self._handle = handle
+        self._staged = staged
+        self._target = target
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self._target.copy_(self._staged, non_blocking=True)
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process is not in the message's group"
+    return work

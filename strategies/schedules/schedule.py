@@ -1,0 +1,107 @@
+"""What a schedule is: a name, a placement, and one function that orders the compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from strategies.errors import PlanError
+from strategies.ir.instruction import Instruction
+from strategies.ir.placement import Placement, bidirectional, loop, v
+
+Rows = tuple[tuple[Instruction, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a schedule may know.
+
+    Attributes:
+        pp: P, the number of ranks.
+        num_microbatches: M, >= 1.
+        stages_per_rank: V, >= 1.
+        group: N, microbatches that run through all virtual stages before the next N; None where
+            the schedule has no groups.
+    """
+
+    pp: int
+    num_microbatches: int
+    stages_per_rank: int
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One entry of the registry.
+
+    Attributes:
+        name: What people type after ``schedule=``.
+        order: Shape -> compute rows, one per rank.
+        placement: ``loop``, ``v`` or ``bidirectional``.
+        stages_per_rank: Default V.
+        virtual_stages: Whether V may differ from the default.
+        grouped: Whether ``schedule.group`` means something.
+        weight_copies: 2 for bidirectional schedules.
+        synchronous: Whether the pipeline drains at the optimizer step.
+    """
+
+    name: str
+    order: Callable[[Shape], Rows]
+    placement: str = "loop"
+    stages_per_rank: int = 1
+    virtual_stages: bool = False
+    grouped: bool = False
+    weight_copies: int = 1
+    synchronous: bool = True
+
+    def resolve(
+        self, *, pp: int, num_microbatches: int, stages_per_rank: int | None, group: int | None
+    ) -> Shape:
+        """Fills defaults and checks what was asked against the schedule's rules.
+
+        Raises:
+            PlanError: A rule is broken; the message has the nearest value that works.
+        """
+        if pp < 1:
+            raise PlanError(f"pp={pp} is not a number of ranks. Try pp=1.")
+        if num_microbatches < 1:
+            raise PlanError(
+                f"num_microbatches={num_microbatches}: {self.name} needs at least 1 microbatch. "
+                f"Try num_microbatches={2 * pp}."
+            )
+        stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
+        if stages < 1:
+            raise PlanError(
+                f"schedule.stages_per_rank={stages}: a rank holds at least 1 stage. "
+                f"Try schedule.stages_per_rank={self.stages_per_rank}."
+            )
+        if stages != self.stages_per_rank and not self.virtual_stages:
+            raise PlanError(
+                f"schedule.stages_per_rank={stages}: {self.name} runs {self.stages_per_rank} per "
+                f"rank. Try schedule.stages_per_rank={self.stages_per_rank}, or "
+                f"schedule=interleaved_1f1b schedule.stages_per_rank={stages}."
+            )
+        if not self.grouped:
+            if group is not None:
+                raise PlanError(
+                    f"schedule.group={group}: {self.name} has no groups of microbatches. "
+                    "Remove schedule.group, or try schedule=interleaved_1f1b."
+                )
+            return Shape(pp, num_microbatches, stages)
+        if group is None:
+            group = pp
+        elif group < min(pp, num_microbatches) or group > max(pp, num_microbatches):
+            low, high = sorted((pp, num_microbatches))
+            raise PlanError(
+                f"schedule.group={group}: {self.name} needs pp <= group <= num_microbatches, here "
+                f"{low} to {high}. Try schedule.group={min(max(group, low), high)}."
+            )
+        return Shape(pp, num_microbatches, stages, group)
+
+    def place(self, shape: Shape) -> Placement:
+        """Stages to ranks for this schedule."""
+        if self.placement == "loop":
+            return loop(shape.pp, shape.stages_per_rank)
+        if self.placement == "v":
+            return v(shape.pp, shape.stages_per_rank)
+        return bidirectional(shape.pp)

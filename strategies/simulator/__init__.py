@@ -1,0 +1,1 @@
+"""Predicts when each instruction of a program runs."""

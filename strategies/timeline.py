@@ -1,0 +1,90 @@
+"""When each instruction of a program ran, simulated or measured: one type for both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from strategies.ir.instruction import COMPUTE_KINDS, MICROBATCH_KINDS, Instruction, Kind
+from strategies.ir.program import Program
+
+
+class Event(NamedTuple):
+    """One instruction with its time span, in the timeline's unit."""
+
+    rank: int
+    instruction: Instruction
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Start and end of every instruction.
+
+    Attributes:
+        program: What ran; ``start[r][i]`` belongs to ``program.ranks[r][i]``.
+        start: When it began, in ``time_unit``, 0 at the first instruction of all ranks. A SEND
+            begins when its value is there, a REDUCE when its channel takes it up.
+        end: When it ended; a SEND and a RECV when the message has arrived.
+        time_unit: ``F`` (a rank's forward of one microbatch) or ``s``.
+        origin: ``simulated`` or ``measured``.
+    """
+
+    program: Program
+    start: tuple[tuple[float, ...], ...]
+    end: tuple[tuple[float, ...], ...]
+    time_unit: str
+    origin: Literal["simulated", "measured"]
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end over all ranks: a step with a barrier at its end."""
+        return max(max(row, default=0.0) for row in self.end) - self.origin_time
+
+    @property
+    def origin_time(self) -> float:
+        """The first start over all ranks."""
+        return min(min(row, default=0.0) for row in self.start)
+
+    @property
+    def period(self) -> float:
+        """Max over ranks of (end - start): a step where nobody waits at a barrier."""
+        spans = zip(self.start, self.end, strict=True)
+        return max(max(e, default=0.0) - min(s, default=0.0) for s, e in spans)
+
+    def events(self, rank: int) -> Iterator[Event]:
+        """All events of a rank in list order."""
+        row = self.program.ranks[rank]
+        for item, start, end in zip(row, self.start[rank], self.end[rank], strict=True):
+            yield Event(rank, item, start, end)
+
+    def compute(self, rank: int) -> Iterator[Event]:
+        """The events that occupy the rank: F B I W R and STEP."""
+        return (event for event in self.events(rank) if event.instruction.kind in COMPUTE_KINDS)
+
+    def busy(self, rank: int) -> float:
+        """Time in which the rank computes microbatches (F B I W R)."""
+        return sum(
+            event.end - event.start
+            for event in self.events(rank)
+            if event.instruction.kind in MICROBATCH_KINDS
+        )
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle time over P * makespan."""
+        ranks = range(len(self.program.ranks))
+        whole = len(ranks) * self.makespan
+        return 1.0 - sum(map(self.busy, ranks)) / whole if whole else 0.0
+
+    @property
+    def exposed_grad_reduce(self) -> float:
+        """How long the last reduction outlasts the last compute of all ranks; 0 when hidden."""
+        events = [event for rank in range(len(self.program.ranks)) for event in self.events(rank)]
+        reduced = [e.end for e in events if e.instruction.kind is Kind.REDUCE]
+        computed = [e.end for e in events if e.instruction.kind in MICROBATCH_KINDS]
+        if not reduced or not computed:
+            return 0.0
+        return max(0.0, max(reduced) - max(computed))

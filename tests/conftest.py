@@ -1,0 +1,77 @@
+"""What all tests share: golden files, skips for missing machinery, Hypothesis profiles."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+SLURM_DAEMONS = ("slurmctld", "slurmd", "munged")
+
+# No deadline: on a shared machine it would assert a timing. The everyday profile draws the same
+# examples each time; `make test-all` looks further and at random.
+hypothesis.settings.register_profile("everyday", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.register_profile("full", deadline=None, max_examples=500)
+hypothesis.settings.load_profile("everyday")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--golden",
+        action="store_true",
+        help="run only the tests with golden files, and rewrite those files",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--golden"):
+        keep = [item for item in items if "golden" in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=[item for item in items if item not in keep])
+        items[:] = keep
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch  # only here: collecting torch-free tests must stay quick
+
+        if not torch.cuda.is_available():
+            pytest.skip("torch sees no GPU on this machine")
+    if item.get_closest_marker("slurm"):
+        missing = [name for name in SLURM_DAEMONS if shutil.which(name) is None]
+        if missing:
+            pytest.skip(f"not installed on this machine: {' '.join(missing)}")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)` compares the whole text with `tests/golden/<name>.txt`.
+
+    A name may hold folders (`"schedules/zb_v"`). `make golden` writes the files; nothing else does.
+    """
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / f"{name}.txt"
+        # Files end with a newline, so that editors and git leave them alone.
+        text = text.rstrip("\n") + "\n"
+        if request.config.getoption("--golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="ascii", newline="\n")
+            return
+        if not path.is_file():
+            pytest.fail(f"tests/golden/{name}.txt does not exist: write it with `make golden`")
+        expected = path.read_text(encoding="ascii")
+        if text != expected:
+            diff = difflib.unified_diff(
+                expected.splitlines(), text.splitlines(), path.name, "produced now", lineterm=""
+            )
+            pytest.fail(
+                "\n".join(diff) + "\nIf this is what you meant: `make golden`.", pytrace=False
+            )
+
+    return compare

@@ -1,0 +1,67 @@
+"""Runs the command line inside this process, with a recorder in place of the commands."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from launcher.__main__ import COMMANDS, main
+from launcher.config import LaunchConfig
+
+
+class Call(NamedTuple):
+    config: LaunchConfig
+    run_dir: Path
+
+
+@dataclass
+class Done:
+    code: int
+    output: str
+    errors: str
+    folder: Path
+    calls: list[Call] = field(default_factory=list)
+
+    def assert_refused(self) -> None:
+        """Exit code 2, one message, nothing started and nothing left behind."""
+        assert self.code == 2, self.errors
+        assert self.calls == []
+        assert self.output == ""
+        assert self.errors.startswith("error: ")
+        assert self.errors.count("\n") == 1
+        assert len(self.errors) < 1200
+        assert "Traceback" not in self.errors
+        assert list(self.folder.iterdir()) == []
+
+
+def run_here(
+    words: Sequence[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Callable[[LaunchConfig, Path], int] = lambda config, run_dir: 0,
+) -> Done:
+    """``python -m launcher *words`` in ``folder``; ``command`` stands for all modes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    monkeypatch.chdir(folder)
+    calls: list[Call] = []
+
+    def record(config: LaunchConfig, run_dir: Path) -> int:
+        calls.append(Call(config, run_dir))
+        return command(config, run_dir)
+
+    for name in COMMANDS.values():
+        module = types.ModuleType(name)
+        module.run = record  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        code = main(words)
+    return Done(code, output.getvalue(), errors.getvalue(), folder, calls)

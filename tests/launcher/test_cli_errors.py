@@ -1,0 +1,395 @@
+"""The command line from outside: what it refuses and how, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.compose.groups import find_groups
+from launcher.config import LaunchConfig
+from launcher.config.key import describe, keys_of
+from strategies.errors import PlanError, RunError
+
+from .command_line import run_here
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SECRET = "0123456789abcdef0123456789abcdef01234567"
+
+
+def run_outside(words, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "launcher", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+REFUSED = [
+    (["schedle=1f1b"], "schedle is not a key. Did you mean schedule=1f1b?"),
+    (["schedule=1f1bb"], "Did you mean schedule=1f1b?"),
+    (["model.hiden=64"], "model.hiden is not a key. Did you mean model.hidden?"),
+    (["modle.hidden=3"], "Did you mean model.hidden?"),
+    (["hidden=64"], "Did you mean model.hidden?"),
+    (["modle=tny"], "Did you mean model=tiny?"),
+    (["pp=four"], "pp=four: expected a whole number. Try pp=4."),
+    (["pp=1.5"], "pp=1.5: expected a whole number"),
+    (["pp=true"], "pp=true: expected a whole number"),
+    (["pp="], "pp=: expected a whole number"),
+    (["pp=null"], "pp=null: expected a whole number"),
+    (["pp"], "pp: expected key=value. Did you mean pp=...?"),
+    (["simulate"], "Did you mean mode=simulate?"),
+    (["mode=simulat"], "Try mode=simulate."),
+    (["=3"], "expected key=value"),
+    (["=="], "expected key=value"),
+    ([""], "expected key=value"),
+    (["'"], "expected key=value"),
+    (["+model.hiden=64"], "Did you mean model.hidden?"),
+    (["++model.hiden=64"], "Did you mean model.hidden?"),
+    (["+pp=4"], "pp is there already. Try pp=4."),
+    (["+schedule=gpipe"], "Try schedule=gpipe."),
+    (["~pp"], "keys cannot be removed"),
+    (["~schedule"], "keys cannot be removed"),
+    (["schedule@model=gpipe"], "Try schedule=gpipe."),
+    (["schedule=null"], "takes the name of one option"),
+    (["model={hidden:3}"], "takes the name of one option"),
+    (["model=[tiny,small]"], "takes the name of one option"),
+    (["model=../../x"], "does not exist"),
+    (["schedule=gpipe", "schedule=1f1b"], "schedule= is given twice"),
+    (["generate=3"], "generate holds keys"),
+    (["generate={propmt: a}"], "generate.propmt is not a key. Did you mean generate.prompt"),
+    (["schedule=gpipe,1f1b"], "Try -m schedule=gpipe,1f1b for one run each."),
+    (["generate.prompt=a, b"], "\"generate.prompt='a, b'\" for a text with commas"),
+    (["schedule.layers_per_stage=1,2"], "schedule.layers_per_stage=[1,2] for a list"),
+    (["schedule.layers_per_stage=[1,a]"], "expected a list of whole numbers or null"),
+    (["generate.prompt=a: b=c"], "Try \"generate.prompt='a: b=c'\""),
+    (["pp=[1,2"], "cannot be read"),
+    (["pp=${pp}"], "pp: Recursive interpolation"),
+    (["pp=${nope}"], "'nope' not found"),
+    (["pp=${oc.env:FOLDPIPE_NOPE}"], "'FOLDPIPE_NOPE' not found"),
+    (["pp=" + "[" * 2000], "cannot be read"),
+    (["generate.prompt=" + "x" * 20_000], "at most 16384 are read"),
+    (["seed=1e400"], "expected a whole number"),
+    (["optimizer.lr=nan"], "expected a number"),
+    (["optimizer.lr=-1"], "more than 0"),
+    (["experiment=mine"], "To only name a run: experiment_name=NAME."),
+    (["+model._target_=os.system"], "_target_ would run code"),
+    (["model={_target_: os.system}"], "_target_ would run code"),
+    (["hydra.job_logging.root=x"], "only hydra.run.dir, hydra.sweep.dir, hydra.sweep.subdir"),
+    (["hydra/launcher=joblib"], "only hydra.run.dir"),
+    (["hydra={run: {dir: x}}"], "only hydra.run.dir"),
+    (["++hydra.run.dir=a"], "Try hydra.run.dir=my_folder."),
+    (["pp=a\nb", "seed=1"], ""),
+    (["hydra.mode=MULTIRUN"], "Try -m for a sweep."),
+    (["hydra.searchpath=[/tmp]"], "Try --config-dir DIR."),
+    (["hydra.run.dir=${nope}"], "'nope' not found"),
+    (["hydra.run.dir=/dev/null/x"], "/dev/null/x cannot be created"),
+    (["--confg-dir", "x"], "Did you mean --config-dir"),
+    (["--experimental-rerun", "x.pickle"], "is not a flag"),
+    (["--cfg", "jobs"], "invalid choice: 'jobs'"),
+    (["--resolve"], "Try --cfg job --resolve."),
+    (["--cfg", "job", "-m", "pp=1,2"], "Choose one"),
+    (["--config-dir", "/nope"], "--config-dir /nope: no such folder"),
+    (["-m", "pp=interval(1,2)"], "a sweep needs a list of values"),
+    (["-m", "schedule=interval(1,2)"], "takes option names"),
+    (["-m", "pp=range(1,100000)"], "at most", "1001 jobs"),
+    (["-m", "pp=range(1,9,0)"], ""),
+    (["-m", "schedule=gpipe,1f1bb"], "Did you mean schedule=1f1b?"),
+    (["-m", "pp=1,2,four"], "pp=four: expected a whole number"),
+    (["-m", "hydra.sweep.dir=a,b"], "hydra.sweep.dir takes one folder"),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: " ".join(case[0])[:40])
+def test_a_wrong_request_is_refused_with_one_message(case, tmp_path, monkeypatch):
+    words, *expected = case
+    start = time.perf_counter()
+    done = run_here(words, tmp_path, monkeypatch)
+    assert time.perf_counter() - start < 3
+    done.assert_refused()
+    assert expected[-1] in done.errors
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["wandb.api_key=hunter2hunter2"],
+        ["+tracking.password=hunter2hunter2"],
+        [f"tracking.entity={SECRET}"],
+        [f"experiment_name='{SECRET}'"],
+        ["tracking.tags=[hf_abcdefghijklmnopqrstuvwxyz]"],
+        ["generate.prompt=sk-proj-abcdefghijklmnopqrstu"],
+        ["data.path=${oc.env:MY_SECRET_THING}"],
+        ["tracking.entity=${oc.env:FOLDPIPE_HARMLESS}"],
+    ],
+    ids=lambda words: words[0][:30],
+)
+def test_a_credential_is_refused_and_not_repeated(words, tmp_path, monkeypatch):
+    monkeypatch.setenv("FOLDPIPE_HARMLESS", SECRET)
+    monkeypatch.setenv("MY_SECRET_THING", SECRET)
+    done = run_here([*words, "mode=simulate"], tmp_path, monkeypatch)
+    done.assert_refused()
+    assert "credential" in done.errors
+    for secret in ("hunter2", SECRET, "hf_abc", "sk-proj"):
+        assert secret not in done.errors
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data=text", "data.path=/data/tokens/0123456789abcdef0123456789abcdef01234567/x"],
+        ["data=text", "data.path=/x", "data.tokenizer=/models/tokenizer.json"],
+        ["generate.max_new_tokens=5"],
+        ["generate.prompt='the key: a token, a secret'"],
+        ["data=text", "data.path=${oc.env:HOME}/corpus"],
+        ["++pp=2"],
+        ["generate={prompt: hello}"],
+        ["pp=2", "seed=${pp}"],
+        ["pp=3", "pp=2"],
+    ],
+    ids=lambda words: words[-1][:30],
+)
+def test_what_only_looks_suspicious_is_accepted(words, tmp_path, monkeypatch):
+    done = run_here([*words, "mode=simulate"], tmp_path, monkeypatch)
+    assert (done.code, done.errors) == (0, "")
+
+
+def test_a_run_gets_an_absolute_private_folder_named_after_it(tmp_path, monkeypatch):
+    done = run_here(["schedule=gpipe", "pp=2", "mode=simulate"], tmp_path, monkeypatch)
+    (call,) = done.calls
+    assert call.run_dir.is_absolute()
+    assert re.fullmatch(r"\d\d-\d\d-\d\d_simulate_gpipe_pp2", call.run_dir.name)
+    assert call.run_dir.parents[1] == tmp_path / "outputs"
+    files = sorted(file.name for file in (call.run_dir / ".hydra").iterdir())
+    assert files == ["config.yaml", "hydra.yaml", "overrides.yaml"]
+    assert stat.S_IMODE(call.run_dir.stat().st_mode) == 0o700
+    assert (done.output, done.errors) == ("", "")
+
+
+def test_two_runs_in_one_second_do_not_share_a_folder(tmp_path, monkeypatch):
+    runs = [run_here(["mode=simulate"], tmp_path, monkeypatch) for _ in range(3)]
+    assert len({run.calls[0].run_dir for run in runs}) == 3
+
+
+def test_a_chosen_folder_is_used_as_it_is(tmp_path, monkeypatch):
+    for _ in range(2):
+        done = run_here(["hydra.run.dir=a/it is", "mode=simulate"], tmp_path, monkeypatch)
+        assert done.calls[0].run_dir == tmp_path / "a" / "it is"
+
+
+def refuse(config, run_dir):
+    raise PlanError("pp=9 is too much. Try pp=1.")
+
+
+def test_a_command_that_refuses_leaves_nothing_behind(tmp_path, monkeypatch):
+    done = run_here(["hydra.run.dir=a/b/c"], tmp_path, monkeypatch, refuse)
+    assert (done.code, done.errors) == (2, "error: pp=9 is too much. Try pp=1.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_that_refuses_restores_an_earlier_run(tmp_path, monkeypatch):
+    run_here(["hydra.run.dir=a", "seed=1"], tmp_path, monkeypatch)
+    (tmp_path / "a" / "result.json").write_text("{}")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    assert run_here(["hydra.run.dir=a", "seed=2"], tmp_path, monkeypatch, refuse).code == 2
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_a_failed_run_keeps_its_folder(tmp_path, monkeypatch):
+    def fail(config, run_dir):
+        (run_dir / "result.json").write_text("{}")
+        raise RunError("rank 3 was killed")
+
+    done = run_here(["hydra.run.dir=a"], tmp_path, monkeypatch, fail)
+    assert (done.code, done.errors) == (1, "error: rank 3 was killed\n")
+    assert (tmp_path / "a" / "result.json").exists()
+
+
+def test_a_defect_shows_its_traceback_and_fails(tmp_path, monkeypatch):
+    done = run_here([], tmp_path, monkeypatch, lambda config, run_dir: 1 // 0)
+    assert done.code == 1
+    assert "ZeroDivisionError" in done.errors
+
+
+@pytest.mark.parametrize("code", [0, 1, 85])
+def test_the_exit_code_of_the_command_is_that_of_the_program(code, tmp_path, monkeypatch):
+    assert run_here([], tmp_path, monkeypatch, lambda config, run_dir: code).code == code
+
+
+def test_a_sweep_runs_every_combination_in_a_folder_of_its_own(tmp_path, monkeypatch):
+    words = ["-m", "schedule=gpipe,1f1b", "pp=1,2", "mode=simulate", "hydra.sweep.dir=s"]
+    done = run_here(words, tmp_path, monkeypatch)
+    assert (done.code, done.errors) == (0, "")
+    assert [(c.config.schedule.name, c.config.pp, c.run_dir) for c in done.calls] == [
+        ("gpipe", 1, tmp_path / "s" / "0"),
+        ("gpipe", 2, tmp_path / "s" / "1"),
+        ("1f1b", 1, tmp_path / "s" / "2"),
+        ("1f1b", 2, tmp_path / "s" / "3"),
+    ]
+    assert done.output.splitlines()[0] == "[1/4] schedule=gpipe pp=1 mode=simulate"
+
+
+def test_flags_may_stand_between_overrides(tmp_path, monkeypatch):
+    done = run_here(["pp=1,2", "-m", "mode=simulate"], tmp_path, monkeypatch)
+    assert [call.config.pp for call in done.calls] == [1, 2]
+
+
+def test_glob_sweeps_over_all_options(tmp_path, monkeypatch):
+    done = run_here(["-m", "schedule=glob(fold*)", "mode=simulate"], tmp_path, monkeypatch)
+    assert [call.config.schedule.name for call in done.calls] == ["foldx_aiao", "foldx_fifo"]
+
+
+def test_a_failed_job_does_not_stop_the_others_but_fails_the_sweep(tmp_path, monkeypatch):
+    def fail_first(config, run_dir):
+        if config.pp == 1:
+            raise RunError("rank 0 was killed")
+        return 0
+
+    done = run_here(["-m", "pp=1,2,3"], tmp_path, monkeypatch, fail_first)
+    assert (done.code, len(done.calls)) == (1, 3)
+    assert "job 0 of the sweep failed (exit 1): pp=1" in done.errors
+
+
+def test_a_preempted_job_ends_the_sweep(tmp_path, monkeypatch):
+    done = run_here(["-m", "pp=1,2,3"], tmp_path, monkeypatch, lambda config, run_dir: 85)
+    assert (done.code, len(done.calls)) == (85, 1)
+
+
+def test_nothing_of_a_sweep_starts_if_its_last_job_is_wrong(tmp_path, monkeypatch):
+    words = ["-m", "schedule=interleaved_1f1b", "pp=2", "num_microbatches=4", "schedule.group=4,5"]
+    done = run_here(words, tmp_path, monkeypatch)
+    done.assert_refused()
+    assert "schedule.group=5" in done.errors
+
+
+def test_help_explains_every_key_and_lists_every_option(tmp_path, monkeypatch):
+    done = run_here(["--help"], tmp_path, monkeypatch)
+    assert (done.code, done.errors) == (0, "")
+    text = " ".join(done.output.split())
+    for entry in keys_of(LaunchConfig):
+        assert f" {entry.path}= {describe(entry.hint)} [" in text
+        assert " ".join(entry.help_text.split()) in text
+    groups = find_groups(None)
+    for group in groups.names():
+        assert f"options: {', '.join(groups.options(group))}" in text
+    assert max(len(line) for line in done.output.splitlines()) <= 100
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_shows_the_values_that_the_overrides_lead_to(tmp_path, monkeypatch):
+    done = run_here(["--help", "model=gpt3_13b"], tmp_path, monkeypatch)
+    assert re.search(r"model\.layers= +a whole number \[40\]", done.output)
+
+
+def test_cfg_prints_the_configuration_and_starts_nothing(tmp_path, monkeypatch):
+    done = run_here(["--cfg", "job", "-p", "schedule", "pp=2"], tmp_path, monkeypatch)
+    assert done.code == 0
+    assert "name: 1f1b" in done.output
+    assert done.calls == []
+    assert list(tmp_path.iterdir()) == []
+
+
+MUTATED_VALUES = [
+    "", "null", "true", "-1", "0", "1", "2", "1e9", "-0.5", "1e400", "nan", "inf", "four", "auto",
+    "[]", "[1,2]", "[1,", "{a:1}", "{", "}", "'", "\"", "'x'", "${pp}", "${nope}", "${", "$", "a,b",
+    "1,2", "range(1,3)", "interval(0,1)", "choice(1,2)", "glob(*)", "sort(1,2)", "???", "\\", "\n",
+    "\x00", "é", "日本", "a b", "../x", "0x10", "1_000", "!!int 3", "*a", "&a", "@x", "=", ":",
+]  # fmt: skip
+PREFIXES = ["", "", "", "", "+", "++", "~", "-", "--", "-m ", "@", " "]
+
+
+def mutate(draw: random.Random, keys: list[str]) -> list[str]:
+    words = []
+    for _ in range(draw.randint(1, 3)):
+        name = draw.choice(keys)
+        for _ in range(draw.choice([0, 0, 1, 2])):
+            at = draw.randrange(len(name) + 1)
+            edit = draw.choice([".", "/", "@", "=", "x", "", "[0]", "_target_"])
+            name = name[:at] + edit + name[at + draw.randint(0, 2) :]
+        word = f"{draw.choice(PREFIXES)}{name}{draw.choice(['=', '=', '=', '=', ''])}"
+        words += (word + draw.choice(MUTATED_VALUES)).split("-m ")
+    return words if draw.random() < 0.8 else ["-m", *words]
+
+
+def test_400_mutated_requests_end_in_a_run_or_in_one_message(tmp_path, monkeypatch):
+    draw = random.Random(20)
+    groups = find_groups(None)
+    keys = [entry.path for entry in keys_of(LaunchConfig)]
+    keys += [*groups.names(), "hydra.run.dir", "hydra.verbose", "experiment"]
+    refused = 0
+    for number in range(400):
+        words = mutate(draw, keys)
+        folder = tmp_path / str(number)
+        start = time.perf_counter()
+        done = run_here([*words, "mode=simulate"], folder, monkeypatch)
+        assert time.perf_counter() - start < 3, words
+        assert "Traceback" not in done.errors, words
+        if done.code:
+            done.assert_refused()
+            refused += 1
+    assert 200 < refused < 400
+
+
+def test_from_outside_a_wrong_request_ends_in_time_without_torch(tmp_path):
+    start = time.perf_counter()
+    done = run_outside(["schedle=1f1b"], tmp_path)
+    assert time.perf_counter() - start < 4
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: schedle is not a key. Did you mean schedule=1f1b?\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_from_outside_a_broken_file_is_one_message(tmp_path):
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "bad.yaml").write_text("name: m\nname: n\n")
+    done = run_outside(["--config-dir", str(tmp_path / "mine"), "model=bad"], tmp_path / "cwd")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "bad.yaml:2: the key name is there twice" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_shell_completion_offers_groups_options_and_keys(tmp_path):
+    def complete(line: str) -> list[str]:
+        return run_outside(["-sc", "query=bash"], tmp_path, COMP_LINE=line).stdout.split()
+
+    assert complete("foldpipe sched") == ["schedule.", "schedule="]
+    assert "schedule=foldx_fifo" in complete("foldpipe schedule=fold")
+    assert complete("foldpipe model.hid") == ["model.hidden="]
+    assert "complete -o nospace" in run_outside(["-sc", "install=bash"], tmp_path).stdout
+
+
+def test_the_front_imports_neither_torch_nor_lightning_nor_wandb(tmp_path):
+    code = (
+        "import sys, contextlib, io\n"
+        "from launcher.__main__ import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    assert main(['--help']) == 0\n"
+        "heavy = {'torch', 'lightning', 'wandb', 'transformers', 'numpy', 'pytorch_lightning'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=REPOSITORY, check=True, timeout=60
+    )
+
+
+def test_a_worker_reads_its_configuration_without_hydra():
+    code = (
+        "import sys\n"
+        "from launcher.config import from_dict, check\n"
+        "check(from_dict({'pp': 2}))\n"
+        "assert not {'hydra', 'omegaconf', 'yaml', 'torch'} & set(sys.modules)\n"
+    )
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=REPOSITORY, check=True, timeout=60
+    )

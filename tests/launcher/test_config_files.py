@@ -1,0 +1,159 @@
+"""Option files of a user's --config-dir: what works, and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.compose.yaml_guard import MAX_NODES, read_yaml
+from strategies.errors import PlanError
+
+from .command_line import run_here
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "mine"
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_a_partial_model_file_takes_the_other_keys_from_the_schema(folder, tmp_path, monkeypatch):
+    write(folder, "model/mine.yaml", "name: mine\nhidden: 64\n")
+    words = ["--config-dir", str(folder), "model=mine", "model.layers=3", "mode=simulate"]
+    done = run_here(words, tmp_path, monkeypatch)
+    assert (done.code, done.errors) == (0, "")
+    model = done.calls[0].config.model
+    assert (model.name, model.hidden, model.layers, model.heads) == ("mine", 64, 3, 4)
+
+
+def test_an_experiment_sets_keys_of_all_groups_and_its_folder(folder, tmp_path, monkeypatch):
+    write(
+        folder,
+        "experiment/deep.yaml",
+        "# @package _global_\ndefaults:\n  - override /schedule: gpipe\n  - override /model: deep\n"
+        "pp: 2\nseed: ${pp}\nhydra:\n  run:\n    dir: here/${schedule.name}\n",
+    )
+    write(folder, "model/deep.yaml", "name: deep\nlayers: 8\n")
+    words = ["-cd", str(folder), "experiment=deep", "mode=simulate"]
+    done = run_here(words, tmp_path, monkeypatch)
+    assert (done.code, done.errors) == (0, "")
+    config, run_dir = done.calls[0]
+    assert (config.schedule.name, config.pp, config.seed) == ("gpipe", 2, 2)
+    assert (config.model.layers, config.experiment_name) == (8, "deep")
+    assert run_dir == tmp_path / "here" / "gpipe"
+
+
+def test_files_that_are_not_chosen_are_not_read(folder, tmp_path, monkeypatch):
+    write(folder, "model/broken.yaml", "a: [\n")
+    write(folder, "notes/plan.yaml", "[")
+    done = run_here(["-cd", str(folder), "mode=simulate"], tmp_path, monkeypatch)
+    assert done.code == 0
+
+
+def test_a_folder_with_blanks_and_quotes_in_its_name_works(tmp_path, monkeypatch):
+    folder = tmp_path / "it's my, folder"
+    write(folder, "model/mine.yaml", "name: mine\n")
+    done = run_here(["-cd", str(folder), "model=mine", "mode=simulate"], tmp_path, monkeypatch)
+    assert (done.code, done.errors) == (0, "")
+
+
+BOMB = "\n".join(
+    ["a0: &a0 [1,1,1,1,1,1,1,1,1]"]
+    + [f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 8)]
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hiden: 64\n", ":1: model.hiden is not a key. Did you mean model.hidden"),
+        ("name: m\n\nhidden: wide\n", ":3: model.hidden=wide: expected a whole number"),
+        ("name: m\nhidden: 64\nhidden: 65\n", ":3: the key hidden is there twice, first in line 2"),
+        ("name: [m\n", ":2:1: "),
+        ("name: m\n\thidden: 3\n", ":2:"),
+        ("a: *b\n", "b"),
+        ("a: &a [*a]\n", "contains itself"),
+        (BOMB, f"more than {MAX_NODES} values"),
+        ("a: " + "[" * 500 + "]" * 500, "nested deeper"),
+        ("# " + "x" * 70_000, "bytes"),
+        ("- 1\n- 2\n", "expected `key: value` lines, found a list"),
+        ("3: 4\n", "is not a text"),
+        ("name: m\n---\nname: n\n", "another document"),
+        ("name: !!python/object/apply:os.system [ls]\n", "python/object"),
+        ("_target_: os.system\n", ":1: _target_ would run code"),
+        ("norm:\n  _target_: os.system\n", ":2: _target_ would run code"),
+        ("name: m\napi_key: x\n", "api_key looks like the name of a credential"),
+        ("name: 0123456789abcdef0123456789abcdef01234567\n", "looks like a credential"),
+        ("name: ${oc.env:MY_TOKEN}\n", "reads a credential"),
+        ("name: ${nope}\n", "nope"),
+        ("# @package hydra\nrun: {dir: x}\n", "# @package hydra is not supported"),
+        (
+            "# @package _global_\nhydra: {job_logging: {root: {handlers: [a]}}}\n",
+            "hydra.job_loggin",
+        ),
+        ("defaults: [tinny]\n", "Did you mean model=tiny?"),
+        ("defaults:\n  - override hydra/launcher: joblib\n", "override /hydra/launcher: joblib"),
+        ("defaults:\n  - override /hydra/launcher: joblib\n", "no group hydra/launcher"),
+        ("defaults:\n  - override /schedul: gpipe\n", "Did you mean /schedule?"),
+        ("defaults: 3\n", "must be a list"),
+        ("defaults: [[3]]\n", "write e.g."),
+        ("defaults: [{override /schedule: ../../x}]\n", "does not exist"),
+        ("hidden: ???\n", "expected a whole number"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_line(text, expected, folder, tmp_path, monkeypatch):
+    file = write(folder, "model/bad.yaml", text)
+    start = time.perf_counter()
+    words = ["--config-dir", str(folder), "model=bad"]
+    done = run_here(words, tmp_path / "cwd", monkeypatch)
+    assert time.perf_counter() - start < 2
+    done.assert_refused()
+    assert expected in done.errors
+    if "${nope}" not in text:
+        assert str(file) in done.errors
+
+
+def test_bytes_that_are_not_utf8_are_told(folder, tmp_path, monkeypatch):
+    write(folder, "model/bad.yaml", "").write_bytes(b"name: \xff\n")
+    done = run_here(["-cd", str(folder), "model=bad"], tmp_path / "cwd", monkeypatch)
+    done.assert_refused()
+    assert "not UTF-8 at byte 6" in done.errors
+
+
+def test_an_experiment_without_its_header_is_told_what_is_missing(folder, tmp_path, monkeypatch):
+    write(folder, "experiment/e.yaml", "pp: 2\n")
+    done = run_here(["-cd", str(folder), "experiment=e"], tmp_path / "cwd", monkeypatch)
+    done.assert_refused()
+    assert "# @package _global_" in done.errors
+
+
+def test_an_experiment_cannot_bring_in_keys(folder, tmp_path, monkeypatch):
+    write(folder, "experiment/e.yaml", "# @package _global_\npp: 2\ntrainer:\n  devices: 4\n")
+    done = run_here(["-cd", str(folder), "experiment=e"], tmp_path / "cwd", monkeypatch)
+    done.assert_refused()
+    assert "e.yaml:4: trainer.devices is not a key" in done.errors
+
+
+def test_a_file_that_would_be_ignored_is_refused(folder, tmp_path, monkeypatch):
+    write(folder, "model/tiny.yaml", "name: tiny\n")
+    done = run_here(["-cd", str(folder)], tmp_path / "cwd", monkeypatch)
+    done.assert_refused()
+    assert "Rename the file, e.g. model/my_tiny.yaml" in done.errors
+
+
+def test_aliases_within_the_limit_are_written_out(tmp_path):
+    file = write(tmp_path, "a.yaml", "a: &a [1, 2]\nb: *a\nc: {<<: {d: 1}}\n")
+    assert read_yaml(file)["b"] == [1, 2]
+
+
+def test_a_missing_file_is_a_plan_error(tmp_path):
+    with pytest.raises(PlanError, match="cannot be read"):
+        read_yaml(tmp_path / "none.yaml")
