@@ -52,8 +52,10 @@ def compile_plan(plan: Plan) -> Programs:
         raise PlanError(f"buckets={list(buckets)}: one number per stage is needed, here {stages}.")
     reduced = verify(add_grad_reduce(compute, buckets, overlap=plan.overlap == "grad_reduce"))
     train = verify(add_steps(reduced))
+    lowered = verify(add_messages(train))
+    _ = lowered.walk  # Derived once, here: replaying it is what searches do in a loop.
     return Programs(
-        train=verify(add_messages(train)),
+        train=lowered,
         accumulate=verify(add_messages(verify(accumulate_only(train)))),
         forward=verify(add_messages(verify(forward_only(train)))),
     )

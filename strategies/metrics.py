@@ -11,6 +11,10 @@ from strategies.memory import peak_activations, peak_bytes
 from strategies.timeline import Timeline
 
 
+# What any schedule computes; R is a schedule's own choice.
+_NEEDED = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+
+
 @dataclass(frozen=True, slots=True)
 class Metrics:
     """One step in figures; durations in ``time_unit``.
@@ -22,7 +26,7 @@ class Metrics:
         lower_bound: No order of these instructions on this placement is faster.
         binding_bound: Which bound that is, and on which rank.
         bound_gap: makespan / lower_bound - 1.
-        gap_to_ideal: makespan over the busiest rank's compute, minus 1.
+        gap_to_ideal: makespan over 1/P of all F, B, I and W, minus 1; (p-1)/m for 1F1B.
         peak_activations: Per rank, in full-rank microbatches.
         peak_memory_bytes: Per rank, None where the costs have no bytes.
         exposed_grad_reduce: What reductions add after the last compute.
@@ -54,7 +58,14 @@ def measure(timeline: Timeline, costs: Costs) -> Metrics:
     table = costs.table(program)
     bound = lower_bound(program, table)
     makespan = timeline.makespan
-    ideal = max(map(timeline.busy, range(len(program.ranks))))
+    ranks = range(len(program.ranks))
+    needed = sum(
+        event.end - event.start
+        for rank in ranks
+        for event in timeline.events(rank)
+        if event.instruction.kind in _NEEDED
+    )
+    ideal = needed / len(ranks)
     return Metrics(
         makespan=makespan,
         period=timeline.period,
@@ -71,8 +82,3 @@ def measure(timeline: Timeline, costs: Costs) -> Metrics:
         costs=table.name,
         time_unit=table.time_unit,
     )
-
-
-def reduces_gradients(timeline: Timeline) -> bool:
-    """Whether the program has reductions at all."""
-    return any(item.kind is Kind.REDUCE for row in timeline.program.ranks for item in row)

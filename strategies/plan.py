@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,3 +39,12 @@ class Plan:
             raise PlanError(
                 f"overlap={self.overlap} is unknown. Try overlap={' or overlap='.join(OVERLAPS)}."
             )
+
+
+def num_buckets(num_bytes: int, bucket_mb: float) -> int:
+    """Buckets for a stage's gradient: equal shares of at most ``bucket_mb`` MiB, at least one.
+
+    >>> num_buckets(60 * 2**20, 25.0)
+    3
+    """
+    return max(1, math.ceil(num_bytes / (bucket_mb * 2**20)))

@@ -1,7 +1,7 @@
 """timeline.html: one file that shows timelines interactively, without network or libraries.
 
 The figures are plain HTML; the bars travel as JSON in the page and are drawn on a canvas by
-``timeline.js``, which knows nothing of programs: rows, bars, and a text of what each waited for.
+scripts that know nothing of programs: rows, bars, and the name of what each bar waited for.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from strategies.metrics import Metrics
 from strategies.timeline import Event, Timeline
 
 _KINDS = tuple(kind.value for kind in Kind)
+_SCRIPTS = ("timeline.js", "timeline_input.js")
 _AXIS = {"F": "time in F (one rank's forward of one microbatch)", "s": "time"}
 _HELP = (
     "wheel: zoom, drag: pan, click a bar: follow its microbatch; keys: + - arrows, "
@@ -59,7 +60,7 @@ def timeline_html(panels: Sequence[Panel], *, title: str) -> str:
     over the full width, and zooming keeps them aligned.
     """
     assets = files("launcher.report")
-    script = assets.joinpath("timeline.js").read_text(encoding="ascii")
+    script = "\n".join(assets.joinpath(name).read_text(encoding="ascii") for name in _SCRIPTS)
     style = assets.joinpath("timeline.css").read_text(encoding="ascii")
     payload = {"kinds": _KINDS, "panels": [_payload(panel) for panel in panels]}
     # "<" must not occur: "</script>" would end the element, whatever the JSON says.

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from strategies.ir.instruction import CHANNEL_KINDS, COMPUTE_KINDS, Kind
 from strategies.timeline import Event, Timeline
 
-# Sums of durations round: a start this little (of the rank's whole time) before the end of the event
-# in front of it is no overlap.
+# Sums of durations round: a start this little (of the rank's whole time) before the end of the
+# event in front of it is no overlap.
 _TOLERANCE = 1e-6
 
 

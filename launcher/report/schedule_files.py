@@ -24,8 +24,8 @@ def write_schedule_files(folder: Path, timeline: Timeline, metrics: Metrics) -> 
 def schedule_text(timeline: Timeline, metrics: Metrics) -> str:
     """Key figures, then the whole timeline, one line per rank of whatever length."""
     program = timeline.program
-    placement, unit = program.placement, metrics.time_unit
-    peaks = " ".join(f"{peak:g}" for peak in metrics.peak_activations)
+    placement, unit = program.placement, timeline.time_unit
+    peaks = " ".join(f"{peak:.4g}" for peak in metrics.peak_activations)
     lines = [
         f"# {program.schedule}: {placement.num_ranks} ranks, {placement.num_stages} stages "
         f"({placement.name}), {program.num_microbatches} microbatches",
@@ -33,9 +33,14 @@ def schedule_text(timeline: Timeline, metrics: Metrics) -> str:
         f"{format_duration(timeline.makespan, unit)}, period "
         f"{format_duration(timeline.period, unit)}, bubble ratio "
         f"{format_percent(timeline.bubble_ratio)}",
-        f"# lower bound {format_duration(metrics.lower_bound, unit)} ({metrics.binding_bound}), "
-        f"{format_percent(timeline.makespan / metrics.lower_bound - 1.0)} above it; exposed "
-        f"reduction {format_duration(timeline.exposed_grad_reduce, unit)}",
+    ]
+    if metrics.time_unit == unit:
+        lines.append(
+            f"# lower bound {format_duration(metrics.lower_bound, unit)} "
+            f"({metrics.binding_bound}), {format_percent(metrics.bound_gap)} above it; exposed "
+            f"reduction {format_duration(metrics.exposed_grad_reduce, unit)}"
+        )
+    lines += [
         f"# peak activations per rank, in microbatches: {peaks}",
         f"# {legend(timeline)}",
         "",

@@ -101,7 +101,7 @@ def _percent(value: object, result: Result) -> tuple[str, str]:
 
 def _number(value: object, result: Result) -> tuple[str, str]:
     if isinstance(value, float):
-        return f"{value:.5g}", ""
+        return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"), ""
     return (f"{value:,}" if isinstance(value, int) else str(value)), ""
 
 
@@ -139,7 +139,7 @@ _SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
             "period": ("period", _duration),
             "lower_bound": ("lower bound", _bound),
             "bound_gap": ("above the bound", _percent),
-            "gap_to_ideal": ("above the busiest rank", _percent),
+            "gap_to_ideal": ("above the ideal", _percent),
             "bubble_ratio": ("bubble ratio", _percent),
             "exposed_grad_reduce": ("exposed reduction", _duration),
             "peak_activations": ("peak activations", _peak),

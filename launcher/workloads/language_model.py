@@ -8,10 +8,11 @@ steps are written with these same three methods, so both ways compute the same t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -114,9 +115,7 @@ class LanguageModel(pl.LightningModule):
         unit = self.get_submodule(name)
         assert isinstance(unit, SeededUnit)
         initialise(name, unit, self.seed, device=device)
-        ends = (self.net.embedding.tokens.weight, self.net.head.projection.weight)
-        if not any(end.is_meta for end in ends):
-            self.net.tie()  # creating real weights for one unit takes the tie apart
+        self.net.tie()  # creating real weights for one unit takes the tie apart
 
     # What Lightning calls.
 
@@ -150,7 +149,7 @@ class LanguageModel(pl.LightningModule):
         if loss is not None:
             self.log("val_perplexity", loss.exp(), sync_dist=True)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Optimizer and per-step schedule for the parameters that this rank holds."""
         options = self.optimizer_options
         optimizer = build_optimizer(self.parameters(), options)

@@ -80,6 +80,4 @@ def lr_factor(step: int, *, options: OptimizerOptions, total_steps: float) -> fl
 
 def _check(key: str, holds: bool, value: object, rule: str, example: object) -> None:
     if not holds:
-        raise PlanError(
-            f"optimizer.{key}={value} must be {rule}. Try optimizer.{key}={example}."
-        )
+        raise PlanError(f"optimizer.{key}={value} must be {rule}. Try optimizer.{key}={example}.")

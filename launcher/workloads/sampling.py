@@ -40,8 +40,9 @@ def sample_tokens(
         PlanError: A negative count or temperature, or ``top_k`` below 1.
     """
     if prompt.numel() == 0:
-        raise DataError("generate.prompt is empty, there is nothing to continue. Try "
-                        "generate.prompt='def '.")
+        raise DataError(
+            "generate.prompt is empty, there is nothing to continue. Try generate.prompt='def '."
+        )
     for key, value, low in (
         ("max_new_tokens", max_new_tokens, 0),
         ("temperature", temperature, 0),

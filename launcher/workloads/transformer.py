@@ -105,7 +105,8 @@ class Attention(_HalfBlock):
 
     def _split(self, joined: Tensor) -> Tensor:
         # The number of heads follows from the width, so a shard of the heads works as well.
-        return joined.unflatten(-1, (-1, self._head_size)).transpose(1, 2)
+        heads = joined.view(*joined.shape[:-1], -1, self._head_size)
+        return heads.transpose(1, 2)
 
 
 class Mlp(_HalfBlock):
@@ -174,19 +175,24 @@ class Transformer(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Makes embedding and head share one parameter, if the shape asks for it."""
-        if self._tied:
-            self.head.projection.weight = self.embedding.tokens.weight
+        """Makes embedding and head share one parameter, if the shape asks for it.
 
-    def named_units(self) -> Iterator[tuple[str, SeededUnit]]:
+        Nothing happens while only one of the two has real weights, or is here at all: a cut puts
+        other modules in the places of units that live elsewhere.
+        """
+        ends = (self.embedding, self.head)
+        if self._tied and isinstance(ends[0], Embedding) and isinstance(ends[1], Head):
+            first, last = ends[0].tokens, ends[1].projection
+            if first.weight.is_meta == last.weight.is_meta:
+                last.weight = first.weight
+
+    def named_units(self) -> Iterator[tuple[str, nn.Module]]:
         """The units in execution order with their names inside this module."""
         yield "embedding", self.embedding
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, nn.ModuleDict)
             for half in ("attention", "mlp"):
-                unit = layer[half]
-                assert isinstance(unit, SeededUnit)
-                yield f"layers.{index}.{half}", unit
+                yield f"layers.{index}.{half}", layer[half]
         yield "head", self.head
 
     def forward(self, tokens: Tensor) -> Tensor:

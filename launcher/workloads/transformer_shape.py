@@ -268,8 +268,5 @@ def _check_positive(name: str, value: int) -> None:
 
 def _check_word(name: str, value: str, words: tuple[str, ...]) -> None:
     if value not in words:
-        raise PlanError(
-            f"model.{name}={value} is unknown. Try {' or '.join(f'model.{name}={w}' for w in words)}."
-        )
-
-
+        choices = " or ".join(f"model.{name}={word}" for word in words)
+        raise PlanError(f"model.{name}={value} is unknown. Try {choices}.")

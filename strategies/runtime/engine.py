@@ -5,6 +5,7 @@ Knows no Lightning; ``strategy.py`` calls it from Lightning's hooks, tests call 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,10 +20,10 @@ from strategies.ir.instruction import Kind
 from strategies.ir.placement import Placement
 from strategies.ir.program import Program
 from strategies.partition import balance, by_counts
-from strategies.plan import Plan
+from strategies.plan import Plan, num_buckets
 from strategies.runtime.control import Bulletin
 from strategies.runtime.executor import Executor, StepResult
-from strategies.runtime.grad_sync import StageGradients, clip_, num_buckets
+from strategies.runtime.grad_sync import StageGradients, clip_
 from strategies.runtime.logs import from_plain, join_logs, to_plain
 from strategies.runtime.mailbox import Mailbox
 from strategies.runtime.mesh import Communicators, Coordinates
@@ -75,11 +76,21 @@ class PassResult:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """The step before, over all ranks of the pipeline; seconds."""
+    """An earlier training step over all ranks of the pipeline, known one step later.
 
+    Attributes:
+        step: Its number, as given to ``train_pass``.
+        makespan_s: First start to last end over the ranks.
+        busy_s: Compute of all ranks together.
+        bubble_ratio: Idle over P * makespan.
+        gradient_norm: 2-norm of the whole model's gradient, before clipping.
+    """
+
+    step: int
     makespan_s: float
     busy_s: float
     bubble_ratio: float
+    gradient_norm: float
 
 
 def resolve_placement(plan: Plan) -> Placement:
@@ -150,6 +161,7 @@ class Engine:
         self._shared_works: list[dist.Work] = []
         self.stats: StepStats | None = None
         self._flushed_at: Any = None
+        self._squared_norm = 0.0
 
     # ---------------------------------------------------------------- set-up
 
@@ -360,17 +372,31 @@ class Engine:
                 "differ on purpose."
             )
 
+    def last_stats(self) -> StepStats | None:
+        """Figures of the last training step itself; collective, at the end of training."""
+        record = self.recorder.kept[-1] if self.recorder.kept else None
+        self._bulletin.post(self._times(record))
+        self._note_stats(self._bulletin.read())
+        return self.stats
+
     def _times(self, record: StepRecord | None) -> list[float] | None:
-        if record is None or self.device.type == "cuda":
+        if record is None:
             return None
-        return [record.begun, record.finished, self.recorder.busy(record)]
+        busy = self.recorder.busy(record)
+        return [record.step, record.begun, record.finished, busy, self._squared_norm]
 
     def _note_stats(self, times: list[list[float] | None]) -> None:
         known = [entry for entry in times if entry is not None]
-        if len(known) == len(times) and known:
-            makespan = max(entry[1] for entry in known) - min(entry[0] for entry in known)
-            busy = sum(entry[2] for entry in known)
-            self.stats = StepStats(makespan, busy, 1.0 - busy / (len(known) * makespan))
+        if len(known) == len(times) and len({entry[0] for entry in known}) == 1:
+            makespan = max(entry[2] for entry in known) - min(entry[1] for entry in known)
+            busy = sum(entry[3] for entry in known)
+            self.stats = StepStats(
+                step=int(known[0][0]),
+                makespan_s=makespan,
+                busy_s=busy,
+                bubble_ratio=1.0 - busy / (len(known) * makespan),
+                gradient_norm=math.sqrt(sum(entry[4] for entry in known)),
+            )
 
     # ---------------------------------------------------------------- the flush
 
@@ -405,6 +431,7 @@ class Engine:
         for work in self._shared_works:
             work.wait()
         self._shared_works.clear()
+        self._squared_norm = float(self._local_squared_norm())
         self._flushed_at = self.recorder.stamp()
 
     def stepped(self) -> None:
@@ -427,6 +454,13 @@ class Engine:
 
         Collective over the pipeline. Weights that several ranks hold count once.
         """
+        total = self._local_squared_norm()
+        if self._control is not None:
+            dist.all_reduce(total, group=self._control)
+        return total.sqrt()
+
+    def _local_squared_norm(self) -> Tensor:
+        """This rank's share of the squared norm; weights on several ranks count on the first."""
         total = torch.zeros((), dtype=torch.float64)
         rank = self.coordinates.pp_rank
         for stage, gradients in self.gradients.items():
@@ -435,9 +469,7 @@ class Engine:
         for name, _, gradient in self._shared_gradients:
             if self.placement.owners(self._shared[name][0])[0] == rank:
                 total += torch.linalg.vector_norm(gradient).double().square().cpu()
-        if self._control is not None:
-            dist.all_reduce(total, group=self._control)
-        return total.sqrt()
+        return total
 
     def clip_by_norm(self, limit: float) -> Tensor:
         """Scales the whole model's gradient to at most ``limit``; returns the norm before."""

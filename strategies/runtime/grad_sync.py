@@ -9,7 +9,6 @@ is reduced in place, asynchronously.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,15 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Launched = Callable[[int, int, dist.Work | None], None]
-
-
-def num_buckets(num_bytes: int, bucket_mb: float) -> int:
-    """Buckets for a stage's gradient: equal shares of at most ``bucket_mb`` MiB, at least one.
-
-    >>> num_buckets(60 * 2**20, 25.0)
-    3
-    """
-    return max(1, math.ceil(num_bytes / (bucket_mb * 2**20)))
 
 
 @dataclass

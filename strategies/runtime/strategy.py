@@ -592,6 +592,10 @@ class PipelineStrategy(ParallelStrategy):
         """Figures of the step before, over the pipeline's ranks."""
         return None if self._engine is None else self._engine.stats
 
+    def last_stats(self) -> StepStats | None:
+        """Figures of the last training step; collective, for the end of training."""
+        return self.engine.last_stats()
+
     @property
     def plan(self) -> Plan:
         """What is run; the number of buckets is known from ``setup`` on."""

@@ -115,6 +115,19 @@ class UnitModel(StageModel):
                 parent, _, child = self._units[index].name.rpartition(".")
                 setattr(self._module.get_submodule(parent), child, Elsewhere())
                 del self._runs[index]
+        self._materialise()
+
+    def _materialise(self) -> None:
+        """Gives kept units their weights if the module was built on the meta device."""
+        for index, unit in self._runs.items():
+            if any(parameter.is_meta for parameter in unit.parameters()):
+                name = self._units[index].name
+                if not hasattr(self._module, "initialise_unit"):
+                    raise ModelError(
+                        f"unit {name} has no weights (it is on the meta device), and the module "
+                        "has no initialise_unit(name) to make them. Build it on a real device."
+                    )
+                self._module.initialise_unit(name)
 
     def forward(
         self,

@@ -4,8 +4,8 @@ Huang et al., 2019, https://arxiv.org/abs/1811.06965.
 
 2 ranks, 3 microbatches, B twice as long as F (``-``: still running, ``.``: idle)::
 
-    rank 0 | 0F0 0F1 0F2  .   .  0B0  -  0B1  -  0B2  -
-    rank 1 |  .  1F0 1F1 1F2 1B0  -  1B1  -  1B2  -   .
+    rank 0 | 0F0 0F1 0F2  .   .   .  0B0  -  0B1  -  0B2  -
+    rank 1 |  .  1F0 1F1 1F2 1B0  -  1B1  -  1B2  -   .   .
 
 Warm-up: all M forwards. Bubble ratio: (P-1) / (M+P-1). Peak: M microbatches' activations on every
 rank. Any M >= 1. The paper's backwards run in descending order; here they ascend, as in

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from launcher.workloads.data.blocks import TokenBlocks, check_ids
+from launcher.workloads.data.loader import ResumableLoader
 from launcher.workloads.data.order import ReplicaOrder
 from launcher.workloads.data.source import DEFAULT_SOURCE, TextSource
 from launcher.workloads.data.split import Split, split_blocks
@@ -59,7 +60,6 @@ class TextDataModule(pl.LightningDataModule):
         self.full_batches = full_batches
         self.vocab = vocab
         self._tokens: Tokens | None = None
-        self._resumed = (0, 0)
 
     def setup(self, stage: str) -> None:
         """Reads the tokens once.
@@ -76,7 +76,7 @@ class TextDataModule(pl.LightningDataModule):
         self._tokens = tokens
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Shuffled anew in each epoch."""
+        """Shuffled anew in each epoch; resumes where a checkpoint was written."""
         return self._loader(train=True)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
@@ -90,21 +90,6 @@ class TextDataModule(pl.LightningDataModule):
     def predict_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
         """The same as for validation."""
         return self.val_dataloader()
-
-    def state_dict(self) -> dict[str, Any]:
-        """How far the current epoch has got, in sequences of all replicas together."""
-        if self.trainer is None:
-            return {"epoch": 0, "num_blocks_done": 0}
-        num_replicas, _ = self._coordinate()
-        processed = self.trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        return {
-            "epoch": self.trainer.current_epoch,
-            "num_blocks_done": processed * self.batch_size * num_replicas,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues behind the sequences that were already seen, under any number of replicas."""
-        self._resumed = (state_dict["epoch"], state_dict["num_blocks_done"])
 
     def _loader(self, *, train: bool) -> DataLoader[dict[str, Tensor]]:
         assert self._tokens is not None, "setup() comes first"
@@ -125,10 +110,8 @@ class TextDataModule(pl.LightningDataModule):
             shuffle=train,
             full_batches=train or self.full_batches,
         )
-        if train:
-            epoch, num_blocks_done = self._resumed
-            order.resume(epoch=epoch, num_blocks_done=num_blocks_done)
-        return DataLoader(
+        kind = ResumableLoader if train else DataLoader
+        return kind(
             blocks,
             batch_size=self.batch_size,
             sampler=order,

@@ -61,10 +61,7 @@ class ReplicaOrder(DistributedSampler[int]):
         return self._share(self._num_blocks)
 
     def __iter__(self) -> Iterator[int]:
-        order = self._epoch_order()
-        epoch, done = self._resumed
-        if epoch == self.epoch:
-            order = order[done:]
+        order = self._epoch_order()[self.num_blocks_skipped :]
         step = self._batch_size * self.num_replicas
         num_full = len(order) // step
         dealt = order[: num_full * step].view(num_full, self.num_replicas, self._batch_size)
@@ -76,6 +73,12 @@ class ReplicaOrder(DistributedSampler[int]):
     def resume(self, *, epoch: int, num_blocks_done: int) -> None:
         """Leaves out the first ``num_blocks_done`` blocks (of all replicas) of ``epoch``."""
         self._resumed = (epoch, num_blocks_done)
+
+    @property
+    def num_blocks_skipped(self) -> int:
+        """Blocks of all replicas that the current epoch leaves out since it was resumed."""
+        epoch, num_blocks_done = self._resumed
+        return num_blocks_done if epoch == self.epoch else 0
 
     def _share(self, num_blocks: int) -> int:
         if self.drop_last:

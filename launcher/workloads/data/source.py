@@ -47,11 +47,13 @@ class TextSource:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(SourceKind):
-            raise PlanError(f"data={self.kind} is unknown. Try data=stdlib, data=text or "
-                            "data=tokens.")
+            raise PlanError(
+                f"data={self.kind} is unknown. Try data=stdlib, data=text or data=tokens."
+            )
         if self.dtype not in get_args(TokenType):
-            raise PlanError(f"data.dtype={self.dtype} is unknown. Try data.dtype=uint16 or "
-                            "data.dtype=uint32.")
+            raise PlanError(
+                f"data.dtype={self.dtype} is unknown. Try data.dtype=uint16 or data.dtype=uint32."
+            )
         if (self.path is None) != (self.kind == "stdlib"):
             raise PlanError(
                 f"data={self.kind} needs data.path. Try data={self.kind} data.path=/path/to/it."
@@ -64,8 +66,9 @@ class TextSource:
                 "holds ids already. Try data=text."
             )
         if self.max_bytes is not None and self.max_bytes < 1:
-            raise PlanError(f"data.max_bytes={self.max_bytes} is below 1. "
-                            "Try data.max_bytes=4000000.")
+            raise PlanError(
+                f"data.max_bytes={self.max_bytes} is below 1. Try data.max_bytes=4000000."
+            )
 
     @property
     def label(self) -> str:

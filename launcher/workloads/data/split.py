@@ -60,7 +60,9 @@ def split_blocks(
     train, validation = request.divide(sequence)
     if train < need or validation < need_validation:
         share = f"({batch_size} per replica * dp={num_replicas})"
-        raise DataError(f"{label} has {request.explain(sequence, share)} {request.advise(sequence)}")
+        raise DataError(
+            f"{label} has {request.explain(sequence, share)} {request.advise(sequence)}"
+        )
     return Split(range(train), range(train, train + validation))
 
 

@@ -9,19 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 from launcher.workloads.data.source import TextSource, check_file, source_files
+from launcher.workloads.data.vocabulary import load_tokenizer, vocab_size
 from strategies.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+__all__ = ["SEPARATOR", "Tokens", "load_tokens", "memory_map", "vocab_size"]
+
 Tokens = npt.NDArray[np.unsignedinteger]
 
-BYTE_VOCAB = 256
 # Text files hold no NUL byte, so it can part documents without a 257th token.
 SEPARATOR = b"\0"
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _PIECE_CHARACTERS = 1 << 16
-_SCANNED_IDS = 1 << 24
 
 
 def load_tokens(source: TextSource) -> Tokens:
@@ -34,51 +35,19 @@ def load_tokens(source: TextSource) -> Tokens:
         DataError: A file that is missing or cannot be read, or a tokenizer that cannot be loaded.
     """
     if source.kind == "tokens":
-        return _memory_map(source)
+        return memory_map(source)
     documents = _read(source)
     if source.tokenizer is None:
         return np.frombuffer(SEPARATOR.join(documents), dtype=np.uint8)
     return _encode(documents, load_tokenizer(source.tokenizer))
 
 
-def vocab_size(source: TextSource) -> int:
-    """How many ids the tokens of ``source`` can have; the model's vocabulary must not be smaller.
-
-    For a file of token ids, which does not say, it is the largest id in it plus one: a pass over
-    the part that is used, about a second per gigabyte.
+def memory_map(source: TextSource) -> Tokens:
+    """The ids of a ``tokens`` source, read from the disk only where they are used.
 
     Raises:
-        DataError: The tokenizer or the file cannot be read.
+        DataError: The file is missing or cannot be read.
     """
-    if source.kind == "tokens":
-        ids = _memory_map(source)
-        parts = range(0, len(ids), _SCANNED_IDS)
-        return 1 + max((int(ids[at : at + _SCANNED_IDS].max()) for at in parts), default=0)
-    if source.tokenizer is None:
-        return BYTE_VOCAB
-    size: int = load_tokenizer(source.tokenizer).get_vocab_size(with_added_tokens=True)
-    return size
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer in a ``tokenizer.json``.
-
-    Raises:
-        DataError: No such file, or not a tokenizer.
-    """
-    from tokenizers import Tokenizer  # not needed for bytes
-
-    path = check_file("data.tokenizer", name)
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(
-            f"data.tokenizer={name} is no tokenizer.json of the tokenizers library: "
-            f"{str(error)[:200]}. Try data.tokenizer=null for bytes."
-        ) from None
-
-
-def _memory_map(source: TextSource) -> Tokens:
     assert source.path is not None
     path = check_file("data.path", source.path)
     dtype = np.dtype(source.dtype).newbyteorder("<")

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from strategies.runtime.replay.hole import Hole, Spec
-from strategies.runtime.replay.structure import rebuild
+from strategies.runtime.replay.structure import rebuild, tensors
 
 
 def run_on_made_up_data(
@@ -23,10 +24,12 @@ def run_on_made_up_data(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: torch.device,
+    call: int,
 ) -> Any:
     """Runs ``forward`` of ``module`` with random floats and zero integers in place of holes.
 
-    Arguments that come back unchanged are given back as the caller's own objects.
+    Arguments that come back unchanged are given back as the caller's own objects. Everything that
+    is computed carries a mark, see ``made_up_by``: it must not be taken for data of the batch.
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
     made: dict[int, Tensor] = {}
@@ -40,10 +43,37 @@ def run_on_made_up_data(
             source[id(made[id(leaf)])] = leaf
         return made[id(leaf)]
 
-    with torch.no_grad(), _made_up_parameters(module, device, generator):
+    with torch.no_grad(), _made_up_parameters(module, device, generator), _Marking(call):
         own_args, own_kwargs = rebuild((args, kwargs), make)
         result = forward(*own_args, **own_kwargs)
     return rebuild(result, lambda leaf: source.get(id(leaf), leaf))
+
+
+def made_up_by(tensor: Tensor) -> int | None:
+    """The unit call that computed ``tensor`` from made-up data; None for all other tensors."""
+    call: int | None = tensor.__dict__.get(_MARK)
+    return call
+
+
+_MARK = "_made_up_by"
+
+
+class _Marking(TorchFunctionMode):
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors(result):
+            tensor.__dict__[_MARK] = self._call
+        return result
 
 
 @contextlib.contextmanager

@@ -40,6 +40,6 @@ class CostCounter(TorchDispatchMode):
             self.random = True
         if packet in flop_registry:
             self.cost += flop_registry[packet](*args, **kwargs, out_val=result)
-        else:
+        elif not getattr(func, "is_view", False):
             self.cost += sum(tensor.numel() for tensor in tensors(result))
         return result

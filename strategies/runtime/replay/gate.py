@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from strategies.errors import ModelError
 from strategies.runtime.stage_model import STEP_NAMES, Mode
 
-_MARKER = torch.zeros(())
+MARKER = torch.zeros(())
 
 
 class StageDone(BaseException):
@@ -41,6 +41,13 @@ def enter_unit(
     if has_torch_function((marker,)):
         return handle_torch_function(enter_unit, (marker,), marker, index, forward, args, kwargs)
     return forward(*args, **kwargs)
+
+
+def unwatched(marker: torch.Tensor, function: Callable[[], Any]) -> Any:
+    """Calls ``function`` with an active replay looking away; the same trick."""
+    if has_torch_function((marker,)):
+        return handle_torch_function(unwatched, (marker,), marker, function)
+    return function()
 
 
 @contextlib.contextmanager
@@ -96,6 +103,6 @@ _ABSENT = object()
 
 def _gate(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
     def gate(*args: Any, **kwargs: Any) -> Any:
-        return enter_unit(_MARKER, index, forward, args, kwargs)
+        return enter_unit(MARKER, index, forward, args, kwargs)
 
     return gate

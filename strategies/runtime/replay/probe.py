@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from strategies.errors import ModelError
+from strategies.runtime.replay.concrete import made_up_by
 from strategies.runtime.replay.costs import CostCounter
 from strategies.runtime.replay.gate import STEP_FRAME
 from strategies.runtime.replay.hole import Hole, Spec, dataless
-from strategies.runtime.replay.inference import Outcome
+from strategies.runtime.replay.inference import Outcome, fill_template
 from strategies.runtime.replay.path import Call, Event, Key
 from strategies.runtime.replay.shape_mode import ShapeMode
 from strategies.runtime.replay.source import checkpoint_region, operation_name, user_line
@@ -102,6 +103,10 @@ class Probe(ShapeMode):
         self._norms: dict[int, int] = {}
         self.record.places.append([Place(0, 0, None)])
 
+    def tracked(self, tensor: Tensor) -> bool:
+        """Also tensors that a layer computed from made-up data: their use is refused."""
+        return super().tracked(tensor) or made_up_by(tensor) is not None
+
     # -- calls -----------------------------------------------------------------------------
 
     def on_unit(
@@ -113,15 +118,17 @@ class Probe(ShapeMode):
         self._clock += 1
         key = ("unit", index, torch.is_grad_enabled(), signature((args, kwargs)))
         start = self.costs.cost
-        owned = (self._parameters[id(p)] for p in _parameters_of(self._units[index]))
+        owned = (self._parameters[id(p)] for p in _parameters_of(self.units[index]))
         self._call_parameters = dict.fromkeys(owned)
         outcome, holes = self.infer_unit(index, forward, args, kwargs, call)
+        if not outcome.exact:  # ran on made-up data, where uses cannot be seen
+            self._note_uses(args, kwargs)
         self._clock += 1
         given = list(leaves((args, kwargs)))
-        result = _rebuild(outcome.template, holes, given)
+        result = fill_template(outcome.template, holes, given)
         effects = []
         for effect in outcome.effects:
-            content = _rebuild(effect.template, holes, given)
+            content = fill_template(effect.template, holes, given)
             setattr(effect.module, effect.attribute, content)
             effects.append(content)
         if outcome.exact:
@@ -240,6 +247,8 @@ class Probe(ShapeMode):
                     self.record.values[tensor.value].used = self._clock
                 elif tensor.unit is not None and tensor.unit != self._inside:
                     self._note_hidden(tensor.unit)
+            elif (maker := made_up_by(tensor)) is not None:
+                self._note_hidden(maker)
         if self._inside is not None:
             self._call_parameters.update(names)
         return tuple(names)
@@ -259,7 +268,7 @@ class Probe(ShapeMode):
         )
 
     def _note_running_statistics(self, index: int, call: int) -> None:
-        norms = [m for m in self._units[index].modules() if isinstance(m, _BatchNorm)]
+        norms = [m for m in self.units[index].modules() if isinstance(m, _BatchNorm)]
         for norm in norms:
             if norm.training and norm.track_running_stats:
                 first = self._norms.setdefault(id(norm), call)
@@ -347,8 +356,3 @@ def _parameters_of(module: nn.Module) -> list[Any]:
                     found[id(value)] = value
     return list(found.values())
 
-
-def _rebuild(template: Any, new: list[Hole], given: list[Any]) -> Any:
-    from strategies.runtime.replay.inference import fill_template
-
-    return fill_template(template, new, given)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from strategies.errors import ModelError
 from strategies.runtime.replay.concrete import run_on_made_up_data
-from strategies.runtime.replay.gate import StageDone, enter_unit
+from strategies.runtime.replay.gate import StageDone, enter_unit, unwatched
 from strategies.runtime.replay.hole import Hole, Spec, dataless
 from strategies.runtime.replay.inference import (
     Effect,
@@ -26,6 +26,7 @@ from strategies.runtime.replay.inference import (
     Outcome,
     infer_operation,
 )
+from strategies.runtime.replay.snapshot import KeptObjects
 from strategies.runtime.replay.source import operation_name, user_line
 from strategies.runtime.replay.structure import leaves, rebuild, signature
 
@@ -44,7 +45,6 @@ _LIKE = frozenset(
     }
 )
 _MARK = "_replayed_by"
-_MAX_CACHED = 4096
 
 
 class DataNeededError(Exception):
@@ -64,7 +64,7 @@ class ShapeMode(TorchFunctionMode):
         self, units: list[nn.Module], device: torch.device, cache: dict[Hashable, Outcome]
     ) -> None:
         super().__init__()
-        self._units = units
+        self.units = units
         self._device = device
         self._cache = cache
         self._twins: dict[int, Tensor] = {}
@@ -104,6 +104,8 @@ class ShapeMode(TorchFunctionMode):
                 return self.on_unit(index, forward, unit_args, unit_kwargs)
             with self:  # a unit inside a unit that is being inferred
                 return forward(*unit_args, **unit_kwargs)
+        if func is unwatched:
+            return args[1]()
         kwargs = kwargs or {}
         if not self._any_tracked(args) and not (kwargs and self._any_tracked(kwargs.values())):
             return func(*args, **kwargs)
@@ -195,8 +197,9 @@ class ShapeMode(TorchFunctionMode):
 
         Effects are recorded but left in place: the caller undoes or overwrites them.
         """
-        module = self._units[index]
+        module = self.units[index]
         before = {(id(m), name): id(v) for m in module.modules() for name, v in vars(m).items()}
+        arguments = KeptObjects((args, kwargs))
         exact = True
         self._inside = call
         try:
@@ -207,8 +210,11 @@ class ShapeMode(TorchFunctionMode):
                 raise
             except Exception as error:
                 exact = False
+                arguments.restore()
                 try:
-                    result = run_on_made_up_data(module, forward, args, kwargs, self._device)
+                    result = run_on_made_up_data(
+                        module, forward, args, kwargs, self._device, call
+                    )
                 except ModelError:
                     raise
                 except Exception as second:
@@ -248,7 +254,7 @@ class ShapeMode(TorchFunctionMode):
         effects = []
         for child in module.modules():
             for name, value in list(vars(child).items()):
-                if name in _MODULE_TABLES or (id(child), name) not in before and exact is None:
+                if name in _MODULE_TABLES:
                     continue
                 if self._made_here(value, before.get((id(child), name)), exact, call):
                     effects.append(Effect(child, name, rebuild(value, describe)))

@@ -39,6 +39,42 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             _restore(tensor, saved)
 
 
+class KeptObjects:
+    """Objects and containers inside a call's arguments, as they were; tensors are shared.
+
+    A layer may change a cache that it was given before it turns out that it has to run again.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._saved: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+        self._walk(value, 6)
+
+    def restore(self) -> None:
+        """Puts the contents back, in place."""
+        for container, content in self._saved:
+            if isinstance(container, list):
+                container[:] = content
+            else:
+                container.clear()
+                container.update(content)
+
+    def _walk(self, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor | nn.Module | type) or callable(value) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        items: Any = ()
+        if isinstance(value, tuple):
+            items = value
+        elif type(value) is list or type(value) is dict:
+            self._saved.append((value, value.copy()))
+            items = value.values() if isinstance(value, dict) else value
+        elif hasattr(value, "__dict__"):
+            items = (vars(value),)
+        for item in items if depth else ():
+            self._walk(item, depth - 1)
+
+
 def _remember(
     value: Any, containers: list[tuple[Any, Any]], tensors: dict[int, tuple[Tensor, Tensor]]
 ) -> None:

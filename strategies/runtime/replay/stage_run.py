@@ -64,7 +64,7 @@ class StageRun(ShapeMode):
         self._modules = modules
         self._position: Position = (0, 0)
         self._active = False
-        self._wanted = _ordinals(entry) | (_ordinals(leave) if leave else {})
+        self._wanted = _ordinals(entry, leave)
         self._found: dict[tuple[int, int, int], Tensor] = {}
         random = seed is not None and any(e.random for events in path.events for e in events)
         self._counts = leave is not None or random
@@ -128,7 +128,7 @@ class StageRun(ShapeMode):
         key = ("unit", index, torch.is_grad_enabled(), signature((args, kwargs)))
         outcome = self._cache.get(key)
         if outcome is None:
-            with unchanged(self._units[index]):
+            with unchanged(self.units[index]):
                 outcome, _ = self.infer_unit(index, forward, args, kwargs, call)
             self.remember(key, outcome)
         given = list(leaves((args, kwargs)))
@@ -147,19 +147,13 @@ class StageRun(ShapeMode):
     def on_operation(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._active:
-            if not self._counts:
-                return func(*args, **kwargs)
-            if self._due():
-                if dataless(func, args, kwargs)[0]:
-                    return dataless(func, args, kwargs)[1]
-                self._exit_if_due()
-            result = func(*args, **kwargs)
-        else:
-            known, answer = dataless(func, args, kwargs)
-            if known:
-                return answer
-            result = self._answer(func, args, kwargs)
+        if self._active and not self._counts:
+            return func(*args, **kwargs)
+        known, answer = dataless(func, args, kwargs)
+        if known:
+            return answer
+        self._exit_if_due()
+        result = func(*args, **kwargs) if self._active else self._answer(func, args, kwargs)
         name = operation_name(func)
         produced = [args[0]] if name == "__setitem__" else tensors(result)
         if produced:
@@ -208,6 +202,8 @@ class StageRun(ShapeMode):
                 if depends:
                     self.mark(tensor)
         for ordinal in self._wanted.get(position, ()):
+            if ordinal >= len(produced):
+                raise ModelError(self._other_path("a result has fewer tensors", "the same line"))
             self._found[*position, ordinal] = produced[ordinal]
         if not self._active and position == self._entry.position:
             self._fill()
@@ -275,11 +271,12 @@ class StageRun(ShapeMode):
         )
 
 
-def _ordinals(cut: Cut) -> dict[Position, tuple[int, ...]]:
-    wanted: dict[Position, tuple[int, ...]] = {}
-    for boundary in cut.tensors:
-        call, event, ordinal = boundary.key
-        wanted[call, event] = (*wanted.get((call, event), ()), ordinal)
+def _ordinals(*cuts: Cut | None) -> dict[Position, set[int]]:
+    wanted: dict[Position, set[int]] = {}
+    for cut in cuts:
+        for boundary in cut.tensors if cut else ():
+            call, event, ordinal = boundary.key
+            wanted.setdefault((call, event), set()).add(ordinal)
     return wanted
 
 

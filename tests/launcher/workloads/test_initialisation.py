@@ -23,9 +23,7 @@ def test_weights_depend_on_the_seed_and_the_name_only():
     initialise("net.layers.0.attention", two, 0)
     initialise("net.layers.1.attention", other_name, 0)
     initialise("net.layers.0.attention", other_seed, 1)
-    assert all(
-        torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert not torch.equal(one.query.weight, one.key.weight)
     assert not torch.equal(one.query.weight, other_name.query.weight)
     assert not torch.equal(one.query.weight, other_seed.query.weight)
@@ -62,7 +60,9 @@ def test_deviations_are_small_and_smaller_where_the_residual_stream_is_written()
 
 
 def test_seeds_are_the_same_in_every_process_and_on_every_machine():
-    assert derived_seed(0, "net.head.norm.weight") == 8639742503821432092  # sha256sum's first 8 bytes
+    assert (
+        derived_seed(0, "net.head.norm.weight") == 8639742503821432092
+    )  # sha256sum's first 8 bytes
     script = "from launcher.workloads.seeds import derived_seed as d; print(d(3, 'x'), d(4, 'x'))"
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert out.stdout.split() == [str(derived_seed(3, "x")), str(derived_seed(4, "x"))]

@@ -8,13 +8,21 @@ from launcher.workloads.data.module import TextDataModule
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer_options import OptimizerOptions
 from launcher.workloads.transformer_shape import TransformerShape, unit_specs
+from strategies.runtime.unit_model import UnitModel
 
-SHAPE = TransformerShape(
-    layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=256, sequence=16
-)
+SHAPE = TransformerShape(layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=256, sequence=16)
 TIED = TransformerShape(
-    layers=2, hidden=16, heads=4, kv_heads=4, ffn=24, vocab=256, sequence=16, norm="layernorm",
-    activation="gelu", position="learned", tie_embeddings=True,
+    layers=2,
+    hidden=16,
+    heads=4,
+    kv_heads=4,
+    ffn=24,
+    vocab=256,
+    sequence=16,
+    norm="layernorm",
+    activation="gelu",
+    position="learned",
+    tie_embeddings=True,
 )
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -24,9 +32,7 @@ pytestmark = [
 
 
 def batch_of(size=2, sequence=16, seed=0):
-    ids = torch.randint(
-        256, (size, sequence + 1), generator=torch.Generator().manual_seed(seed)
-    )
+    ids = torch.randint(256, (size, sequence + 1), generator=torch.Generator().manual_seed(seed))
     return {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
 
 
@@ -38,8 +44,12 @@ def with_logs(model):
 
 def trainer(tmp_path, **options):
     defaults = {
-        "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
-        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": tmp_path,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": tmp_path,
     }
     return pl.Trainer(**{**defaults, **options})
 
@@ -92,7 +102,9 @@ def test_each_mode_logs_its_own_loss_and_predict_gives_log_probabilities():
     assert torch.equal(model.validation_step(batch, 0), loss)
     assert torch.equal(model.test_step(batch, 0), loss)
     assert {name: value for name, (value, _) in logged.items()} == {
-        "train_loss": loss.item(), "val_loss": loss.item(), "test_loss": loss.item()
+        "train_loss": loss.item(),
+        "val_loss": loss.item(),
+        "test_loss": loss.item(),
     }
     assert all(options["batch_size"] == 2 for _, options in logged.values())
     scores = model.predict_step(batch, 0)
@@ -128,6 +140,25 @@ def test_units_built_one_by_one_from_meta_have_the_weights_of_the_whole_model(sh
     assert all(torch.equal(value, expected[name]) for name, value in parts.state_dict().items())
     tied = parts.net.head.projection.weight is parts.net.embedding.tokens.weight
     assert tied == shape.tie_embeddings
+
+
+@pytest.mark.parametrize("shape", [SHAPE, TIED])
+def test_the_pipelines_own_cut_gets_every_weight_of_the_whole_model(shape):
+    whole = LanguageModel(shape, seed=3)
+    expected, held = whole.state_dict(), {}
+    stages = [range(2), range(2, 5), range(5, 6)]
+    for rank in range(2):
+        with torch.device("meta"):
+            part = LanguageModel(shape, seed=3)
+        owned = [0, 2] if rank == 0 else [1]  # the first rank has both ends, as in a V placement
+        UnitModel(part).cut(stages, owned)
+        assert len(part.pipeline_units()) == shape.num_units
+        held |= part.state_dict()
+        if rank == 0:
+            tied = part.net.head.projection.weight is part.net.embedding.tokens.weight
+            assert tied == shape.tie_embeddings
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in held.items())
 
 
 def test_training_learns_and_the_learning_rate_follows_warmup_and_cosine(tmp_path):
@@ -177,9 +208,7 @@ def test_predicting_and_testing_run_under_a_trainer(tmp_path):
     predictions = run.predict(model, data)
     assert [tuple(scores.shape) for scores in predictions] == [(4, 16), (4, 16)]
     (metrics,) = run.test(model, data, verbose=False)
-    assert metrics["test_loss"] == pytest.approx(
-        -torch.stack(predictions).mean().item(), rel=1e-5
-    )
+    assert metrics["test_loss"] == pytest.approx(-torch.stack(predictions).mean().item(), rel=1e-5)
 
 
 def test_generating_leaves_the_mode_and_the_global_generator_alone():

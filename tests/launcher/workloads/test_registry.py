@@ -31,7 +31,9 @@ def installed(monkeypatch, tmp_path):
 
 
 def test_a_model_of_another_distribution_is_loaded_by_its_name(installed):
-    installed("theirs", models={"mixer": "their_package:model"}, data={"web": "their_package:model"})
+    installed(
+        "theirs", models={"mixer": "their_package:model"}, data={"web": "their_package:model"}
+    )
     assert names(MODELS) == ("mixer", "transformer")
     assert names(DATA) == ("text", "web")
     assert find(MODELS, "mixer").value == "their_package:model"
@@ -72,7 +74,9 @@ def test_two_distributions_with_one_name_are_refused_but_not_the_same_one_twice(
     installed("one_again", models={"mixer": "their_package:model"})
     assert find(MODELS, "mixer").value == "their_package:model"
     installed("two", models={"mixer": "their_package:number"})
-    with pytest.raises(ModelError, match=r"ambiguous.*their_package:model and their_package:number"):
+    with pytest.raises(
+        ModelError, match=r"ambiguous.*their_package:model and their_package:number"
+    ):
         find(MODELS, "mixer")
 
 
@@ -88,11 +92,14 @@ def test_the_built_in_names_cannot_be_taken_over_and_lead_to_the_real_classes(in
 
 def test_looking_names_up_needs_no_torch():
     script = (
-        "import sys; from launcher.workloads.registry import *; from launcher.workloads import presets;"
+        "import sys; from launcher.workloads.registry import find; "
+        "from launcher.workloads import presets, transformer_shape; "
         "from launcher.workloads.data import source, tokens; from launcher.workloads import "
         "optimizer_options; find('foldpipe.models', 'transformer'); "
         "source.check_source(source.DEFAULT_SOURCE, sequence=8); "
         "print([m for m in ('torch', 'lightning', 'hydra', 'tokenizers') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True
+    )
     assert (done.stdout.strip(), done.stderr) == ("[]", "")

@@ -9,8 +9,17 @@ from launcher.workloads.transformer_shape import TransformerShape
 
 LLAMA = TransformerShape(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=61, sequence=24)
 GPT = TransformerShape(
-    layers=2, hidden=32, heads=4, kv_heads=4, ffn=128, vocab=61, sequence=24,
-    norm="layernorm", activation="gelu", position="learned", tie_embeddings=True,
+    layers=2,
+    hidden=32,
+    heads=4,
+    kv_heads=4,
+    ffn=128,
+    vocab=61,
+    sequence=24,
+    norm="layernorm",
+    activation="gelu",
+    position="learned",
+    tie_embeddings=True,
 )
 
 
@@ -35,18 +44,31 @@ def test_llama_gives_the_logits_of_transformers():
     ours = perturbed(LLAMA)
     theirs = LlamaForCausalLM(
         LlamaConfig(
-            num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=48, vocab_size=61, max_position_embeddings=24, rms_norm_eps=1e-5,
-            bos_token_id=0, eos_token_id=0,
+            num_hidden_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=48,
+            vocab_size=61,
+            max_position_embeddings=24,
+            rms_norm_eps=1e-5,
+            bos_token_id=0,
+            eos_token_id=0,
         )
     ).double()
     renamed = {
-        "embedding.tokens": "model.embed_tokens", "head.projection": "lm_head",
-        "head.norm": "model.norm", "attention.norm": "input_layernorm",
-        "mlp.norm": "post_attention_layernorm", "attention.query": "self_attn.q_proj",
-        "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj",
-        "attention.output": "self_attn.o_proj", "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
+        "embedding.tokens": "model.embed_tokens",
+        "head.projection": "lm_head",
+        "head.norm": "model.norm",
+        "attention.norm": "input_layernorm",
+        "mlp.norm": "post_attention_layernorm",
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+        "attention.output": "self_attn.o_proj",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
     }
     state = {}
     for name, value in ours.state_dict().items():
@@ -67,8 +89,16 @@ def test_gpt2_gives_the_logits_of_transformers():
     ours = perturbed(GPT)
     theirs = GPT2LMHeadModel(
         GPT2Config(
-            n_layer=2, n_embd=32, n_head=4, vocab_size=61, n_positions=24,
-            resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0,
+            n_layer=2,
+            n_embd=32,
+            n_head=4,
+            vocab_size=61,
+            n_positions=24,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            bos_token_id=0,
+            eos_token_id=0,
         )
     ).double()
     get = ours.state_dict().__getitem__
@@ -82,21 +112,25 @@ def test_gpt2_gives_the_logits_of_transformers():
         for layer in range(2):
             old, new = f"layers.{layer}", f"transformer.h.{layer}"
             qkv = [get(f"{old}.attention.{part}.{leaf}") for part in ("query", "key", "value")]
-            parts = {
-                "ln_1": get(f"{old}.attention.norm.{leaf}"),
-                "ln_2": get(f"{old}.mlp.norm.{leaf}"),
-                "attn.c_attn": torch.cat(qkv).T,
-                "attn.c_proj": get(f"{old}.attention.output.{leaf}").T,
-                "mlp.c_fc": get(f"{old}.mlp.up.{leaf}").T,
-                "mlp.c_proj": get(f"{old}.mlp.down.{leaf}").T,
-            } if leaf == "weight" else {
-                "ln_1": get(f"{old}.attention.norm.{leaf}"),
-                "ln_2": get(f"{old}.mlp.norm.{leaf}"),
-                "attn.c_attn": torch.cat(qkv),
-                "attn.c_proj": get(f"{old}.attention.output.{leaf}"),
-                "mlp.c_fc": get(f"{old}.mlp.up.{leaf}"),
-                "mlp.c_proj": get(f"{old}.mlp.down.{leaf}"),
-            }
+            parts = (
+                {
+                    "ln_1": get(f"{old}.attention.norm.{leaf}"),
+                    "ln_2": get(f"{old}.mlp.norm.{leaf}"),
+                    "attn.c_attn": torch.cat(qkv).T,
+                    "attn.c_proj": get(f"{old}.attention.output.{leaf}").T,
+                    "mlp.c_fc": get(f"{old}.mlp.up.{leaf}").T,
+                    "mlp.c_proj": get(f"{old}.mlp.down.{leaf}").T,
+                }
+                if leaf == "weight"
+                else {
+                    "ln_1": get(f"{old}.attention.norm.{leaf}"),
+                    "ln_2": get(f"{old}.mlp.norm.{leaf}"),
+                    "attn.c_attn": torch.cat(qkv),
+                    "attn.c_proj": get(f"{old}.attention.output.{leaf}"),
+                    "mlp.c_fc": get(f"{old}.mlp.up.{leaf}"),
+                    "mlp.c_proj": get(f"{old}.mlp.down.{leaf}"),
+                }
+            )
             state |= {f"{new}.{name}.{leaf}": value for name, value in parts.items()}
     theirs.load_state_dict(state)
     with torch.no_grad():

@@ -12,8 +12,17 @@ from strategies.errors import PlanError
 
 LLAMA = TransformerShape(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=61, sequence=24)
 GPT = TransformerShape(
-    layers=2, hidden=32, heads=4, kv_heads=4, ffn=48, vocab=61, sequence=24,
-    norm="layernorm", activation="gelu", position="learned", tie_embeddings=True,
+    layers=2,
+    hidden=32,
+    heads=4,
+    kv_heads=4,
+    ffn=48,
+    vocab=61,
+    sequence=24,
+    norm="layernorm",
+    activation="gelu",
+    position="learned",
+    tie_embeddings=True,
 )
 SHAPES = {
     "llama": LLAMA,
@@ -54,9 +63,7 @@ def test_flops_are_those_of_torchs_counter(shape, batch):
     model = LanguageModel(shape)
     tensor = torch.zeros(batch, shape.sequence, dtype=torch.int64)
     for (_, unit), spec in zip(model.pipeline_units(), unit_specs(shape), strict=True):
-        counter = FlopCounterMode(
-            display=False, custom_mapping={attention: cpu_attention_flops}
-        )
+        counter = FlopCounterMode(display=False, custom_mapping={attention: cpu_attention_flops})
         with counter:
             tensor = unit(tensor)
         assert counter.get_total_flops() == batch * spec.forward_flops, spec.name
@@ -67,7 +74,9 @@ def test_flops_are_those_of_torchs_counter(shape, batch):
 def test_saved_elements_are_those_that_autograd_keeps(shape):
     model = LanguageModel(shape).train()
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    batch = {key: torch.zeros(1, shape.sequence, dtype=torch.int64) for key in ("tokens", "targets")}
+    batch = {
+        key: torch.zeros(1, shape.sequence, dtype=torch.int64) for key in ("tokens", "targets")
+    }
     model.log = lambda *args, **options: None
     kept = {}
 
@@ -108,12 +117,15 @@ def test_every_unit_costs_something():
     ("changes", "message"),
     [
         ({"hidden": 34}, "model.hidden=34 is not divisible by model.heads=4. Try model.hidden=32."),
-        ({"kv_heads": 3}, "model.heads=4 is not divisible by model.kv_heads=3. "
-                          "Try model.kv_heads=2."),
-        ({"kv_heads": 8}, "model.heads=4 is not divisible by model.kv_heads=8. "
-                          "Try model.kv_heads=4."),
-        ({"hidden": 36}, "model.hidden / model.heads = 9 wide, which is odd. "
-                         "Try model.hidden=40."),
+        (
+            {"kv_heads": 3},
+            "model.heads=4 is not divisible by model.kv_heads=3. Try model.kv_heads=2.",
+        ),
+        (
+            {"kv_heads": 8},
+            "model.heads=4 is not divisible by model.kv_heads=8. Try model.kv_heads=4.",
+        ),
+        ({"hidden": 36}, "model.hidden / model.heads = 9 wide, which is odd. Try model.hidden=40."),
         ({"layers": 0}, "model.layers=0"),
         ({"vocab": True}, "model.vocab=True"),
         ({"norm": "batchnorm"}, "Try model.norm=rmsnorm or model.norm=layernorm."),

@@ -90,7 +90,9 @@ def test_the_last_validation_batch_may_be_smaller_when_asked_for(source):
 
 def test_ids_beyond_the_models_vocabulary_are_refused_before_training(source):
     loaded(source, vocab=321)
-    with pytest.raises(DataError, match=r"token id 320, but model\.vocab=320 .* Try model\.vocab=null"):
+    with pytest.raises(
+        DataError, match=r"token id 320, but model\.vocab=320 .* Try model\.vocab=null"
+    ):
         loaded(source, vocab=320)
 
 
@@ -120,7 +122,7 @@ class Watching(pl.Callback):
         self.seen.append((trainer.current_epoch, batch_idx, first))
 
 
-def fit(tmp_path, *, max_steps, ckpt_path=None, save_every=None):
+def fit(tmp_path, *, max_steps, ckpt_path=None, save_every=None, **options):
     # Bytes that differ from block to block, so that blocks can be told apart.
     path = tmp_path / "text"
     path.write_bytes(bytes(itertools.islice(itertools.cycle(range(251)), 8 * 40 + 1)))
@@ -128,12 +130,22 @@ def fit(tmp_path, *, max_steps, ckpt_path=None, save_every=None):
     callbacks = [watching]
     if save_every:
         callbacks.append(
-            pl.callbacks.ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=save_every)
+            pl.callbacks.ModelCheckpoint(
+                tmp_path / "saved", filename="{step}", every_n_train_steps=save_every
+            )
         )
     run = pl.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=bool(save_every), callbacks=callbacks, max_steps=max_steps,
-        limit_val_batches=0, num_sanity_val_steps=0, default_root_dir=tmp_path,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=bool(save_every),
+        callbacks=callbacks,
+        max_steps=max_steps,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        default_root_dir=tmp_path,
+        **options,
     )
     data = TextDataModule(TextSource(kind="text", path=str(path)), sequence=8, batch_size=4, seed=5)
     run.fit(LanguageModel(SHAPE), data, ckpt_path=ckpt_path)
@@ -156,3 +168,10 @@ def test_lightning_leaves_the_order_alone(source):
     assert isinstance(loader, DataLoader)
     assert isinstance(loader.sampler, torch.utils.data.distributed.DistributedSampler)
     assert load_tokens(source).dtype == np.uint16
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+def test_overfitting_repeats_the_same_batches(tmp_path):
+    seen = [first for _, _, first in fit(tmp_path, max_steps=6, overfit_batches=2)]
+    assert seen == seen[:2] * 3
+    assert seen[0] != seen[1]

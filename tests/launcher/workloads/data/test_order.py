@@ -43,7 +43,11 @@ def test_a_global_batch_is_the_same_however_it_is_divided():
 
 
 @given(
-    st.integers(0, 60), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans(),
+    st.integers(0, 60),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.booleans(),
+    st.booleans(),
     st.integers(0, 70),
 )
 def test_replicas_are_disjoint_equally_long_and_complete(n, batch, replicas, shuffle, full, done):

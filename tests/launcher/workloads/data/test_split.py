@@ -17,15 +17,30 @@ def test_validation_is_the_end_and_one_token_is_only_a_target():
 @pytest.mark.parametrize(
     ("num_tokens", "options", "message"),
     [
-        (0, {}, "corpus has 0 tokens, but one sequence with its targets takes model.sequence + 1 "
-                "= 33. Try a longer text, or data=stdlib."),
-        (32, {}, "corpus has 32 tokens, but one sequence with its targets takes model.sequence + 1 "
-                 "= 33. Try model.sequence=15,"),
-        (97, {"batch_size": 4}, "corpus has 2 training sequences of 32 tokens, but one step takes 4 "
-                                "(4 per replica * dp=1). Try model.sequence=2,"),
-        (641, {"batch_size": 2, "num_replicas": 2},
-         "corpus has 2 validation sequences of 32 tokens (data.val_fraction=0.1 of 20), but one "
-         "batch takes 4 (2 per replica * dp=2). Try data.val_fraction=0.2."),
+        (
+            0,
+            {},
+            "corpus has 0 tokens, but one sequence with its targets takes model.sequence + 1 "
+            "= 33. Try a longer text, or data=stdlib.",
+        ),
+        (
+            32,
+            {},
+            "corpus has 32 tokens, but one sequence with its targets takes model.sequence + 1 "
+            "= 33. Try model.sequence=15,",
+        ),
+        (
+            97,
+            {"batch_size": 4},
+            "corpus has 2 training sequences of 32 tokens, but one step takes 4 "
+            "(4 per replica * dp=1). Try model.sequence=2,",
+        ),
+        (
+            641,
+            {"batch_size": 2, "num_replicas": 2},
+            "corpus has 2 validation sequences of 32 tokens (data.val_fraction=0.1 of 20), but one "
+            "batch takes 4 (2 per replica * dp=2). Try data.val_fraction=0.2.",
+        ),
         (257, {"batch_size": 6}, "Try model.sequence=4,"),
         (257, {"batch_size": 6, "val_fraction": 0}, None),
     ],
@@ -58,10 +73,15 @@ def test_numbers_out_of_range_are_refused():
 
 
 @given(
-    st.integers(0, 5000), st.integers(1, 60), st.integers(1, 8), st.integers(1, 4),
+    st.integers(0, 5000),
+    st.integers(1, 60),
+    st.integers(1, 8),
+    st.integers(1, 4),
     st.floats(0, 0.9),
 )
-def test_both_parts_are_disjoint_and_fill_a_batch_or_it_is_refused(n, sequence, batch, dp, fraction):
+def test_both_parts_are_disjoint_and_fill_a_batch_or_it_is_refused(
+    n, sequence, batch, dp, fraction
+):
     try:
         split = split_blocks(
             n, sequence=sequence, batch_size=batch, num_replicas=dp, val_fraction=fraction

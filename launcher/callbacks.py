@@ -1,0 +1,229 @@
+"""Lightning callbacks of the launcher: metrics to file and parent, and the checkpoint at the end."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torch.optim import Optimizer
+
+from launcher.report.atomic import write_atomically
+from strategies.runtime.engine import StepStats
+from strategies.runtime.strategy import PipelineStrategy
+
+_FIRST_COLUMNS = ("step", "epoch", "train_loss", "val_loss", "lr", "grad_norm", "step_time_s",
+                  "tokens_per_s", "bubble_ratio")  # fmt: skip
+
+
+def pipeline(trainer: pl.Trainer) -> PipelineStrategy:
+    """The trainer's strategy, which the launcher always sets."""
+    strategy = trainer.strategy
+    assert isinstance(strategy, PipelineStrategy)
+    return strategy
+
+
+@dataclass
+class MetricsFile:
+    """``metrics.csv``: a row per logged step, on disk when ``write`` returns.
+
+    Attributes:
+        path: The file.
+    """
+
+    path: Path
+    _columns: list[str] = field(default_factory=list)
+    _rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends a row; a name not seen before adds a column to the whole file."""
+        new = [name for name in row if name not in self._columns]
+        self._rows.append(dict(row))
+        if new:
+            self._columns += new
+            write_atomically(self.path, "".join(self._lines([{}, *self._rows])))
+        else:
+            with self.path.open("a") as stream:
+                stream.writelines(self._lines([row]))
+                stream.flush()
+                os.fsync(stream.fileno())
+
+    def _lines(self, rows: list[Any]) -> list[str]:
+        lines: list[str] = []
+
+        class _Sink:
+            def write(self, text: str) -> None:
+                lines.append(text)
+
+        writer = csv.DictWriter(_Sink(), self._columns, lineterminator="\n")
+        for row in rows:
+            if row:
+                writer.writerow(row)
+            else:
+                writer.writeheader()
+        return lines
+
+
+@dataclass
+class Progress(pl.Callback):
+    """Collects a row per logged step, on rank 0, and tells the parent.
+
+    Bubble and gradient norm of a step come with the next step's messages, so a row is written when
+    they are there; the collective that would bring them at once would stall the pipeline.
+
+    Attributes:
+        file: Where rows go; None on all ranks but the first.
+        tokens_per_step: Tokens of one optimizer step over all replicas.
+    """
+
+    file: MetricsFile | None
+    tokens_per_step: int
+    step_times: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    val_loss: float | None = None
+    _pending: dict[str, Any] | None = None
+    _pending_pass: int = -1
+    _last: float | None = None
+    _rate: float | None = None
+    _events: int | None = None
+
+    def __post_init__(self) -> None:
+        descriptor = os.environ.get("FOLDPIPE_EVENTS")
+        self._events = None if descriptor is None else int(descriptor)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Starts the clock."""
+        self._last = time.perf_counter()
+        self._tell({"kind": "start", "step": trainer.global_step, "max_steps": trainer.max_steps})
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        """Notes a step, and writes the row of the one before."""
+        if trainer.fit_loop._should_accumulate():
+            return
+        now = time.perf_counter()
+        assert self._last is not None
+        took, self._last = now - self._last, now
+        self.step_times.append(took)
+        self._complete(pipeline(trainer).stats)
+        logged = _numbers(trainer.logged_metrics) | _numbers(trainer.progress_bar_metrics)
+        loss = logged.get("train_loss")
+        if loss is not None:
+            self.losses.append(loss)
+        if trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            return
+        rate = self.tokens_per_step / took
+        row = {name: None for name in _FIRST_COLUMNS} | {
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "step_time_s": took,
+            "tokens_per_s": rate,
+            "lr": self._rate,
+        }
+        row |= {k: v for k, v in logged.items() if not k.startswith("val_") and k != "epoch"}
+        self._pending = row
+        self._pending_pass = trainer.fit_loop.total_batch_idx
+        stats = pipeline(trainer).stats
+        self._tell(
+            {
+                "kind": "step",
+                "step": trainer.global_step,
+                "loss": loss,
+                "tokens_per_s": rate,
+                "bubble_ratio": None if stats is None else stats.bubble_ratio,
+            }
+        )
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Notes the rate that this step uses; the scheduler moves on before the batch ends."""
+        self._rate = float(optimizer.param_groups[0]["lr"])
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts validation results into the row of the step they belong to."""
+        found = {k: v for k, v in _numbers(trainer.callback_metrics).items() if k[:4] == "val_"}
+        self.val_loss = found.get("val_loss", self.val_loss)
+        if self._pending is not None:
+            self._pending |= found
+        self._tell({"kind": "validation", "step": trainer.global_step, **found})
+        self._last = time.perf_counter()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Writes the last row; collective."""
+        self._complete(pipeline(trainer).last_stats())
+        self._write()
+
+    def _complete(self, stats: StepStats | None) -> None:
+        if self._pending is None:
+            return
+        if stats is not None and stats.step == self._pending_pass:
+            self._pending["bubble_ratio"] = stats.bubble_ratio
+            self._pending["grad_norm"] = stats.gradient_norm
+        self._write()
+
+    def _write(self) -> None:
+        if self._pending is not None and self.file is not None:
+            self.file.write(self._pending)
+        self._pending = None
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        if self._events is not None:
+            os.write(self._events, (json.dumps(event) + "\n").encode())
+
+
+class LastCheckpoint(pl.Callback):
+    """Writes a checkpoint of the last step, inside the loop, where resuming finds its place."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.path: Path | None = None
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        """Saves when this batch is the last one."""
+        loop = trainer.fit_loop
+        enough = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+        last_epoch = (
+            trainer.max_epochs is not None
+            and trainer.max_epochs != -1
+            and trainer.current_epoch + 1 >= trainer.max_epochs
+            and loop.epoch_loop.batch_progress.is_last_batch
+        )
+        if enough or last_epoch or trainer.should_stop:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Saves if training ended in another way."""
+        self._save(trainer)
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        path = self._folder / checkpoint_name(trainer.global_step)
+        there = trainer.strategy.broadcast(path.exists())
+        if not there:
+            trainer.save_checkpoint(path)
+        self.path = path
+
+
+def checkpoint_name(step: int) -> str:
+    """``step-00000060.ckpt``: a name that sorts by step."""
+    return f"step-{step:08d}.ckpt"
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    found = {}
+    for name, value in metrics.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            found[name.removesuffix("_step")] = float(value)
+        elif isinstance(value, int | float):
+            found[name.removesuffix("_step")] = float(value)
+    return found

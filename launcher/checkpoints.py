@@ -1,0 +1,78 @@
+"""Checkpoints as the parent sees them: found by name, compared with the model, never opened."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from launcher.workloads.transformer_shape import TransformerShape
+from strategies.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+_ROOTS = ("outputs", "multirun")
+
+
+def manifest_of(path: Path) -> dict[str, Any]:
+    """The manifest of a committed checkpoint.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be read.
+    """
+    file = path / MANIFEST
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+        found["metadata"], found["files"]  # noqa: B018
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is no checkpoint: {file} does not exist. Name a folder such as "
+            "outputs/.../checkpoints/step-00000060.ckpt, or auto."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Use another checkpoint.") from None
+    return found
+
+
+def check_model(path: Path, shape: TransformerShape) -> None:
+    """Refuses a checkpoint of another model.
+
+    Raises:
+        CheckpointError: The first sizes that differ, and how to ask for the checkpoint's model.
+    """
+    written = manifest_of(path)["metadata"].get("model")
+    if written is None:
+        return
+    now = asdict(shape)
+    # What may differ: it changes no weight.
+    free = {"dropout"} | ({"sequence"} if shape.position == "rope" else set())
+    wrong = [key for key in now if key not in free and written.get(key) != now[key]]
+    if wrong:
+        asked = ", ".join(f"model.{key}={now[key]}" for key in wrong)
+        fix = " ".join(f"model.{key}={written.get(key)}" for key in wrong)
+        raise CheckpointError(f"{path} is a checkpoint of another model than {asked}. Try {fix}.")
+
+
+def newest_checkpoint(experiment_name: str, *, optional: bool) -> Path | None:
+    """The newest committed checkpoint of an experiment below the working directory's runs.
+
+    Raises:
+        CheckpointError: There is none, and it is not optional.
+    """
+    found: list[tuple[float, Path]] = []
+    for root in _ROOTS:
+        for file in Path(root).glob(f"**/checkpoints/*/{MANIFEST}"):
+            try:
+                metadata = json.loads(file.read_text())["metadata"]
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # Damaged: an older one serves.
+            if metadata.get("experiment_name") == experiment_name:
+                found.append((file.stat().st_mtime, file.parent.absolute()))
+    if found:
+        return max(found)[1]
+    if optional:
+        return None
+    raise CheckpointError(
+        f"no checkpoint of experiment_name={experiment_name} lies below outputs/ or multirun/. "
+        "Train first, or name one: checkpoint=PATH."
+    )

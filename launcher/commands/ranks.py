@@ -1,0 +1,117 @@
+"""The parent's part of every mode that starts ranks: check, write the task, start, watch."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from launcher.checkpoints import check_model, newest_checkpoint
+from launcher.config import dump
+from launcher.processes.local import Listener, LocalRanks
+from launcher.report.atomic import write_atomically
+from launcher.resolve import Run, num_gpus, text_source, uses_gpu
+from launcher.workloads.data.source import check_source
+from strategies.errors import PlanError
+
+# Resident size of a rank that has imported torch and Lightning and done nothing yet.
+_IDLE_RANK_BYTES = 350_000_000
+
+
+def check_before_start(run: Run, checkpoint: Path | None) -> None:
+    """Everything that can be known to fail before a process is started.
+
+    Raises:
+        PipelineError: What is wrong, and what would work.
+    """
+    check_machine(run)
+    config = run.config
+    if config.mode != "generate":
+        check_source(
+            text_source(config),
+            sequence=run.shape.sequence,
+            batch_size=run.batch_size,
+            num_replicas=run.dp,
+            val_fraction=config.data.val_fraction,
+        )
+    if checkpoint is not None:
+        check_model(checkpoint, run.shape)
+
+
+def check_machine(run: Run) -> None:
+    """Refuses a world that this machine cannot hold.
+
+    Raises:
+        PlanError: There is no GPU, or memory for fewer ranks.
+    """
+    config = run.config
+    if config.trainer.accelerator == "gpu" and num_gpus() == 0:
+        raise PlanError(
+            "trainer.accelerator=gpu, but this machine has no GPU. Try trainer.accelerator=cpu."
+        )
+    if config.cluster.backend in ("nccl", "staged") and not uses_gpu(config):
+        raise PlanError(
+            f"cluster.backend={config.cluster.backend} moves GPU memory, but the ranks run on CPU. "
+            "Try cluster.backend=gloo."
+        )
+    if uses_gpu(config):
+        if config.cluster.backend == "nccl" and run.world_size > num_gpus():
+            raise PlanError(
+                f"pp={config.pp} * dp={run.dp} = {run.world_size} ranks on {num_gpus()} GPUs: NCCL "
+                "needs a GPU per rank. Try cluster.backend=staged, which shares GPUs."
+            )
+        return
+    import psutil
+
+    free = psutil.virtual_memory().available
+    needs = run.world_size * _IDLE_RANK_BYTES + state_bytes(run)
+    if needs > free:
+        fits = max(1, int((free - state_bytes(run)) // _IDLE_RANK_BYTES))
+        raise PlanError(
+            f"pp={config.pp} * dp={run.dp} = {run.world_size} ranks need about {needs / 1e9:.1f} GB "
+            f"on this machine ({_IDLE_RANK_BYTES / 1e9:.2f} GB each, {state_bytes(run) / 1e9:.1f} GB "
+            f"of weights, gradients and optimizer state), but {free / 1e9:.1f} GB are free: at most "
+            f"{fits} ranks. Try a smaller pp, dp or model=, or mode=simulate."
+        )
+
+
+def state_bytes(run: Run) -> int:
+    """Weights, gradients and optimizer state of all replicas together."""
+    table = run.costs.table(run.programs.train)
+    if table.state_bytes is None:
+        return run.num_parameters * 16 * run.dp
+    return sum(table.state_bytes) * run.dp
+
+
+def find_checkpoint(run: Run, asked: str | None, *, optional: bool) -> Path | None:
+    """A checkpoint by path, or the newest of this experiment for ``auto``.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    if asked is None:
+        return None
+    if asked == "auto":
+        return newest_checkpoint(run.config.experiment_name, optional=optional)
+    return Path(asked).expanduser().absolute()
+
+
+def run_ranks(
+    run: Run, run_dir: Path, checkpoint: Path | None, on_event: Listener
+) -> dict[str, Any]:
+    """Starts the ranks, waits for them, and returns what rank 0 left.
+
+    Raises:
+        RunError: A rank failed.
+    """
+    config = dump(run.config)
+    config["dp"] = run.dp
+    task = {"config": config, "checkpoint": None if checkpoint is None else str(checkpoint)}
+    write_atomically(run_dir / "resolved.json", json.dumps(task, indent=1))
+    world = 1 if run.config.mode == "generate" else run.world_size
+    LocalRanks(run_dir, world, on_event).run()
+    outcome = run_dir / "outcome.json"
+    found: dict[str, Any] = json.loads(outcome.read_text())
+    os.unlink(outcome)
+    return found

@@ -1,0 +1,97 @@
+"""``mode=train``: predict, start the ranks, and lay the measured step beside the predicted one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from launcher.commands.predicted import predict, run_mapping, write_pictures
+from launcher.commands.ranks import check_before_start, find_checkpoint, run_ranks
+from launcher.config import LaunchConfig
+from launcher.progress import ProgressView
+from launcher.report.html import Panel
+from launcher.report.result import metrics_mapping, write_result
+from launcher.report.summary import print_summary
+from launcher.resolve import Run, resolve, uses_gpu
+from launcher.terminal import say
+from strategies.errors import RunError
+from strategies.metrics import Metrics
+from strategies.timeline import Timeline
+from launcher.workloads.transformer_shape import unit_specs
+
+
+def run(config: LaunchConfig, run_dir: Path) -> int:
+    """Trains; files are in ``run_dir`` whatever happens."""
+    resolved = resolve(config)
+    checkpoint = find_checkpoint(resolved, config.trainer.resume, optional=True)
+    check_before_start(resolved, checkpoint)
+    timeline, metrics = predict(resolved)
+    predicted = Panel("predicted", timeline, metrics)
+    write_pictures(run_dir, [predicted], resolved)
+    _announce(resolved, checkpoint, run_dir)
+    common = run_mapping(resolved, "done") | metrics_mapping(metrics)
+    result = run_dir / "result.json"
+    try:
+        with ProgressView(enabled=config.trainer.enable_progress_bar) as view:
+            outcome = run_ranks(resolved, run_dir, checkpoint, view)
+    except RunError as error:
+        write_result(result, common | {"status": "failed", "error": str(error)})
+        raise
+    except KeyboardInterrupt:
+        write_result(result, common | {"status": "failed", "error": "interrupted"})
+        raise
+    measured = _measured(resolved, outcome.pop("timeline"))
+    if measured is not None:
+        write_pictures(run_dir, [Panel("measured", measured), predicted][::-1], resolved)
+    figures = common | outcome | _beside(resolved, metrics, measured, outcome)
+    write_result(result, figures)
+    print_summary(figures)
+    say(f"files: {run_dir}")
+    return 0
+
+
+def _announce(run: Run, checkpoint: Path | None, run_dir: Path) -> None:
+    config = run.config
+    layers = "|".join(f"{count:g}" for count in run.layers_per_stage)
+    say(
+        f"{config.model.name}: {run.num_parameters:,} parameters, layers per stage {layers}; "
+        f"{config.schedule.name} on {run.world_size} ranks (pp={config.pp} dp={run.dp}), "
+        f"{run.num_microbatches} microbatches of {config.data.microbatch_size} x "
+        f"{run.shape.sequence} tokens"
+    )
+    if checkpoint is not None:
+        say(f"continues {checkpoint}")
+    say(f"logs: {run_dir / 'logs'}")
+
+
+def _measured(run: Run, rows: dict[str, Any] | None) -> Timeline | None:
+    if rows is None:
+        return None
+    start = tuple(tuple(row) for row in rows["start"])
+    end = tuple(tuple(row) for row in rows["end"])
+    return Timeline(run.programs.train, start, end, "s", "measured")
+
+
+def _beside(
+    run: Run, predicted: Metrics, measured: Timeline | None, outcome: dict[str, Any]
+) -> dict[str, object]:
+    """Measured figures under their own names, next to what was predicted for them."""
+    seconds = predicted.time_unit == "s"
+    accumulation = run.config.trainer.accumulate_grad_batches
+    step_time = outcome["step_time_s"]
+    mfu = None
+    if step_time and uses_gpu(run.config):
+        flops = sum(unit.forward_flops for unit in unit_specs(run.shape))
+        per_step = 3 * flops * run.batch_size * run.dp * accumulation
+        mfu = per_step / (step_time * run.world_size * run.config.hardware.peak_flops)
+    return {
+        "mfu": mfu,
+        "predicted_step_time_s": predicted.makespan * accumulation if seconds else None,
+        "measured_bubble_ratio": None if measured is None else measured.bubble_ratio,
+        "measured_exposed_grad_reduce_s": (
+            None if measured is None else measured.exposed_grad_reduce
+        ),
+        "predicted_peak_memory_bytes": (
+            None if None in predicted.peak_memory_bytes else list(predicted.peak_memory_bytes)
+        ),
+    }

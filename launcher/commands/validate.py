@@ -1,0 +1,66 @@
+"""``mode=validate``: everything that can be known without starting anything."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from launcher.commands.predicted import predict, run_mapping, write_pictures
+from launcher.commands.ranks import check_before_start, find_checkpoint
+from launcher.config import LaunchConfig
+from launcher.report.html import Panel
+from launcher.report.result import metrics_mapping, write_result
+from launcher.report.summary import print_summary
+from launcher.resolve import Run, resolve
+from launcher.terminal import say
+
+
+def run(config: LaunchConfig, run_dir: Path) -> int:
+    """Composes, resolves, verifies, estimates; prints what would run."""
+    resolved = resolve(config)
+    checkpoint = find_checkpoint(resolved, config.trainer.resume, optional=True)
+    check_before_start(resolved, checkpoint)
+    timeline, metrics = predict(resolved)
+    write_pictures(run_dir, [Panel("predicted", timeline, metrics)], resolved)
+    result = run_mapping(resolved, "done") | metrics_mapping(metrics)
+    write_result(run_dir / "result.json", result)
+    say(_plan(resolved))
+    print_summary(result)
+    words = " ".join(shlex.quote(word) for word in _overrides(run_dir))
+    say(f"command on this machine: python -m launcher {words}".rstrip())
+    say("valid: nothing was started")
+    return 0
+
+
+def _plan(run: Run) -> str:
+    """Per rank: its stages, their layers, and the memory that they take."""
+    table = run.costs.table(run.programs.train)
+    placement = run.programs.train.placement
+    _, metrics = predict(run)
+    lines = [
+        f"{run.world_size} processes: pp={run.config.pp} dp={run.dp}, "
+        f"{run.num_microbatches} microbatches of {run.config.data.microbatch_size} per step and "
+        f"replica, {run.num_parameters:,} parameters",
+        f"programs verified: train, accumulate, forward "
+        f"({sum(map(len, run.programs.train.ranks))} instructions per training step)",
+    ]
+    for rank in range(placement.num_ranks):
+        stages = placement.stages_of(rank)
+        layers = ", ".join(f"stage {s}: {run.layers_per_stage[s]:g} layers" for s in stages)
+        memory = metrics.peak_memory_bytes[rank]
+        if memory is not None and table.state_bytes is not None:
+            state = sum(table.state_bytes[s] for s in stages)
+            layers += (
+                f"; memory {memory / 2**30:.3f} GiB (weights, gradients, optimizer "
+                f"{state / 2**30:.3f}, activations {(memory - state) / 2**30:.3f})"
+            )
+        lines.append(f"rank {rank}: {layers}")
+    return "\n".join(lines)
+
+
+def _overrides(run_dir: Path) -> list[str]:
+    """What was typed, without the mode."""
+    from omegaconf import OmegaConf
+
+    found = OmegaConf.load(run_dir / ".hydra" / "overrides.yaml")
+    return [str(word) for word in found if not str(word).startswith("mode=")]

@@ -1,0 +1,291 @@
+"""What a rank does: builds Trainer, model and data from the resolved configuration, and runs them.
+
+The launcher's only module that brings Lightning's Trainer and the workloads together.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from launcher.callbacks import LastCheckpoint, MetricsFile, Progress, pipeline
+from launcher.config import LaunchConfig, from_dict
+from launcher.report.result import write_result
+from launcher.resolve import Run, num_gpus, optimizer_options, resolve, text_source
+from launcher.tracking import build_loggers
+from launcher.workloads.data.module import TextDataModule
+from launcher.workloads.language_model import LanguageModel
+from strategies.runtime.checkpoint import load_state_dict
+from strategies.runtime.strategy import PipelineStrategy
+from strategies.timeline import Timeline
+
+OUTCOME = "outcome.json"
+
+
+def run(task: dict[str, Any], run_dir: Path) -> None:
+    """Runs one rank of a task.
+
+    Args:
+        task: ``{"config": ..., "checkpoint": path or None}``, as ``resolved.json`` has it.
+        run_dir: The run's folder; rank 0 leaves ``outcome.json`` there.
+    """
+    config = from_dict(task["config"])
+    resolved = resolve(config)
+    _quiet()
+    jobs: dict[str, Callable[[Run, Path, str | None], dict[str, Any]]] = {
+        "train": _train,
+        "eval": _evaluate,
+        "predict": _predict,
+        "generate": _generate,
+    }
+    outcome = jobs[config.mode](resolved, run_dir, task["checkpoint"])
+    if os.environ["RANK"] == "0":
+        write_result(run_dir / OUTCOME, outcome)
+
+
+def _quiet() -> None:
+    import logging
+
+    # The parent shows progress; a rank's log keeps what matters.
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*num_workers.*", module="lightning")
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+    warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists.*")
+
+
+def _strategy(run: Run) -> PipelineStrategy:
+    config = run.config
+    plan = run.plan
+    buckets = plan.buckets
+    if isinstance(buckets, int):
+        buckets = (buckets,) * len(run.stages)
+    return PipelineStrategy(
+        pp=config.pp,
+        dp=run.dp,
+        schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        stages_per_rank=plan.stages_per_rank,
+        group=plan.group,
+        units_per_stage=tuple(len(stage) for stage in run.stages),
+        overlap=plan.overlap,
+        buckets=buckets,
+        backend=config.cluster.backend,
+        timeout_s=config.cluster.timeout_s,
+        seed=config.seed,
+        metadata={"model": asdict(run.shape), "experiment_name": config.experiment_name},
+    )
+
+
+def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: Any) -> pl.Trainer:
+    given = run.config.trainer
+    gpus = num_gpus() if torch.cuda.is_available() else 0
+    on_gpu = given.accelerator == "gpu" or (given.accelerator == "auto" and gpus > 0)
+    logger: Any = build_loggers(run.config, run_dir) if run.config.mode == "train" else False
+    return pl.Trainer(
+        accelerator="gpu" if on_gpu else "cpu",
+        devices=min(gpus, run.world_size) if on_gpu else "auto",
+        strategy=_strategy(run),
+        plugins=[LightningEnvironment()],
+        callbacks=callbacks,
+        logger=logger or False,
+        default_root_dir=run_dir,
+        precision=given.precision,
+        limit_train_batches=given.limit_train_batches,
+        limit_val_batches=given.limit_val_batches,
+        limit_test_batches=given.limit_test_batches,
+        limit_predict_batches=given.limit_predict_batches,
+        deterministic=given.deterministic,
+        detect_anomaly=given.detect_anomaly,
+        enable_model_summary=given.enable_model_summary,
+        enable_progress_bar=False,
+        **more,
+    )
+
+
+def _model(run: Run) -> LanguageModel:
+    # On the meta device: each rank then makes the weights of its own units only.
+    with torch.device("meta"):
+        return LanguageModel(
+            run.shape, optimizer=optimizer_options(run.config), seed=run.config.seed
+        )
+
+
+def _data(run: Run) -> TextDataModule:
+    config = run.config
+    return TextDataModule(
+        text_source(config),
+        sequence=run.shape.sequence,
+        batch_size=run.batch_size,
+        seed=config.seed,
+        val_fraction=config.data.val_fraction,
+        num_workers=config.data.num_workers,
+        vocab=run.shape.vocab,
+    )
+
+
+def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+    config, given = run.config, run.config.trainer
+    pl.seed_everything(config.seed, workers=True, verbose=False)
+    folder = run_dir / "checkpoints"
+    rank = int(os.environ["RANK"])
+    tokens = run.batch_size * run.dp * run.shape.sequence * given.accumulate_grad_batches
+    progress = Progress(MetricsFile(run_dir / "metrics.csv") if rank == 0 else None, tokens)
+    callbacks: list[Callback] = [progress]
+    if given.checkpoint_every_n_steps is not None:
+        callbacks.append(
+            ModelCheckpoint(
+                dirpath=folder,
+                filename="step-{step:08d}",
+                auto_insert_metric_name=False,
+                every_n_train_steps=given.checkpoint_every_n_steps,
+                save_top_k=-1,
+            )
+        )
+    last = LastCheckpoint(folder)
+    if given.save_last:
+        callbacks.append(last)
+    closing = _Closing(run)
+    callbacks.append(closing)
+    trainer = _trainer(
+        run,
+        run_dir,
+        callbacks,
+        max_steps=given.max_steps,
+        max_epochs=-1 if given.max_epochs is None else given.max_epochs,
+        max_time=given.max_time,
+        accumulate_grad_batches=given.accumulate_grad_batches,
+        gradient_clip_val=given.gradient_clip_val,
+        gradient_clip_algorithm=given.gradient_clip_algorithm,
+        val_check_interval=given.val_check_interval,
+        check_val_every_n_epoch=given.check_val_every_n_epoch,
+        num_sanity_val_steps=given.num_sanity_val_steps,
+        log_every_n_steps=given.log_every_n_steps,
+        enable_checkpointing=given.checkpoint_every_n_steps is not None,
+    )
+    trainer.fit(_model(run), datamodule=_data(run), ckpt_path=checkpoint)
+    _finish_loggers(config)
+    # The first step pays for connections and allocations.
+    times = progress.step_times[1:] or progress.step_times
+    step_time = statistics.median(times) if times else None
+    return {
+        "world_size": run.world_size,
+        "num_parameters": run.num_parameters,
+        "steps": trainer.global_step,
+        "loss_first": progress.losses[0] if progress.losses else None,
+        "loss_last": progress.losses[-1] if progress.losses else None,
+        "val_loss": progress.val_loss,
+        "step_time_s": step_time,
+        "tokens_per_s": None if not step_time else tokens / step_time,
+        "peak_memory_bytes": closing.peaks,
+        "checkpoint": None if last.path is None else str(last.path),
+        "timeline": None if closing.timeline is None else _plain(closing.timeline),
+    }
+
+
+class _Closing(Callback):
+    """Collects what only all ranks together know, while they still talk."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._idle = _largest_resident()
+        self.timeline: Timeline | None = None
+        self.peaks: list[int] = []
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Collective."""
+        self.timeline = pipeline(trainer).measured_timeline()
+        own = _peak_memory(self._idle)
+        gathered = [own]
+        if dist.is_initialized():
+            gathered = [0] * self._run.world_size
+            dist.all_gather_object(gathered, own)
+        # Per pipeline rank, the largest of its replicas.
+        dp = self._run.dp
+        self.peaks = [max(gathered[i : i + dp]) for i in range(0, len(gathered), dp)]
+
+
+def _peak_memory(idle: int) -> int:
+    """Bytes: the allocator's peak on a GPU; on a CPU what the process has grown since ``idle``."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return int(torch.cuda.max_memory_allocated())
+    return max(0, _largest_resident() - idle)
+
+
+def _largest_resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _plain(timeline: Timeline) -> dict[str, Any]:
+    return {"start": timeline.start, "end": timeline.end}
+
+
+def _finish_loggers(config: LaunchConfig) -> None:
+    if config.tracking.name == "wandb":
+        import wandb
+
+        wandb.finish()
+
+
+def _evaluate(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+    trainer = _trainer(run, run_dir, [])
+    (found,) = trainer.test(
+        _model(run), datamodule=_data(run), ckpt_path=checkpoint, verbose=False
+    ) or ({},)
+    loss = found.get("test_loss")
+    return {"val_loss": loss, "checkpoint": checkpoint, "world_size": run.world_size}
+
+
+def _predict(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+    """Log-probabilities of the validation text, one file per replica."""
+    from safetensors.torch import save_file
+
+    trainer = _trainer(run, run_dir, [])
+    batches = trainer.predict(_model(run), datamodule=_data(run), ckpt_path=checkpoint)
+    where = pipeline(trainer).coordinates
+    rows = 0
+    path = run_dir / f"predictions_{where.dp_rank:05d}.safetensors"
+    if where.pp_rank == 0 and batches:
+        tensors = [item for item in batches if isinstance(item, torch.Tensor)]
+        joined = torch.cat(tensors)
+        rows = joined.shape[0]
+        save_file({"log_probabilities": joined.contiguous()}, path)
+    return {
+        "checkpoint": checkpoint,
+        "world_size": run.world_size,
+        "predictions": str(path),
+        "num_predictions": rows,
+    }
+
+
+def _generate(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+    from launcher.workloads.data.prompt import decode, encode
+
+    assert checkpoint is not None
+    wanted = run.config.generate
+    model = LanguageModel(run.shape, seed=run.config.seed)
+    model.load_state_dict(load_state_dict(Path(checkpoint)))
+    source = text_source(run.config)
+    tokens = model.generate(
+        encode(source, wanted.prompt),
+        wanted.max_new_tokens,
+        temperature=wanted.temperature,
+        top_k=wanted.top_k,
+        seed=run.config.seed,
+    )
+    text = decode(source, tokens.tolist())
+    (run_dir / "generated.txt").write_text(text)
+    return {"checkpoint": checkpoint, "world_size": 1, "text": text}
+
+

@@ -1,0 +1,308 @@
+"""LaunchConfig -> everything a run needs to know, decided once and torch-free.
+
+Parent and workers both go through here, so there is one source for every degree, batch size, stage
+cut and program.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.config import LaunchConfig
+from launcher.workloads.data.source import TextSource
+from launcher.workloads.optimizer_options import OptimizerOptions
+from launcher.workloads.transformer_shape import TransformerShape, unit_costs, unit_specs
+from strategies.compiler import Programs, compile_plan
+from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
+from strategies.costs.hardware import Hardware
+from strategies.costs.table import Costs
+from strategies.costs.uniform import UniformCosts
+from strategies.errors import PlanError
+from strategies.ir.placement import Placement
+from strategies.partition import balance, by_counts
+from strategies.plan import Plan, num_buckets
+from strategies.schedules import find_schedule
+
+ELEMENT_BYTES = {"32-true": 4, "64-true": 8}
+_MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A resolved configuration.
+
+    Attributes:
+        config: What was asked.
+        dp: Replicas, ``auto`` filled in.
+        num_microbatches: M per step and replica.
+        batch_size: Sequences per step and replica.
+        shape: The model.
+        stages: Unit ranges per stage.
+        plan: What the compiler gets.
+        programs: What runs.
+        costs: What the simulator assumes.
+        num_parameters: Of the whole model.
+    """
+
+    config: LaunchConfig
+    dp: int
+    num_microbatches: int
+    batch_size: int
+    shape: TransformerShape
+    stages: tuple[range, ...]
+    plan: Plan
+    programs: Programs
+    costs: Costs
+    num_parameters: int
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return self.config.pp * self.dp
+
+    @property
+    def layers_per_stage(self) -> tuple[float, ...]:
+        """Layers per stage; a half is an attention or an MLP alone."""
+        last = 2 * self.shape.layers + 1
+        return tuple(sum(1 for u in stage if 0 < u < last) / 2 for stage in self.stages)
+
+
+def resolve(config: LaunchConfig) -> Run:
+    """Fills in what was left open and compiles the programs.
+
+    Raises:
+        PlanError: Degrees, batch sizes or the cut do not work together.
+        ProgramError: A user's own schedule made a wrong program.
+        DataError: The vocabulary is the data's, and the data cannot be read.
+    """
+    dp = _replicas(config)
+    num_microbatches, batch_size = _batches(config, dp)
+    shape = model_shape(config)
+    schedule = find_schedule(config.schedule.name)
+    resolved = schedule.resolve(
+        pp=config.pp,
+        num_microbatches=num_microbatches,
+        stages_per_rank=config.schedule.stages_per_rank,
+        group=config.schedule.group,
+    )
+    placement = schedule.place(resolved)
+    uniform = config.mode == "simulate" and config.costs.name == "uniform"
+    # With uniform costs the model plays no part: any number of stages goes.
+    stages = () if uniform else _stages(config, shape, placement)
+    loads = _loads(config, shape, stages)
+    plan = Plan(
+        schedule=config.schedule.name,
+        pp=config.pp,
+        num_microbatches=num_microbatches,
+        stages_per_rank=config.schedule.stages_per_rank,
+        group=config.schedule.group,
+        overlap=config.overlap.name,
+        buckets=_buckets(config, dp, loads, placement, uniform=uniform),
+    )
+    return Run(
+        config=config,
+        dp=dp,
+        num_microbatches=num_microbatches,
+        batch_size=batch_size,
+        shape=shape,
+        stages=stages,
+        plan=plan,
+        programs=compile_plan(plan),
+        costs=_uniform(config) if config.costs.name == "uniform" else _analytic(config, dp, loads),
+        num_parameters=shape.num_parameters,
+    )
+
+
+def model_shape(config: LaunchConfig) -> TransformerShape:
+    """The transformer that ``model.*`` describes; the vocabulary is the data's if left open."""
+    model = config.model
+    vocab = model.vocab
+    if vocab is None and config.data.tokenizer is None and config.data.name != "tokens":
+        vocab = 256  # bytes
+    elif vocab is None:
+        from launcher.workloads.data.vocabulary import vocab_size  # needs the tokenizers library
+
+        vocab = vocab_size(text_source(config))
+    return TransformerShape(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads or model.heads,
+        ffn=model.ffn or 4 * model.hidden,
+        vocab=vocab,
+        sequence=model.sequence,
+        norm=model.norm,
+        activation=model.activation,
+        position=model.position,
+        tie_embeddings=model.tie_embeddings,
+        dropout=model.dropout,
+    )
+
+
+def text_source(config: LaunchConfig) -> TextSource:
+    """Where ``data.*`` takes its tokens from."""
+    data = config.data
+    cap = data.max_bytes
+    if cap is None and data.name == "stdlib":
+        cap = 4_000_000  # Read in hundredths of a second; more than a laptop's run gets through.
+    path = None if data.path is None else str(Path(data.path).expanduser().absolute())
+    return TextSource(data.name, path, data.tokenizer, data.dtype, cap)
+
+
+def optimizer_options(config: LaunchConfig) -> OptimizerOptions:
+    """``optimizer.*`` without what the chosen rule does not have."""
+    options = config.optimizer
+    given = {
+        name: getattr(options, name)
+        for name in (
+            "name", "lr", "weight_decay", "betas", "eps", "momentum", "warmup_steps",
+            "schedule", "min_lr_ratio",
+        )
+    }  # fmt: skip
+    return OptimizerOptions(**{key: value for key, value in given.items() if value is not None})
+
+
+def hardware(config: LaunchConfig) -> Hardware:
+    """``hardware.*`` as the cost model's type."""
+    given = config.hardware
+    return Hardware(
+        given.name,
+        given.peak_flops,
+        given.efficiency,
+        given.memory_gb,
+        given.memory_bandwidth,
+        given.intra_bandwidth,
+        given.intra_latency_s,
+        given.inter_bandwidth,
+        given.inter_latency_s,
+        given.gpus_per_node,
+    )
+
+
+def num_gpus() -> int:
+    """GPUs of this machine, counted without torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len([p for p in Path("/dev").glob("nvidia*") if p.name[6:].isdigit()])
+
+
+def uses_gpu(config: LaunchConfig) -> bool:
+    """Whether ranks run on GPUs."""
+    wanted = config.trainer.accelerator
+    return wanted == "gpu" or (wanted == "auto" and num_gpus() > 0)
+
+
+def _replicas(config: LaunchConfig) -> int:
+    if config.dp != "auto":
+        return int(config.dp)
+    world = num_gpus() if uses_gpu(config) else (os.cpu_count() or 1)
+    return max(1, world // config.pp)
+
+
+def _batches(config: LaunchConfig, dp: int) -> tuple[int, int]:
+    """(microbatches, sequences) per step and replica."""
+    total, size = config.data.global_batch_size, config.data.microbatch_size
+    asked = config.num_microbatches
+    if total is None:
+        count = 2 * config.pp if asked == "auto" else int(asked)
+        return count, count * size
+    if total % dp:
+        fit = max(dp, round(total / dp) * dp)
+        raise PlanError(
+            f"data.global_batch_size={total} is not divisible by dp={dp}. "
+            f"Try data.global_batch_size={fit}."
+        )
+    rows = total // dp
+    count = -(-rows // size)  # The last microbatch may be smaller.
+    if asked != "auto" and int(asked) != count:
+        raise PlanError(
+            f"data.global_batch_size={total} over dp={dp} is {rows} sequences per replica, which "
+            f"data.microbatch_size={size} cuts into {count} microbatches, but "
+            f"num_microbatches={asked}. Try num_microbatches=auto, or "
+            f"data.global_batch_size={int(asked) * size * dp}."
+        )
+    return count, rows
+
+
+def _stages(
+    config: LaunchConfig, shape: TransformerShape, placement: Placement
+) -> tuple[range, ...]:
+    num_stages = placement.num_stages
+    counts = config.schedule.layers_per_stage
+    costs = unit_costs(shape)
+    if counts is None:
+        return balance(costs, num_stages)
+    if sum(counts) != shape.layers:
+        even = [shape.layers // num_stages + (i < shape.layers % num_stages) for i in
+                range(num_stages)]  # fmt: skip
+        raise PlanError(
+            f"schedule.layers_per_stage={list(counts)} adds up to {sum(counts)} layers, but "
+            f"model.layers={shape.layers}. Try schedule.layers_per_stage="
+            f"[{','.join(map(str, even))}]."
+        )
+    units = [2 * count for count in counts]
+    units[0] += 1  # the embedding
+    units[-1] += 1  # the head
+    return by_counts(units, len(costs), num_stages)
+
+
+def _loads(
+    config: LaunchConfig, shape: TransformerShape, stages: tuple[range, ...]
+) -> tuple[Load, ...]:
+    size = config.data.microbatch_size
+    units = [
+        Load(
+            unit.forward_flops * size,
+            unit.parameters,
+            unit.output_elements * size,
+            unit.saved_elements * size,
+        )
+        for unit in unit_specs(shape)
+    ]
+    return tuple(sum_loads([units[index] for index in stage]) for stage in stages)
+
+
+def _buckets(
+    config: LaunchConfig,
+    dp: int,
+    loads: tuple[Load, ...],
+    placement: Placement,
+    *,
+    uniform: bool,
+) -> int | tuple[int, ...]:
+    """Buckets per stage: none where there is nobody to reduce with and nothing to simulate."""
+    if uniform:
+        costs = config.costs
+        return costs.num_buckets if costs.grad_reduce or dp > 1 else 0
+    if dp < 2 and placement.weight_copies < 2:
+        return 0
+    size = ELEMENT_BYTES[config.trainer.precision]
+    return tuple(num_buckets(load.parameters * size, config.overlap.bucket_mb) for load in loads)
+
+
+def _uniform(config: LaunchConfig) -> UniformCosts:
+    costs = config.costs
+    return UniformCosts(
+        forward=costs.forward,
+        backward=costs.backward,
+        backward_input=costs.backward_input,
+        recompute=costs.recompute,
+        grad_reduce=costs.grad_reduce,
+        num_buckets=costs.num_buckets,
+        p2p=costs.p2p,
+        transport=costs.transport,
+    )
+
+
+def _analytic(config: LaunchConfig, dp: int, loads: tuple[Load, ...]) -> AnalyticCosts:
+    return AnalyticCosts(
+        loads,
+        hardware(config),
+        dp=dp,
+        element_bytes=ELEMENT_BYTES[config.trainer.precision],
+        optimizer_elements=_MOMENTS[config.optimizer.name],
+        transport=config.costs.transport,
+    )

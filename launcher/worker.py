@@ -1,0 +1,68 @@
+"""One rank: reads the resolved configuration, trains or evaluates, leaves its results.
+
+Started as ``python -m launcher.worker RUN_DIR`` by a process launcher, with RANK, LOCAL_RANK,
+WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. Never sees Hydra.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from launcher.processes.failure import write_failure
+from strategies.errors import PipelineError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Runs this rank; returns its exit code."""
+    _die_with_parent()
+    faulthandler.enable()
+    os.umask(0o077)
+    run_dir = Path(sys.argv[1])
+    rank = int(os.environ["RANK"])
+    # Lightning must not install handlers of its own: the parent decides how a run ends.
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        task = json.loads((run_dir / "resolved.json").read_text())
+        jobs = importlib.import_module("launcher.jobs")
+        jobs.run(task, run_dir)
+    except KeyboardInterrupt:
+        return 130
+    except PipelineError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return write_failure(run_dir, rank, error)
+    except BaseException as error:
+        traceback.print_exc()
+        return write_failure(run_dir, rank, error)
+    return 0
+
+
+def _terminated(*_: object) -> None:
+    # Exit handlers of a half-dead communication could wait for peers for ever.
+    os._exit(143)
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel to end this process with its parent, and checks that it is still there."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = os.environ.get("FOLDPIPE_PARENT")
+    if parent is not None and os.getppid() != int(parent):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Skips the destructors of communicators, which may wait for peers that are gone.
+    os._exit(code)

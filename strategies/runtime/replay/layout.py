@@ -1,0 +1,128 @@
+"""Stages on a path: which calls, cuts and parameters each stage has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from strategies.errors import ModelError
+from strategies.runtime.replay.ownership import used_parameters
+from strategies.runtime.replay.path import Cut, Path
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one step is divided.
+
+    Attributes:
+        calls: Unit calls of every stage.
+        cuts: Per stage the cut where it begins and the one where it ends (None: the step's end).
+        parameters: Per stage the global names of its parameters, in order of use.
+    """
+
+    calls: tuple[range, ...]
+    cuts: tuple[tuple[Cut, Cut | None], ...]
+    parameters: tuple[tuple[str, ...], ...]
+
+
+def group_calls(path: Path) -> tuple[range, ...]:
+    """Joins calls between which no cut is possible."""
+    starts = [call for call in range(len(path.calls)) if isinstance(path.cuts[call], Cut)]
+    ends = [*starts[1:], len(path.calls)]
+    return tuple(range(start, end) for start, end in zip(starts, ends, strict=True))
+
+
+def train_layout(
+    path: Path, groups: Sequence[range], stages: Sequence[range], names: Sequence[str]
+) -> Layout:
+    """Divides the step that was probed first; every parameter gets at least one stage.
+
+    Args:
+        path: Its path.
+        groups: Calls of every unit.
+        stages: Units of every stage, contiguous, maybe empty.
+        names: All parameter names in registration order.
+    """
+    position = 0
+    calls = []
+    for stage in stages:
+        end = groups[stage.stop - 1].stop if stage else position
+        calls.append(range(position, end))
+        position = end
+    layout = _layout(path, calls, "training_step")
+    parameters = [dict.fromkeys(used) for used in layout.parameters]
+    # What this step never uses may serve validation: it stays with its neighbours.
+    owner = 0
+    for name in names:
+        users = [stage for stage, used in enumerate(layout.parameters) if name in used]
+        if users:
+            owner = users[0]
+        else:
+            parameters[owner][name] = None
+    return Layout(layout.calls, layout.cuts, tuple(tuple(used) for used in parameters))
+
+
+def follow_layout(path: Path, first: Path, layout: Layout, step: str) -> Layout:
+    """Divides another step so that every call runs on a stage that owns its parameters.
+
+    Raises:
+        ModelError: If its layers do not run in the order of the stages.
+    """
+    owners = [frozenset(used) for used in layout.parameters]
+    stage = 0
+    stage_of = []
+    for index, call in enumerate(path.calls):
+        possible = [s for s, names in enumerate(owners) if names >= set(call.parameters)]
+        later = [s for s in possible if s >= stage]
+        if not later:
+            where = f"stage {possible[0]}" if possible else "several stages"
+            raise ModelError(
+                f"{call.line}: {step} calls {path.name(index)}, which training put on {where}, "
+                f"after layers of stage {stage}. Every step must run the layers in the same order; "
+                f"generation loops and the like need pp=1."
+            )
+        stage = later[0]
+        stage_of.append(stage)
+    calls = []
+    position = 0
+    for number in range(len(layout.calls)):
+        end = position + sum(1 for other in stage_of if other == number)
+        if number == len(layout.calls) - 1:
+            end = len(path.calls)
+        calls.append(range(position, end))
+        position = end
+    divided = _layout(path, calls, step)
+    for number, names in enumerate(divided.parameters):
+        missing = [name for name in names if name not in owners[number]]
+        if missing:
+            raise ModelError(
+                f"{step} uses {missing[0]} on stage {number}, which does not have it: "
+                "training_step uses it on other stages only. Use it between the same layers in "
+                "every step, or pp=1."
+            )
+    return Layout(divided.calls, divided.cuts, layout.parameters)
+
+
+def _layout(path: Path, calls: Sequence[range], step: str) -> Layout:
+    num_calls = len(path.calls)
+    last = len(calls) - 1
+    cuts: list[tuple[Cut, Cut | None]] = []
+    parameters = []
+    for stage, own in enumerate(calls):
+        entry = _cut(path, own.start if stage else 0, step)
+        leave = None if stage == last else _cut(path, own.stop, step)
+        cuts.append((entry, leave))
+        end = (num_calls, len(path.events[num_calls])) if leave is None else leave.position
+        start = (0, -1) if stage == 0 else entry.position
+        parameters.append(used_parameters(path, start, end, own))
+    return Layout(tuple(calls), tuple(cuts), tuple(parameters))
+
+
+def _cut(path: Path, call: int, step: str) -> Cut:
+    cut = path.cuts[call]
+    if isinstance(cut, str):
+        raise ModelError(
+            f"{step} cannot be cut before {path.name(call)} ({path.calls[call].line}): {cut}. "
+            "Choose other stages with schedule.layers_per_stage."
+        )
+    return cut

@@ -1,0 +1,88 @@
+"""Capturing ``self.log`` calls instead of handing them to Lightning.
+
+Lightning aggregates log calls per process; in a pipeline a value exists on one stage only, so the
+runtime repeats the calls on every rank. The arguments are kept as the user gave them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from strategies.errors import ModelError
+from strategies.runtime.replay.gate import MARKER, unwatched
+from strategies.runtime.replay.source import user_line
+from strategies.runtime.stage_model import LogCall
+
+_LOG = inspect.signature(LightningModule.log)
+_LOG_DICT = inspect.signature(LightningModule.log_dict)
+
+
+class LogCapture:
+    """Stands in for ``self.log`` and ``self.log_dict`` during one replay.
+
+    Args:
+        keep: Called at every log call with the value; tells whether this stage keeps it.
+    """
+
+    def __init__(self, keep: Callable[[Any], bool]) -> None:
+        self._keep = keep
+        self._kept: list[tuple[str, Tensor | float, dict[str, Any]]] = []
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Replacement of ``LightningModule.log``."""
+        bound = _LOG.bind(None, *args, **kwargs).arguments
+        self._add(bound["name"], bound["value"], _options(bound, "self", "name", "value"))
+
+    def log_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Replacement of ``LightningModule.log_dict``."""
+        bound = _LOG_DICT.bind(None, *args, **kwargs).arguments
+        metrics: Mapping[str, Any] = bound["dictionary"]
+        for name, value in metrics.items():
+            self._add(str(name), value, _options(bound, "self", "dictionary"))
+
+    def calls(self) -> tuple[LogCall, ...]:
+        """The kept calls; their values come off the device in one transfer."""
+        tensors = [value for _, value, _ in self._kept if isinstance(value, Tensor)]
+        numbers: list[float] = []
+        if tensors:
+            device = tensors[-1].device
+            numbers = torch.stack([t.to(device, torch.float64) for t in tensors]).tolist()
+        fetched = iter(numbers)
+        return tuple(
+            LogCall(name, next(fetched) if isinstance(value, Tensor) else value, options)
+            for name, value, options in self._kept
+        )
+
+    def _add(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        if self._keep(value):
+            self._kept.append((name, unwatched(MARKER, lambda: _number(name, value)), options))
+
+
+def _number(name: str, value: Any) -> Tensor | float:
+    """The value as it is now: a tensor without dimensions, not fetched from its device yet."""
+    if isinstance(value, nn.Module):
+        value = _batch_value(value)
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise ModelError(
+            f"{user_line()}: self.log({name!r}) got a tensor of shape {list(value.shape)}; only "
+            "single numbers can be logged. Log its mean()."
+        )
+    return value.detach().clone().reshape(())
+
+
+def _options(bound: Mapping[str, Any], *without: str) -> dict[str, Any]:
+    return {key: value for key, value in bound.items() if key not in without}
+
+
+def _batch_value(metric: Any) -> Any:
+    """The value of a torchmetrics object for this batch, as Lightning logs it on a step."""
+    value = getattr(metric, "_forward_cache", None)
+    return metric.compute() if value is None else value

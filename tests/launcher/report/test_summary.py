@@ -1,0 +1,94 @@
+import io
+from textwrap import dedent
+
+from launcher.report.result import metrics_mapping
+from launcher.report.summary import print_summary, summary
+from strategies import UniformCosts, compile_program, simulate
+from strategies.metrics import measure
+
+COSTS = UniformCosts(grad_reduce=8)
+RESULT = {
+    "schedule": "foldx_fifo",
+    "pp": 2,
+    "dp": 1,
+    "tp": 1,
+    "stages_per_rank": 2,
+    "num_microbatches": 4,
+    "recompute": "none",
+    "overlap": "grad_reduce",
+}
+
+
+def simulated():
+    program = compile_program(schedule="foldx_fifo", pp=2, num_microbatches=4)
+    return RESULT | metrics_mapping(measure(simulate(program, COSTS), COSTS))
+
+
+def test_a_simulated_step():
+    headline = (
+        "foldx_fifo  pp=2  dp=1  tp=1  2 stages per rank  4 microbatches  recompute=none  "
+        "overlap=grad_reduce\n"
+    )
+    assert summary(simulated()) == headline + dedent(
+        """\
+        one step, predicted
+          makespan                19.5  F
+          period                  19.5  F
+          lower bound             13.5  F  LB1 rank 1
+          above the bound         44.4  %
+          above the busiest rank  62.5  %
+          bubble ratio            38.5  %
+          exposed reduction          6  F
+          peak activations         2.5  microbatches  rank 0, rank 1 least"""
+    )
+
+
+def test_a_training_run():
+    figures = {
+        "num_parameters": 1234567,
+        "loss_last": 2.34567,
+        "val_loss": None,
+        "step_time_s": 0.412,
+        "tokens_per_s": 12345.6,
+        "mfu": 0.5,
+    }
+    assert summary(figures | {"schedule": "1f1b"}) == dedent(
+        """\
+        1f1b
+        training
+          parameters               1,234,567
+          last loss                   2.3457
+          step time, median              412  ms
+          tokens per second           12,346
+          model FLOPs utilisation       50.0  %"""
+    )
+
+
+def test_names_are_no_markup_and_memory_is_per_rank():
+    text = summary({"schedule": "[red]x", "peak_memory_bytes": [2**30, 3 * 2**30, None]})
+    assert text == dedent(
+        """\
+        [red]x
+        one step, predicted
+          peak memory        3  GiB  rank 1, rank 0 least"""
+    )
+
+
+def test_it_fits_on_one_screen_and_is_plain_when_it_is_no_terminal():
+    file = io.StringIO()
+    print_summary(simulated() | {"loss_last": 1.0}, file=file)
+    assert "\x1b" not in file.getvalue()
+    assert len(file.getvalue().splitlines()) <= 24
+
+
+def test_headings_are_bold_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    file = Terminal()
+    print_summary(simulated(), file=file)
+    assert "\x1b[1m" in file.getvalue()
