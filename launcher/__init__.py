@@ -1,0 +1,1 @@
+"""Command line, schema, workloads, processes, tracking and reports."""

@@ -1,4 +1,4 @@
-"""Lightning callbacks of the launcher: metrics to file and parent, and the checkpoint at the end."""
+"""Lightning callbacks of the launcher: metrics for file and parent, and the last checkpoint."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Progress(pl.Callback):
         self._tell({"kind": "start", "step": trainer.global_step, "max_steps": trainer.max_steps})
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
     ) -> None:
         """Notes a step, and writes the row of the one before."""
         if trainer.fit_loop._should_accumulate():
@@ -188,7 +188,7 @@ class LastCheckpoint(pl.Callback):
         self.path: Path | None = None
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
     ) -> None:
         """Saves when this batch is the last one."""
         loop = trainer.fit_loop
@@ -222,8 +222,6 @@ def checkpoint_name(step: int) -> str:
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     for name, value in metrics.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            found[name.removesuffix("_step")] = float(value)
-        elif isinstance(value, int | float):
+        if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float):
             found[name.removesuffix("_step")] = float(value)
     return found

@@ -23,7 +23,8 @@ def manifest_of(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
         found: dict[str, Any] = json.loads(file.read_text())
-        found["metadata"], found["files"]  # noqa: B018
+        if not {"metadata", "files"} <= set(found):
+            raise KeyError("metadata, files")
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is no checkpoint: {file} does not exist. Name a folder such as "

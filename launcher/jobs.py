@@ -17,8 +17,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from launcher.callbacks import LastCheckpoint, MetricsFile, Progress, pipeline
 from launcher.config import LaunchConfig, from_dict
@@ -88,11 +88,12 @@ def _strategy(run: Run) -> PipelineStrategy:
     )
 
 
-def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: Any) -> pl.Trainer:
+def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object) -> pl.Trainer:
     given = run.config.trainer
     gpus = num_gpus() if torch.cuda.is_available() else 0
     on_gpu = given.accelerator == "gpu" or (given.accelerator == "auto" and gpus > 0)
     logger: Any = build_loggers(run.config, run_dir) if run.config.mode == "train" else False
+    arguments: dict[str, Any] = dict(more)
     return pl.Trainer(
         accelerator="gpu" if on_gpu else "cpu",
         devices=min(gpus, run.world_size) if on_gpu else "auto",
@@ -110,7 +111,7 @@ def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: Any) ->
         detect_anomaly=given.detect_anomaly,
         enable_model_summary=given.enable_model_summary,
         enable_progress_bar=False,
-        **more,
+        **arguments,
     )
 
 
@@ -287,5 +288,3 @@ def _generate(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]
     text = decode(source, tokens.tolist())
     (run_dir / "generated.txt").write_text(text)
     return {"checkpoint": checkpoint, "world_size": 1, "text": text}
-
-

@@ -38,7 +38,8 @@ def peak_bytes(program: Program, table: CostTable) -> tuple[int | None, ...]:
 
 def _held(program: Program, rank: int, per_stage: list[float]) -> Iterator[tuple[int, float]]:
     """(place in the list, what is held while it runs), in list order."""
-    held = sum(per_stage[stage] for stage, _ in program.entry.in_flight)
+    rank_of = program.placement.rank_of
+    held = sum(per_stage[pair[0]] for pair in program.entry.in_flight if rank_of(*pair) == rank)
     yield -1, held
     keeps = program.role != "forward"
     for place, item in enumerate(program.ranks[rank]):

@@ -10,7 +10,6 @@ from strategies.ir.instruction import Kind
 from strategies.memory import peak_activations, peak_bytes
 from strategies.timeline import Timeline
 
-
 # What any schedule computes; R is a schedule's own choice.
 _NEEDED = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 

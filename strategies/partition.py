@@ -1,13 +1,15 @@
 """Where a chain of units is cut into stages: the slowest stage as fast as possible.
 
-Dynamic programming over (stages, units): the largest stage cost first, then the sum of squares, so
-that of equally good cuts the most even one is taken. Exact, O(S n^2).
+Dynamic programming over (stages, units), twice: first the smallest possible largest stage, then,
+among the cuts that keep to it, the least sum of squares, so that of equally good cuts the most even
+one is taken. (One pass that compares both at once is not exact: a prefix that is best by its own
+largest stage need not be the most even one below the largest stage of the whole.) O(S n^2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from strategies.errors import PlanError
 
@@ -29,22 +31,21 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
             "deeper model."
         )
     sums = [0.0, *accumulate(float(cost) for cost in costs)]
-    # best[i]: (largest stage, sum of squares, start of the last stage) for the first i units.
-    best: list[tuple[float, float, int]] = [(sums[i], sums[i] ** 2, 0) for i in range(count + 1)]
+    limit = _smallest_limit(sums, num_stages)
+    # best[i]: (sum of squares, start of the last stage) for the first i units.
+    never = float("inf")
+    best = [(value**2 if value <= limit else never, 0) for value in sums]
     starts: list[list[int]] = [[0] * (count + 1)]
     for stage in range(2, num_stages + 1):
-        now: list[tuple[float, float, int]] = [(float("inf"), float("inf"), 0)] * (count + 1)
+        now = [(never, 0)] * (count + 1)
         for end in range(stage, count + 1):
-            options = (
-                (
-                    max(best[start][0], sums[end] - sums[start]),
-                    best[start][1] + (sums[end] - sums[start]) ** 2,
-                    start,
-                )
+            now[end] = min(
+                (best[start][0] + (sums[end] - sums[start]) ** 2, start)
+                if sums[end] - sums[start] <= limit
+                else (never, start)
                 for start in range(stage - 1, end)
             )
-            now[end] = min(options)
-        starts.append([entry[2] for entry in now])
+        starts.append([entry[1] for entry in now])
         best = now
     ranges = []
     end = count
@@ -53,6 +54,20 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
         ranges.append(range(start, end))
         end = start
     return tuple(reversed(ranges))
+
+
+def _smallest_limit(sums: Sequence[float], num_stages: int) -> float:
+    """The cost of the largest stage in the best cut; ``sums[i]`` is that of the first i units."""
+    best = list(sums)
+    for stage in range(2, num_stages + 1):
+        best = [
+            min(
+                (max(best[start], sums[end] - sums[start]) for start in range(stage - 1, end)),
+                default=float("inf"),
+            )
+            for end in range(len(sums))
+        ]
+    return best[-1]
 
 
 def by_counts(counts: Sequence[int], num_units: int, num_stages: int) -> tuple[range, ...]:
@@ -67,4 +82,4 @@ def by_counts(counts: Sequence[int], num_units: int, num_stages: int) -> tuple[r
             f"needed are {num_stages} stages (pp * stages_per_rank) and {num_units} units."
         )
     edges = [0, *accumulate(counts)]
-    return tuple(range(low, high) for low, high in zip(edges, edges[1:], strict=False))
+    return tuple(range(low, high) for low, high in pairwise(edges))

@@ -47,8 +47,7 @@ def write_pictures(run_dir: Path, panels: Sequence[Panel], run: Run) -> None:
     write_schedule_files(run_dir, first.timeline, first.metrics)
     config = run.config
     title = (
-        f"{config.schedule.name} pp={config.pp} dp={run.dp} "
-        f"num_microbatches={run.num_microbatches}"
+        f"{config.schedule.name} pp={config.pp} dp={run.dp} num_microbatches={run.num_microbatches}"
     )
     write_timeline_html(run_dir / "timeline.html", panels, title=title)
     write_trace(run_dir / "trace.json", [panel.timeline for panel in panels])

@@ -67,12 +67,14 @@ def check_machine(run: Run) -> None:
     free = psutil.virtual_memory().available
     needs = run.world_size * _IDLE_RANK_BYTES + state_bytes(run)
     if needs > free:
-        fits = max(1, int((free - state_bytes(run)) // _IDLE_RANK_BYTES))
+        state = state_bytes(run)
+        fits = max(1, int((free - state) // _IDLE_RANK_BYTES))
         raise PlanError(
-            f"pp={config.pp} * dp={run.dp} = {run.world_size} ranks need about {needs / 1e9:.1f} GB "
-            f"on this machine ({_IDLE_RANK_BYTES / 1e9:.2f} GB each, {state_bytes(run) / 1e9:.1f} GB "
-            f"of weights, gradients and optimizer state), but {free / 1e9:.1f} GB are free: at most "
-            f"{fits} ranks. Try a smaller pp, dp or model=, or mode=simulate."
+            f"pp={config.pp} * dp={run.dp} = {run.world_size} ranks need about "
+            f"{needs / 1e9:.1f} GB on this machine ({_IDLE_RANK_BYTES / 1e9:.2f} GB each, and "
+            f"{state / 1e9:.1f} GB of weights, gradients and optimizer state), but "
+            f"{free / 1e9:.1f} GB are free: at most {fits} ranks. "
+            "Try a smaller pp, dp or model=, or mode=simulate."
         )
 
 

@@ -14,10 +14,10 @@ from launcher.report.result import metrics_mapping, write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve, uses_gpu
 from launcher.terminal import say
+from launcher.workloads.transformer_shape import unit_specs
 from strategies.errors import RunError
 from strategies.metrics import Metrics
 from strategies.timeline import Timeline
-from launcher.workloads.transformer_shape import unit_specs
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:

@@ -50,8 +50,9 @@ class UniformCosts:
                 f"costs.backward={self.backward:g} and must lie between. "
                 f"Try costs.backward_input={self.backward / 2:g}."
             )
-        for name in ("grad_reduce", "p2p"):
-            if getattr(self, name) < 0:
+        for name in ("recompute", "grad_reduce", "p2p"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
                 raise CostError(f"costs.{name} is a duration >= 0. Try costs.{name}=0.")
         if self.num_buckets < 1:
             raise CostError(

@@ -58,7 +58,9 @@ def build_graph(program: Program) -> Graph:
 class _Resolver:
     """Finds the nodes that each instruction needs, by name."""
 
-    def __init__(self, program: Program, nodes: tuple[Instruction, ...], rank: tuple[int, ...]):
+    def __init__(
+        self, program: Program, nodes: tuple[Instruction, ...], rank: tuple[int, ...]
+    ) -> None:
         self._program = program
         self._nodes = nodes
         self._rank = rank
@@ -96,25 +98,29 @@ class _Resolver:
             assert microbatch is not None
             for source in self._sources.get(stage, ()):
                 found.append(self._input(item, Kind.F, source, microbatch))
+            if (stage, microbatch) in self._carried:
+                # The forward of the iteration before is still alive until its gradient has run.
+                found.append(self._producer(item, Kind.B, stage, microbatch))
         elif kind is Kind.B or kind is Kind.I:
             assert microbatch is not None
+            carried = (stage, microbatch) in self._carried
             graph_maker = self._made.get((Kind.R, stage, microbatch))
-            if graph_maker is None:
+            if graph_maker is None and not carried:
                 graph_maker = self._made.get((Kind.F, stage, microbatch))
             if graph_maker is not None:
                 found.append(graph_maker)
-            elif (stage, microbatch) not in self._carried:
+            elif not carried:
                 raise _missing(item, f"{stage}F{microbatch}")
             for target in self._targets.get(stage, ()):
                 found.append(self._input(item, Kind.B, target, microbatch))
         elif kind is Kind.W or kind is Kind.R:
             assert microbatch is not None
             maker = Kind.I if kind is Kind.W else Kind.F
-            made = self._made.get((maker, stage, microbatch))
-            if made is not None:
+            if maker is Kind.I or (stage, microbatch) not in self._carried:
+                made = self._made.get((maker, stage, microbatch))
+                if made is None:
+                    raise _missing(item, f"{stage}{maker.value}{microbatch}")
                 found.append(made)
-            elif (stage, microbatch) not in self._carried:
-                raise _missing(item, f"{stage}{maker.value}{microbatch}")
         elif kind is Kind.SEND:
             assert microbatch is not None
             assert item.payload is not None
@@ -128,7 +134,7 @@ class _Resolver:
             place = (self._rank[node], stage)
             found.extend(self._reduces.get(place, ()) or self._last.get(place, ()))
         for edge in item.after:
-            found.append(self._find(item, edge))
+            found.append(self._find(item, edge, self._rank[node]))
         return tuple(found)
 
     def partner(self, node: int) -> int:
@@ -164,7 +170,7 @@ class _Resolver:
                 return number
         raise _missing(item, f"{stage}{payload.value}{microbatch}")
 
-    def _find(self, item: Instruction, edge: Instruction) -> int:
+    def _find(self, item: Instruction, edge: Instruction, rank: int) -> int:
         if edge.microbatch is not None and edge.payload is None:
             number = self._made.get((edge.kind, edge.stage, edge.microbatch))
         elif edge.payload is not None:
@@ -173,7 +179,13 @@ class _Resolver:
             key = (edge.kind, edge.payload, edge.stage, edge.peer, edge.microbatch)
             number = self._messages.get(key)
         else:
-            number = next((n for n, node in enumerate(self._nodes) if node == edge), None)
+            # Of several owners' ones, that of the same rank.
+            name = (edge.kind, edge.stage, edge.bucket)
+            number = min(
+                (n for n, i in enumerate(self._nodes) if (i.kind, i.stage, i.bucket) == name),
+                key=lambda n: (self._rank[n] != rank, n),
+                default=None,
+            )
         if number is None:
             raise _missing(item, str(edge))
         return number
@@ -201,8 +213,14 @@ def _walk(
         while head[here] < offsets[here + 1]:
             node = head[here]
             other = partner[node]
-            send = other if other >= 0 and nodes[node].kind is Kind.RECV else node
-            missing = next((need for need in needs[send] if not done[need]), None)
+            wanted = needs[node]
+            send = node
+            if other >= 0:
+                if nodes[node].kind is Kind.RECV:
+                    send = other
+                # A RECV's first need is its SEND, which ends with it.
+                wanted = needs[send] + needs[partner[send]][1:]
+            missing = next((need for need in wanted if not done[need]), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(here)
                 break

@@ -35,7 +35,9 @@ def stuck_report(
         dots = ["..."] if place > _AROUND else []
         more = ["..."] if place + 1 + _AROUND < len(row) else []
         text = " ".join([*dots, *before, f"[{row[place]}]", *after, *more])
-        lines.append(f"rank {rank} | {text}  <-- waits for {_cause(node, nodes, needs, partner, done)}")
+        lines.append(
+            f"rank {rank} | {text}  <-- waits for {_cause(node, nodes, needs, partner, done)}"
+        )
     return "\n".join(lines)
 
 

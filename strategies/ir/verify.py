@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import combinations
 
 from strategies.errors import ProgramError
-from strategies.ir.instruction import MICROBATCH_KINDS, Instruction, Kind
+from strategies.ir.instruction import MESSAGE_KINDS, MICROBATCH_KINDS, Instruction, Kind
 from strategies.ir.program import Program
 
 
@@ -13,10 +14,11 @@ def verify(program: Program) -> Program:
     """Returns the program if it keeps every rule.
 
     The rules: every (stage, microbatch) has one F and, in a training program, one B or one I with
-    one W, on the rank that the placement names; values are made before they are used; every message
-    between ranks has one SEND and one RECV; no deadlock under rendezvous semantics; every
-    activation and received buffer is consumed; reductions follow the stage's last gradient, and
-    each owner steps each stage once.
+    one W, on the rank that the placement names, unless the entry or exit state says that it is in
+    flight; values are made before they are used; every message between ranks has one SEND and one
+    RECV; no deadlock under rendezvous semantics; every activation and received buffer is consumed;
+    reductions follow the stage's last gradient, all owners of a stage reduce the same buckets in
+    the same order, weights are gathered before they are used, and each owner steps each stage once.
 
     Raises:
         ProgramError: The first rule that is broken, with the instruction and its rank.
@@ -26,15 +28,36 @@ def verify(program: Program) -> Program:
             f"{program.schedule}: {len(program.ranks)} rows for "
             f"{program.placement.num_ranks} ranks. Write one row per rank."
         )
+    _check_fields(program)
     _check_once(program)
     _check_ranks(program)
     _check_complete(program)
-    if program.lowered:
-        _check_messages(program)
+    _check_messages(program)
+    # Before the graph, which would call a REDUCE or STEP that stands too early a deadlock.
+    _check_updates(program)
+    _check_reductions(program)
     graph = program.graph  # Producers first, no deadlock.
     assert len(graph.order) == len(graph.nodes)
-    _check_updates(program)
     return program
+
+
+def _check_fields(program: Program) -> None:
+    """Each kind has its own fields; text cannot say it otherwise, a schedule in Python can."""
+    for rank, row in enumerate(program.ranks):
+        for item in row:
+            message = item.kind in MESSAGE_KINDS
+            right = (
+                (item.microbatch is not None) is (message or item.kind in MICROBATCH_KINDS)
+                and (item.bucket is not None) is (item.kind is Kind.REDUCE)
+                and (item.peer is not None) is message
+                and (item.payload in (Kind.F, Kind.B) if message else item.payload is None)
+            )
+            if not right:
+                raise ProgramError(
+                    f"{program.schedule}: {item!r} on rank {rank} is malformed. F B I W R have a "
+                    "microbatch, SEND and RECV also a payload (F or B) and a peer, REDUCE a "
+                    "bucket, GATHER and STEP none of these."
+                )
 
 
 def _check_once(program: Program) -> None:
@@ -54,7 +77,7 @@ def _check_ranks(program: Program) -> None:
     placement = program.placement
     for rank, row in enumerate(program.ranks):
         for item in row:
-            if item.stage >= placement.num_stages:
+            if not 0 <= item.stage < placement.num_stages:
                 raise ProgramError(
                     f"{program.schedule}: {item} on rank {rank} names stage {item.stage}, but "
                     f"there are {placement.num_stages} stages, 0 to {placement.num_stages - 1}."
@@ -63,7 +86,7 @@ def _check_ranks(program: Program) -> None:
                 right = rank in placement.owners(item.stage)
                 place = f"ranks {placement.owners(item.stage)}"
             else:
-                if item.microbatch >= program.num_microbatches:
+                if not 0 <= item.microbatch < program.num_microbatches:
                     raise ProgramError(
                         f"{program.schedule}: {item} on rank {rank}, but there are "
                         f"{program.num_microbatches} microbatches, counted from 0."
@@ -94,11 +117,13 @@ def _check_complete(program: Program) -> None:
             if program.role == "forward":
                 right = kinds == {Kind.F}
             else:
-                forward = (Kind.F in kinds) or here in entry
                 whole = gradient in ({Kind.B}, {Kind.I, Kind.W})
-                right = forward and (whole or (not gradient and here in leaving))
+                alive = (here in entry) + (Kind.F in kinds) - whole
+                right = bool(kinds) and (whole or not gradient) and alive == (here in leaving)
             if not right:
                 have = " ".join(sorted(kind.value for kind in kinds)) or "nothing"
+                have += ", is in flight at the entry" if here in entry else ""
+                have += ", is in flight at the exit" if here in leaving else ""
                 raise ProgramError(
                     f"{program.schedule}: stage {stage}, microbatch {microbatch} has {have}, "
                     f"a {program.role} program needs {wanted}."
@@ -108,7 +133,7 @@ def _check_complete(program: Program) -> None:
 def _check_messages(program: Program) -> None:
     wanted: Counter[tuple[Kind, int, int, int]] = Counter()
     placement = program.placement
-    for boundary in program.boundaries:
+    for boundary in program.boundaries if program.lowered else ():
         for microbatch in range(program.num_microbatches):
             ends = (boundary.source, boundary.target)
             if placement.rank_of(ends[0], microbatch) == placement.rank_of(ends[1], microbatch):
@@ -129,6 +154,7 @@ def _check_messages(program: Program) -> None:
         if found != wanted:
             payload, source, target, microbatch = next(iter((found - wanted) + (wanted - found)))
             state = "one too many" if found[payload, source, target, microbatch] else "missing"
+            state += "" if program.lowered else ": the program is not lowered"
             raise ProgramError(
                 f"{program.schedule}: the {kind.value} of {payload.value}{microbatch} from stage "
                 f"{source} to stage {target} is {state}."
@@ -138,11 +164,21 @@ def _check_messages(program: Program) -> None:
 def _check_updates(program: Program) -> None:
     """REDUCE after the last gradient of its stage in list order; one STEP per owned stage."""
     gradients = {Kind.B, Kind.W}
+    # A compute program has no updates yet; a lowered one is final.
     any_step = any(item.kind is Kind.STEP for row in program.ranks for item in row)
+    any_step = any_step or (program.lowered and program.role == "train")
     for rank, row in enumerate(program.ranks):
         last = {item.stage: place for place, item in enumerate(row) if item.kind in gradients}
         updated: dict[int, int] = {}
+        used: set[int] = set()
         for place, item in enumerate(row):
+            if item.kind is Kind.F:
+                used.add(item.stage)
+            elif item.kind is Kind.GATHER and item.stage in used:
+                raise ProgramError(
+                    f"{program.schedule}: {item} on rank {rank} stands after a forward of its "
+                    "stage, which then uses the old weights."
+                )
             if item.kind in (Kind.REDUCE, Kind.STEP):
                 if program.role != "train":
                     raise ProgramError(
@@ -162,4 +198,32 @@ def _check_updates(program: Program) -> None:
             raise ProgramError(
                 f"{program.schedule}: rank {rank} steps stages {sorted(updated)}, but owns "
                 f"{list(program.placement.stages_of(rank))}."
+            )
+
+
+def _check_reductions(program: Program) -> None:
+    """Buckets without gaps; ranks that share stages meet in their reductions in one order."""
+    placement = program.placement
+    reduced = [[item for item in row if item.kind is Kind.REDUCE] for row in program.ranks]
+    for rank, row in enumerate(reduced):
+        for stage in placement.stages_of(rank) if row else ():
+            buckets = sorted(item.bucket or 0 for item in row if item.stage == stage)
+            if buckets != list(range(len(buckets))):
+                raise ProgramError(
+                    f"{program.schedule}: rank {rank} reduces buckets {buckets} of stage {stage}. "
+                    "Buckets count from 0 without a gap."
+                )
+    for first, second in (
+        combinations(range(len(reduced)), 2) if placement.weight_copies > 1 else ()
+    ):
+        shared = set(placement.stages_of(first)) & set(placement.stages_of(second))
+        here, there = (
+            [f"{item.stage}REDUCE{item.bucket}" for item in reduced[rank] if item.stage in shared]
+            for rank in (first, second)
+        )
+        if here != there:
+            raise ProgramError(
+                f"{program.schedule}: ranks {first} and {second} hold copies of stages "
+                f"{sorted(shared)} and must reduce them in the same order, but rank {first} runs "
+                f"{' '.join(here) or 'none'}, rank {second} runs {' '.join(there) or 'none'}."
             )

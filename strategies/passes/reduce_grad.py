@@ -8,6 +8,7 @@ Without, they carry an edge from the rank's last compute and start at the flush.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from strategies.ir.instruction import Instruction, Kind
 from strategies.ir.program import Program
@@ -25,7 +26,7 @@ def add_grad_reduce(program: Program, buckets: Sequence[int], *, overlap: bool) 
     for row in program.ranks:
         last = {i.stage: place for place, i in enumerate(row) if i.kind in (Kind.B, Kind.W)}
         ends = {place: stage for stage, place in last.items()}
-        final = row[max(ends)]
+        final = replace(row[max(ends)], after=())  # An edge names its instruction, no more.
         result: list[Instruction] = []
         held: list[Instruction] = []
         for place, item in enumerate(row):

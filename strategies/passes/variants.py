@@ -12,9 +12,7 @@ _UPDATE = frozenset({Kind.REDUCE, Kind.GATHER, Kind.STEP})
 
 def accumulate_only(program: Program) -> Program:
     """The same order without REDUCE and STEP: gradients stay where they are."""
-    rows = tuple(
-        tuple(item for item in row if item.kind not in _UPDATE) for row in program.ranks
-    )
+    rows = tuple(tuple(item for item in row if item.kind not in _UPDATE) for row in program.ranks)
     return replace(program, ranks=rows, role="accumulate")
 
 

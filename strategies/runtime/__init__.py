@@ -1,1 +1,1 @@
-"""Execution of programs with torch and Lightning; the only part of ``strategies`` that runs tensors."""
+"""Execution of programs with torch and Lightning; nothing else in ``strategies`` runs tensors."""

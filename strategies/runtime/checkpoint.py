@@ -245,7 +245,7 @@ def _read_part(stem: Path) -> dict[str, Any]:
     try:
         tree = json.loads(stem.with_suffix(".json").read_text())
         with safe_open(stem.with_suffix(".safetensors"), framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}
+            tensors = {key: file.get_tensor(key) for key in list(file.keys())}
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{stem}: cannot be read: {error}.") from None
     part: dict[str, Any] = unflatten(tree, tensors)
@@ -260,9 +260,7 @@ def _merge(into: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[
     return into
 
 
-def name_optimizer_state(
-    optimizer: Optimizer, named: Mapping[str, nn.Parameter]
-) -> dict[str, Any]:
+def name_optimizer_state(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, Any]:
     """An optimizer's state keyed by parameter names.
 
     Raises:
@@ -316,7 +314,7 @@ def load_optimizer_state(
 
 def _random_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": [version, list(words), gauss],

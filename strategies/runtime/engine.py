@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -217,8 +217,9 @@ class Engine:
                 return found
 
             return NcclTransport(pair, rank)
-        kinds = {"gloo": GlooTransport, "strict": StrictTransport, "staged": StagedTransport}
-        return kinds[backend](group)
+        if backend == "strict":
+            return StrictTransport(group)
+        return StagedTransport(group) if backend == "staged" else GlooTransport(group)
 
     def _open_buckets(self, parameters: dict[int, dict[str, nn.Parameter]]) -> tuple[int, ...]:
         """Buckets per stage from the stages' sizes, the same answer on every rank."""
@@ -493,6 +494,11 @@ class Engine:
     def drain(self) -> None:
         """Ends all sends; before a barrier or the end of a loop."""
         self.mailbox.drain()
+
+    def close(self) -> None:
+        """Ends all sends and gives the communicators back; the engine is of no use afterwards."""
+        self.drain()
+        self.communicators.destroy()
 
 
 class _kept_rng:  # noqa: N801  (used like a function)

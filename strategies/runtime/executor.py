@@ -253,9 +253,7 @@ class _Run:
         rank_of = self._program.placement.rank_of
         if rank_of(other, item.microbatch) == rank_of(item.stage, item.microbatch):
             return self._values.pop((payload, other, item.microbatch))
-        receive = Instruction(
-            Kind.RECV, item.stage, item.microbatch, payload=payload, peer=other
-        )
+        receive = Instruction(Kind.RECV, item.stage, item.microbatch, payload=payload, peer=other)
         tensors = self._mailbox.wait(receive)
         place = self.places[receive]
         record.end[place] = stamp()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,8 @@ class StageGradients:
                 )
                 share = _Share(parameter, view, touched)
                 gradients._shares.append(share)
-                parameter.register_post_accumulate_grad_hook(gradients._hook(share))
+                hooked: Any = parameter  # The hook's registration is untyped in torch.
+                hooked.register_post_accumulate_grad_hook(gradients._hook(share))
                 start += size
         return gradients
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from strategies.runtime.stage_model import LogCall
 
 _MISSING = object()
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": sum}
 
 
 @contextmanager
 def captured_logs(module: nn.Module) -> Iterator[list[LogCall]]:
-    """Inside, ``module.log`` and ``module.log_dict`` fill the list instead of Lightning's tables."""
+    """Inside, ``module.log`` and ``log_dict`` fill the list instead of Lightning's tables."""
     calls: list[LogCall] = []
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -58,8 +59,8 @@ def join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
         how = options.get("reduce_fx", "mean")
         how = how if isinstance(how, str) else getattr(how, "__name__", "mean")
         values = [call.value for call, _ in group]
-        if how in ("max", "min", "sum"):
-            value = {"max": max, "min": min, "sum": sum}[how](values)
+        if how in _REDUCTIONS:
+            value = _REDUCTIONS[how](values)
         else:
             whole = sum(share for _, share in group)
             value = sum(call.value * share for call, share in group) / whole

@@ -1,8 +1,8 @@
 """Boundary tensors on their way: shapes, buffers, and handles of one pipeline rank.
 
 Shapes travel once: the first message of a boundary for a new signature (shapes and types of the
-microbatch, known on every rank) is preceded by a header; afterwards both ends know. A boundary whose
-shapes change while the batch's do not is refused, never received into the wrong buffer.
+microbatch, known on every rank) is preceded by a header; afterwards both ends know. A boundary
+whose shapes change while the batch's do not is refused, never received into the wrong buffer.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Coordinates:
 
     @property
     def world_size(self) -> int:
-        """pp * dp."""
+        """Number of processes, pp * dp."""
         return self.pp * self.dp
 
     def global_rank(self, pp_rank: int, dp_rank: int) -> int:
@@ -59,7 +59,9 @@ class Communicators:
     coordinates: Coordinates
     _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
-    def create(self, wanted: list[tuple[str, tuple[int, ...]]], *, backends: dict[str, str]) -> None:
+    def create(
+        self, wanted: list[tuple[str, tuple[int, ...]]], *, backends: dict[str, str]
+    ) -> None:
         """Makes all groups in the order of ``wanted``, which is the same on every process.
 
         Args:
@@ -77,3 +79,10 @@ class Communicators:
     def get(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group, None for a single process."""
         return None if len(ranks) < 2 else self._groups[purpose, ranks]
+
+    def destroy(self) -> None:
+        """Gives all groups back; collective, in the order of their making."""
+        for group in self._groups.values():
+            if dist.get_rank(group) >= 0:
+                dist.destroy_process_group(group)
+        self._groups.clear()

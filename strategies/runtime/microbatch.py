@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     count = min(num_microbatches, rows)
     bounds = [rows * index // count for index in range(count + 1)]
     # The longer shares come first, as torch.tensor_split has them.
-    sizes = sorted((high - low for low, high in zip(bounds, bounds[1:], strict=False)))[::-1]
+    sizes = sorted((high - low for low, high in pairwise(bounds)))[::-1]
     shares = []
     start = 0
     for size in sizes:

@@ -102,6 +102,7 @@ class Recorder:
 
 
 def _cuda_stamp() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
+    make: Any = torch.cuda.Event  # Untyped in torch.
+    event = make(enable_timing=True)
     event.record()
     return event

@@ -1,4 +1,4 @@
-"""``Trainer(strategy=PipelineStrategy(pp=4))``: Lightning's hooks on one side, the engine on the other.
+"""``Trainer(strategy=PipelineStrategy(pp=4))``: Lightning's hooks, answered by the engine.
 
 Each hook here exists because Lightning's default would be silently wrong for a pipeline; the reason
 stands beside it. Nothing in Lightning is patched.
@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -182,7 +182,7 @@ class PipelineStrategy(ParallelStrategy):
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(self._num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        rank_zero_only.rank = self.global_rank
 
     def _configure_launcher(self) -> None:
         # The base starts nothing, and one process would wait for the others for ever.
@@ -305,7 +305,8 @@ class PipelineStrategy(ParallelStrategy):
             TrainerFn.PREDICTING: trainer.predict_loop,
         }
         assert function is not None
-        source = loops[function]._data_source
+        loop: Any = loops[function]
+        source = loop._data_source
         loader = source.dataloader()
         while isinstance(loader, list | tuple):
             loader = loader[0]
@@ -331,14 +332,15 @@ class PipelineStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer if self.lightning_module else None
         assert trainer is not None
         training = trainer.state.fn == TrainerFn.FITTING and trainer.training
-        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        epochs: Any = trainer.fit_loop.epoch_progress.current
         return shard(
             dataloader,
             num_replicas=self.dp,
             replica=self.coordinates.dp_rank,
             seed=self.engine.options.seed,
-            epoch=trainer.fit_loop.epoch_progress.current.processed if training else 0,
-            batches_done=progress.processed if training else 0,
+            epoch=epochs.processed if training else 0,
+            batches_done=batches.processed if training else 0,
         )
 
     # ------------------------------------------------------------- training
@@ -486,7 +488,7 @@ class PipelineStrategy(ParallelStrategy):
             return tensor
         names = {"mean": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM}
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        op = names.get(reduce_op.lower(), None) if isinstance(reduce_op, str) else reduce_op
+        op = names.get(reduce_op.lower()) if isinstance(reduce_op, str) else reduce_op
         if op is None:
             op = getattr(dist.ReduceOp, str(reduce_op).upper())
         where = self.coordinates
@@ -500,7 +502,7 @@ class PipelineStrategy(ParallelStrategy):
     def _replica_group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
         return self.engine.communicators.get("metrics", members)
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Over all processes; the base would compare a sum over replicas with the world size."""
         if not dist.is_initialized():
             return decision
@@ -644,6 +646,3 @@ def _concatenate(results: list[Any]) -> Any:
     if all(isinstance(item, tuple) for item in results):
         return tuple(_concatenate(list(column)) for column in zip(*results, strict=True))
     return results
-
-
-

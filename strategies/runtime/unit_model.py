@@ -74,7 +74,8 @@ class UnitModel(StageModel):
         if len({name for name, _ in declared}) != len(declared):
             raise ModelError("pipeline_units() names a unit twice; a unit runs once per step.")
         sizes = [float(sum(p.numel() for p in unit.parameters())) for _, unit in declared]
-        costs = module.unit_costs() if hasattr(module, "unit_costs") else sizes
+        declared_costs: Any = getattr(module, "unit_costs", lambda: sizes)
+        costs = declared_costs()
         if len(costs) != len(declared):
             raise ModelError(
                 f"unit_costs() has {len(costs)} figures for {len(declared)} units. "
@@ -93,7 +94,7 @@ class UnitModel(StageModel):
                     f"parameter {name} belongs to no unit of pipeline_units(), so no stage would "
                     "train it. Put its module into the list."
                 )
-        self._users = _users(declared)
+        self._users, self._canonical = _users(declared)
         self._stages: tuple[range, ...] = (range(len(declared)),)
 
     @property
@@ -122,12 +123,13 @@ class UnitModel(StageModel):
         for index, unit in self._runs.items():
             if any(parameter.is_meta for parameter in unit.parameters()):
                 name = self._units[index].name
-                if not hasattr(self._module, "initialise_unit"):
+                initialise: Any = getattr(self._module, "initialise_unit", None)
+                if initialise is None:
                     raise ModelError(
                         f"unit {name} has no weights (it is on the meta device), and the module "
                         "has no initialise_unit(name) to make them. Build it on a real device."
                     )
-                self._module.initialise_unit(name)
+                initialise(name)
 
     def forward(
         self,
@@ -160,13 +162,14 @@ class UnitModel(StageModel):
 
     def stage_parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of an owned stage, each once."""
-        names = {id(p): name for name, p in self._module.named_parameters()}
         seen: set[int] = set()
         for index in self._stages[stage]:
-            for parameter in self._runs[index].parameters():
+            unit_name = self._units[index].name
+            for name, parameter in self._runs[index].named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield names[id(parameter)], parameter
+                    # A tied weight goes by one name wherever it lies.
+                    yield self._canonical[f"{unit_name}.{name}"], parameter
 
     def shared_parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Parameters of several units whose units lie in several stages (tied embeddings)."""
@@ -178,12 +181,16 @@ class UnitModel(StageModel):
         return tuple(shared)
 
 
-def _users(declared: Sequence[tuple[str, nn.Module]]) -> dict[str, set[int]]:
-    """Canonical name of each parameter (its first use) -> the units that hold it."""
+def _users(
+    declared: Sequence[tuple[str, nn.Module]],
+) -> tuple[dict[str, set[int]], dict[str, str]]:
+    """Name of each parameter's first use -> the units that hold it; any name -> that name."""
     first: dict[int, str] = {}
     users: dict[str, set[int]] = {}
+    canonical_names: dict[str, str] = {}
     for index, (unit_name, unit) in enumerate(declared):
         for name, parameter in unit.named_parameters():
             canonical = first.setdefault(id(parameter), f"{unit_name}.{name}")
             users.setdefault(canonical, set()).add(index)
-    return users
+            canonical_names[f"{unit_name}.{name}"] = canonical
+    return users, canonical_names

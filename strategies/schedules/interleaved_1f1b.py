@@ -13,7 +13,8 @@ second half stands below the first (``-``: still running, ``.``: idle)::
 
 Rank r warms up with 2(P-1-r) + (V-1)N forwards, N = ``schedule.group`` (default P; Megatron's
 ``microbatch_group_size_per_vp_stage``). Bubble: (P-1)(F+B)/V. Peak on rank r for N = P:
-(2(P-1-r) + (V-1)P + 1)/V microbatches. Any M >= 1 (see ``groups.py``; Megatron wants N to divide M).
+(2(P-1-r) + (V-1)P + 1)/V microbatches. Any M >= 1 (Megatron wants N to divide M;
+see ``groups.py``).
 """
 
 from __future__ import annotations

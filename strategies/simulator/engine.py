@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from strategies.costs.table import Costs, CostTable
 from strategies.errors import ProgramError
@@ -26,10 +27,11 @@ from strategies.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """When each rank and each rank's channel become free; carries from one step to the next."""
+    """When ranks, their channels and their links are free; carries from one step to the next."""
 
     ranks: tuple[float, ...]
     channels: tuple[float, ...]
+    links: tuple[float, ...]  # source rank * P + target rank
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:
@@ -50,7 +52,7 @@ def unroll(program: Program, costs: Costs, *, steps: int) -> tuple[Timeline, ...
         )
     table = costs.table(program)
     zero = (0.0,) * len(program.ranks)
-    clocks = Clocks(zero, zero)
+    clocks = Clocks(zero, zero, zero * len(program.ranks))
     timelines = []
     for _ in range(steps):
         if table.transport == "rendezvous":
@@ -65,7 +67,7 @@ def _timeline(
     program: Program, table: CostTable, start: Sequence[float], end: Sequence[float]
 ) -> Timeline:
     offsets = program.graph.offsets
-    spans = list(zip(offsets, offsets[1:], strict=False))
+    spans = list(pairwise(offsets))
     return Timeline(
         program,
         tuple(tuple(start[low:high]) for low, high in spans),
@@ -98,7 +100,7 @@ def _run_buffered(
     end = [0.0] * walk.num_nodes
     free = list(clocks.ranks)
     channel = list(clocks.channels)
-    links = [0.0] * len(free) ** 2
+    links = list(clocks.links)
     for step in walk.steps:
         if len(step) == 5:  # Compute; a tuple unpacks faster than it is asked for its type.
             node, rank, index, needs, messages = step
@@ -128,7 +130,7 @@ def _run_buffered(
             now = max(channel[rank], ready)
             start[node] = now
             end[node] = channel[rank] = now + table.reduce[stage][bucket]
-    return start, end, Clocks(tuple(free), tuple(channel))
+    return start, end, Clocks(tuple(free), tuple(channel), tuple(links))
 
 
 def _run_rendezvous(
@@ -170,4 +172,4 @@ def _run_rendezvous(
             now = max(channel[rank], ready)
             start[node] = now
             end[node] = channel[rank] = now + table.reduce[step.stage][step.bucket]
-    return start, end, Clocks(tuple(free), tuple(channel))
+    return start, end, Clocks(tuple(free), tuple(channel), clocks.links)

@@ -44,9 +44,24 @@ def run_on_made_up_data(
         return made[id(leaf)]
 
     with torch.no_grad(), _made_up_parameters(module, device, generator), _Marking(call):
-        own_args, own_kwargs = rebuild((args, kwargs), make)
+        own_args, own_kwargs = _exchange((args, kwargs), make)
         result = forward(*own_args, **own_kwargs)
+    _exchange((args, kwargs), lambda leaf: source.get(id(leaf), leaf))
     return rebuild(result, lambda leaf: source.get(id(leaf), leaf))
+
+
+def _exchange(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Like ``rebuild``, but lists and dicts stay the same objects: a layer may write into them."""
+    if type(value) is list:
+        value[:] = [_exchange(item, leaf) for item in value]
+        return value
+    if type(value) is dict:
+        for key, item in value.items():
+            value[key] = _exchange(item, leaf)
+        return value
+    if type(value) is tuple:
+        return tuple(_exchange(item, leaf) for item in value)
+    return rebuild(value, leaf)
 
 
 def made_up_by(tensor: Tensor) -> int | None:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from strategies.runtime.replay.structure import tensors
 
 
-class CostCounter(TorchDispatchMode):
+class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up cost; also notices whether random numbers were drawn.
 
     Attributes:
@@ -22,7 +22,7 @@ class CostCounter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cost = 0.0
         self.random = False
 
@@ -40,6 +40,6 @@ class CostCounter(TorchDispatchMode):
             self.random = True
         if packet in flop_registry:
             self.cost += flop_registry[packet](*args, **kwargs, out_val=result)
-        elif not getattr(func, "is_view", False):
+        elif args and not getattr(func, "is_view", False) and packet is not torch.ops.aten.empty:
             self.cost += sum(tensor.numel() for tensor in tensors(result))
         return result

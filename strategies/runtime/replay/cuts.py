@@ -70,9 +70,7 @@ def _region_after(record: Record, call: int, index: int) -> object:
 
 
 def _written_after(record: Record, place: Place, value: Value) -> bool:
-    return any(
-        clock > place.clock and storage is value.storage for clock, storage in record.writes
-    )
+    return any(clock > place.clock and storage is value.storage for clock, storage in record.writes)
 
 
 def _aliased(record: Record, place: Place, alive: list[Value]) -> bool:

@@ -72,14 +72,58 @@ class Spec:
 
 # Answered from the shell alone, without any data; ``numel`` and friends also exist in ``torch.``.
 _DATALESS = frozenset(
-    "size dim ndimension numel nelement stride __len__ is_floating_point is_complex element_size "
-    "is_contiguous __hash__ storage_offset get_device is_signed is_same_size is_inference "
-    "result_type can_cast is_nonzero_size".split()
+    [
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "stride",
+        "__len__",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "is_contiguous",
+        "__hash__",
+        "storage_offset",
+        "get_device",
+        "is_signed",
+        "is_same_size",
+        "is_inference",
+        "result_type",
+        "can_cast",
+        "is_nonzero_size",
+    ]
 )
 _DATALESS_PROPERTIES = frozenset(
-    "shape dtype device ndim layout itemsize nbytes is_cuda is_cpu is_meta is_sparse is_mkldnn "
-    "is_xpu is_mps is_xla is_hpu is_maia is_ipu is_vulkan is_mtia is_quantized is_nested "
-    "is_sparse_csr name names output_nr".split()
+    [
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "itemsize",
+        "nbytes",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_mkldnn",
+        "is_xpu",
+        "is_mps",
+        "is_xla",
+        "is_hpu",
+        "is_maia",
+        "is_ipu",
+        "is_vulkan",
+        "is_mtia",
+        "is_quantized",
+        "is_nested",
+        "is_sparse_csr",
+        "name",
+        "names",
+        "output_nr",
+    ]
 )
 
 
@@ -101,7 +145,6 @@ class Hole(Tensor):
     owner: Any
     _meta: Tensor | None
 
-    @staticmethod
     def __new__(cls, spec: Spec, meta: Tensor | None = None, owner: Any = None) -> Hole:
         """Makes a hole; ``meta`` is built on demand where None."""
         hole: Hole = torch.Tensor._make_wrapper_subclass(
@@ -119,7 +162,7 @@ class Hole(Tensor):
             self._meta = self.spec.meta()
         return self._meta
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<value of another pipeline stage, shape {list(self.spec.shape)}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hole:
@@ -142,8 +185,8 @@ class Hole(Tensor):
         raise _unreachable(func, args)
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
+    def __torch_dispatch__(  # type: ignore[override]
+        cls: type[Hole],
         func: Callable[..., Any],
         types: Any,
         args: tuple[Any, ...] = (),
@@ -151,9 +194,25 @@ class Hole(Tensor):
     ) -> Any:
         # Only code below Python's torch functions (TorchScript, functorch) comes this way.
         for item in args:
-            if isinstance(item, Hole) and item.owner is not None:
-                return item.owner.escaped(func, args, kwargs or {})
+            for leaf in item if isinstance(item, list | tuple) else (item,):
+                if isinstance(leaf, Hole) and leaf.owner is not None:
+                    return leaf.owner.escaped(func, args, kwargs or {})
         raise _unreachable(func, args)
+
+
+def exchange(first: Tensor, second: Tensor) -> None:
+    """Exchanges what two tensor objects are.
+
+    Raises:
+        ModelError: If something below Python (an autograd function) keeps one of them.
+    """
+    try:
+        torch.utils.swap_tensors(first, second)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ModelError(
+            f"{user_line()}: a value that crosses stages is kept by a custom autograd function or "
+            f"a weak reference ({error}). Call the function inside a layer with parameters."
+        ) from error
 
 
 def dataless(

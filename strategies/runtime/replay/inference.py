@@ -149,7 +149,7 @@ def _infer_from_data(
             if not isinstance(leaf, Tensor):
                 return leaf
             if id(leaf) not in made:
-                if isinstance(leaf, Hole) or isinstance(leaf, nn.Parameter):
+                if isinstance(leaf, Hole | nn.Parameter):
                     spec = leaf.spec if isinstance(leaf, Hole) else Spec.of(leaf)
                     made[id(leaf)] = torch.full(spec.shape, fill, dtype=spec.dtype)
                 else:
@@ -170,7 +170,7 @@ def _infer_from_data(
     except (RuntimeError, IndexError, ValueError):
         same = False
     grad = torch.is_grad_enabled() and any(
-        isinstance(leaf, Hole) and leaf.spec.requires_grad or _trainable(leaf) for leaf in given
+        (isinstance(leaf, Hole) and leaf.spec.requires_grad) or _trainable(leaf) for leaf in given
     )
     specs = []
     for i, meta in enumerate(metas):
@@ -217,6 +217,8 @@ def _common_device(given: list[Any]) -> torch.device | None:
     found = [leaf for leaf in given if isinstance(leaf, Tensor)]
     found.sort(key=lambda leaf: (_rank(leaf) == 0, not isinstance(leaf, Hole)))
     for tensor in found:
+        if isinstance(tensor, Hole) and tensor.parameter is not None:
+            continue  # named before the module moved to its device
         device = tensor.spec.device if isinstance(tensor, Hole) else tensor.device
         if device.type != "meta":
             return device

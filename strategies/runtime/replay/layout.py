@@ -32,8 +32,8 @@ def group_calls(path: Path) -> tuple[range, ...]:
     return tuple(range(start, end) for start, end in zip(starts, ends, strict=True))
 
 
-def train_layout(
-    path: Path, groups: Sequence[range], stages: Sequence[range], names: Sequence[str]
+def first_layout(
+    path: Path, groups: Sequence[range], stages: Sequence[range], names: Sequence[str], step: str
 ) -> Layout:
     """Divides the step that was probed first; every parameter gets at least one stage.
 
@@ -42,6 +42,7 @@ def train_layout(
         groups: Calls of every unit.
         stages: Units of every stage, contiguous, maybe empty.
         names: All parameter names in registration order.
+        step: Name of the step, for messages.
     """
     position = 0
     calls = []
@@ -49,7 +50,7 @@ def train_layout(
         end = groups[stage.stop - 1].stop if stage else position
         calls.append(range(position, end))
         position = end
-    layout = _layout(path, calls, "training_step")
+    layout = _layout(path, calls, step)
     parameters = [dict.fromkeys(used) for used in layout.parameters]
     # What this step never uses may serve validation: it stays with its neighbours.
     owner = 0
@@ -77,7 +78,7 @@ def follow_layout(path: Path, first: Path, layout: Layout, step: str) -> Layout:
         if not later:
             where = f"stage {possible[0]}" if possible else "several stages"
             raise ModelError(
-                f"{call.line}: {step} calls {path.name(index)}, which training put on {where}, "
+                f"{call.line}: {step} calls {path.name(index)}, which is on {where}, "
                 f"after layers of stage {stage}. Every step must run the layers in the same order; "
                 f"generation loops and the like need pp=1."
             )
@@ -97,7 +98,7 @@ def follow_layout(path: Path, first: Path, layout: Layout, step: str) -> Layout:
         if missing:
             raise ModelError(
                 f"{step} uses {missing[0]} on stage {number}, which does not have it: "
-                "training_step uses it on other stages only. Use it between the same layers in "
+                "its layers are on other stages only. Use it between the same layers in "
                 "every step, or pp=1."
             )
     return Layout(divided.calls, divided.cuts, layout.parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -12,7 +13,7 @@ from strategies.errors import ModelError
 from strategies.runtime.replay.gate import StageDone, call_step, gated
 from strategies.runtime.replay.hole import Hole
 from strategies.runtime.replay.inference import Outcome
-from strategies.runtime.replay.layout import Layout, follow_layout, group_calls, train_layout
+from strategies.runtime.replay.layout import Layout, first_layout, follow_layout, group_calls
 from strategies.runtime.replay.logs import LogCapture
 from strategies.runtime.replay.ownership import ParameterTable
 from strategies.runtime.replay.path import Boundary, Path
@@ -134,7 +135,7 @@ class ReplayModel(StageModel):
         """
         path = self._paths[self._mode]
         self._check_ranges(stages)
-        layout = train_layout(path, self._groups, stages, self._table.names)
+        layout = first_layout(path, self._groups, stages, self._table.names, STEP_NAMES[self._mode])
         self._layouts = {self._mode: layout}
         self._owned = frozenset(owned)
         kept = {name for stage in owned for name in layout.parameters[stage]}
@@ -213,7 +214,9 @@ class ReplayModel(StageModel):
         logs = LogCapture(lambda value: run.on_log())
         run.begin()
         try:
-            with gated(self._module, self._modules, logs.log, logs.log_dict), run:
+            gates = gated(self._module, self._modules, logs.log, logs.log_dict)
+            shown = self._table.shown() if run.names_parameters else nullcontext()
+            with gates, shown, run:
                 result = call_step(self._module, mode, batch, batch_idx)
         except StageDone:
             return StageOutput(run.outputs(), logs=logs.calls())
@@ -232,7 +235,9 @@ class ReplayModel(StageModel):
             self._paths[mode], self._caches[mode] = path, cache
         elif mode not in self._layouts:
             self._layouts[mode] = follow_layout(
-                self._paths[mode], self._paths[self._mode], self._layouts[self._mode],
+                self._paths[mode],
+                self._paths[self._mode],
+                self._layouts[self._mode],
                 STEP_NAMES[mode],
             )
         return self._paths[mode]
@@ -257,7 +262,9 @@ class ReplayModel(StageModel):
         assert position == num_units, f"stages cover {position} of {num_units} units"
 
 
-def _units_to_open(units: dict[str, nn.Module], path: Path, table: ParameterTable) -> frozenset[str]:
+def _units_to_open(
+    units: dict[str, nn.Module], path: Path, table: ParameterTable
+) -> frozenset[str]:
     """Units that the step never calls although it uses what is in them, piece by piece."""
     called = {path.units[call.unit] for call in path.calls}
     used = {name for events in path.events for event in events for name in event.parameters}
@@ -295,5 +302,3 @@ def _final_output(
 
 def _clone(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-

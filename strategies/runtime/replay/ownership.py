@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ class ParameterTable:
         modules = dict(module.named_modules(remove_duplicate=False))
         first: dict[int, str] = {}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._order = {id(m): tuple(m._parameters) for m in modules.values()}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             path, _, attribute = name.rpartition(".")
             canonical = first.setdefault(id(parameter), name)
@@ -47,6 +50,25 @@ class ParameterTable:
             for name, places in self._places.items()
             for module, attribute in places
         }
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Lets ``parameters()`` list the holes as well: a step may go through all weights."""
+        hidden: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for module in {id(m): m for places in self._places.values() for m, _ in places}.values():
+            order = self._order[id(module)]
+            table: dict[str, Any] = module._parameters
+            if len(table) != len(order):
+                hidden.append((table, dict(table)))
+                full = {name: getattr(module, name) for name in order if hasattr(module, name)}
+                table.clear()
+                table.update(full)
+        try:
+            yield
+        finally:
+            for table, before in hidden:
+                table.clear()
+                table.update(before)
 
     def free(self, names: Iterable[str]) -> None:
         """Replaces parameters by holes: their memory goes, ``parameters()`` skips them."""

@@ -112,6 +112,7 @@ class Probe(ShapeMode):
     def on_unit(
         self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Infers and records a call."""
         call = len(self.record.calls)
         line = user_line()
         region = self._region()
@@ -120,11 +121,11 @@ class Probe(ShapeMode):
         start = self.costs.cost
         owned = (self._parameters[id(p)] for p in _parameters_of(self.units[index]))
         self._call_parameters = dict.fromkeys(owned)
+        given = list(leaves((args, kwargs)))
         outcome, holes = self.infer_unit(index, forward, args, kwargs, call)
         if not outcome.exact:  # ran on made-up data, where uses cannot be seen
-            self._note_uses(args, kwargs)
+            self._note_uses(tuple(t for t in given if isinstance(t, Hole) and t.value is not None))
         self._clock += 1
-        given = list(leaves((args, kwargs)))
         result = fill_template(outcome.template, holes, given)
         effects = []
         for effect in outcome.effects:
@@ -164,6 +165,7 @@ class Probe(ShapeMode):
     def on_inner_operation(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Infers an operation inside a unit; records what it uses and writes."""
         self._note_uses(args, kwargs)
         storages = self._storages(args, kwargs)
         result = super().on_inner_operation(func, args, kwargs)
@@ -175,6 +177,7 @@ class Probe(ShapeMode):
     def on_operation(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Infers and records an operation."""
         known, answer = dataless(func, args, kwargs)
         if known:
             return answer
@@ -202,12 +205,12 @@ class Probe(ShapeMode):
     def on_log(self, value: Any) -> None:
         """Notes that a log call reads ``value``."""
         self._clock += 1
-        self._note_uses((value,), {})
+        self._note_uses((value,))
 
     def on_return(self, value: Any) -> None:
         """Notes that the step returns ``value``."""
         self._clock += 1
-        self._note_uses((value,), {})
+        self._note_uses((value,))
 
     def _append_event(
         self,
@@ -236,7 +239,7 @@ class Probe(ShapeMode):
         storage = hole.shape_tensor().untyped_storage()
         self.record.values.append(Value(key, self._clock, hole.spec, storage, region=region))
 
-    def _note_uses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    def _note_uses(self, args: Any, kwargs: Any = None) -> tuple[str, ...]:
         """Prolongs the life of the holes used; gives the names of the parameters used."""
         names: dict[str, None] = {}
         for tensor in tensors((args, kwargs)):
@@ -335,8 +338,9 @@ class Probe(ShapeMode):
             if isinstance(tensor, Hole):
                 continue
             if id(tensor) in self._buffers:
-                self._defer(f"{name} writes a value of another stage into "
-                            f"{self._buffers[id(tensor)]}")
+                self._defer(
+                    f"{name} writes a value of another stage into {self._buffers[id(tensor)]}"
+                )
             if tensor._is_view():
                 raise ModelError(
                     f"{user_line()}: {name} writes a value that depends on parameters into a part "
@@ -355,4 +359,3 @@ def _parameters_of(module: nn.Module) -> list[Any]:
                 if hole or isinstance(value, nn.Parameter):
                     found[id(value)] = value
     return list(found.values())
-

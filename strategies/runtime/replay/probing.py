@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def probe_path(
         unchanged(module),
         torch.inference_mode(False),
         torch.set_grad_enabled(mode == "train"),
-        torch.compiler.set_stance("force_eager"),
+        table.shown(),
         gated(module, probe.units, logs.log, logs.log_dict),
     ):
         try:
@@ -74,7 +75,7 @@ def probe_path(
 
 def batch_device(batch: Any, module: nn.Module) -> torch.device:
     """Where a step computes: the batch's device, else that of the parameters."""
-    for tensor in [*tensors(batch), *module.parameters()]:
+    for tensor in chain(tensors(batch), module.parameters()):
         if not tensor.is_meta:
             return tensor.device
     return torch.device("cpu")

@@ -15,7 +15,7 @@ def reseed(seed: int, call: int, event: int) -> None:
     value = _mix(_mix(_mix(seed & _MASK) ^ call) ^ event) >> 1
     # torch.manual_seed looks for every kind of accelerator and costs 100 microseconds.
     torch.default_generator.manual_seed(value)
-    if torch.cuda.is_initialized():
+    if _cuda_is_used():
         torch.cuda.manual_seed(value)
 
 
@@ -23,13 +23,17 @@ def reseed(seed: int, call: int, event: int) -> None:
 def kept_generators() -> Iterator[None]:
     """Puts the generators back afterwards, so that a step does not steer the next data order."""
     cpu = torch.default_generator.get_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    cuda = torch.cuda.get_rng_state() if _cuda_is_used() else None
     try:
         yield
     finally:
         torch.default_generator.set_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
+
+
+def _cuda_is_used() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _mix(value: int) -> int:

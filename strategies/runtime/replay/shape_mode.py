@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from strategies.errors import ModelError
 from strategies.runtime.replay.concrete import run_on_made_up_data
 from strategies.runtime.replay.gate import StageDone, enter_unit, unwatched
-from strategies.runtime.replay.hole import Hole, Spec, dataless
+from strategies.runtime.replay.hole import Hole, Spec, dataless, exchange
 from strategies.runtime.replay.inference import (
     Effect,
     Given,
@@ -28,7 +28,7 @@ from strategies.runtime.replay.inference import (
 )
 from strategies.runtime.replay.snapshot import KeptObjects
 from strategies.runtime.replay.source import operation_name, user_line
-from strategies.runtime.replay.structure import leaves, rebuild, signature
+from strategies.runtime.replay.structure import is_plain, leaves, rebuild
 
 # Of their tracked argument these need shape, dtype and device only: real on every stage.
 _LIKE = frozenset(
@@ -111,8 +111,9 @@ class ShapeMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _LIKE and not any(self.tracked(a) for a in args[1:] if isinstance(a, Tensor)):
             model = args[0]
-            return func(model.spec.concrete(0) if isinstance(model, Hole) else model, *args[1:],
-                        **kwargs)
+            return func(
+                model.spec.concrete(0) if isinstance(model, Hole) else model, *args[1:], **kwargs
+            )
         if self._inside is not None:
             known, answer = dataless(func, args, kwargs)
             return answer if known else self.on_inner_operation(func, args, kwargs)
@@ -200,11 +201,13 @@ class ShapeMode(TorchFunctionMode):
         module = self.units[index]
         before = {(id(m), name): id(v) for m in module.modules() for name, v in vars(m).items()}
         arguments = KeptObjects((args, kwargs))
+        given = list(leaves((args, kwargs)))  # before the layer may append to a list among them
         exact = True
         self._inside = call
         try:
             try:
-                with self:
+                # Compiled layers, too, run as written here; torch.compile cannot trace holes.
+                with torch.compiler.set_stance("force_eager"), self:
                     result = forward(*args, **kwargs)
             except (ModelError, StageDone):
                 raise
@@ -212,30 +215,25 @@ class ShapeMode(TorchFunctionMode):
                 exact = False
                 arguments.restore()
                 try:
-                    result = run_on_made_up_data(
-                        module, forward, args, kwargs, self._device, call
-                    )
+                    result = run_on_made_up_data(module, forward, args, kwargs, self._device, call)
                 except ModelError:
                     raise
                 except Exception as second:
                     raise error from second
         finally:
             self._inside = None
-        return self._describe_unit(module, result, (args, kwargs), before, exact, call)
+        return self._describe_unit(module, result, given, before, exact, call)
 
     def _describe_unit(
         self,
         module: nn.Module,
         result: Any,
-        arguments: Any,
+        given: list[Any],
         before: dict[tuple[int, str], int],
         exact: bool,
         call: int,
     ) -> tuple[Outcome, list[Hole]]:
-        given = list(leaves(arguments))
-        places = {
-            id(leaf): i for i, leaf in enumerate(given) if not isinstance(signature(leaf), tuple)
-        } | {id(leaf): i for i, leaf in enumerate(given) if isinstance(leaf, Tensor)}
+        places = {id(leaf): i for i, leaf in enumerate(given) if not is_plain(leaf)}
         new: dict[int, New] = {}
         holes: list[Hole] = []
         grad = torch.is_grad_enabled()
@@ -267,8 +265,9 @@ class ShapeMode(TorchFunctionMode):
         if isinstance(value, Tensor):
             return not exact and id(value) != before and not isinstance(value, nn.Parameter)
         if isinstance(value, list | tuple | dict):
-            return any(isinstance(v, Hole) and v.unit == call and v.owner is self
-                       for v in leaves(value))
+            return any(
+                isinstance(v, Hole) and v.unit == call and v.owner is self for v in leaves(value)
+            )
         return False
 
     def _as_hole(self, tensor: Tensor, grad: bool, call: int) -> Hole:
@@ -282,11 +281,11 @@ class ShapeMode(TorchFunctionMode):
 
     def _turn_into_hole(self, tensor: Tensor, spec: Spec) -> None:
         if not isinstance(tensor, Hole):
-            torch.utils.swap_tensors(tensor, Hole(spec, None, self))
+            exchange(tensor, Hole(spec, None, self))
         elif tensor.spec != spec and tensor.parameter is None:
             changed = Hole(spec, tensor._meta, self)
             changed.unit, changed.value = tensor.unit, tensor.value
-            torch.utils.swap_tensors(tensor, changed)
+            exchange(tensor, changed)
 
     def _any_tracked(self, values: Any) -> bool:
         for value in values:
@@ -302,8 +301,15 @@ class ShapeMode(TorchFunctionMode):
 
 
 _MODULE_TABLES = frozenset(
-    "_parameters _buffers _modules _non_persistent_buffers_set _forward_hooks "
-    "_forward_pre_hooks _backward_hooks".split()
+    [
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+    ]
 )
 
 

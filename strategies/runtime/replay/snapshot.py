@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.runtime.replay.hole import Hole
+from strategies.runtime.replay.hole import Hole, exchange
 from strategies.runtime.replay.rng import kept_generators
 
 
@@ -60,7 +60,11 @@ class KeptObjects:
                 container.update(content)
 
     def _walk(self, value: Any, depth: int) -> None:
-        if isinstance(value, Tensor | nn.Module | type) or callable(value) or id(value) in self._seen:
+        if (
+            isinstance(value, Tensor | nn.Module | type)
+            or callable(value)
+            or id(value) in self._seen
+        ):
             return
         self._seen.add(id(value))
         items: Any = ()
@@ -90,7 +94,7 @@ def _remember(
 
 def _restore(tensor: Tensor, saved: Tensor) -> None:
     if isinstance(tensor, Hole):
-        torch.utils.swap_tensors(tensor, saved)
+        exchange(tensor, saved)
     elif not torch.equal(tensor, saved):
         with torch.no_grad():
             tensor.copy_(saved)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from strategies.errors import ModelError
 from strategies.runtime.replay.gate import StageDone
-from strategies.runtime.replay.hole import Hole, dataless
+from strategies.runtime.replay.hole import Hole, dataless, exchange
 from strategies.runtime.replay.inference import Outcome, fill_template
 from strategies.runtime.replay.path import Boundary, Cut, Path, Position
 from strategies.runtime.replay.rng import reseed
@@ -68,6 +68,7 @@ class StageRun(ShapeMode):
         self._found: dict[tuple[int, int, int], Tensor] = {}
         random = seed is not None and any(e.random for events in path.events for e in events)
         self._counts = leave is not None or random
+        self.names_parameters = any(e.parameters for events in path.events[:-1] for e in events)
 
     def begin(self) -> None:
         """Takes the start position; must run under the mode's own step, before the user's code."""
@@ -88,8 +89,12 @@ class StageRun(ShapeMode):
             )
         if call < num_calls:
             name = self._path.name(call)
-            raise ModelError(self._other_path(f"call {call} was {name}, is now the end of the step",
-                                              self._path.calls[call].line))
+            raise ModelError(
+                self._other_path(
+                    f"call {call} was {name}, is now the end of the step",
+                    self._path.calls[call].line,
+                )
+            )
         if self._leave is not None and not self._due():
             raise ModelError(self._other_path("it ended earlier", "its return"))
 
@@ -103,6 +108,7 @@ class StageRun(ShapeMode):
     def on_unit(
         self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Runs an owned unit, gives holes for any other."""
         self._exit_if_due()
         call = self._position[0]
         self._check_call(call, index)
@@ -126,12 +132,12 @@ class StageRun(ShapeMode):
         call: int,
     ) -> tuple[Any, list[Tensor]]:
         key = ("unit", index, torch.is_grad_enabled(), signature((args, kwargs)))
+        given = list(leaves((args, kwargs)))
         outcome = self._cache.get(key)
         if outcome is None:
             with unchanged(self.units[index]):
                 outcome, _ = self.infer_unit(index, forward, args, kwargs, call)
             self.remember(key, outcome)
-        given = list(leaves((args, kwargs)))
         new = self.new_holes(outcome, None)
         result = fill_template(outcome.template, new, given)
         produced = tensors(result)
@@ -147,6 +153,7 @@ class StageRun(ShapeMode):
     def on_operation(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Runs an operation of this stage, infers any other."""
         if self._active and not self._counts:
             return func(*args, **kwargs)
         known, answer = dataless(func, args, kwargs)
@@ -168,8 +175,11 @@ class StageRun(ShapeMode):
         if outcome is None:
             outcome, _ = self.infer(func, args, kwargs)
             if outcome.dependent:
-                raise ModelError(self._other_path(
-                    f"{operation_name(func)} needs data of another stage", "another line"))
+                raise ModelError(
+                    self._other_path(
+                        f"{operation_name(func)} needs data of another stage", "another line"
+                    )
+                )
             if outcome.exact:
                 self.remember(key, outcome)
         return self.instantiate(outcome, None, args, kwargs)
@@ -181,10 +191,15 @@ class StageRun(ShapeMode):
             if self._active and call == len(self._path.calls):
                 self._position = (call, event + 1)
                 return  # behind the last layer only one stage runs: its path is its own
-            was = events[event].name if event < len(events) else "the next layer"
+            was = self._name(call)
+            if event < len(events):
+                was = events[event].name
             line = events[event].line if event < len(events) else "its line"
-            raise ModelError(self._other_path(
-                f"operation {event} before call {call} was {was}, is now {name}", line))
+            raise ModelError(
+                self._other_path(
+                    f"operation {event} before call {call} was {was}, is now {name}", line
+                )
+            )
         seen = events[event]
         self._arrive((call, event + 1), produced, seen.tracked)
         if seen.random and self._seed is not None:
@@ -221,7 +236,7 @@ class StageRun(ShapeMode):
             hole = self._found[boundary.key]
             received = _like_sent(tensor, boundary)
             self.mark(received)
-            torch.utils.swap_tensors(hole, received)
+            exchange(hole, received)
 
     def _due(self) -> bool:
         return self._active and self._leave is not None and self._position == self._leave.position
@@ -247,21 +262,32 @@ class StageRun(ShapeMode):
             event = self._path.events[call][self._position[1]]
             if self._active and self._leave is None:
                 return
-            raise ModelError(self._other_path(
-                f"operation {self._position[1]} before call {call} was {event.name}, "
-                f"is now call {call}", event.line))
-        was = self._path.name(call) if call < len(calls) else "the end of the step"
+            raise ModelError(
+                self._other_path(
+                    f"operation {self._position[1]} before call {call} was {event.name}, "
+                    f"is now call {call}",
+                    event.line,
+                )
+            )
+        was = self._name(call)
         line = calls[call].line if call < len(calls) else "its return"
         raise ModelError(
             self._other_path(f"call {call} was {was}, is now {self._path.units[index]}", line)
         )
 
+    def _name(self, call: int) -> str:
+        return self._path.name(call) if call < len(self._path.calls) else "the end of the step"
+
     def _check_count(self, call: int, index: int, count: int) -> None:
         expected = len(self._path.calls[call].tracked)
         if count != expected:
-            raise ModelError(self._other_path(
-                f"call {call}, {self._path.units[index]}, gave {expected} tensors, "
-                f"gives now {count}", self._path.calls[call].line))
+            raise ModelError(
+                self._other_path(
+                    f"call {call}, {self._path.units[index]}, gave {expected} tensors, "
+                    f"gives now {count}",
+                    self._path.calls[call].line,
+                )
+            )
 
     def _other_path(self, what: str, line: str) -> str:
         return (

@@ -7,7 +7,7 @@ import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterator
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,12 @@ def signature(value: Any) -> Hashable:
     if _is_record(value):
         names = (field.name for field in dataclasses.fields(value))
         return (type(value), *(signature(getattr(value, name, None)) for name in names))
-    return type(value)
+    return cast(Hashable, type(value))
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf is a number, string or the like, which has no identity of its own."""
+    return isinstance(leaf, _PLAIN)
 
 
 def _is_record(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A pipeline in one process: stages run one after the other and must give the uncut step's result."""
+"""A pipeline in one process: stages run one after the other, compared with the uncut step."""
 
 from __future__ import annotations
 
@@ -73,12 +73,18 @@ def run_pipeline(
     logs: dict[int, list[tuple[str, float]]] = {m: [] for m in range(len(batches))}
     for stage, m in itertools.product(range(num_stages), range(len(batches))):
         leaves = tuple(
-            t.detach().clone(memory_format=torch.contiguous_format)
+            t.detach()
+            .clone(memory_format=torch.contiguous_format)
             .requires_grad_(t.is_floating_point())
             for t in received[m]
         )
         output = owners[stage % len(owners)].forward(
-            stage, leaves, batch=batches[m], batch_idx=m, microbatch=m, mode="train",
+            stage,
+            leaves,
+            batch=batches[m],
+            batch_idx=m,
+            microbatch=m,
+            mode="train",
             seed=None if seed is None else seed + m,
         )
         saved[stage, m] = (leaves, output)

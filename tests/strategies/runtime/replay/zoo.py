@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -158,10 +158,7 @@ class GPT(nn.Module):
         pos = torch.arange(0, idx.shape[1], device=idx.device)
         x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
         for block in self.transformer.h:
-            if self.use_checkpoint:
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.use_checkpoint else block(x)
         x = self.transformer.ln_f(x)
         if targets is None:
             return self.lm_head(x[:, [-1], :])
@@ -241,8 +238,13 @@ def hf_llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
     )
     return hugging_face(lambda: LlamaForCausalLM(config))(), token_batch()
 
@@ -252,8 +254,16 @@ def hf_gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=32, n_embd=16, n_layer=3, n_head=2, n_positions=32,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        vocab_size=32,
+        n_embd=16,
+        n_layer=3,
+        n_head=2,
+        n_positions=32,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return hugging_face(lambda: GPT2LMHeadModel(config))(), token_batch()
 
@@ -263,9 +273,14 @@ def hf_bert():
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
-        intermediate_size=24, max_position_embeddings=32,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     return hugging_face(lambda: BertForMaskedLM(config))(), token_batch()
 
@@ -275,8 +290,14 @@ def hf_t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2,
-        dropout_rate=0.0, decoder_start_token_id=0,
+        vocab_size=32,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
     )
     return hugging_face(lambda: T5ForConditionalGeneration(config))(), token_batch()
 
@@ -286,9 +307,15 @@ def hf_mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, num_local_experts=2,
-        num_experts_per_tok=1, max_position_embeddings=32,
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        max_position_embeddings=32,
         experts_implementation="eager",
     )
     return hugging_face(lambda: MixtralForCausalLM(config))(), token_batch()
@@ -336,8 +363,13 @@ def resnet():
 @zoo
 def channels_last_cnn():
     net = nn.Sequential(
-        nn.Conv2d(3, 4, 3, 1, 1), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3, 1, 1),
-        nn.GroupNorm(2, 4), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5),
+        nn.Conv2d(3, 4, 3, 1, 1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3, 1, 1),
+        nn.GroupNorm(2, 4),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 5),
     )
 
     def batch():
@@ -350,8 +382,11 @@ class DoubleConv(nn.Module):
     def __init__(self, inp, out):
         super().__init__()
         self.seq = nn.Sequential(
-            nn.Conv2d(inp, out, 3, 1, 1), nn.GroupNorm(1, out), nn.ReLU(inplace=True),
-            nn.Conv2d(out, out, 3, 1, 1), nn.ReLU(inplace=True),
+            nn.Conv2d(inp, out, 3, 1, 1),
+            nn.GroupNorm(1, out),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(out, out, 3, 1, 1),
+            nn.ReLU(inplace=True),
         )
 
     def forward(self, x):
@@ -727,6 +762,83 @@ def weight_penalty():
             return loss + 0.1 * penalty
 
     return Penalty(), vectors()
+
+
+@zoo
+def weight_penalty_first():
+    """The same before the first layer, over all parameters the module lists."""
+
+    class Penalty(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 5))
+
+        def training_step(self, batch, batch_idx):
+            penalty = sum((p**2).sum() for p in self.parameters())
+            self.log("penalty", penalty)
+            return F.cross_entropy(self.net(batch[0]), batch[1]) + 0.1 * penalty
+
+    return Penalty(), vectors()
+
+
+@zoo
+def state_between_steps():
+    """A running mean kept by the step, an attribute kept by a layer, a loop over batch data."""
+
+    class Stateful(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(*[nn.Linear(DIM, DIM) for _ in range(4)])
+            self.running = torch.zeros(())
+            self.register_buffer("center", torch.zeros(DIM))
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            for _ in range(int(y[0])):  # as many operations as the batch says
+                x = x * 0.9 + y.sum()
+            logits = self.net(x)
+            loss = F.cross_entropy(logits - self.center, y)
+            self.running = 0.9 * self.running + 0.1 * loss.detach()
+            self.center.mul_(0.9).add_(logits.detach().mean(0))
+            self.log("running", self.running)
+            return loss
+
+    return Stateful(), vectors()
+
+
+@zoo
+def custom_autograd_function():
+    """A straight-through estimator between layers, another inside a layer."""
+
+    class Round(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.round(x * 4) / 4
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    class Quantised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+        def forward(self, x):
+            return self.b(Round.apply(self.a(x)))
+
+    class Net(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Quantised() for _ in range(3)])
+
+        def training_step(self, batch, batch_idx):
+            x = batch[0]
+            for block in self.blocks:
+                x = Round.apply(torch.tanh(block(x)))
+            return F.cross_entropy(x, batch[1])
+
+    return Net(), vectors()
 
 
 @zoo

@@ -1,0 +1,117 @@
+"""Persistent gloo ranks for tests: importing Lightning costs seconds, so each world starts once."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+_DEADLINE_S = 150.0
+
+
+class Ranks:
+    """``world_size`` processes in one default group; runs functions by name on all of them."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.world_size = world_size
+        self._ends: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, world_size, port), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """What ``function(**arguments)`` returns on each rank.
+
+        Raises:
+            AssertionError: It raised somewhere, or did not end; the ranks are gone then.
+        """
+        name = (function.__module__, function.__qualname__)
+        for end in self._ends:
+            end.send((*name, arguments))
+        until = time.monotonic() + _DEADLINE_S
+        answers: list[Any] = [None] * self.world_size
+        missing = set(range(self.world_size))
+        while missing:
+            for rank in sorted(missing):
+                if self._ends[rank].poll(0.01):
+                    answers[rank] = self._ends[rank].recv()
+                    missing.discard(rank)
+                    if answers[rank][0] == "error":
+                        until = min(until, time.monotonic() + 5.0)
+            if missing and time.monotonic() > until:
+                break
+        failed = [f"rank {r}: {a[1]}" for r, a in enumerate(answers) if a and a[0] == "error"]
+        if failed or missing:
+            self.close()
+            silent = f"ranks {sorted(missing)} did not answer\n" if missing else ""
+            raise AssertionError(silent + "\n".join(failed))
+        return [answer[1] for answer in answers]
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def _serve(end: Connection, rank: int, world_size: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    for message in (".*LeafSpec.*", ".*num_workers.*", ".*many workers.*", ".*logging interval.*", ".*validation_step.*"):
+        warnings.filterwarnings("ignore", message=message)
+    if world_size > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+    while True:
+        try:
+            module, name, arguments = end.recv()
+        except EOFError:
+            sys.exit(0)
+        try:
+            target: Any = importlib.import_module(module)
+            for part in name.split("."):
+                target = getattr(target, part)
+            end.send(("ok", target(**arguments)))
+        except BaseException:
+            end.send(("error", traceback.format_exc()))

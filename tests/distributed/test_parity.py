@@ -1,0 +1,159 @@
+"""Every schedule gives what single-process training gives: losses and weights, in fp64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from strategies.schedules import SCHEDULES
+from tests.distributed.pool import Ranks
+from tests.distributed.training import Case, reference, small_shape, train
+
+TOLERANCE = 1e-10
+
+pytestmark = pytest.mark.distributed
+
+# 8 rows in 3 microbatches are 3, 3, 2; a last batch of 3 rows for 4 microbatches has one row each.
+_RAGGED = {False: {"rows": 8, "microbatches": 4}, True: {"rows": 8, "microbatches": 3}}
+
+
+def _case(schedule: str, pp: int, dp: int, accumulation: int, ragged: bool) -> Case:
+    return Case(schedule, pp, dp, accumulation, short_last=ragged, **_RAGGED[ragged])
+
+
+ALL = [
+    _case(*values)
+    for values in itertools.product(SCHEDULES, (1, 2, 4), (1, 2), (1, 2), (False, True))
+]
+
+
+def _pairwise(cases: list[Case]) -> list[Case]:
+    """Cases that hold every pair of values of two axes at least once."""
+
+    def pairs(case: Case) -> set[tuple[object, ...]]:
+        axes = (case.schedule, case.pp, case.dp, case.accumulation, case.short_last)
+        return {(i, axes[i], j, axes[j]) for i, j in itertools.combinations(range(5), 2)}
+
+    missing = set().union(*map(pairs, cases))
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+QUICK = _pairwise(ALL)
+
+
+def _name(case: Case) -> str:
+    ragged = "-ragged" if case.short_last else ""
+    return f"{case.schedule}-pp{case.pp}-dp{case.dp}-acc{case.accumulation}{ragged}"
+
+
+def check(case: Case, ranks: Callable[[int], Ranks]) -> list[dict]:
+    results = ranks(case.pp * case.dp).run(train, case=case)
+    losses, parameters = reference(case)
+    for batch, expected in enumerate(losses):
+        mean = sum(result["losses"][batch] for result in results) / len(results)
+        assert mean == pytest.approx(expected, abs=TOLERANCE), f"loss of batch {batch}"
+    seen = set()
+    for result in results:
+        for name, value in result["parameters"].items():
+            seen.add(name)
+            difference = (value - parameters[name]).abs().max().item()
+            assert difference < TOLERANCE, f"{name} on rank {result['pp_rank']}: {difference}"
+    # A tied weight goes by its first name where both its users lie on one rank.
+    tied = {"net.head.projection.weight"} if case.shape.tie_embeddings else set()
+    assert seen >= set(parameters) - tied
+    for result in results:
+        same = next(r for r in results if r["pp_rank"] == result["pp_rank"])
+        for name, value in result["parameters"].items():
+            assert torch.equal(value, same["parameters"][name]), f"replicas differ in {name}"
+    return results
+
+
+@pytest.mark.parametrize("case", QUICK, ids=_name)
+def test_training_equals_a_single_process(case: Case, ranks: Callable[[int], Ranks]) -> None:
+    check(case, ranks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in ALL if case not in QUICK], ids=_name)
+def test_training_equals_a_single_process_everywhere(
+    case: Case, ranks: Callable[[int], Ranks]
+) -> None:
+    check(case, ranks)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("1f1b", pp=2, dp=2, clip=0.05),
+        Case("foldx_aiao", pp=2, dp=1, clip=0.05, accumulation=2),
+        Case("1f1b", pp=2, dp=2, overlap="none"),
+        Case("interleaved_1f1b", pp=2, dp=2, buckets_mb=25.0),
+    ],
+    ids=["clip-dp", "clip-accumulate", "no-overlap", "one-bucket"],
+)
+def test_clipping_and_overlap_keep_parity(case: Case, ranks: Callable[[int], Ranks]) -> None:
+    check(case, ranks)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("1f1b", pp=2, shape=small_shape(tie_embeddings=True), clip=0.1),
+        Case("1f1b", pp=2, dp=2, shape=small_shape(tie_embeddings=True)),
+        # First and last stage on one rank.
+        Case("foldx_fifo", pp=1, shape=small_shape(tie_embeddings=True)),
+    ],
+    ids=["two-ranks", "two-ranks-dp", "one-rank"],
+)
+def test_tied_embeddings_keep_parity(case: Case, ranks: Callable[[int], Ranks]) -> None:
+    check(case, ranks)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_runs_on_the_strict_transport(
+    schedule: str, ranks: Callable[[int], Ranks]
+) -> None:
+    case = Case(schedule, pp=4, rows=7, microbatches=6, steps=3, short_last=True)
+    check(replace(case, backend="strict"), ranks)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_executed_order_is_the_simulated_order(
+    schedule: str, ranks: Callable[[int], Ranks]
+) -> None:
+    from strategies.compiler import Plan, compile_plan
+    from strategies.costs.uniform import UniformCosts
+    from strategies.ir.instruction import MICROBATCH_KINDS, Kind
+    from strategies.ir.text import format_instruction
+    from strategies.simulator.engine import simulate
+
+    case = Case(schedule, pp=2, dp=2, steps=4)
+    results = ranks(4).run(train, case=case)
+    count = SCHEDULES[schedule].stages_per_rank * 2
+    for result in results:
+        rank = result["pp_rank"]
+        counts = [0] * count
+        for word in results[0]["program"] + results[2]["program"]:
+            if "REDUCE" in word:
+                counts[int(word.split("REDUCE")[0])] += 1
+        plan = Plan(schedule, 2, case.microbatches, buckets=tuple(counts))
+        timeline = simulate(compile_plan(plan).train, UniformCosts(grad_reduce=1.0))
+        for kinds in (MICROBATCH_KINDS, {Kind.REDUCE}):
+            simulated = [
+                format_instruction(event.instruction)
+                for event in sorted(timeline.events(rank), key=lambda e: (e.start, e.end))
+                if event.instruction.kind in kinds
+            ]
+            spans = zip(result["program"], result["start"], strict=True)
+            wanted = set(simulated)
+            executed = [word for word, _ in sorted(spans, key=lambda s: s[1]) if word in wanted]
+            assert executed == simulated

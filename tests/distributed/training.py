@@ -1,0 +1,174 @@
+"""What the ranks of the tests run: short trainings that return everything worth comparing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from launcher.workloads.language_model import LanguageModel
+from launcher.workloads.transformer_shape import TransformerShape
+from strategies.ir.text import format_instruction
+from strategies.runtime.strategy import PipelineStrategy
+
+SEQUENCE = 6
+VOCAB = 17
+
+
+def small_shape(**changes: Any) -> TransformerShape:
+    """Ten units, so that eight stages have at least one each."""
+    given = {
+        "layers": 4,
+        "hidden": 8,
+        "heads": 2,
+        "kv_heads": 1,
+        "ffn": 12,
+        "vocab": VOCAB,
+        "sequence": SEQUENCE,
+    }
+    return TransformerShape(**{**given, **changes})
+
+
+class Sentences(Dataset[dict[str, Tensor]]):
+    """Fixed random tokens."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.tokens = torch.randint(VOCAB, (count, SEQUENCE + 1), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.tokens[index]
+        return {"tokens": row[:-1], "targets": row[1:]}
+
+
+class Learner(LanguageModel):
+    """The built-in model with a bare Adam."""
+
+    def __init__(self, shape: TransformerShape) -> None:
+        super().__init__(shape, seed=3)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=3e-3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training. ``rows`` are the batch sizes of a replica; they repeat until ``steps``."""
+
+    schedule: str = "1f1b"
+    pp: int = 1
+    dp: int = 1
+    accumulation: int = 1
+    rows: int = 8
+    microbatches: int = 4
+    short_last: bool = False
+    steps: int = 10
+    clip: float | None = None
+    backend: str = "auto"
+    overlap: str = "grad_reduce"
+    buckets_mb: float = 0.001
+    shape: TransformerShape = field(default_factory=small_shape)
+
+    @property
+    def batches(self) -> int:
+        return self.steps * self.accumulation
+
+    @property
+    def count(self) -> int:
+        """Samples: full batches, and one with fewer rows than microbatches if asked for."""
+        count = self.rows * self.dp * self.batches
+        return count - (self.rows - 3) * self.dp if self.short_last else count
+
+
+class _Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict[str, Any]:
+    """Trains one case on this rank."""
+    model = Learner(case.shape)
+    losses = _Losses()
+    strategy = PipelineStrategy(
+        pp=case.pp,
+        dp=case.dp,
+        schedule=case.schedule,
+        num_microbatches=case.microbatches,
+        backend=case.backend,  # type: ignore[arg-type]
+        overlap=case.overlap,  # type: ignore[arg-type]
+        bucket_mb=case.buckets_mb,
+        timeout_s=60,
+        seed=0,
+    )
+    resume = trainer_options.pop("resume", None)
+    callbacks = [losses, *trainer_options.pop("callbacks", [])]
+    options = {"max_steps": case.steps, **trainer_options}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        precision="64-true",
+        accumulate_grad_batches=case.accumulation,
+        gradient_clip_val=case.clip,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=callbacks,
+        **options,
+    )
+    loader = DataLoader(Sentences(case.count), batch_size=case.rows)
+    trainer.fit(model, loader, ckpt_path=resume)
+    timeline = strategy.measured_timeline()
+    rank = strategy.coordinates.pp_rank
+    result = {
+        "pp_rank": rank,
+        "dp_rank": strategy.coordinates.dp_rank,
+        "losses": losses.losses,
+        "parameters": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "program": [format_instruction(i) for i in strategy.engine.programs.train.ranks[rank]],
+        "start": timeline.start[rank] if timeline else None,
+        "end": timeline.end[rank] if timeline else None,
+        "bytes_sent": strategy.engine.mailbox.bytes_sent,
+    }
+    strategy.engine.close()
+    return result
+
+
+def reference(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    """The same training in plain torch: losses per batch, and the parameters at the end."""
+    model = Learner(case.shape).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    data = Sentences(case.count).tokens
+    size = case.rows * case.dp
+    losses = []
+    for batch in range(case.batches):
+        rows = data[batch * size : (batch + 1) * size]
+        logits = model(rows[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        losses.append(float(loss.detach()))
+        (loss / case.accumulation).backward()
+        if (batch + 1) % case.accumulation == 0:
+            if case.clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, dict(model.state_dict())
+
+
+def checkpoint_names(folder: Path) -> list[str]:
+    """Committed checkpoints, oldest first."""
+    return sorted(path.name for path in folder.iterdir() if (path / "manifest.json").exists())
