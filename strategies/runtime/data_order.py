@@ -73,7 +73,16 @@ def shard(
         epoch=epoch,
         skip=batches_done * loader.batch_size,
     )
-    return _update_dataloader(loader, own)
+    resumable: Any = _update_dataloader(loader, own)
+    # Lightning takes a loader with these two methods for resumable. This one is, by the batches
+    # that the loop has counted (``skip``), so it has no state of its own to add.
+    resumable.state_dict = dict
+    resumable.load_state_dict = _nothing_to_load
+    return resumable
+
+
+def _nothing_to_load(state: dict[str, Any]) -> None:
+    assert not state
 
 
 def first_batch(loaders: Any) -> Any:

@@ -20,8 +20,12 @@ WITH_VIRTUAL_STAGES = ("naive", "interleaved_1f1b", "foldx_fifo", "foldx_aiao")
 
 
 def lines(text: str) -> list[str]:
-    """A pasted block without its indentation and without what stands before ``|``."""
-    return [line.rpartition("|")[2].strip() for line in dedent(text).strip().splitlines()]
+    """A pasted picture row by row, without labels and indentation; wrapped blocks are joined."""
+    blocks = [
+        [" ".join(line.rpartition("|")[2].split()) for line in block.splitlines()]
+        for block in dedent(text).strip().split("\n\n")
+    ]
+    return [" ".join(parts) for parts in zip(*blocks, strict=True)]
 
 
 def written(

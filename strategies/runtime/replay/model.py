@@ -218,9 +218,11 @@ class ReplayModel(StageModel):
             shown = self._table.shown() if run.names_parameters else nullcontext()
             with gates, shown, run:
                 result = call_step(self._module, mode, batch, batch_idx)
+            run.on_return()
         except StageDone:
             return StageOutput(run.outputs(), logs=logs.calls())
-        run.on_return()
+        finally:
+            run.close()
         return _final_output(result, mode, logs.calls(), self._module)
 
     def _path(self, mode: Mode, batch: Any, batch_idx: int) -> Path:

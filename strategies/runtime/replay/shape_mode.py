@@ -69,6 +69,8 @@ class ShapeMode(TorchFunctionMode):
         self._cache = cache
         self._twins: dict[int, Tensor] = {}
         self._inside: int | None = None
+        # Tensors carry this mark; the mode itself would keep everything it knows alive.
+        self._token = object()
 
     @abstractmethod
     def on_unit(
@@ -134,14 +136,14 @@ class ShapeMode(TorchFunctionMode):
     def mark(self, tensor: Tensor) -> None:
         """Makes a real tensor count as tracked in this replay."""
         if not isinstance(tensor, Hole):
-            tensor.__dict__[_MARK] = self
+            tensor.__dict__[_MARK] = self._token
 
     def tracked(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` depends on parameters: a hole, a parameter, or marked."""
         return (
             type(tensor) is Hole
             or isinstance(tensor, nn.Parameter)
-            or tensor.__dict__.get(_MARK) is self
+            or tensor.__dict__.get(_MARK) is self._token
         )
 
     def twin(self, tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from strategies.runtime.replay.inference import Outcome, fill_template
 from strategies.runtime.replay.path import Boundary, Cut, Path, Position
 from strategies.runtime.replay.rng import reseed
 from strategies.runtime.replay.shape_mode import ShapeMode
-from strategies.runtime.replay.snapshot import unchanged
+from strategies.runtime.replay.snapshot import KeptObjects, unchanged
 from strategies.runtime.replay.source import operation_name, user_line
 from strategies.runtime.replay.structure import leaves, signature, tensors
 
@@ -79,6 +79,12 @@ class StageRun(ShapeMode):
         assert self._leave is not None
         return tuple(_dense(self._found[b.key], b) for b in self._leave.tensors)
 
+    def close(self) -> None:
+        """Forgets all tensors: holes left on the user's modules refer to this object."""
+        self._found.clear()
+        self._twins.clear()
+        self._inputs = ()
+
     def on_return(self) -> None:
         """Checks that a step which returned was meant to."""
         call, num_calls = self._position[0], len(self._path.calls)
@@ -135,8 +141,10 @@ class StageRun(ShapeMode):
         given = list(leaves((args, kwargs)))
         outcome = self._cache.get(key)
         if outcome is None:
+            arguments = KeptObjects((args, kwargs))
             with unchanged(self.units[index]):
                 outcome, _ = self.infer_unit(index, forward, args, kwargs, call)
+            arguments.restore()
             self.remember(key, outcome)
         new = self.new_holes(outcome, None)
         result = fill_template(outcome.template, new, given)

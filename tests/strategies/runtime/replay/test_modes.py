@@ -1,6 +1,8 @@
 """What holds beyond one training step: other modes, steps in a row, seeds, shapes, states."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -371,6 +373,29 @@ def test_compiled_layers_keep_their_compiled_code(wrap):
     model.cut(stage_ranges((1, 2), 3), range(3))
     assert_same(run_pipeline([model], [modules[1]], 3, batches), expected)
     assert calls
+
+
+@pytest.mark.parametrize("name", ["unet", "moe_aux_on_attribute", "hf_llama"])
+def test_a_forward_keeps_nothing_alive(name):
+    module, batches = build(name)
+    model = ReplayModel.probe(module, batches[0])
+    model.cut(stage_ranges((2,), len(model.units)), [0, 1])
+    gc.collect()
+    gc.disable()  # reference cycles would hold activations until some later collection
+    try:
+        output = model.forward(
+            0, (), batch=batches[0], batch_idx=0, microbatch=0, mode="train", seed=1
+        )
+        leaves = tuple(t.detach().requires_grad_() for t in output.tensors)
+        model.forward(1, leaves, batch=batches[0], batch_idx=0, microbatch=0, mode="train", seed=1)
+        watched = [weakref.ref(t) for t in output.tensors + leaves]
+        del output, leaves
+        if name == "moe_aux_on_attribute":  # the user's own attributes
+            for block in module.blocks:
+                del block.aux_loss
+        assert [ref() for ref in watched] == [None] * len(watched)
+    finally:
+        gc.enable()
 
 
 def test_step_without_batch_idx_and_dict_results():

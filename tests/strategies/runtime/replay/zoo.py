@@ -269,6 +269,14 @@ def hf_gpt2():
 
 
 @zoo
+def hf_gpt2_checkpointed():
+    module, batch = hf_gpt2()
+    module.model.activation_checkpointing_enable({"use_reentrant": False})
+    module.model.train()
+    return module, batch
+
+
+@zoo
 def hf_bert():
     from transformers import BertConfig, BertForMaskedLM
 

@@ -1,0 +1,259 @@
+"""Lightning's own features on a pipeline: hooks, callbacks, evaluation, and clear refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from strategies.runtime.strategy import PipelineStrategy
+from tests.distributed.pool import Ranks
+
+pytestmark = pytest.mark.distributed
+
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Plain(pl.LightningModule):
+    """An ordinary module: no pipeline method, no base class of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"},
+        }
+
+
+class Wide(nn.Module):
+    """Hands on two tensors, one of them an integer mask without gradient."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if mask is None:
+            mask = (x[:, :1] > 0).long()
+        return torch.tanh(self.linear(x)) * (mask + 1), mask
+
+
+class Masked(pl.LightningModule):
+    """Declares units that hand on several tensors; its first unit is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.units = nn.ModuleList([Wide(i == 0) for i in range(4)])
+        self.units[0].requires_grad_(False)
+
+    def pipeline_units(self) -> list[tuple[str, nn.Module]]:
+        return [(f"units.{i}", unit) for i, unit in enumerate(self.units)]
+
+    def pipeline_inputs(self, batch: Any) -> tuple[Tensor, ...]:
+        return (batch[0],)
+
+    def pipeline_result(self, tensors: Any, batch: Any, batch_idx: int, mode: str) -> Tensor:
+        loss = functional.mse_loss(tensors[0], batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tensors = self.pipeline_inputs(batch)
+        for unit in self.units:
+            tensors = unit(*tensors)
+        return self.pipeline_result(tensors, batch, batch_idx, "train")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad] or
+                               self.parameters(), lr=0.1)  # fmt: skip
+
+
+def _loader(rows: int = 32, **options: Any) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, rows, 6, generator=generator, dtype=torch.float64).unbind()
+    return DataLoader(TensorDataset(x, y), batch_size=8, **options)
+
+
+def _trainer(strategy: PipelineStrategy | None, **options: Any) -> pl.Trainer:
+    extra: dict[str, Any] = {"devices": 1} if strategy is None else {"strategy": strategy}
+    defaults = {"enable_checkpointing": False, "max_epochs": 3, "precision": "64-true"}
+    return pl.Trainer(**(QUIET | defaults | extra | options))
+
+
+def fit(kind: str, pipelined: bool, **strategy_options: Any) -> dict[str, Any]:
+    module: Any = {"plain": Plain, "masked": Masked}[kind]()
+    strategy = None
+    if pipelined:
+        strategy = PipelineStrategy(
+            pp=2, schedule="1f1b", num_microbatches=4, timeout_s=60, **strategy_options
+        )
+    trainer = _trainer(strategy)
+    validation = _loader(16) if kind == "plain" else None
+    trainer.fit(module, _loader(), validation)
+    result = {
+        "parameters": {n: p.detach().clone() for n, p in module.named_parameters()},
+        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+    }
+    if kind == "plain":
+        (tested,) = trainer.test(module, _loader(16), verbose=False)
+        result["tested"] = tested
+        result["predicted"] = torch.cat(trainer.predict(module, _loader(16)))
+    if strategy is not None:
+        strategy.engine.close()
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|logging interval|validation_step).*")
+@pytest.mark.parametrize("kind", ["plain", "masked"])
+def test_an_ordinary_module_trains_as_on_one_device(
+    kind: str, ranks: Callable[[int], Ranks]
+) -> None:
+    alone = fit(kind, pipelined=False)
+    cut = ranks(2).run(fit, kind=kind, pipelined=True)
+    names: set[str] = set()
+    for result in cut:
+        for name, value in result["parameters"].items():
+            names.add(name)
+            assert torch.allclose(value, alone["parameters"][name], atol=1e-10, rtol=0), name
+        for name, value in alone["metrics"].items():
+            assert result["metrics"][name] == pytest.approx(value, abs=1e-10), name
+        assert result["lr"] == alone["lr"]  # The scheduler's decision is everybody's.
+        if kind == "plain":
+            assert result["tested"]["test_loss"] == pytest.approx(alone["tested"]["test_loss"])
+            assert torch.allclose(result["predicted"], alone["predicted"], atol=1e-10)
+    assert names == set(alone["parameters"])
+    assert not (cut[0]["parameters"].keys() & cut[1]["parameters"].keys())
+
+
+def stop_early(folder: str) -> dict[str, Any]:
+    strategy = PipelineStrategy(pp=2, dp=2, num_microbatches=2, timeout_s=60)
+    stopping = EarlyStopping("val_loss", patience=1, min_delta=100.0)
+    keeping = ModelCheckpoint(folder, monitor="val_loss", save_top_k=1)
+    trainer = _trainer(
+        strategy, callbacks=[stopping, keeping], max_epochs=20, enable_checkpointing=True
+    )
+    trainer.fit(Plain(), _loader(), _loader(32))
+    result = {"epoch": trainer.current_epoch, "best": keeping.best_model_path}
+    strategy.engine.close()
+    return result
+
+
+def test_early_stopping_and_best_checkpoints_decide_alike_on_all_ranks(
+    ranks: Callable[[int], Ranks], tmp_path: Any
+) -> None:
+    results = ranks(4).run(stop_early, folder=str(tmp_path))
+    assert {result["epoch"] for result in results} == {2}
+    assert len({result["best"] for result in results}) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [results[0]["best"].rsplit("/", 1)[1]]
+
+
+class Diverging(Plain):
+    """Reads random numbers before the batch order is drawn: stages see different batches."""
+
+    def train_dataloader(self) -> DataLoader:
+        order = torch.Generator().manual_seed(self.trainer.global_rank)
+        x = torch.randn(32, 6, generator=order, dtype=torch.float64)
+        return DataLoader(TensorDataset(x, x), batch_size=8)
+
+
+def fit_diverging() -> str:
+    strategy = PipelineStrategy(pp=2, num_microbatches=2, timeout_s=60)
+    try:
+        _trainer(strategy).fit(Diverging())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_different_batches_on_one_pipeline_are_an_error(ranks: Callable[[int], Ranks]) -> None:
+    for message in ranks(2).run(fit_diverging):
+        assert message.startswith("DataError: the ranks of one pipeline see different batches")
+
+
+class Manual(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|logging interval|validation_step).*")
+@pytest.mark.parametrize(
+    ("module", "callbacks", "message"),
+    [
+        (Manual, [], "uses manual optimization"),
+        (Plain, [StochasticWeightAveraging(1e-2)], "copies the whole model"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(
+    module: type[pl.LightningModule], callbacks: list[Callback], message: str
+) -> None:
+    from strategies.errors import ModelError
+
+    trainer = _trainer(PipelineStrategy(pp=1), callbacks=callbacks)
+    with pytest.raises(ModelError, match=message):
+        trainer.fit(module(), _loader())
+
+
+def test_a_world_that_the_degrees_do_not_fill_is_refused() -> None:
+    from strategies.errors import PlanError
+
+    with pytest.raises(PlanError, match=r"pp=2 times dp=2 is 4 processes, but there are 3"):
+        pl.Trainer(strategy=PipelineStrategy(pp=2, dp=2), devices=3, **QUIET)
+
+
+def rerun_and_count() -> dict[str, Any]:
+    """Nothing may pile up over steps."""
+    strategy = PipelineStrategy(pp=2, num_microbatches=4, timeout_s=60)
+    trainer = _trainer(strategy, max_epochs=2)
+    module = Plain()
+    trainer.fit(module, _loader())
+    engine = strategy.engine
+    kept = (len(engine.mailbox._sent), len(engine.mailbox._previous), len(engine.mailbox._incoming))
+    trainer.validate(module, _loader(16), verbose=False)
+    engine.close()
+    return {"kept": kept}
+
+
+def test_no_message_is_left_after_training(ranks: Callable[[int], Ranks]) -> None:
+    for result in ranks(2).run(rerun_and_count):
+        assert result["kept"] == (0, 0, 0)
