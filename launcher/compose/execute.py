@@ -169,6 +169,8 @@ class _Job:
         except PipelineError as error:
             sys.stderr.write(f"error: {error}\n")
             return error.exit_code
+        except BrokenPipeError:
+            raise  # `| head` has closed our output; main() knows.
         except Exception:
             # A defect of ours or of the user's model, not a wrong request: show where.
             traceback.print_exc()

@@ -246,7 +246,7 @@ def rerun_and_count() -> dict[str, Any]:
     strategy = PipelineStrategy(pp=2, num_microbatches=4, timeout_s=60)
     trainer = _trainer(strategy, max_epochs=2)
     module = Plain()
-    trainer.fit(module, _loader())
+    trainer.fit(module, _loader(), _loader(16))
     engine = strategy.engine
     kept = (len(engine.mailbox._sent), len(engine.mailbox._previous), len(engine.mailbox._incoming))
     trainer.validate(module, _loader(16), verbose=False)

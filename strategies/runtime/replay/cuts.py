@@ -76,7 +76,7 @@ def _written_after(record: Record, place: Place, value: Value) -> bool:
 def _aliased(record: Record, place: Place, alive: list[Value]) -> bool:
     storages: set[int] = set()
     for value in alive:
-        if False:
+        if id(value.storage) in storages and _written_after(record, place, value):
             return True
         storages.add(id(value.storage))
     return False

@@ -989,6 +989,29 @@ def spectral_and_weight_norm():
 
 
 @zoo
+def layouts_that_are_not_contiguous():
+    """Every layer hands a transposed tensor on; ``view`` works on its own layout only."""
+
+    class Transposing(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).transpose(1, 2)
+
+    class Net(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Transposing(DIM, DIM) for _ in range(4)])
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            for layer in self.layers:
+                x = layer(x)
+                x = x.transpose(1, 2).view(x.shape[0] * x.shape[2], -1).relu().view(*batch[0].shape)
+            return F.cross_entropy(x[:, 0], y)
+
+    return Net(), lambda: (rand(2, 3, DIM), classes(2))
+
+
+@zoo
 def densenet():
     class Dense(nn.Module):
         def __init__(self):

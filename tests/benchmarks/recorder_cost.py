@@ -1,0 +1,78 @@
+"""What recording costs: the same steps with real stamps and with none, alternating in one process.
+
+    python -m tests.benchmarks.recorder_cost
+
+Prints medians over the steps and their ratio; asserts nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+
+import torch
+
+from launcher.workloads.language_model import LanguageModel
+from launcher.workloads.presets import PRESETS
+from strategies.plan import Plan
+from strategies.runtime.engine import Engine, Options
+from strategies.runtime.mesh import Coordinates
+from strategies.runtime.recorder import Recorder
+from strategies.runtime.unit_model import UnitModel
+
+STEPS = 60
+MICROBATCHES = 16
+
+
+class _Silent(Recorder):
+    """Keeps everything but the clock."""
+
+    @property
+    def stamp(self):
+        return lambda: 0.0
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    shape = PRESETS["tiny"]
+    model = LanguageModel(shape)
+    model.log = lambda *_, **__: None  # type: ignore[method-assign]
+    engine = Engine(
+        model=UnitModel(model),
+        plan=Plan("foldx_fifo", pp=1, num_microbatches=MICROBATCHES, buckets=0),
+        buckets_open=False,
+        options=Options(),
+        coordinates=Coordinates(1, 1, 0, 0),
+        device=torch.device("cpu"),
+    )
+    engine.build_gradients()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    tokens = torch.randint(shape.vocab, (MICROBATCHES, shape.sequence + 1))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    recorders = {
+        "recorded": engine.recorder,
+        "silent": _Silent(0, torch.device("cpu")),
+    }
+    times: dict[str, list[float]] = {name: [] for name in recorders}
+    for step in range(STEPS):
+        for name, recorder in recorders.items():
+            engine.recorder = engine.executor._recorder = recorder
+            start = time.perf_counter()
+            engine.train_pass(batch, batch_idx=0, step=step, accumulation=1, update=True)
+            engine.restore_gradients()
+            engine.flush()
+            optimizer.step()
+            engine.stepped()
+            times[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(found[5:]) for name, found in times.items()}
+    instructions = sum(map(len, engine.programs.train.ranks))
+    sys.stdout.write(
+        f"{instructions} instructions per step: recorded {medians['recorded'] * 1e3:.2f} ms, "
+        f"silent {medians['silent'] * 1e3:.2f} ms, "
+        f"ratio {medians['recorded'] / medians['silent']:.4f}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
