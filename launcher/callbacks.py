@@ -80,11 +80,11 @@ class Progress(pl.Callback):
 
     Attributes:
         file: Where rows go; None on all ranks but the first.
-        tokens_per_step: Tokens of one optimizer step over all replicas.
+        tokens_per_step: Tokens of one optimizer step over all replicas; None if unknown.
     """
 
     file: MetricsFile | None
-    tokens_per_step: int
+    tokens_per_step: int | None
     step_times: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     val_loss: float | None = None
@@ -120,7 +120,7 @@ class Progress(pl.Callback):
             self.losses.append(loss)
         if trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
-        rate = self.tokens_per_step / took
+        rate = None if self.tokens_per_step is None else self.tokens_per_step / took
         row = {name: None for name in _FIRST_COLUMNS} | {
             "step": trainer.global_step,
             "epoch": trainer.current_epoch,

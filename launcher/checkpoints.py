@@ -44,6 +44,10 @@ def check_model(path: Path, shape: TransformerShape) -> None:
     written = manifest_of(path)["metadata"].get("model")
     if written is None:
         return
+    if not isinstance(written, dict):
+        raise CheckpointError(
+            f"{path} is a checkpoint of model={written}. Try model={written}."
+        )
     now = asdict(shape)
     # What may differ: it changes no weight.
     free = {"dropout"} | ({"sequence"} if shape.position == "rope" else set())

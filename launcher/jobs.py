@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -27,6 +27,7 @@ from launcher.resolve import Run, num_gpus, optimizer_options, resolve, text_sou
 from launcher.tracking import build_loggers
 from launcher.workloads.data.module import TextDataModule
 from launcher.workloads.language_model import LanguageModel
+from launcher.workloads.registry import DATA, MODELS, load
 from strategies.runtime.checkpoint import load_state_dict
 from strategies.runtime.strategy import PipelineStrategy
 from strategies.timeline import Timeline
@@ -68,9 +69,11 @@ def _quiet() -> None:
 def _strategy(run: Run) -> PipelineStrategy:
     config = run.config
     plan = run.plan
+    num_stages = run.programs.train.placement.num_stages
     buckets = plan.buckets
     if isinstance(buckets, int):
-        buckets = (buckets,) * len(run.stages)
+        buckets = (buckets,) * num_stages
+    cut = tuple(len(stage) for stage in run.stages)
     return PipelineStrategy(
         pp=config.pp,
         dp=run.dp,
@@ -78,13 +81,17 @@ def _strategy(run: Run) -> PipelineStrategy:
         num_microbatches=plan.num_microbatches,
         stages_per_rank=plan.stages_per_rank,
         group=plan.group,
-        units_per_stage=tuple(len(stage) for stage in run.stages),
+        units_per_stage=config.schedule.layers_per_stage if run.own_model else cut,
         overlap=plan.overlap,
-        buckets=buckets,
+        buckets=None if run.own_model else buckets,
+        bucket_mb=config.overlap.bucket_mb,
         backend=config.cluster.backend,
         timeout_s=config.cluster.timeout_s,
         seed=config.seed,
-        metadata={"model": asdict(run.shape), "experiment_name": config.experiment_name},
+        metadata={
+            "model": config.model.name if run.own_model else asdict(run.shape),
+            "experiment_name": config.experiment_name,
+        },
     )
 
 
@@ -115,7 +122,10 @@ def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object)
     )
 
 
-def _model(run: Run) -> LanguageModel:
+def _model(run: Run) -> pl.LightningModule:
+    if run.own_model:
+        built = load(MODELS, run.config.model.name)(run.config)
+        return cast(pl.LightningModule, built)
     # On the meta device: each rank then makes the weights of its own units only.
     with torch.device("meta"):
         return LanguageModel(
@@ -123,8 +133,10 @@ def _model(run: Run) -> LanguageModel:
         )
 
 
-def _data(run: Run) -> TextDataModule:
+def _data(run: Run) -> pl.LightningDataModule:
     config = run.config
+    if run.own_data:
+        return cast(pl.LightningDataModule, load(DATA, config.data.name)(config, run.batch_size))
     return TextDataModule(
         text_source(config),
         sequence=run.shape.sequence,
@@ -141,7 +153,11 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     pl.seed_everything(config.seed, workers=True, verbose=False)
     folder = run_dir / "checkpoints"
     rank = int(os.environ["RANK"])
-    tokens = run.batch_size * run.dp * run.shape.sequence * given.accumulate_grad_batches
+    rows = run.batch_size * run.dp * given.accumulate_grad_batches
+    # Only the built-in text has a known number of tokens per row.
+    tokens = None if run.own_data else rows * run.shape.sequence
+    model = _model(run)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     progress = Progress(MetricsFile(run_dir / "metrics.csv") if rank == 0 else None, tokens)
     callbacks: list[Callback] = [progress]
     if given.checkpoint_every_n_steps is not None:
@@ -175,24 +191,31 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         log_every_n_steps=given.log_every_n_steps,
         enable_checkpointing=given.checkpoint_every_n_steps is not None,
     )
-    trainer.fit(_model(run), datamodule=_data(run), ckpt_path=checkpoint)
+    trainer.fit(model, datamodule=_data(run), ckpt_path=checkpoint)
     _finish_loggers(config)
     # The first step pays for connections and allocations.
     times = progress.step_times[1:] or progress.step_times
     step_time = statistics.median(times) if times else None
     return {
         "world_size": run.world_size,
-        "num_parameters": run.num_parameters,
+        "num_parameters": num_parameters,
         "steps": trainer.global_step,
         "loss_first": progress.losses[0] if progress.losses else None,
         "loss_last": progress.losses[-1] if progress.losses else None,
         "val_loss": progress.val_loss,
         "step_time_s": step_time,
-        "tokens_per_s": None if not step_time else tokens / step_time,
+        "tokens_per_s": tokens / step_time if step_time and tokens else None,
         "peak_memory_bytes": closing.peaks,
         "checkpoint": None if last.path is None else str(last.path),
         "timeline": None if closing.timeline is None else _plain(closing.timeline),
+        "buckets": _buckets(pipeline(trainer)),
     }
+
+
+def _buckets(strategy: PipelineStrategy) -> list[int]:
+    buckets = strategy.plan.buckets
+    stages = strategy.engine.placement.num_stages
+    return [buckets] * stages if isinstance(buckets, int) else list(buckets)
 
 
 class _Closing(Callback):

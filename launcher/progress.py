@@ -78,7 +78,8 @@ class ProgressView:
     def _step(self, event: dict[str, Any]) -> None:
         loss = event["loss"]
         figures = [] if loss is None else [f"loss {loss:.4f}"]
-        figures.append(f"{event['tokens_per_s']:,.0f} tokens/s")
+        if event["tokens_per_s"] is not None:
+            figures.append(f"{event['tokens_per_s']:,.0f} tokens/s")
         if event["bubble_ratio"] is not None:
             figures.append(f"bubble {event['bubble_ratio']:.0%}")
         if self._bar is not None and self._task is not None:

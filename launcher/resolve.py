@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config import LaunchConfig
-from launcher.workloads.data.source import TextSource
+from launcher.workloads.data.source import SourceKind, TextSource
 from launcher.workloads.optimizer_options import OptimizerOptions
+from launcher.workloads.registry import installed_names
 from launcher.workloads.transformer_shape import TransformerShape, unit_costs, unit_specs
 from strategies.compiler import Programs, compile_plan
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
@@ -43,7 +44,10 @@ class Run:
         plan: What the compiler gets.
         programs: What runs.
         costs: What the simulator assumes.
-        num_parameters: Of the whole model.
+        num_parameters: Of the whole model; None for one that only the ranks know.
+        own_model: Whether the model comes from an installed package: it is cut on the ranks, and
+            predicted with uniform costs.
+        own_data: Whether the data module does.
     """
 
     config: LaunchConfig
@@ -55,7 +59,9 @@ class Run:
     plan: Plan
     programs: Programs
     costs: Costs
-    num_parameters: int
+    num_parameters: int | None
+    own_model: bool
+    own_data: bool
 
     @property
     def world_size(self) -> int:
@@ -88,18 +94,20 @@ def resolve(config: LaunchConfig) -> Run:
         group=config.schedule.group,
     )
     placement = schedule.place(resolved)
+    own_model = config.model.name in installed_names("model")
     uniform = config.mode == "simulate" and config.costs.name == "uniform"
     # With uniform costs the model plays no part: any number of stages goes.
-    stages = () if uniform else _stages(config, shape, placement)
+    opaque = uniform or own_model
+    stages = () if opaque else _stages(config, shape, placement)
     loads = _loads(config, shape, stages)
     plan = Plan(
         schedule=config.schedule.name,
         pp=config.pp,
         num_microbatches=num_microbatches,
-        stages_per_rank=config.schedule.stages_per_rank,
+        stages_per_rank=resolved.stages_per_rank,
         group=config.schedule.group,
         overlap=config.overlap.name,
-        buckets=_buckets(config, dp, loads, placement, uniform=uniform),
+        buckets=_buckets(config, dp, loads, placement, opaque=opaque),
     )
     return Run(
         config=config,
@@ -110,8 +118,14 @@ def resolve(config: LaunchConfig) -> Run:
         stages=stages,
         plan=plan,
         programs=compile_plan(plan),
-        costs=_uniform(config) if config.costs.name == "uniform" else _analytic(config, dp, loads),
-        num_parameters=shape.num_parameters,
+        costs=(
+            _uniform(config)
+            if opaque or config.costs.name == "uniform"
+            else _analytic(config, dp, loads)
+        ),
+        num_parameters=None if own_model else shape.num_parameters,
+        own_model=own_model,
+        own_data=config.data.name in installed_names("data"),
     )
 
 
@@ -119,7 +133,13 @@ def model_shape(config: LaunchConfig) -> TransformerShape:
     """The transformer that ``model.*`` describes; the vocabulary is the data's if left open."""
     model = config.model
     vocab = model.vocab
+    texts = config.data.name in ("stdlib", "text")
     if vocab is None and config.data.tokenizer is None and config.data.name != "tokens":
+        if not texts and config.model.name not in installed_names("model"):
+            raise PlanError(
+                f"data={config.data.name} does not say how many token ids it has. "
+                "Try model.vocab=50257."
+            )
         vocab = 256  # bytes
     elif vocab is None:
         from launcher.workloads.data.vocabulary import vocab_size  # needs the tokenizers library
@@ -148,7 +168,8 @@ def text_source(config: LaunchConfig) -> TextSource:
     if cap is None and data.name == "stdlib":
         cap = 4_000_000  # Read in hundredths of a second; more than a laptop's run gets through.
     path = None if data.path is None else str(Path(data.path).expanduser().absolute())
-    return TextSource(data.name, path, data.tokenizer, data.dtype, cap)
+    kinds: dict[str, SourceKind] = {"stdlib": "stdlib", "text": "text", "tokens": "tokens"}
+    return TextSource(kinds[data.name], path, data.tokenizer, data.dtype, cap)
 
 
 def optimizer_options(config: LaunchConfig) -> OptimizerOptions:
@@ -271,10 +292,10 @@ def _buckets(
     loads: tuple[Load, ...],
     placement: Placement,
     *,
-    uniform: bool,
+    opaque: bool,
 ) -> int | tuple[int, ...]:
     """Buckets per stage: none where there is nobody to reduce with and nothing to simulate."""
-    if uniform:
+    if opaque:
         costs = config.costs
         return costs.num_buckets if costs.grad_reduce or dp > 1 else 0
     if dp < 2 and placement.weight_copies < 2:

@@ -27,7 +27,12 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
     """
     check_machine(run)
     config = run.config
-    if config.mode != "generate":
+    if run.own_model and config.mode == "generate":
+        raise PlanError(
+            f"mode=generate continues text with the built-in transformer, not with "
+            f"model={config.model.name}. Try mode=predict."
+        )
+    if config.mode != "generate" and not run.own_data:
         check_source(
             text_source(config),
             sequence=run.shape.sequence,
@@ -35,7 +40,7 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
             num_replicas=run.dp,
             val_fraction=config.data.val_fraction,
         )
-    if checkpoint is not None:
+    if checkpoint is not None and not run.own_model:
         check_model(checkpoint, run.shape)
 
 
@@ -82,7 +87,7 @@ def state_bytes(run: Run) -> int:
     """Weights, gradients and optimizer state of all replicas together."""
     table = run.costs.table(run.programs.train)
     if table.state_bytes is None:
-        return run.num_parameters * 16 * run.dp
+        return (run.num_parameters or 0) * 16 * run.dp
     return sum(table.state_bytes) * run.dp
 
 

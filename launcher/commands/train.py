@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve, uses_gpu
 from launcher.terminal import say
 from launcher.workloads.transformer_shape import unit_specs
+from strategies.compiler import compile_plan
 from strategies.errors import RunError
 from strategies.metrics import Metrics
 from strategies.timeline import Timeline
@@ -40,7 +42,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     except KeyboardInterrupt:
         write_result(result, common | {"status": "failed", "error": "interrupted"})
         raise
-    measured = _measured(resolved, outcome.pop("timeline"))
+    measured = _measured(resolved, outcome.pop("timeline"), outcome.pop("buckets"))
     if measured is not None:
         write_pictures(run_dir, [Panel("measured", measured), predicted][::-1], resolved)
     figures = common | outcome | _beside(resolved, metrics, measured, outcome)
@@ -52,24 +54,28 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
 
 def _announce(run: Run, checkpoint: Path | None, run_dir: Path) -> None:
     config = run.config
-    layers = "|".join(f"{count:g}" for count in run.layers_per_stage)
+    known = config.model.name
+    if run.num_parameters is not None:
+        layers = "|".join(f"{count:g}" for count in run.layers_per_stage)
+        known += f": {run.num_parameters:,} parameters, layers per stage {layers}"
     say(
-        f"{config.model.name}: {run.num_parameters:,} parameters, layers per stage {layers}; "
-        f"{config.schedule.name} on {run.world_size} ranks (pp={config.pp} dp={run.dp}), "
-        f"{run.num_microbatches} microbatches of {config.data.microbatch_size} x "
-        f"{run.shape.sequence} tokens"
+        f"{known}; {config.schedule.name} on {run.world_size} ranks (pp={config.pp} dp={run.dp}), "
+        f"{run.num_microbatches} microbatches of {config.data.microbatch_size}"
+        + ("" if run.own_model else f" x {run.shape.sequence} tokens")
     )
     if checkpoint is not None:
         say(f"continues {checkpoint}")
     say(f"logs: {run_dir / 'logs'}")
 
 
-def _measured(run: Run, rows: dict[str, Any] | None) -> Timeline | None:
+def _measured(run: Run, rows: dict[str, Any] | None, buckets: list[int]) -> Timeline | None:
     if rows is None:
         return None
+    # The ranks' own number of buckets, where only they know the model.
+    program = compile_plan(replace(run.plan, buckets=tuple(buckets))).train
     start = tuple(tuple(row) for row in rows["start"])
     end = tuple(tuple(row) for row in rows["end"])
-    return Timeline(run.programs.train, start, end, "s", "measured")
+    return Timeline(program, start, end, "s", "measured")
 
 
 def _beside(
@@ -80,7 +86,7 @@ def _beside(
     accumulation = run.config.trainer.accumulate_grad_batches
     step_time = outcome["step_time_s"]
     mfu = None
-    if step_time and uses_gpu(run.config):
+    if step_time and uses_gpu(run.config) and not run.own_model:
         flops = sum(unit.forward_flops for unit in unit_specs(run.shape))
         per_step = 3 * flops * run.batch_size * run.dp * accumulation
         mfu = per_step / (step_time * run.world_size * run.config.hardware.peak_flops)

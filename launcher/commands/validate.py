@@ -40,13 +40,16 @@ def _plan(run: Run) -> str:
     lines = [
         f"{run.world_size} processes: pp={run.config.pp} dp={run.dp}, "
         f"{run.num_microbatches} microbatches of {run.config.data.microbatch_size} per step and "
-        f"replica, {run.num_parameters:,} parameters",
+        f"replica" + (f", {run.num_parameters:,} parameters" if run.num_parameters else ""),
         f"programs verified: train, accumulate, forward "
         f"({sum(map(len, run.programs.train.ranks))} instructions per training step)",
     ]
     for rank in range(placement.num_ranks):
         stages = placement.stages_of(rank)
-        layers = ", ".join(f"stage {s}: {run.layers_per_stage[s]:g} layers" for s in stages)
+        layers = ", ".join(
+            f"stage {s}" + ("" if run.own_model else f": {run.layers_per_stage[s]:g} layers")
+            for s in stages
+        )
         memory = metrics.peak_memory_bytes[rank]
         if memory is not None and table.state_bytes is not None:
             state = sum(table.state_bytes[s] for s in stages)

@@ -7,12 +7,13 @@ option, because Hydra would take ours and ignore theirs without a word.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from launcher.config.key import shorten
 from launcher.config.suggest import did_you_mean, nearest
+from launcher.workloads.registry import ENTRY_POINTS, installed_names
 from strategies.errors import PlanError
 
 _NOT_GROUPS = ("hydra",)
@@ -33,10 +34,12 @@ class Groups:
     Attributes:
         built_in: Options shipped with the package.
         added: Options of the user's folder, with their files.
+        installed: Names that other installed distributions offer through entry points.
     """
 
     built_in: dict[str, tuple[str, ...]]
     added: dict[str, dict[str, Path]]
+    installed: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def names(self) -> tuple[str, ...]:
         """All groups."""
@@ -44,7 +47,8 @@ class Groups:
 
     def options(self, group: str) -> tuple[str, ...]:
         """All options of a group, ours first."""
-        return (*self.built_in[group], *sorted(self.added.get(group, {})))
+        ours = (*self.built_in[group], *sorted(self.added.get(group, {})))
+        return (*ours, *(name for name in self.installed.get(group, ()) if name not in ours))
 
     def require(self, group: str, option: str) -> None:
         """Raises unless the option exists.
@@ -76,8 +80,9 @@ def find_groups(config_dir: Path | None) -> Groups:
         for folder in sorted(conf_dir().iterdir())
         if folder.is_dir() and folder.name not in _NOT_GROUPS
     }
+    installed = {group: installed_names(group) for group in ENTRY_POINTS}
     if config_dir is None:
-        return Groups(built_in, {})
+        return Groups(built_in, {}, installed)
     if not config_dir.is_dir():
         raise PlanError(
             f"--config-dir {config_dir}: no such folder. Try --config-dir with a folder that "
@@ -100,4 +105,4 @@ def find_groups(config_dir: Path | None) -> Groups:
                     f"Rename the file, e.g. {group}/my_{stem}.yaml."
                 )
             added.setdefault(group, {})[stem] = folder / name
-    return Groups(built_in, added)
+    return Groups(built_in, added, installed)

@@ -17,6 +17,7 @@ from launcher.compose.groups import conf_dir
 from launcher.compose.overrides import quote
 from launcher.compose.secrets import refuse_secret
 from launcher.config import LaunchConfig, check, dump, from_dict
+from launcher.workloads.registry import ENTRY_POINTS, installed_names
 from strategies.errors import PipelineError, PlanError
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ def hydra_session() -> Iterator[Hydra]:
     # every key can still be overridden.
     defaults = dump(LaunchConfig()) | {"experiment_name": None}
     ConfigStore.instance().store(name="schema", node=defaults, provider="foldpipe")
+    for group in ENTRY_POINTS:
+        # What other distributions offer is chosen by name, as our own options are.
+        for name in installed_names(group):
+            ConfigStore.instance().store(
+                group=group, name=name, node={"name": name}, provider="entry points"
+            )
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(conf_dir()), job_name="foldpipe", version_base="1.3"):
         hydra = GlobalHydra.instance().hydra

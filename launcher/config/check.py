@@ -11,6 +11,8 @@ import re
 from launcher.config.key import Key, describe, keys_of, shorten, spell
 from launcher.config.launch import LaunchConfig
 from launcher.config.pipeline import CostsConfig
+from launcher.config.suggest import did_you_mean, nearest
+from launcher.workloads.registry import installed_names
 from strategies.errors import PlanError
 
 _MAX_TIME = re.compile(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}")
@@ -100,18 +102,18 @@ def _check_schedule(config: LaunchConfig) -> None:
     if microbatches == "auto":
         known = total is not None and config.dp != "auto"
         microbatches = total // (int(config.dp) * size) if known and total else 2 * config.pp
-    find_schedule(schedule.name).resolve(
+    shape = find_schedule(schedule.name).resolve(
         pp=config.pp,
         num_microbatches=int(microbatches),
         stages_per_rank=schedule.stages_per_rank,
         group=schedule.group,
     )
     counts = schedule.layers_per_stage
-    stages = config.pp * schedule.stages_per_rank
+    stages = config.pp * shape.stages_per_rank
     if counts is not None and len(counts) != stages:
         raise PlanError(
             f"schedule.layers_per_stage={spell(counts)} has {len(counts)} counts, but there are "
-            f"pp * stages_per_rank = {config.pp} * {schedule.stages_per_rank} = {stages} stages. "
+            f"pp * stages_per_rank = {config.pp} * {shape.stages_per_rank} = {stages} stages. "
             f"Try schedule.layers_per_stage={_even(config.model.layers, stages)}."
         )
 
@@ -152,6 +154,14 @@ def _check_unused(config: LaunchConfig) -> None:
         _refuse_set(config, "optimizer.momentum", chosen=f"optimizer={config.optimizer.name}")
     if config.data.name == "stdlib":
         _refuse_set(config, "data.path", chosen="data=stdlib", instead=" Try data=text.")
+    elif config.data.name not in ("text", "tokens"):
+        if config.data.name not in installed_names("data"):
+            known = ("stdlib", "text", "tokens", *installed_names("data"))
+            hint = did_you_mean(f"data={name}" for name in nearest(config.data.name, known))
+            raise PlanError(
+                f"data.name={shorten(config.data.name)} is unknown.{hint} "
+                f"Try data={' or data='.join(known)}."
+            )
     elif config.data.path is None and config.mode not in ("simulate", "validate"):
         raise PlanError(
             f"data={config.data.name} needs data.path. Try data={config.data.name} "

@@ -13,7 +13,9 @@ class ScheduleConfig:
     """``schedule=``: which order the ranks compute in."""
 
     name: str = key("1f1b", "Registered schedule; normally chosen with schedule=NAME.")
-    stages_per_rank: int = key(1, "V, virtual stages per rank.", low=1)
+    stages_per_rank: int | None = key(
+        None, "V, virtual stages per rank; null = as the schedule defines.", low=1, example=2
+    )
     group: int | None = key(
         None,
         "Microbatches that run through all stages of a rank before the next; interleaved_1f1b "

@@ -12,7 +12,9 @@ from launcher.config.key import key
 class ModelConfig:
     """``model=``: the shape of a decoder-only transformer."""
 
-    name: str = key("tiny", "Label of the model in reports and checkpoints.")
+    name: str = key(
+        "tiny", "Label of a transformer of the sizes below, or a model of an installed package."
+    )
     layers: int = key(6, "Transformer blocks.", low=1, high=100_000)
     hidden: int = key(128, "Width of the residual stream.", low=1)
     heads: int = key(4, "Attention heads; must divide hidden.", low=1)
@@ -35,10 +37,10 @@ class ModelConfig:
 class DataConfig:
     """``data=``: where tokens come from and how they are batched."""
 
-    name: Literal["stdlib", "text", "tokens"] = key(
+    name: str = key(
         "stdlib",
         "stdlib: the Python standard library's sources; text: a text file or folder; tokens: a "
-        "flat file of token ids.",
+        "flat file of token ids; or a data module of an installed package.",
     )
     path: str | None = key(None, "File or folder for text and tokens.", example="/data/corpus.txt")
     tokenizer: str | None = key(

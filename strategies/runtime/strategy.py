@@ -182,7 +182,8 @@ class PipelineStrategy(ParallelStrategy):
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(self._num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        decorator: Any = rank_zero_only  # Lightning keeps the rank as its attribute.
+        decorator.rank = self.global_rank
 
     def _configure_launcher(self) -> None:
         # The base starts nothing, and one process would wait for the others for ever.

@@ -8,7 +8,7 @@ a Python branch), the outcome says so and the caller decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -110,12 +110,8 @@ def infer_operation(
     meta_args, meta_kwargs = rebuild(rest, to_meta)
     try:
         result = run(*meta_args, **meta_kwargs)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
-        return _infer_from_data(run, rest, given, where)
-    except Exception as error:
-        if "DataDependent" not in type(error).__name__ and "Unsupported" not in str(error):
-            raise
-        return _infer_from_data(run, rest, given, where)
+    except Exception:  # which one says "needs data" differs from operation to operation
+        return _infer_from_data(run, rest, given, where, twins)
     by_twin = {id(twins[id(leaf)]): i for i, leaf in enumerate(given) if isinstance(leaf, Tensor)}
     moved = target is not None and any(
         isinstance(leaf, Hole) and leaf.spec.device != target for leaf in given
@@ -130,17 +126,22 @@ def infer_operation(
     )
     dependent = not metas and not mutated and _has_value(template)
     if dependent:
-        return _infer_from_data(run, rest, given, where)
+        return _infer_from_data(run, rest, given, where, twins)
     return Outcome(template, tuple(Spec.of(meta, where) for meta in metas), mutated), metas
 
 
 def _infer_from_data(
-    func: Callable[..., Any], rest: Any, given: list[Any], device: torch.device
+    func: Callable[..., Any],
+    rest: Any,
+    given: list[Any],
+    device: torch.device,
+    twins: dict[int, Tensor],
 ) -> tuple[Outcome, list[Tensor]]:
     """Runs ``func`` on zeros and on ones (on the CPU: a bad index must not kill a GPU)."""
     cpu = torch.device("cpu")
+    versions: dict[int, int] = {}
 
-    def run(fill: float) -> tuple[Any, dict[int, int]]:
+    def run(fill: float) -> tuple[Any, dict[int, Tensor]]:
         made: dict[int, Tensor] = {}
 
         def concrete(leaf: Any) -> Any:
@@ -153,16 +154,17 @@ def _infer_from_data(
                     spec = leaf.spec if isinstance(leaf, Hole) else Spec.of(leaf)
                     made[id(leaf)] = torch.full(spec.shape, fill, dtype=spec.dtype)
                 else:
-                    made[id(leaf)] = leaf.detach().cpu()
+                    made[id(leaf)] = leaf.detach().cpu().clone()
             return made[id(leaf)]
 
         with torch.no_grad():
             args, kwargs = rebuild(rest, concrete)
+            versions.update((key, tensor._version) for key, tensor in made.items())
             result = func(*args, **kwargs)
-        places = {id(made[id(leaf)]): i for i, leaf in enumerate(given) if id(leaf) in made}
-        return result, places
+        return result, made
 
-    zeros, places = run(0)
+    zeros, made = run(0)
+    places = {id(made[id(leaf)]): i for i, leaf in enumerate(given) if id(leaf) in made}
     template, metas = _describe(zeros, places)
     try:
         ones, _ = run(1)
@@ -178,8 +180,16 @@ def _infer_from_data(
         spec = Spec(tuple(meta.shape), meta.stride(), meta.dtype, device, grad and floating)
         specs.append(spec)
         metas[i] = spec.meta()
+    mutated = []
+    for i, leaf in enumerate(given):
+        if id(leaf) in made and made[id(leaf)]._version != versions[id(leaf)]:
+            with torch.no_grad():
+                twins[id(leaf)].zero_()  # for whoever looks at versions to see what is written
+            spec = Spec.of(twins[id(leaf)], _device_of(leaf, device))
+            floating = leaf.is_floating_point()
+            mutated.append((i, replace(spec, requires_grad=grad and floating)))
     dependent = _has_value(template) or not same
-    return Outcome(template, tuple(specs), dependent=dependent, exact=False), metas
+    return Outcome(template, tuple(specs), tuple(mutated), dependent=dependent, exact=False), metas
 
 
 def _describe(result: Any, places: dict[int, int]) -> tuple[Any, list[Tensor]]:

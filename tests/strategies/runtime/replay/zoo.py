@@ -1012,6 +1012,35 @@ def layouts_that_are_not_contiguous():
 
 
 @zoo
+def conversions_and_devices():
+    """Moves that do nothing on one device, conversions, and tensors made like others."""
+
+    class Net(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(4)])
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            for i, layer in enumerate(self.layers):
+                x = layer(x.to(self.device)).to("cpu", non_blocking=True).cpu().type_as(batch[0])
+                keep = torch.ones_like(x).cumsum(-1) <= DIM - i
+                x = x.float().double().masked_fill(~keep, 0.0) + torch.full_like(x, 0.1)
+                position = torch.arange(x.shape[0], device=x.device, dtype=x.dtype)
+                x = x + position[:, None] + x.new_tensor([1.0])
+                rows = batch[0][:, 0] > 0
+                top = x.topk(2, dim=-1).values.sum() + x[rows].sum()
+                x = x * torch.sigmoid(top)
+                x[rows] = 0.5
+                mixed = torch.zeros(x.shape[0], DIM, dtype=x.dtype)
+                mixed[rows] = layer(batch[0])[rows]
+                x = x + mixed
+            return F.cross_entropy(x, y)
+
+    return Net(), vectors()
+
+
+@zoo
 def densenet():
     class Dense(nn.Module):
         def __init__(self):

@@ -1,0 +1,126 @@
+"""A package of somebody else brings a model, a data module and a schedule by entry points."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PACKAGE = '''
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(pl.LightningModule):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, batch_size):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(x, x * 2), batch_size=self.batch_size)
+
+
+def build_model(config):
+    return Net(config.seed)
+
+
+def build_data(config, batch_size):
+    return Data(batch_size)
+'''
+
+SCHEDULE = '''
+from strategies.ir.instruction import backward, forward
+from strategies.schedules import register_schedule
+
+
+@register_schedule("mine_first")
+def order(shape):
+    """All forwards, then the backwards from the last microbatch to the first."""
+    microbatches = range(shape.num_microbatches)
+    return tuple(
+        tuple(
+            [forward(rank, m) for m in microbatches] + [backward(rank, m) for m in microbatches[::-1]]
+        )
+        for rank in range(shape.pp)
+    )
+'''
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "my_parts.py").write_text(PACKAGE)
+    (folder / "my_order.py").write_text(SCHEDULE)
+    info = folder / "my_parts-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-parts\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[foldpipe.models]\nmy_net = my_parts:build_model\n"
+        "[foldpipe.data]\nmy_data = my_parts:build_data\n"
+        "[foldpipe.schedules]\nmine_first = my_order\n"
+    )
+    return folder
+
+
+def launch(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{site}"}
+    return subprocess.run(
+        [sys.executable, "-m", "launcher", *words, f"hydra.run.dir={folder}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_schedule_of_a_package_is_simulated(site: Path, tmp_path: Path) -> None:
+    words = ("mode=simulate", "costs=uniform", "schedule=mine_first", "pp=2", "num_microbatches=3")
+    done = launch(site, tmp_path / "run", *words)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["schedule"], result["makespan"]) == ("mine_first", 12.0)
+
+
+@pytest.mark.distributed
+def test_model_data_and_schedule_of_a_package_train(site: Path, tmp_path: Path) -> None:
+    words = ("model=my_net", "data=my_data", "schedule=mine_first", "pp=2", "trainer.max_steps=6",
+             "data.microbatch_size=2", "trainer.limit_val_batches=0")  # fmt: skip
+    done = launch(site, tmp_path / "run", *words)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["steps"] == 6
+    assert result["num_parameters"] == 4 * (8 * 8 + 8)
+    assert result["loss_last"] < result["loss_first"]
+    assert result["measured_bubble_ratio"] > 0
+
+
+def test_an_unknown_name_is_refused_with_the_installed_ones(site: Path, tmp_path: Path) -> None:
+    done = launch(site, tmp_path / "run", "model=my_nett")
+    assert done.returncode == 2
+    assert "model=my_net" in done.stderr
+    assert "Traceback" not in done.stderr
