@@ -12,7 +12,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +213,9 @@ def load(path: Path, *, coordinates: Coordinates, wanted: set[str]) -> dict[str,
     optimizers: list[dict[str, Any]] = []
     for pp_rank in range(manifest["pp"]):
         writer = _read_part(path / _stem(pp_rank * manifest["dp"]))
-        state.update((k, v) for k, v in writer.get("state_dict", {}).items() if k in wanted)
+        for name, value in writer.get("state_dict", {}).items():
+            if name in wanted:
+                state.setdefault(name, value)  # What several ranks hold is the first one's.
         optimizers = _merge(optimizers, writer.get("optimizer_states", []))
     missing = sorted(wanted - set(state))
     if missing:
@@ -237,7 +239,8 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
     manifest = read_manifest(path)
     state: dict[str, Tensor] = {}
     for pp_rank in range(manifest["pp"]):
-        state.update(_read_part(path / _stem(pp_rank * manifest["dp"]))["state_dict"])
+        part = _read_part(path / _stem(pp_rank * manifest["dp"]))
+        state = part["state_dict"] | state
     return state
 
 
@@ -258,6 +261,34 @@ def _merge(into: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[
     for have, new in zip(into, more, strict=True):
         have["state"].update(new["state"])
     return into
+
+
+def owned_state(
+    state: Mapping[str, Tensor], *, every_parameter: Sequence[str], owned_parameters: set[str]
+) -> dict[str, Tensor]:
+    """A rank's state without buffers that follow another rank's parameters.
+
+    Such a buffer (a foreign BatchNorm's statistics, say) stays on this rank but goes stale. A
+    buffer belongs to the parameters of its module, or of the nearest module around it that has any.
+
+    >>> from torch import zeros
+    >>> full = {"a.weight": zeros(1), "a.mean": zeros(1), "b.mean": zeros(1), "scale": zeros(1)}
+    >>> list(owned_state(full, every_parameter=["a.weight", "b.weight"],
+    ...                  owned_parameters={"a.weight"}))
+    ['a.weight', 'a.mean', 'scale']
+    """
+    parameters = set(every_parameter)
+
+    def stays(name: str) -> bool:
+        prefix = name.rpartition(".")[0]
+        while prefix:
+            around = [known for known in parameters if known.startswith(prefix + ".")]
+            if around:
+                return any(known in owned_parameters for known in around)
+            prefix = prefix.rpartition(".")[0]
+        return True
+
+    return {key: value for key, value in state.items() if key in parameters or stays(key)}
 
 
 def name_optimizer_state(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, Any]:

@@ -527,7 +527,11 @@ class PipelineStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part, under the names of the uncut module."""
         assert self.lightning_module is not None
-        return self.lightning_module.state_dict()
+        return checkpoints.owned_state(
+            self.lightning_module.state_dict(),
+            every_parameter=self.engine.model.parameter_names,
+            owned_parameters=set(self.engine.named_parameters()),
+        )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part, keyed by parameter names instead of positions."""

@@ -77,6 +77,7 @@ class Case:
     backend: str = "auto"
     overlap: str = "grad_reduce"
     buckets_mb: float = 0.001
+    accelerator: str = "cpu"
     shape: TransformerShape = field(default_factory=small_shape)
 
     @property
@@ -117,7 +118,8 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
     callbacks = [losses, *trainer_options.pop("callbacks", [])]
     options = {"max_steps": case.steps, **trainer_options}
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=case.accelerator,
+        devices=1 if case.accelerator == "gpu" else "auto",
         strategy=strategy,
         precision="64-true",
         accumulate_grad_batches=case.accumulation,
@@ -138,7 +140,7 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
         "pp_rank": rank,
         "dp_rank": strategy.coordinates.dp_rank,
         "losses": losses.losses,
-        "parameters": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "parameters": {n: p.detach().cpu().clone() for n, p in model.named_parameters()},
         "program": [format_instruction(i) for i in strategy.engine.programs.train.ranks[rank]],
         "start": timeline.start[rank] if timeline else None,
         "end": timeline.end[rank] if timeline else None,

@@ -1,0 +1,238 @@
+"""Requests that only a look at the data, the machine or a checkpoint shows to be wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import struct
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from launcher.__main__ import main
+from strategies.runtime.checkpoint import FORMAT
+
+from .runs import MODEL
+
+SHAPE = {
+    "layers": 2, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 24, "vocab": 256, "sequence": 16,
+    "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "tie_embeddings": False,
+    "dropout": 0.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """`refused(words)`: the message; all else about a refusal is checked here."""
+
+    def start_nothing(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    def call(words: Sequence[str], *, limit_s: float = 4) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(subprocess, "Popen", start_nothing)
+        before = sorted(tmp_path.rglob("*"))
+        output, errors = io.StringIO(), io.StringIO()
+        begin = time.process_time()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            code = main(words)
+        took = time.process_time() - begin
+        message = errors.getvalue()
+        assert code == 2, message + output.getvalue()
+        assert message.startswith("error: ")
+        assert message.count("error: ") == 1
+        assert "Traceback" not in message
+        assert output.getvalue() == ""
+        assert sorted(tmp_path.rglob("*")) == before
+        assert took < limit_s
+        return message
+
+    return call
+
+
+def checkpoint_of(folder: Path, **differences: object) -> Path:
+    """The part of a checkpoint that is read before anything starts."""
+    folder.mkdir(parents=True)
+    metadata = {"model": SHAPE | differences, "experiment_name": "default"}
+    manifest = {"format": FORMAT, "pp": 1, "dp": 1, "metadata": metadata, "files": {}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_more_stages_than_units(refused):
+    message = refused([*MODEL, "pp=7"])
+    assert "7 stages" in message
+    assert "6 units" in message
+    assert "Try" in message
+
+
+def test_layers_by_hand_that_do_not_add_up(refused):
+    message = refused([*MODEL, "pp=2", "schedule.layers_per_stage=[2,1]"])
+    assert "schedule.layers_per_stage=[2, 1] adds up to 3 layers, but model.layers=2" in message
+    assert "Try schedule.layers_per_stage=[1,1]." in message
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["data.global_batch_size=6", "num_microbatches=4"], "Try data.global_batch_size=4"),
+        (["dp=2", "data.global_batch_size=5"], "Try data.global_batch_size="),
+        (
+            ["data.global_batch_size=8", "data.microbatch_size=4", "num_microbatches=4"],
+            "Try data.global_batch_size=16",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_batch_keys_that_contradict_each_other(refused, words, fix):
+    message = refused([*MODEL, "pp=2", *words])
+    assert words[-1] in message or words[0] in message
+    assert fix in message
+
+
+def test_a_batch_that_dp_auto_cannot_divide(refused, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    message = refused([*MODEL, "dp=auto", "data.global_batch_size=4"])
+    assert "data.global_batch_size=4 is not divisible by dp=3. Try data.global_batch_size=3." in (
+        message
+    )
+
+
+@pytest.mark.parametrize("mode", ["train", "validate"])
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [(None, "there is no such file"), (0, "has 0 tokens"), (100, "data.val_fraction=0.1")],
+    ids=["missing", "empty", "short"],
+)
+def test_a_text_that_cannot_be_trained_on(refused, tmp_path, mode, size, reason):
+    path = tmp_path / "corpus.txt"
+    if size is not None:
+        path.write_text("a" * size)
+    message = refused([*MODEL, f"mode={mode}", "pp=2", "data=text", f"data.path={path}"])
+    assert str(path) in message
+    assert reason in message
+    assert "Try" in message
+
+
+def test_text_without_a_path(refused):
+    for mode in ("train", "validate"):
+        message = refused([*MODEL, f"mode={mode}", "data=text"])
+        assert "data=text needs data.path. Try data=text data.path=/path/to/" in message
+
+
+def test_a_world_that_this_machine_cannot_hold(refused):
+    message = refused([*MODEL, "model.layers=600", "pp=512"])
+    assert "pp=512 * dp=1 = 512 ranks need about" in message
+    assert "at most" in message
+    assert "mode=simulate" in message
+
+
+def test_replicas_that_this_machine_cannot_hold(refused):
+    assert "pp=1 * dp=4000 = 4000 ranks need about" in refused([*MODEL, "dp=4000"])
+
+
+def test_a_gpu_where_there_is_none(refused, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    message = refused([*MODEL, "trainer.accelerator=gpu"])
+    assert "no GPU. Try trainer.accelerator=cpu." in message
+
+
+def test_a_gpu_transport_on_a_cpu(refused, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "Try cluster.backend=gloo." in refused([*MODEL, "cluster.backend=nccl"])
+
+
+def test_more_nccl_ranks_than_gpus(refused, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    message = refused([*MODEL, "pp=2", "cluster.backend=nccl"])
+    assert "2 ranks on 1 GPUs" in message
+    assert "Try cluster.backend=staged" in message
+
+
+def test_generating_over_several_ranks(refused, tmp_path):
+    path = checkpoint_of(tmp_path / "step-00000001.ckpt")
+    words = [*MODEL, "mode=generate", f"checkpoint={path}"]
+    assert "Try mode=generate pp=1 dp=1" in refused([*words, "pp=2"])
+    assert "Try mode=generate pp=1 dp=1" in refused([*words, "dp=2"])
+
+
+@pytest.mark.parametrize("mode", ["eval", "predict", "generate"])
+def test_a_checkpoint_that_does_not_exist(refused, tmp_path, mode):
+    message = refused([*MODEL, f"mode={mode}", "checkpoint=nowhere/step-00000001.ckpt"])
+    assert f"{tmp_path / 'nowhere/step-00000001.ckpt'} is no checkpoint" in message
+    message = refused([*MODEL, f"mode={mode}"])
+    assert "no checkpoint of experiment_name=default" in message
+    assert "checkpoint=PATH" in message
+
+
+@pytest.mark.parametrize("mode", ["train", "validate"])
+@pytest.mark.parametrize("content", [None, "", "{}", "[1]", '{"metadata": 3, "files": {}}'])
+def test_resuming_from_what_is_no_checkpoint(refused, tmp_path, mode, content):
+    folder = tmp_path / "step-00000001.ckpt"
+    folder.mkdir()
+    if content is not None:
+        (folder / "manifest.json").write_text(content)
+    message = refused([*MODEL, f"mode={mode}", f"trainer.resume={folder}"])
+    assert str(folder) in message
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("checkpoint", ["mode=eval"]),
+        ("checkpoint", ["mode=generate"]),
+        ("trainer.resume", ["mode=train"]),
+        ("trainer.resume", ["mode=validate"]),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_another_model(refused, tmp_path, key, words):
+    path = checkpoint_of(tmp_path / "step-00000001.ckpt", hidden=32, ffn=48)
+    message = refused([*MODEL, *words, f"{key}={path}"])
+    assert "model.hidden=16, model.ffn=24" in message
+    assert "Try model.hidden=32 model.ffn=48." in message
+
+
+def test_a_vocabulary_smaller_than_that_of_the_data(refused, tmp_path):
+    text = tmp_path / "corpus.txt"
+    text.write_bytes(b"plain ASCII and \xff " * 400)
+    words = [*MODEL, "data=text", f"data.path={text}", "model.vocab=128"]
+    for mode in ("train", "validate"):
+        message = refused([*words, f"mode={mode}"])
+        assert "model.vocab=128" in message
+        assert "Try" in message
+
+
+def test_a_vocabulary_smaller_than_the_ids_of_a_token_file(refused, tmp_path):
+    path = tmp_path / "train.bin"
+    path.write_bytes(struct.pack("<4000H", *(i % 700 for i in range(4000))))
+    words = [*MODEL, "data=tokens", f"data.path={path}", "model.vocab=512"]
+    for mode in ("train", "validate"):
+        message = refused([*words, f"mode={mode}"])
+        assert "699" in message
+        assert "model.vocab=512" in message
+        assert "Try model.vocab=" in message
+
+
+def test_an_empty_file_of_tokens(refused, tmp_path):
+    path = tmp_path / "train.bin"
+    path.write_bytes(b"")
+    message = refused([*MODEL, "data=tokens", f"data.path={path}"])
+    assert f"data.path={path} holds no token id" in message
+    message = refused([*MODEL, "data=tokens", f"data.path={path}", "model.vocab=512"])
+    assert f"data.path={path} has 0 tokens" in message
+
+
+def test_a_prompt_for_a_model_of_bare_ids(refused, tmp_path):
+    path = tmp_path / "train.bin"
+    path.write_bytes(struct.pack("<4000H", *(i % 256 for i in range(4000))))
+    checkpoint = checkpoint_of(tmp_path / "step-00000001.ckpt")
+    words = [*MODEL, "mode=generate", f"checkpoint={checkpoint}"]
+    message = refused([*words, "data=tokens", f"data.path={path}"])
+    assert "generate.prompt cannot be encoded" in message
+    message = refused([*words, "generate.prompt=''"])
+    assert "generate.prompt is empty" in message

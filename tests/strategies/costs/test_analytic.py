@@ -1,0 +1,127 @@
+"""All figures of a tiny machine worked out by hand: 100 FLOP/s, 10 B/s memory, 4 B elements."""
+
+from dataclasses import replace
+
+import pytest
+
+from strategies import compile_program, simulate
+from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
+from strategies.costs.hardware import Hardware
+from strategies.errors import CostError
+from strategies.ir.placement import bidirectional
+from strategies.memory import peak_bytes
+from tests.strategies.programs import written
+
+MACHINE = Hardware(
+    name="abacus",
+    peak_flops=100.0,
+    efficiency=0.5,
+    memory_gb=1.0,
+    memory_bandwidth=10.0,
+    intra_bandwidth=8.0,
+    intra_latency_s=0.25,
+    inter_bandwidth=2.0,
+    inter_latency_s=1.0,
+    gpus_per_node=2,
+)
+STAGES = (
+    Load(forward_flops=100, parameters=5, output_elements=2, saved_elements=7),
+    Load(forward_flops=200, parameters=10, output_elements=10, saved_elements=3),
+    Load(forward_flops=50, parameters=20, output_elements=1, saved_elements=0),
+)
+
+
+def table(dp=1, buckets=1, **options):
+    program = compile_program(schedule="1f1b", pp=3, num_microbatches=2, buckets=buckets)
+    return AnalyticCosts(STAGES, MACHINE, dp=dp, **options).table(program)
+
+
+def test_compute_takes_flops_over_reached_peak_or_bytes_over_bandwidth():
+    # 100/50 = 2 s; 2 * 10 elements * 4 B / 10 B/s = 8 s beats 200/50; 50/50 = 1 s.
+    assert table().forward == (2, 8, 1)
+    assert table().backward == (4, 16, 2)
+    assert table().backward_input == table().backward_weight == table().recompute == (2, 8, 1)
+    assert (table().name, table().time_unit) == ("analytic", "s")
+
+
+def test_messages_take_their_bytes_over_the_link_between_the_ranks():
+    # Ranks 0 and 1 share a node, rank 2 is on another one.
+    assert table().occupancy == (2 * 4 / 8, 10 * 4 / 2)
+    assert table().latency == (0.25, 1.0)
+
+
+def test_with_two_replicas_every_stage_is_a_node():
+    assert table(dp=2).occupancy == (2 * 4 / 2, 10 * 4 / 2)
+    assert table(dp=2).latency == (1.0, 1.0)
+
+
+def test_one_replica_reduces_nothing():
+    assert table().reduce == ((0,), (0,), (0,))
+
+
+def test_replicas_of_a_node_reduce_in_a_ring():
+    # n=2: 2 * 1/2 * (parameters * 4 B / 2 buckets) / 8 B/s + 2 * 0.25 s, twice.
+    assert table(dp=2, buckets=2).reduce == ((1.75, 1.75), (3.0, 3.0), (5.5, 5.5))
+
+
+def test_a_ring_over_nodes_goes_at_the_speed_of_the_network():
+    # n=3: 2 * 2/3 * bytes / 2 B/s + 4 * 1 s.
+    assert table(dp=3).reduce == (
+        pytest.approx((20 * 2 / 3 + 4,)),
+        pytest.approx((40 * 2 / 3 + 4,)),
+        pytest.approx((80 * 2 / 3 + 4,)),
+    )
+
+
+def test_a_stage_without_buckets_reduces_nothing():
+    assert [len(row) for row in table(dp=2, buckets=(2, 0, 1)).reduce] == [2, 0, 1]
+
+
+def test_the_optimizer_moves_seven_values_per_parameter():
+    assert table().step == (7 * 5 * 4 / 10, 7 * 10 * 4 / 10, 7 * 20 * 4 / 10)
+
+
+def test_memory_is_state_and_what_forwards_keep():
+    assert table().activation_bytes == (28, 12, 0)
+    assert table().state_bytes == (5 * 16, 10 * 16, 20 * 16)
+    half = table(element_bytes=2, optimizer_elements=1)
+    assert half.activation_bytes == (14, 6, 0)
+    assert half.state_bytes == (5 * 6, 10 * 6, 20 * 6)
+    program = compile_program(schedule="1f1b", pp=3, num_microbatches=4)
+    # 1F1B holds 3, 2, 1 microbatches.
+    assert peak_bytes(program, table()) == (80 + 84, 160 + 24, 320)
+
+
+def test_a_whole_step_by_hand():
+    """One microbatch down and up again, 1 s and 0.25 s on the first link, 20 s and 1 s."""
+    program = compile_program(schedule="1f1b", pp=3, num_microbatches=1, buckets=0)
+    costs = AnalyticCosts(STAGES, replace(MACHINE, memory_bandwidth=1e9))
+    # F: 2, 4, 1; B: 4, 8, 2; steps are next to nothing.
+    assert simulate(program, costs).makespan == pytest.approx(
+        2 + 1.25 + 4 + 21 + 1 + 2 + 21 + 8 + 1.25 + 4, abs=1e-5
+    )
+
+
+def test_owners_of_two_copies_reduce_with_each_other():
+    program = written(
+        """
+        0F0 1F1 1B1 0B0 0REDUCE0 1REDUCE0
+        0F1 1F0 1B0 0B1 0REDUCE0 1REDUCE0
+        """,
+        num_microbatches=2,
+        placement=bidirectional(2),
+    )
+    reduce = AnalyticCosts(STAGES[:2], MACHINE).table(program).reduce
+    assert reduce == ((20 / 8 + 0.5,), (40 / 8 + 0.5,))
+
+
+def test_loads_of_another_cut_are_refused():
+    program = compile_program(schedule="1f1b", pp=2)
+    with pytest.raises(CostError) as error:
+        AnalyticCosts(STAGES, MACHINE).table(program)
+    assert str(error.value) == "costs of 3 stages for a program of 2."
+
+
+def test_a_stage_is_the_sum_of_its_units_and_hands_on_what_the_last_one_does():
+    assert sum_loads(list(STAGES)) == Load(350, 35, 1, 10)
+    assert sum_loads([]) == Load(0, 0, 0, 0)
