@@ -29,6 +29,7 @@ from strategies.runtime.mailbox import Mailbox
 from strategies.runtime.mesh import Communicators, Coordinates
 from strategies.runtime.microbatch import checksum, split_batch
 from strategies.runtime.recorder import Recorder, StepRecord
+from strategies.runtime.rng import kept_generators
 from strategies.runtime.stage_model import LogCall, Mode, StageModel
 from strategies.runtime.transport import (
     GlooTransport,
@@ -334,7 +335,7 @@ class Engine:
                 [mark, result.loss, [to_plain(call) for call in join_logs(result.logs)], times]
             )
 
-        with _kept_rng(self.device):
+        with kept_generators():
             result = self.executor.run(
                 program,
                 microbatches,
@@ -499,22 +500,6 @@ class Engine:
         """Ends all sends and gives the communicators back; the engine is of no use afterwards."""
         self.drain()
         self.communicators.destroy()
-
-
-class _kept_rng:  # noqa: N801  (used like a function)
-    """Leaves the global generators as they were: units reseed them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-
-    def __enter__(self) -> None:
-        self._state = torch.get_rng_state()
-        self._cuda_state = torch.cuda.get_rng_state() if self._cuda else None
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_rng_state(self._state)
-        if self._cuda_state is not None:
-            torch.cuda.set_rng_state(self._cuda_state)
 
 
 def check_world(*, pp: int, dp: int, world_size: int) -> None:

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
 from strategies.runtime.logs import captured_logs
+from strategies.runtime.rng import reseed
 from strategies.runtime.stage_model import Mode, StageModel, StageOutput, Unit
 
 
@@ -148,7 +148,7 @@ class UnitModel(StageModel):
         tensors = module.pipeline_inputs(batch) if stage == 0 else inputs
         for index in self._stages[stage]:
             if seed is not None:
-                torch.manual_seed((seed * 1_000_003 + index) % 2**63)
+                reseed(seed, index)
             result = self._runs[index](*tensors)
             tensors = result if isinstance(result, tuple) else (result,)
         if stage + 1 < len(self._stages):

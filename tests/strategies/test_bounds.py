@@ -36,21 +36,16 @@ def test_the_closed_form_for_equal_stages(pp, stages, microbatches, p2p):
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_one_microbatch_crosses_all_stages_one_after_the_other(pp, stages, p2p):
-    program = compile_program(
-        schedule="naive", pp=pp, num_microbatches=1, stages_per_rank=stages
-    )
+    program = compile_program(schedule="naive", pp=pp, num_microbatches=1, stages_per_rank=stages)
     messages = 2 * (pp * stages - 1) if pp > 1 else 0
-    assert bound(program, UniformCosts(p2p=p2p)).value == pytest.approx(
-        3 * pp + messages * p2p
-    )
+    assert bound(program, UniformCosts(p2p=p2p)).value == pytest.approx(3 * pp + messages * p2p)
 
 
 def test_the_order_of_a_program_does_not_change_its_bound():
     shape = {"pp": 4, "num_microbatches": 8}
     costs = UniformCosts(p2p=0.25)
     values = {
-        bound(compile_program(schedule=name, **shape), costs)
-        for name in ("naive", "gpipe", "1f1b")
+        bound(compile_program(schedule=name, **shape), costs) for name in ("naive", "gpipe", "1f1b")
     }
     assert values == {Bound(33 + 6 * 0.25, "LB1 rank 3")}
 
@@ -58,6 +53,7 @@ def test_the_order_of_a_program_does_not_change_its_bound():
 @pytest.mark.parametrize("microbatches", [4, 8])
 def test_a_split_backward_leaves_only_the_forwards_before_the_last_rank(microbatches):
     """m(F+I+W) + (p-1)F where W fills the wait for the gradients."""
+
     def row(rank):
         names = [f"{rank}F{m}" for m in range(microbatches)]
         names += [f"{rank}I{m}" for m in range(microbatches)]
@@ -136,9 +132,7 @@ def orders(stages):
     jobs = [f"{stage}{kind}{m}" for stage in stages for kind in "FB" for m in range(2)]
     for order in itertools.permutations(jobs):
         place = {job: index for index, job in enumerate(order)}
-        if all(
-            place[f"{stage}F{m}"] < place[f"{stage}B{m}"] for stage in stages for m in range(2)
-        ):
+        if all(place[f"{stage}F{m}"] < place[f"{stage}B{m}"] for stage in stages for m in range(2)):
             yield " ".join(order)
 
 

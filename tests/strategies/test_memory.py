@@ -56,9 +56,7 @@ def test_bytes_are_state_and_activations_of_the_worst_moment():
         1F0 1F1 2F0 2F1 2B0 2B1 1B0 1B1
     """
     program = written(text, num_microbatches=2, placement=v(2))
-    costs = uneven(
-        program, [1] * 4, activation_bytes=(10, 20, 30, 40), state_bytes=(1, 2, 3, 4)
-    )
+    costs = uneven(program, [1] * 4, activation_bytes=(10, 20, 30, 40), state_bytes=(1, 2, 3, 4))
     # Rank 0: two of stage 0, one of stage 3; rank 1: two of each of its stages.
     assert peak_bytes(program, costs.table(program)) == (5 + 60, 5 + 100)
 

@@ -119,7 +119,9 @@ def test_a_program_with_microbatches_in_flight_is_not_synchronous():
 
 def test_bytes_come_from_the_costs():
     program = compile_program(schedule="1f1b", pp=2, num_microbatches=4)
-    costs = uneven(program, [1, 1], reduce=[(0,), (0,)], activation_bytes=(5, 7), state_bytes=(100, 200))
+    costs = uneven(
+        program, [1, 1], reduce=[(0,), (0,)], activation_bytes=(5, 7), state_bytes=(100, 200)
+    )
     assert figures(program, costs).peak_memory_bytes == (110, 207)
 
 
@@ -148,4 +150,6 @@ def test_the_same_figures_come_out_of_any_step(plan):
     assert first.origin_time == 0
     assert second.makespan >= first.period - 1e-9
     assert measure(second, costs).lower_bound == measure(first, costs).lower_bound
-    assert sum(map(second.busy, range(plan.pp))) == pytest.approx(3 * plan.num_microbatches * plan.pp)
+    assert sum(map(second.busy, range(plan.pp))) == pytest.approx(
+        3 * plan.num_microbatches * plan.pp
+    )

@@ -18,10 +18,10 @@ from strategies.runtime.replay.logs import LogCapture
 from strategies.runtime.replay.ownership import ParameterTable
 from strategies.runtime.replay.path import Boundary, Path
 from strategies.runtime.replay.probing import batch_device, probe_path
-from strategies.runtime.replay.rng import kept_generators
 from strategies.runtime.replay.selection import select_units
 from strategies.runtime.replay.stage_run import StageRun
 from strategies.runtime.replay.structure import rebuild
+from strategies.runtime.rng import kept_generators
 from strategies.runtime.stage_model import (
     STEP_NAMES,
     LogCall,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.runtime.replay.hole import Hole, exchange
-from strategies.runtime.replay.rng import kept_generators
+from strategies.runtime.rng import kept_generators
 
 
 @contextlib.contextmanager

@@ -16,11 +16,11 @@ from strategies.runtime.replay.gate import StageDone
 from strategies.runtime.replay.hole import Hole, dataless, exchange
 from strategies.runtime.replay.inference import Outcome, fill_template
 from strategies.runtime.replay.path import Boundary, Cut, Path, Position
-from strategies.runtime.replay.rng import reseed
 from strategies.runtime.replay.shape_mode import ShapeMode
 from strategies.runtime.replay.snapshot import KeptObjects, unchanged
 from strategies.runtime.replay.source import operation_name, user_line
 from strategies.runtime.replay.structure import leaves, signature, tensors
+from strategies.runtime.rng import reseed
 
 
 class StageRun(ShapeMode):

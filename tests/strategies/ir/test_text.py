@@ -34,9 +34,7 @@ SPELLINGS = {
             Instruction(Kind.RECV, 1, 0, payload=Kind.B, peer=2),
         ),
     ),
-    "0STEP@0REDUCE0": Instruction(
-        Kind.STEP, 0, after=(Instruction(Kind.REDUCE, 0, bucket=0),)
-    ),
+    "0STEP@0REDUCE0": Instruction(Kind.STEP, 0, after=(Instruction(Kind.REDUCE, 0, bucket=0),)),
 }
 
 
@@ -133,7 +131,7 @@ def test_a_rank_is_a_line():
     ],
 )
 def test_what_is_no_instruction_is_refused_whole(text):
-    with pytest.raises(ProgramError, match="is not an instruction. Write stage, letter"):
+    with pytest.raises(ProgramError, match=r"is not an instruction\. Write stage, letter"):
         parse_instruction(text)
 
 

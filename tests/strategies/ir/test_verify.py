@@ -237,9 +237,7 @@ def test_messages_in_a_program_that_calls_itself_not_lowered_are_refused():
 
 def test_crossing_sends_deadlock_under_rendezvous_and_the_grid_shows_where():
     """Each rank sends before it posts the receive that the other one's send waits for."""
-    message = refusal(
-        lowered(("1RECV_F1<0", ""), ("1SEND_B0>0", "1SEND_B0>0 1RECV_F1<0"))
-    )
+    message = refusal(lowered(("1RECV_F1<0", ""), ("1SEND_B0>0", "1SEND_B0>0 1RECV_F1<0")))
     assert message == (
         "written: the program deadlocks. Every rank waits for another one:\n"
         "rank 0 | 0F0 0SEND_F0>1 0F1 [0SEND_F1>1] 0RECV_B0<1 0B0 0RECV_B1<1 0B1 ..."

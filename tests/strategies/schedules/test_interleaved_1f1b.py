@@ -122,6 +122,5 @@ def test_a_rank_without_a_stage_is_refused():
     with pytest.raises(PlanError) as error:
         compiled(2, 2, 0)
     assert str(error.value) == (
-        "schedule.stages_per_rank=0: a rank holds at least 1 stage. "
-        "Try schedule.stages_per_rank=2."
+        "schedule.stages_per_rank=0: a rank holds at least 1 stage. Try schedule.stages_per_rank=2."
     )

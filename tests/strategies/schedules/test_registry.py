@@ -104,7 +104,5 @@ def test_defaults_are_filled_in():
         pp=4, num_microbatches=8, stages_per_rank=None, group=None
     )
     assert shape == Shape(4, 8, 2, group=4)
-    shape = SCHEDULES["foldx_fifo"].resolve(
-        pp=4, num_microbatches=8, stages_per_rank=3, group=None
-    )
+    shape = SCHEDULES["foldx_fifo"].resolve(pp=4, num_microbatches=8, stages_per_rank=3, group=None)
     assert shape == Shape(4, 8, 3, group=None)

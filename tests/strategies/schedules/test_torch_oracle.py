@@ -11,7 +11,9 @@ schedule_visualizer = pytest.importorskip("torch.distributed.pipelining._schedul
 def of_torch(schedule, pp, microbatches, stages):
     rows = schedule_visualizer.get_schedule_ops(schedule, pp, microbatches, stages)
     return [
-        " ".join(str(action) for action in row if action is not None and "REDUCE" not in str(action))
+        " ".join(
+            str(action) for action in row if action is not None and "REDUCE" not in str(action)
+        )
         for row in rows
     ]
 

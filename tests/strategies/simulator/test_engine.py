@@ -1,5 +1,7 @@
 """Small cases worked out by hand, and laws that hold for all programs."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,9 +36,7 @@ def spans(timeline, rank=None):
 
 
 def compiled(schedule, pp, num_microbatches, **options):
-    return compile_program(
-        schedule=schedule, pp=pp, num_microbatches=num_microbatches, **options
-    )
+    return compile_program(schedule=schedule, pp=pp, num_microbatches=num_microbatches, **options)
 
 
 def test_free_messages():
@@ -188,9 +188,7 @@ def test_buckets_queue_on_the_channel():
 
 
 def test_a_split_backward_releases_its_buckets_inside_the_weight_gradient():
-    program = written(
-        "0F0 0I0 0W0 0REDUCE0 0REDUCE1 0STEP", num_microbatches=1, lowered=True
-    )
+    program = written("0F0 0I0 0W0 0REDUCE0 0REDUCE1 0STEP", num_microbatches=1, lowered=True)
     found = spans(simulate(program, UniformCosts(backward=4, backward_input=2, grad_reduce=2)))
     assert found["0W0"] == (3, 5)
     assert found["0REDUCE0"] == (4, 5)
@@ -252,7 +250,7 @@ def test_without_a_barrier_steps_follow_each_other_in_one_period():
     timelines = unroll(program, costs, steps=5)
     assert timelines[0].makespan == 33 + 5
     ends = [max(max(row) for row in timeline.end) for timeline in timelines]
-    gaps = [later - sooner for sooner, later in zip(ends, ends[1:], strict=False)]
+    gaps = [later - sooner for sooner, later in itertools.pairwise(ends)]
     assert gaps == pytest.approx([timelines[0].period] * 4)
 
 
@@ -307,7 +305,7 @@ def test_a_simulation_obeys_the_program(plan, cost):
     for rank in range(len(program.ranks)):
         for kinds in ({Kind.REDUCE}, {Kind.F, Kind.B, Kind.STEP}):
             events = [e for e in timeline.events(rank) if e.instruction.kind in kinds]
-            for sooner, later in zip(events, events[1:], strict=False):
+            for sooner, later in itertools.pairwise(events):
                 assert later.start >= sooner.end
 
 

@@ -10,7 +10,7 @@ import torch
 _MASK = (1 << 64) - 1
 
 
-def reseed(seed: int, call: int, event: int) -> None:
+def reseed(seed: int, call: int, event: int = 0) -> None:
     """Seeds the CPU and CUDA generators for the code that follows ``event`` before ``call``."""
     value = _mix(_mix(_mix(seed & _MASK) ^ call) ^ event) >> 1
     # torch.manual_seed looks for every kind of accelerator and costs 100 microseconds.
