@@ -152,8 +152,11 @@ class Progress(pl.Callback):
         """Puts validation results into the row of the step they belong to."""
         found = {k: v for k, v in _numbers(trainer.callback_metrics).items() if k[:4] == "val_"}
         self.val_loss = found.get("val_loss", self.val_loss)
-        if self._pending is not None:
-            self._pending |= found
+        if self._pending is None:  # after a step that is not logged itself
+            self._pending = {name: None for name in _FIRST_COLUMNS}
+            self._pending |= {"step": trainer.global_step, "epoch": trainer.current_epoch}
+            self._pending_pass = -1
+        self._pending |= found
         self._tell({"kind": "validation", "step": trainer.global_step, **found})
         self._last = time.perf_counter()
 
@@ -199,7 +202,7 @@ class LastCheckpoint(pl.Callback):
             and trainer.current_epoch + 1 >= trainer.max_epochs
             and loop.epoch_loop.batch_progress.is_last_batch
         )
-        if enough or last_epoch or trainer.should_stop:
+        if (enough or last_epoch or trainer.should_stop) and not _saved_anyway(trainer):
             self._save(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -212,6 +215,15 @@ class LastCheckpoint(pl.Callback):
         if not there:
             trainer.save_checkpoint(path)
         self.path = path
+
+
+def _saved_anyway(trainer: pl.Trainer) -> bool:
+    """Whether a ModelCheckpoint, which comes after all other callbacks, saves this step."""
+    return any(
+        every > 0 and trainer.global_step % every == 0
+        for callback in trainer.checkpoint_callbacks
+        if (every := getattr(callback, "_every_n_train_steps", 0))
+    )
 
 
 def checkpoint_name(step: int) -> str:

@@ -12,6 +12,7 @@ from strategies.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _ROOTS = ("outputs", "multirun")
+_UNFINISHED = ".tmp"  # a run that was killed while it saved may leave one, with its manifest
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
@@ -23,8 +24,8 @@ def manifest_of(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
         found: dict[str, Any] = json.loads(file.read_text())
-        if not {"metadata", "files"} <= set(found):
-            raise KeyError("metadata, files")
+        if not isinstance(found["metadata"], dict) or not isinstance(found["files"], dict):
+            raise TypeError("metadata and files must be JSON objects")
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is no checkpoint: {file} does not exist. Name a folder such as "
@@ -45,9 +46,7 @@ def check_model(path: Path, shape: TransformerShape) -> None:
     if written is None:
         return
     if not isinstance(written, dict):
-        raise CheckpointError(
-            f"{path} is a checkpoint of model={written}. Try model={written}."
-        )
+        raise CheckpointError(f"{path} is a checkpoint of model={written}. Try model={written}.")
     now = asdict(shape)
     # What may differ: it changes no weight.
     free = {"dropout"} | ({"sequence"} if shape.position == "rope" else set())
@@ -56,6 +55,25 @@ def check_model(path: Path, shape: TransformerShape) -> None:
         asked = ", ".join(f"model.{key}={now[key]}" for key in wrong)
         fix = " ".join(f"model.{key}={written.get(key)}" for key in wrong)
         raise CheckpointError(f"{path} is a checkpoint of another model than {asked}. Try {fix}.")
+
+
+def check_run_folder(run_dir: Path, resumed: Path | None) -> None:
+    """Refuses to train into a folder whose checkpoints this run would take for its own.
+
+    Args:
+        run_dir: The run's folder, new unless the user has named one.
+        resumed: What the run continues; the last checkpoint of the folder itself is fine.
+
+    Raises:
+        CheckpointError: There are others.
+    """
+    folder = run_dir / "checkpoints"
+    there = sorted(path for path in folder.glob("*.ckpt")) if folder.is_dir() else []
+    if there and (resumed is None or there[-1] != resumed):
+        raise CheckpointError(
+            f"{folder} has checkpoints of an earlier run up to {there[-1].name}, which are never "
+            f"overwritten. Try trainer.resume={there[-1]}, or another hydra.run.dir."
+        )
 
 
 def newest_checkpoint(experiment_name: str, *, optional: bool) -> Path | None:
@@ -67,9 +85,11 @@ def newest_checkpoint(experiment_name: str, *, optional: bool) -> Path | None:
     found: list[tuple[float, Path]] = []
     for root in _ROOTS:
         for file in Path(root).glob(f"**/checkpoints/*/{MANIFEST}"):
+            if file.parent.suffix == _UNFINISHED:
+                continue
             try:
-                metadata = json.loads(file.read_text())["metadata"]
-            except (OSError, ValueError, KeyError, TypeError):
+                metadata = manifest_of(file.parent)["metadata"]
+            except CheckpointError:
                 continue  # Damaged: an older one serves.
             if metadata.get("experiment_name") == experiment_name:
                 found.append((file.stat().st_mtime, file.parent.absolute()))

@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.batches import plan_batches
 from launcher.config import LaunchConfig
 from launcher.workloads.data.source import SourceKind, TextSource
 from launcher.workloads.optimizer_options import OptimizerOptions
@@ -84,7 +85,7 @@ def resolve(config: LaunchConfig) -> Run:
         DataError: The vocabulary is the data's, and the data cannot be read.
     """
     dp = _replicas(config)
-    num_microbatches, batch_size = _batches(config, dp)
+    num_microbatches, batch_size = plan_batches(config, dp)
     shape = model_shape(config)
     schedule = find_schedule(config.schedule.name)
     resolved = schedule.resolve(
@@ -221,31 +222,6 @@ def _replicas(config: LaunchConfig) -> int:
         return int(config.dp)
     world = num_gpus() if uses_gpu(config) else (os.cpu_count() or 1)
     return max(1, world // config.pp)
-
-
-def _batches(config: LaunchConfig, dp: int) -> tuple[int, int]:
-    """(microbatches, sequences) per step and replica."""
-    total, size = config.data.global_batch_size, config.data.microbatch_size
-    asked = config.num_microbatches
-    if total is None:
-        count = 2 * config.pp if asked == "auto" else int(asked)
-        return count, count * size
-    if total % dp:
-        fit = max(dp, round(total / dp) * dp)
-        raise PlanError(
-            f"data.global_batch_size={total} is not divisible by dp={dp}. "
-            f"Try data.global_batch_size={fit}."
-        )
-    rows = total // dp
-    count = -(-rows // size)  # The last microbatch may be smaller.
-    if asked != "auto" and int(asked) != count:
-        raise PlanError(
-            f"data.global_batch_size={total} over dp={dp} is {rows} sequences per replica, which "
-            f"data.microbatch_size={size} cuts into {count} microbatches, but "
-            f"num_microbatches={asked}. Try num_microbatches=auto, or "
-            f"data.global_batch_size={int(asked) * size * dp}."
-        )
-    return count, rows
 
 
 def _stages(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.commands.predicted import run_mapping
-from launcher.commands.ranks import check_before_start, find_checkpoint, run_ranks
+from launcher.commands.ranks import check_before_start, failure_recorded, find_checkpoint, run_ranks
 from launcher.config import LaunchConfig
 from launcher.report.result import write_result
-from launcher.resolve import resolve
+from launcher.resolve import Run, resolve, text_source
 from launcher.terminal import say
-from strategies.errors import PlanError
+from launcher.workloads.data.prompt import encode
+from strategies.errors import DataError, PlanError
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
@@ -18,6 +19,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
 
     Raises:
         PlanError: More than one rank was asked for.
+        DataError: The prompt cannot be encoded for this model.
     """
     if config.pp != 1 or config.dp not in (1, "auto"):
         raise PlanError(
@@ -27,7 +29,24 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     resolved = resolve(config)
     checkpoint = find_checkpoint(resolved, config.checkpoint, optional=False)
     check_before_start(resolved, checkpoint)
-    outcome = run_ranks(resolved, run_dir, checkpoint, lambda _: None)
-    write_result(run_dir / "result.json", run_mapping(resolved, "done") | outcome)
+    _check_prompt(resolved)
+    common = run_mapping(resolved, "done")
+    result = run_dir / "result.json"
+    with failure_recorded(result, common):
+        outcome = run_ranks(resolved, run_dir, checkpoint, lambda _: None)
+    write_result(result, common | outcome)
     say(str(outcome["text"]))
     return 0
+
+
+def _check_prompt(run: Run) -> None:
+    ids = encode(text_source(run.config), run.config.generate.prompt)
+    if not ids:
+        raise DataError(
+            "generate.prompt is empty, there is nothing to continue. Try generate.prompt='def '."
+        )
+    if max(ids) >= run.shape.vocab:
+        raise DataError(
+            f"generate.prompt has a token id {max(ids)}, but model.vocab={run.shape.vocab} allows "
+            f"0 to {run.shape.vocab - 1}. Try a prompt of plain ASCII."
+        )

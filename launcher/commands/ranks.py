@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from launcher.checkpoints import check_model, newest_checkpoint
-from launcher.config import dump
+from launcher.config import LaunchConfig, dump
 from launcher.processes.local import Listener, LocalRanks
 from launcher.report.atomic import write_atomically
+from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, text_source, uses_gpu
 from launcher.workloads.data.source import check_source
-from strategies.errors import PlanError
+from launcher.workloads.data.vocabulary import vocab_size
+from strategies.errors import DataError, PlanError, RunError
 
 # Resident size of a rank that has imported torch and Lightning and done nothing yet.
 _IDLE_RANK_BYTES = 350_000_000
+_SCANNED_BYTES = 1 << 26
 
 
 def check_before_start(run: Run, checkpoint: Path | None) -> None:
@@ -40,8 +46,39 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
             num_replicas=run.dp,
             val_fraction=config.data.val_fraction,
         )
+        _check_vocabulary(run)
     if checkpoint is not None and not run.own_model:
         check_model(checkpoint, run.shape)
+
+
+def check_world(config: LaunchConfig) -> None:
+    """Refuses at once more ranks than this machine could start, doing nothing.
+
+    To be called before ``resolve``: compiling for hundreds of ranks takes minutes.
+
+    Raises:
+        PlanError: There is no memory for that many processes.
+    """
+    if not uses_gpu(config):
+        dp = 1 if config.dp == "auto" else int(config.dp)
+        _check_memory(config.pp, dp, state=0)
+
+
+def _check_vocabulary(run: Run) -> None:
+    """Refuses ids that the model has no embedding for."""
+    source, vocab = text_source(run.config), run.shape.vocab
+    if run.config.model.vocab is None:
+        return  # then it is the data's
+    if source.kind == "tokens":
+        # The beginning of a huge file; the ranks check each block as they read it.
+        most = min(source.max_bytes or _SCANNED_BYTES, _SCANNED_BYTES)
+        source = replace(source, max_bytes=most)
+    needed = vocab_size(source)
+    if needed > vocab:
+        raise DataError(
+            f"{source.label} has token ids up to {needed - 1}, but model.vocab={vocab} allows 0 to "
+            f"{vocab - 1}. Try model.vocab={needed}, or model.vocab=null, which asks the data."
+        )
 
 
 def check_machine(run: Run) -> None:
@@ -67,15 +104,18 @@ def check_machine(run: Run) -> None:
                 "needs a GPU per rank. Try cluster.backend=staged, which shares GPUs."
             )
         return
+    _check_memory(config.pp, run.dp, state=state_bytes(run))
+
+
+def _check_memory(pp: int, dp: int, *, state: int) -> None:
     import psutil
 
     free = psutil.virtual_memory().available
-    needs = run.world_size * _IDLE_RANK_BYTES + state_bytes(run)
+    needs = pp * dp * _IDLE_RANK_BYTES + state
     if needs > free:
-        state = state_bytes(run)
         fits = max(1, int((free - state) // _IDLE_RANK_BYTES))
         raise PlanError(
-            f"pp={config.pp} * dp={run.dp} = {run.world_size} ranks need about "
+            f"pp={pp} * dp={dp} = {pp * dp} ranks need about "
             f"{needs / 1e9:.1f} GB on this machine ({_IDLE_RANK_BYTES / 1e9:.2f} GB each, and "
             f"{state / 1e9:.1f} GB of weights, gradients and optimizer state), but "
             f"{free / 1e9:.1f} GB are free: at most {fits} ranks. "
@@ -102,6 +142,24 @@ def find_checkpoint(run: Run, asked: str | None, *, optional: bool) -> Path | No
     if asked == "auto":
         return newest_checkpoint(run.config.experiment_name, optional=optional)
     return Path(asked).expanduser().absolute()
+
+
+@contextmanager
+def failure_recorded(result: Path, common: Mapping[str, object]) -> Iterator[None]:
+    """Leaves a ``result.json`` also where the block ends early.
+
+    Args:
+        result: The file.
+        common: What is known without the ranks.
+    """
+    try:
+        yield
+    except RunError as error:
+        write_result(result, {**common, "status": "failed", "error": str(error)})
+        raise
+    except KeyboardInterrupt:
+        write_result(result, {**common, "status": "failed", "error": "interrupted"})
+        raise
 
 
 def run_ranks(

@@ -6,8 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from launcher.checkpoints import check_run_folder
 from launcher.commands.predicted import predict, run_mapping, write_pictures
-from launcher.commands.ranks import check_before_start, find_checkpoint, run_ranks
+from launcher.commands.ranks import (
+    check_before_start,
+    check_world,
+    failure_recorded,
+    find_checkpoint,
+    run_ranks,
+)
 from launcher.config import LaunchConfig
 from launcher.progress import ProgressView
 from launcher.report.html import Panel
@@ -17,31 +24,28 @@ from launcher.resolve import Run, resolve, uses_gpu
 from launcher.terminal import say
 from launcher.workloads.transformer_shape import unit_specs
 from strategies.compiler import compile_plan
-from strategies.errors import RunError
 from strategies.metrics import Metrics
 from strategies.timeline import Timeline
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
     """Trains; files are in ``run_dir`` whatever happens."""
+    check_world(config)
     resolved = resolve(config)
     checkpoint = find_checkpoint(resolved, config.trainer.resume, optional=True)
     check_before_start(resolved, checkpoint)
+    check_run_folder(run_dir, checkpoint)
     timeline, metrics = predict(resolved)
     predicted = Panel("predicted", timeline, metrics)
     write_pictures(run_dir, [predicted], resolved)
     _announce(resolved, checkpoint, run_dir)
     common = run_mapping(resolved, "done") | metrics_mapping(metrics)
     result = run_dir / "result.json"
-    try:
-        with ProgressView(enabled=config.trainer.enable_progress_bar) as view:
-            outcome = run_ranks(resolved, run_dir, checkpoint, view)
-    except RunError as error:
-        write_result(result, common | {"status": "failed", "error": str(error)})
-        raise
-    except KeyboardInterrupt:
-        write_result(result, common | {"status": "failed", "error": "interrupted"})
-        raise
+    with (
+        failure_recorded(result, common),
+        ProgressView(enabled=config.trainer.enable_progress_bar) as view,
+    ):
+        outcome = run_ranks(resolved, run_dir, checkpoint, view)
     measured = _measured(resolved, outcome.pop("timeline"), outcome.pop("buckets"))
     if measured is not None:
         write_pictures(run_dir, [Panel("measured", measured), predicted][::-1], resolved)

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from launcher.commands.predicted import predict, run_mapping, write_pictures
-from launcher.commands.ranks import check_before_start, find_checkpoint
+from launcher.commands.ranks import check_before_start, check_world, find_checkpoint
 from launcher.config import LaunchConfig
 from launcher.report.html import Panel
 from launcher.report.result import metrics_mapping, write_result
@@ -17,6 +17,7 @@ from launcher.terminal import say
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
     """Composes, resolves, verifies, estimates; prints what would run."""
+    check_world(config)
     resolved = resolve(config)
     checkpoint = find_checkpoint(resolved, config.trainer.resume, optional=True)
     check_before_start(resolved, checkpoint)
@@ -54,8 +55,8 @@ def _plan(run: Run) -> str:
         if memory is not None and table.state_bytes is not None:
             state = sum(table.state_bytes[s] for s in stages)
             layers += (
-                f"; memory {memory / 2**30:.3f} GiB (weights, gradients, optimizer "
-                f"{state / 2**30:.3f}, activations {(memory - state) / 2**30:.3f})"
+                f"; memory {memory / 2**30:.4g} GiB (weights, gradients, optimizer "
+                f"{state / 2**30:.4g}, activations {(memory - state) / 2**30:.4g})"
             )
         lines.append(f"rank {rank}: {layers}")
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from launcher.batches import plan_batches
 from launcher.config.key import Key, describe, keys_of, shorten, spell
 from launcher.config.launch import LaunchConfig
 from launcher.config.pipeline import CostsConfig
@@ -29,7 +30,6 @@ def check(config: LaunchConfig) -> None:
         _check_range(entry, _get(config, entry.path))
     _check_names(config)
     _check_degrees(config)
-    _check_batches(config)
     _check_schedule(config)
     _check_model(config)
     _check_unused(config)
@@ -71,40 +71,17 @@ def _check_degrees(config: LaunchConfig) -> None:
         )
 
 
-def _check_batches(config: LaunchConfig) -> None:
-    total, size, dp = config.data.global_batch_size, config.data.microbatch_size, config.dp
-    if total is None or dp == "auto":
-        return
-    assert isinstance(dp, int)
-    share = dp * size
-    if config.num_microbatches == "auto":
-        if total % share:
-            fit = max(share, round(total / share) * share)
-            raise PlanError(
-                f"data.global_batch_size={total} is not divisible by dp * data.microbatch_size = "
-                f"{dp} * {size} = {share}. Try data.global_batch_size={fit}."
-            )
-    elif total != config.num_microbatches * share:
-        asked = config.num_microbatches
-        raise PlanError(
-            f"data.global_batch_size={total}, but num_microbatches * dp * data.microbatch_size = "
-            f"{asked} * {dp} * {size} = {int(asked) * share}. "
-            f"Try data.global_batch_size={int(asked) * share}, or num_microbatches=auto."
-        )
-
-
 def _check_schedule(config: LaunchConfig) -> None:
     from strategies.schedules import find_schedule  # torch-free, but not needed to read a config
 
     schedule = config.schedule
-    size, total = config.data.microbatch_size, config.data.global_batch_size
-    microbatches = config.num_microbatches
-    if microbatches == "auto":
-        known = total is not None and config.dp != "auto"
-        microbatches = total // (int(config.dp) * size) if known and total else 2 * config.pp
+    # With dp=auto the number of replicas, and with it this rule, waits for the machine.
+    known = config.data.global_batch_size is None or config.dp != "auto"
+    dp = 1 if config.dp == "auto" else int(config.dp)
+    microbatches = plan_batches(config, dp)[0] if known else 2 * config.pp
     shape = find_schedule(schedule.name).resolve(
         pp=config.pp,
-        num_microbatches=int(microbatches),
+        num_microbatches=microbatches,
         stages_per_rank=schedule.stages_per_rank,
         group=schedule.group,
     )

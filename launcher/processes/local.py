@@ -22,7 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.processes.failure import Failure, describe, first_failure, read_failure, signalled
+from launcher.processes.failure import (
+    Failure,
+    describe,
+    failure_file,
+    first_failure,
+    read_failure,
+    signalled,
+)
 from strategies.errors import RunError
 
 _POLL_S = 0.1
@@ -57,6 +64,8 @@ class LocalRanks:
             KeyboardInterrupt: After all ranks have been ended.
         """
         (self.run_dir / "logs").mkdir(exist_ok=True)
+        for rank in range(self.world_size):  # of an earlier run in the same folder
+            failure_file(self.run_dir, rank).unlink(missing_ok=True)
         reader, writer = os.pipe()
         try:
             with _termination_as_interrupt():

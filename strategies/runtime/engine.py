@@ -243,6 +243,32 @@ class Engine:
             for stage in range(self.placement.num_stages)
         )
 
+    def synchronise_weights(self) -> None:
+        """Gives all copies of a weight or buffer the value of the first; collective.
+
+        Modules that nobody seeded start differently in every process. Call when parameters are on
+        their device.
+        """
+        where = self.coordinates
+        if where.world_size == 1:
+            return
+        names: set[str] = set()
+        for stage, named in self._parameters.items():
+            for name, parameter in named.items():
+                if name in self._shared or name in names:
+                    continue
+                names.add(name)
+                self._broadcast(parameter, where.replicas(self.placement.owners(stage)))
+        for name in sorted(self._shared):
+            parameter = self.named_parameters().get(name)
+            if parameter is not None:
+                self._broadcast(parameter, self._shared_ranks(self._shared[name]))
+
+    def _broadcast(self, tensor: Tensor, members: tuple[int, ...]) -> None:
+        group = self.communicators.get("reduce", members)
+        if group is not None:
+            dist.broadcast(tensor.detach(), src=members[0], group=group)
+
     def build_gradients(self) -> None:
         """Lays out gradient buffers; call when parameters are on their device, before training."""
         buckets = self.plan.buckets

@@ -248,11 +248,34 @@ class PipelineStrategy(ParallelStrategy):
         if fitting:
             self._reset_optimizers_and_schedulers()
             if not self.engine.gradients:
+                self._synchronise(module)
                 self.engine.build_gradients()
-            self.setup_optimizers(trainer)
+            self._build_optimizers(trainer)
         self.setup_precision_plugin()
         # The stock plugin clips by the norm of this rank's parameters alone, without an error.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+
+    def _synchronise(self, module: pl.LightningModule) -> None:
+        self.engine.synchronise_weights()
+        where = self.coordinates
+        group = self.engine.communicators.get("metrics", where.replicas((where.pp_rank,)))
+        if group is not None:
+            first = where.global_rank(where.pp_rank, 0)
+            for buffer in module.buffers():
+                dist.broadcast(buffer, src=first, group=group)
+
+    def _build_optimizers(self, trainer: pl.Trainer) -> None:
+        try:
+            self.setup_optimizers(trainer)
+        except ValueError as error:
+            if "empty parameter list" not in str(error):
+                raise
+            where = self.coordinates
+            raise ModelError(
+                f"pipeline rank {where.pp_rank} has no parameter to train, and "
+                "configure_optimizers() refuses that. Try another cut (units_per_stage, or "
+                "schedule.layers_per_stage), or a smaller pp."
+            ) from error
 
     @property
     def engine(self) -> Engine:

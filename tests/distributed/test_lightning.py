@@ -257,3 +257,31 @@ def rerun_and_count() -> dict[str, Any]:
 def test_no_message_is_left_after_training(ranks: Callable[[int], Ranks]) -> None:
     for result in ranks(2).run(rerun_and_count):
         assert result["kept"] == (0, 0, 0)
+
+
+def fit_unseeded() -> dict[str, Any]:
+    """Every process draws its own weights and buffers before training."""
+    strategy = PipelineStrategy(pp=2, dp=2, num_microbatches=2, timeout_s=60)
+    trainer = _trainer(strategy, max_epochs=1)
+    module = Plain()
+    torch.manual_seed(strategy.global_rank)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    module.register_buffer("offset", torch.randn(3))
+    trainer.fit(module, _loader(), _loader(16))
+    result = {
+        "pp_rank": strategy.coordinates.pp_rank,
+        "state": {n: v.detach().clone() for n, v in module.state_dict().items()},
+    }
+    strategy.engine.close()
+    return result
+
+
+def test_replicas_of_an_unseeded_module_start_and_stay_equal(ranks: Callable[[int], Ranks]) -> None:
+    results = ranks(4).run(fit_unseeded)
+    for rank in (0, 1):
+        one, other = (r["state"] for r in results if r["pp_rank"] == rank)
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert torch.equal(value, other[name]), name

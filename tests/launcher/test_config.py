@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from launcher.compose.session import compose_checked, hydra_session
 from launcher.config import LaunchConfig, ModelConfig, TrainerConfig, check, dump, from_dict
 from launcher.config.key import describe, keys_of, nodes_of
 from launcher.config.suggest import nearest_keys
+from launcher.workloads.data.source import SourceKind
 from launcher.workloads.presets import PRESETS
 from strategies.errors import PlanError
 from strategies.schedules import SCHEDULES
@@ -60,7 +62,8 @@ def test_groups_are_the_nodes_of_the_schema():
 def test_options_are_the_keys_of_the_registries():
     assert set(GROUPS.options("schedule")) == set(SCHEDULES)
     assert set(GROUPS.options("model")) == set(PRESETS)
-    for group in ("overlap", "costs", "data", "optimizer", "tracking", "cluster"):
+    assert GROUPS.options("data") == get_args(SourceKind)
+    for group in ("overlap", "costs", "optimizer", "tracking", "cluster"):
         allowed = next(k.hint for k in keys_of(LaunchConfig) if k.path == f"{group}.name")
         assert sorted(GROUPS.options(group)) == sorted(describe(allowed).split(" or "))
 
@@ -220,7 +223,7 @@ def test_nothing_is_suggested_for_gibberish():
             ["data.global_batch_size=7", "num_microbatches=2"],
             "= 2 * 1 * 1 = 2. Try data.global_batch_size=2, or num_microbatches=auto.",
         ),
-        (["data.global_batch_size=7", "dp=2"], "= 2 * 1 = 2. Try data.global_batch_size=8."),
+        (["data.global_batch_size=7", "dp=2"], "by dp=2. Try data.global_batch_size=8."),
         (["model.hidden=130"], "not divisible by model.heads=4"),
         (["model.kv_heads=3"], "Try model.kv_heads=2"),
         (["costs.forward=3"], "Try costs=uniform costs.forward=3.0."),

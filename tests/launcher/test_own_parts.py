@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PACKAGE = '''
+PACKAGE = """
 import lightning.pytorch as pl
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ def build_model(config):
 
 def build_data(config, batch_size):
     return Data(batch_size)
-'''
+"""
 
 SCHEDULE = '''
 from strategies.ir.instruction import backward, forward

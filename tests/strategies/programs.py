@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import dedent
 
+import pytest
 from hypothesis import strategies as st
 
 from strategies.costs.table import CostTable
-from strategies.ir import LoopState, Placement, Program
+from strategies.errors import ProgramError
+from strategies.ir import LoopState, Placement, Program, verify
 from strategies.ir.placement import loop
 from strategies.ir.program import Boundary, Role, chain
 from strategies.ir.text import parse_rows
@@ -65,6 +67,13 @@ def texts(program: Program) -> list[str]:
 def compute_texts(program: Program) -> list[str]:
     """One line per rank, F B I W R only."""
     return [" ".join(str(i) for i in row if i.kind.value in "FBIWR") for row in program.ranks]
+
+
+def refusal(program: Program) -> str:
+    """What the verifier says against the program; it must say something."""
+    with pytest.raises(ProgramError) as error:
+        verify(program)
+    return str(error.value)
 
 
 class FixedCosts:

@@ -52,13 +52,12 @@ def test_the_two_halves_of_a_split_backward_are_part_of_the_ideal():
     assert found.gap_to_ideal == pytest.approx(0)
 
 
-def test_reductions_that_end_before_the_last_compute_are_not_exposed():
-    program = compile_program(schedule="foldx_aiao", pp=1, num_microbatches=4)
-    # The second stage reduces from 4 + 4 on; the first one's backwards run until 12.
-    hidden = figures(program, uneven(program, [1, 1], reduce=[(0,), (4,)]))
-    assert hidden.exposed_grad_reduce == 0
-    exposed = figures(program, uneven(program, [1, 1], reduce=[(0,), (11,)]))
-    assert exposed.exposed_grad_reduce == 3
+@pytest.mark.parametrize(("reduce", "exposed"), [(3, 0), (4, 0), (11, 7)])
+def test_reductions_that_end_before_the_last_compute_are_not_exposed(reduce, exposed):
+    """The second stage reduces from 8 on; the first one's backwards run until 12."""
+    program = compile_program(schedule="foldx_aiao", pp=1, num_microbatches=2, buckets=(0, 1))
+    costs = uneven(program, [1, 1], reduce=[(), (reduce,)])
+    assert figures(program, costs).exposed_grad_reduce == exposed
 
 
 def test_only_what_outlasts_all_ranks_is_exposed():

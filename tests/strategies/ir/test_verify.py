@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 from strategies import compile_program
-from strategies.errors import ProgramError
 from strategies.ir import Instruction, Kind, verify
 from strategies.ir.placement import bidirectional, v
 from strategies.ir.program import Boundary
 from strategies.memory import peak_activations
-from tests.strategies.programs import lines, written
+from tests.strategies.programs import lines, refusal, written
 
 COMPUTE = """
     0F0 0F1 0B0 0B1
@@ -37,12 +36,6 @@ def compute(*edits, **options):
 
 def lowered(*edits, **options):
     return written(edited(LOWERED, *edits), num_microbatches=2, lowered=True, **options)
-
-
-def refusal(program):
-    with pytest.raises(ProgramError) as error:
-        verify(program)
-    return str(error.value)
 
 
 @pytest.mark.parametrize("program", [compute(), lowered()])
@@ -387,100 +380,3 @@ def test_edges_that_go_round_in_a_circle_deadlock():
     message = refusal(compute(("1F0", "1F0@0B1")))
     assert "[1F0@0B1]" in message
     assert "<-- waits for step 0B1" in message
-
-
-TWO_COPIES = """
-    0F0 1F1 1B1 0B0 0REDUCE0 1REDUCE0 0STEP 1STEP
-    0F1 1F0 1B0 0B1 0REDUCE0 1REDUCE0 0STEP 1STEP
-"""
-
-
-def two_copies(text=TWO_COPIES, **options):
-    return written(text, num_microbatches=2, placement=bidirectional(2), **options)
-
-
-def test_two_weight_copies_are_accepted():
-    program = verify(two_copies())
-    assert peak_activations(program) == (2, 2)
-
-
-def test_two_weight_copies_with_messages_are_accepted():
-    text = """
-        0F0 0SEND_F0>1 1RECV_F1<0 1F1 1B1 1SEND_B1>0 0RECV_B0<1 0B0 0STEP 1STEP
-        0F1 1RECV_F0<0 0SEND_F1>1 1F0 1B0 0RECV_B1<1 1SEND_B0>0 0B1 0STEP 1STEP
-    """
-    assert verify(two_copies(text, lowered=True))
-
-
-def test_both_owners_of_a_stage_reduce_it():
-    first, second = lines(TWO_COPIES)
-    message = refusal(two_copies(f"{first}\n{second.replace('0REDUCE0', '')}"))
-    assert message == (
-        "written: ranks 0 and 1 hold copies of stages [0, 1] and must reduce them in the same "
-        "order, but rank 0 runs 0REDUCE0 1REDUCE0, rank 1 runs 1REDUCE0."
-    )
-
-
-def test_both_owners_reduce_in_the_same_order():
-    first, second = lines(TWO_COPIES)
-    turned = second.replace("0REDUCE0 1REDUCE0", "1REDUCE0 0REDUCE0")
-    message = refusal(two_copies(f"{first}\n{turned}"))
-    assert "rank 0 runs 0REDUCE0 1REDUCE0, rank 1 runs 1REDUCE0 0REDUCE0." in message
-
-
-def test_both_owners_step():
-    first, second = lines(TWO_COPIES)
-    message = refusal(two_copies(f"{first}\n{second.replace('0STEP', '')}"))
-    assert message == "written: rank 1 steps stages [1], but owns [0, 1]."
-
-
-def test_a_microbatch_in_flight_at_the_exit_needs_no_gradient():
-    assert verify(written("0F0 0B0 0F1", num_microbatches=2, leaving=[(0, 1)]))
-
-
-def test_a_microbatch_in_flight_at_the_entry_needs_no_forward():
-    program = verify(written("0B1 0F0 0B0", num_microbatches=2, entry=[(0, 1)]))
-    assert peak_activations(program) == (1,)
-
-
-def test_a_loop_body_ends_what_the_iteration_before_began():
-    """The backward belongs to the old forward, and the new forward follows it."""
-    state = {"entry": [(0, 1)], "leaving": [(0, 1)]}
-    assert verify(written("0B1 0F0 0B0 0F1", num_microbatches=2, **state))
-    message = refusal(written("0F1 0B1 0F0 0B0", num_microbatches=2, **state))
-    assert message.splitlines()[1] == "rank 0 | [0F1] 0B1 0F0 0B0  <-- waits for step 0B1"
-
-
-@pytest.mark.parametrize(
-    ("text", "state", "have"),
-    [
-        ("0F0 0B0", {"leaving": [(0, 0)]}, "B F, is in flight at the exit,"),
-        ("0F0 0B0", {"entry": [(0, 0)]}, "B F, is in flight at the entry,"),
-        ("0F0", {"entry": [(0, 0)], "leaving": [(0, 0)]}, "F, is in flight at the entry, is"),
-        ("0B0", {"leaving": [(0, 0)]}, "B, is in flight at the exit,"),
-        ("", {"entry": [(0, 0)], "leaving": [(0, 0)]}, "nothing, is in flight at the entry, is"),
-    ],
-)
-def test_what_enters_and_is_made_must_be_what_ends_and_leaves(text, state, have):
-    program = replace(written("0F0 0B0", num_microbatches=1, **state))
-    row = tuple(item for item in program.ranks[0] if str(item) in text.split())
-    message = refusal(program.with_ranks((row,)))
-    assert message.startswith(f"written: stage 0, microbatch 0 has {have}")
-
-
-def test_a_skip_connection_is_one_more_message():
-    boundaries = (Boundary(0, 1), Boundary(1, 2), Boundary(0, 2, ("skip",)))
-    text = """
-        0F0 0SEND_F0>1 0SEND_F0>2 0RECV_B0<2 0RECV_B0<1 0B0 0STEP
-        1RECV_F0<0 1F0 1SEND_F0>2 1RECV_B0<2 1B0 1SEND_B0>0 1STEP
-        2RECV_F0<0 2RECV_F0<1 2F0 2B0 2SEND_B0>0 2SEND_B0>1 2STEP
-    """
-    options = {"num_microbatches": 1, "boundaries": boundaries, "lowered": True}
-    assert verify(written(text, **options))
-    turned = text.replace("0RECV_B0<2 0RECV_B0<1", "0RECV_B0<1 0RECV_B0<2")
-    message = refusal(written(turned, **options))
-    assert "[0RECV_B0<1]" in message
-    assert "[2SEND_B0>0] 2SEND_B0>1 2STEP  <-- waits for step 0RECV_B0<2 to be posted" in message
-    missing = text.replace("2RECV_F0<0", "")
-    message = refusal(written(missing, **options))
-    assert message == "written: the RECV of F0 from stage 0 to stage 2 is missing."

@@ -85,12 +85,17 @@ def test_a_message_keeps_its_link_for_its_transfer_and_the_next_one_queues():
     assert found["0SEND_F1>1"] == (4, 7)
     assert found["1F0"] == (4, 5)
     assert found["1B0"] == (5, 7)
-    # The other direction has a link of its own.
     assert found["1SEND_B0>0"] == (7, 10)
     assert found["1F1"] == (7, 8)
     assert found["1B1"] == (8, 10)
     assert found["1SEND_B1>0"] == (10, 13)
     assert found["0B1"] == (13, 15)
+
+
+def test_the_two_directions_between_two_ranks_are_two_links():
+    found = spans(simulate(TWO, uneven(TWO, [1, 1], occupancy=4)))
+    assert found["0SEND_F1>1"] == (5, 9)
+    assert found["1SEND_B0>0"] == (8, 12)
 
 
 def test_latency_comes_behind_the_transfer_and_keeps_no_link():
