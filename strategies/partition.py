@@ -79,7 +79,8 @@ def by_counts(counts: Sequence[int], num_units: int, num_stages: int) -> tuple[r
     if len(counts) != num_stages or sum(counts) != num_units or min(counts, default=0) < 0:
         raise PlanError(
             f"units_per_stage={list(counts)} has {len(counts)} stages and {sum(counts)} units; "
-            f"needed are {num_stages} stages (pp * stages_per_rank) and {num_units} units."
+            f"needed are {num_stages} stages (pp * stages_per_rank) and {num_units} units. "
+            "Leave it out to balance by cost."
         )
     edges = [0, *accumulate(counts)]
     return tuple(range(low, high) for low, high in pairwise(edges))

@@ -35,6 +35,9 @@ class Plan:
     buckets: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
+        counts = (self.buckets,) if isinstance(self.buckets, int) else self.buckets
+        if min(counts, default=0) < 0:
+            raise PlanError(f"buckets={self.buckets}: a number of buckets is 0 or more.")
         if self.overlap not in OVERLAPS:
             raise PlanError(
                 f"overlap={self.overlap} is unknown. Try overlap={' or overlap='.join(OVERLAPS)}."
@@ -44,7 +47,12 @@ class Plan:
 def num_buckets(num_bytes: int, bucket_mb: float) -> int:
     """Buckets for a stage's gradient: equal shares of at most ``bucket_mb`` MiB, at least one.
 
+    Raises:
+        PlanError: ``bucket_mb`` is not a size.
+
     >>> num_buckets(60 * 2**20, 25.0)
     3
     """
+    if not bucket_mb > 0:
+        raise PlanError(f"overlap.bucket_mb={bucket_mb:g} is no size. Try overlap.bucket_mb=25.")
     return max(1, math.ceil(num_bytes / (bucket_mb * 2**20)))

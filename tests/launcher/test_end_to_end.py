@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import torch
 from safetensors.numpy import load_file
 from torch.nn import functional
 
-from launcher.workloads.data.source import check_source
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.runtime.checkpoint import load_state_dict
@@ -30,16 +30,16 @@ VALIDATION = 64  # sequences
 
 
 def trained_model(checkpoint: Path, dtype: torch.dtype) -> LanguageModel:
-    model = LanguageModel(SHAPE)
+    model = LanguageModel(SHAPE).to(dtype)
     model.load_state_dict(load_state_dict(checkpoint))
-    return model.to(dtype)
+    return model
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """640 sequences of text, a tenth of which is for validation."""
     path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
-    words = "def value(self, name): return self.values[name] # and so on\n".encode()
+    words = b"def value(self, name): return self.values[name] # and so on\n"
     rows = [words[i % 9 :] for i in range(400)]
     path.write_bytes(b"".join(rows)[: 640 * 16 + 1])
     assert path.stat().st_size == 640 * 16 + 1
@@ -59,8 +59,8 @@ def expected(corpus, checkpoint) -> np.ndarray:
 
 def test_a_model_learns_from_the_default_text(trained):
     losses = [row["train_loss"] for row in read_metrics(trained.folder)]
-    assert losses[0] == pytest.approx(np.log(256), abs=0.5)
-    assert np.mean(losses[-4:]) < np.mean(losses[:4]) - 0.5
+    assert losses[0] == pytest.approx(np.log(256), abs=1.0)
+    assert np.mean(losses[-4:]) < np.mean(losses[:4]) - 1.0
 
 
 def test_half_of_the_way_from_a_checkpoint_is_the_same_way(trained, tmp_path):
@@ -90,7 +90,7 @@ def test_half_of_the_way_from_a_checkpoint_is_the_same_way(trained, tmp_path):
         file = f"rank_{rank:05d}.safetensors"
         ours, others = load_file(mine / file), load_file(theirs / file)
         assert ours.keys() == others.keys()
-        assert len(ours) > 10
+        assert len(ours) > 5
         for name, tensor in ours.items():
             assert tensor.tobytes() == others[name].tobytes(), name
 
@@ -122,7 +122,7 @@ def test_a_folder_with_checkpoints_of_its_own_is_not_trained_into(trained, tmp_p
 def test_a_checkpoint_is_evaluated_in_any_layout(
     pp, precision, tolerance, checkpoint, corpus, expected, tmp_path
 ):
-    check_source_is_whole(corpus, batch_size=2 * pp)
+    assert VALIDATION % (2 * pp) == 0  # no incomplete batch, which would be left out
     words = [
         *MODEL, "mode=eval", f"pp={pp}", f"checkpoint={checkpoint}", "data=text",
         f"data.path={corpus}", f"trainer.precision={precision}",
@@ -130,18 +130,12 @@ def test_a_checkpoint_is_evaluated_in_any_layout(
     done = launch(words, tmp_path).assert_done()
     loss = -expected.mean()
     assert done.result["val_loss"] == pytest.approx(loss, abs=tolerance)
-    assert f"loss {loss:.3f}" in done.output
+    (shown,) = re.findall("^loss (.*)$", done.output, re.MULTILINE)
+    assert float(shown) == pytest.approx(loss, abs=1e-4)
     assert f"checkpoint: {checkpoint}" in done.output
     assert (done.result["status"], done.result["mode"]) == ("done", "eval")
     assert done.result["checkpoint"] == str(checkpoint)
     assert done.result["world_size"] == pp
-
-
-def check_source_is_whole(corpus: Path, *, batch_size: int) -> None:
-    from launcher.workloads.data.source import TextSource
-
-    check_source(TextSource("text", str(corpus)), sequence=16, batch_size=batch_size)
-    assert VALIDATION % batch_size == 0
 
 
 def test_predictions_are_those_of_the_model(checkpoint, corpus, expected, tmp_path):

@@ -86,5 +86,5 @@ def test_counts_that_do_not_add_up_are_refused(counts):
         by_counts(counts, 5, 3)
     assert str(error.value) == (
         f"units_per_stage={counts} has {len(counts)} stages and {sum(counts)} units; "
-        "needed are 3 stages (pp * stages_per_rank) and 5 units."
+        "needed are 3 stages (pp * stages_per_rank) and 5 units. Leave it out to balance by cost."
     )
