@@ -82,7 +82,7 @@ def first_failure(failures: list[Failure]) -> Failure:
     Peers of a killed rank fail milliseconds later with a lost connection, and say so, while the
     killed one cannot say anything.
     """
-    lost = ("Connection", "connection", "Broken pipe", "gloo", "Timed out")
+    lost = ("Connection", "connection", "Broken pipe", "gloo", "Timed out", "another rank failed")
 
     def order(failure: Failure) -> tuple[int, float]:
         silent = failure.exit_code < 0

@@ -93,7 +93,13 @@ def _serve(end: Connection, rank: int, world_size: int, port: int) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    for message in (".*LeafSpec.*", ".*num_workers.*", ".*many workers.*", ".*logging interval.*", ".*validation_step.*"):
+    for message in (
+        ".*LeafSpec.*",
+        ".*num_workers.*",
+        ".*many workers.*",
+        ".*logging interval.*",
+        ".*validation_step.*",
+    ):
         warnings.filterwarnings("ignore", message=message)
     if world_size > 1:
         dist.init_process_group(

@@ -159,7 +159,11 @@ def train_text(text: str, steps: int, save: str | None, resume: str | None) -> d
         limit_val_batches=0,
     )
     data = TextDataModule(
-        TextSource("text", path=text), sequence=shape.sequence, batch_size=4, seed=1, val_fraction=0.0
+        TextSource("text", path=text),
+        sequence=shape.sequence,
+        batch_size=4,
+        seed=1,
+        val_fraction=0.0,
     )
     model = Learner(shape)
     trainer.fit(model, datamodule=data, ckpt_path=resume)

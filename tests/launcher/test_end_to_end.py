@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -70,12 +72,16 @@ def test_half_of_the_way_from_a_checkpoint_is_the_same_way(trained, tmp_path):
         (tmp_path / "outputs" / folder / "checkpoints").mkdir(parents=True)
     first = tmp_path / "outputs/2020-01-01/a/checkpoints" / source.name
     shutil.copytree(source, first)
-    shutil.copytree(source, first.with_name("step-00000011.ckpt.tmp"))
+    unfinished = first.with_name("step-00000011.ckpt.tmp")
+    shutil.copytree(source, unfinished)
+    later = time.time() + 100
+    os.utime(unfinished / "manifest.json", (later, later))
     foreign = tmp_path / "outputs/2020-01-02/b/checkpoints/step-00000099.ckpt"
     shutil.copytree(source, foreign)
     manifest = json.loads((foreign / "manifest.json").read_text())
     manifest["metadata"]["experiment_name"] = "second"
     (foreign / "manifest.json").write_text(json.dumps(manifest))
+    os.utime(foreign / "manifest.json", (later, later))
     words = [*TRAIN, "trainer.resume=auto", "hydra.run.dir=here"]
     resumed = launch(words, tmp_path).assert_done()
 

@@ -63,7 +63,8 @@ def order(shape):
     microbatches = range(shape.num_microbatches)
     return tuple(
         tuple(
-            [forward(rank, m) for m in microbatches] + [backward(rank, m) for m in microbatches[::-1]]
+            [forward(rank, m) for m in microbatches]
+            + [backward(rank, m) for m in microbatches[::-1]]
         )
         for rank in range(shape.pp)
     )

@@ -170,6 +170,13 @@ class TestRowsThatAreNotLogged:
         rows = read_metrics(sparse.folder)
         assert [row["step"] for row in rows if row["val_loss"] is not None] == [4]
 
+    def test_there_are_no_files_of_a_tracker(self, sparse):
+        left = sorted(path.name for path in sparse.folder.iterdir())
+        assert left == sorted(
+            [".hydra", "checkpoints", "logs", "metrics.csv", "resolved.json", "result.json",
+             *PICTURES]
+        )  # fmt: skip
+
     def test_steps_are_those_of_the_optimizer(self, sparse):
         assert sparse.result["steps"] == 7
         assert sparse.result["checkpoint"].endswith("step-00000007.ckpt")

@@ -115,15 +115,3 @@ def test_tensorboard_gets_every_step(tmp_path):
     assert found["train_loss"] == pytest.approx([row["train_loss"] for row in rows], rel=1e-5)
     known = [row["val_loss"] for row in rows if row["val_loss"]]
     assert found["val_loss"] == pytest.approx(known, rel=1e-5)
-
-
-def test_without_a_tracker_there_are_only_our_own_files(tmp_path):
-    words = [*MODEL, "trainer.max_steps=1", "tracking=none", "trainer.save_last=false"]
-    done = launch(words, tmp_path).assert_done()
-    left = sorted(path.name for path in done.folder.iterdir())
-    assert left == [
-        ".hydra", "logs", "metrics.csv", "resolved.json", "result.json", "schedule.csv",
-        "schedule.txt", "timeline.html", "trace.json",
-    ]  # fmt: skip
-    assert len(read_metrics(done.folder)) == 1
-    assert done.result["checkpoint"] is None
