@@ -10,8 +10,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.batches import plan_batches
 from launcher.config import LaunchConfig
+from launcher.config.batches import plan_batches
 from launcher.workloads.data.source import SourceKind, TextSource
 from launcher.workloads.optimizer_options import OptimizerOptions
 from launcher.workloads.registry import installed_names

@@ -84,9 +84,9 @@ def _one_machine(jobs: Sequence[tuple[float, float, float]]) -> float:
     """Jackson's preemptive schedule: of the jobs that are there, run the one with most tail.
 
     >>> _one_machine([(0, 2, 5), (1, 2, 0)])
-    7.0
+    7
     >>> _one_machine([(0, 4, 0), (1, 1, 9)])
-    11.0
+    11
     """
     waiting = sorted(jobs)
     ready: list[tuple[float, float]] = []  # (-tail, time left)

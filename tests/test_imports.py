@@ -40,7 +40,6 @@ def test_the_probe_sees_a_module_that_is_loaded():
         "strategies.compiler",
         "strategies.ir",
         "strategies.partition",
-        "strategies.planner",
         "strategies.schedules",
         "strategies.simulator",
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from launcher.batches import plan_batches
+from launcher.config.batches import plan_batches
 from launcher.config.key import Key, describe, keys_of, shorten, spell
 from launcher.config.launch import LaunchConfig
 from launcher.config.pipeline import CostsConfig

@@ -260,9 +260,9 @@ class Engine:
                 names.add(name)
                 self._broadcast(parameter, where.replicas(self.placement.owners(stage)))
         for name in sorted(self._shared):
-            parameter = self.named_parameters().get(name)
-            if parameter is not None:
-                self._broadcast(parameter, self._shared_ranks(self._shared[name]))
+            shared = self.named_parameters().get(name)
+            if shared is not None:
+                self._broadcast(shared, self._shared_ranks(self._shared[name]))
 
     def _broadcast(self, tensor: Tensor, members: tuple[int, ...]) -> None:
         group = self.communicators.get("reduce", members)
