@@ -76,28 +76,33 @@ def check_run_folder(run_dir: Path, resumed: Path | None) -> None:
         )
 
 
-def newest_checkpoint(experiment_name: str, *, optional: bool) -> Path | None:
-    """The newest committed checkpoint of an experiment below the working directory's runs.
+def newest_checkpoint(experiment_name: str, run_dir: Path, *, optional: bool) -> Path | None:
+    """The newest committed checkpoint of an experiment.
+
+    Looked for below outputs/ and multirun/ of the working directory, and in the run folders beside
+    ``run_dir`` (of a user's own ``hydra.run.dir``).
 
     Raises:
         CheckpointError: There is none, and it is not optional.
     """
     found: list[tuple[float, Path]] = []
-    for root in _ROOTS:
-        for file in Path(root).glob(f"**/checkpoints/*/{MANIFEST}"):
-            if file.parent.suffix == _UNFINISHED:
-                continue
-            try:
-                metadata = manifest_of(file.parent)["metadata"]
-            except CheckpointError:
-                continue  # Damaged: an older one serves.
-            if metadata.get("experiment_name") == experiment_name:
-                found.append((file.stat().st_mtime, file.parent.absolute()))
+    files = [file for root in _ROOTS for file in Path(root).glob(f"**/checkpoints/*/{MANIFEST}")]
+    files += run_dir.parent.glob(f"*/checkpoints/*/{MANIFEST}")
+    for file in files:
+        if file.parent.suffix == _UNFINISHED:
+            continue
+        try:
+            metadata = manifest_of(file.parent)["metadata"]
+        except CheckpointError:
+            continue  # Damaged: an older one serves.
+        if metadata.get("experiment_name") == experiment_name:
+            found.append((file.stat().st_mtime, file.parent.absolute()))
     if found:
         return max(found)[1]
     if optional:
         return None
     raise CheckpointError(
-        f"no checkpoint of experiment_name={experiment_name} lies below outputs/ or multirun/. "
+        f"no checkpoint of experiment_name={experiment_name} lies below outputs/, multirun/ "
+        f"or {run_dir.parent}. "
         "Train first, or name one: checkpoint=PATH."
     )

@@ -144,6 +144,8 @@ def _data(run: Run) -> pl.LightningDataModule:
         seed=config.seed,
         val_fraction=config.data.val_fraction,
         num_workers=config.data.num_workers,
+        # A figure must not depend on the batch size: the rest of the text counts, too.
+        full_batches=config.mode == "train",
         vocab=run.shape.vocab,
     )
 
@@ -278,18 +280,22 @@ def _predict(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     trainer = _trainer(run, run_dir, [])
     batches = trainer.predict(_model(run), datamodule=_data(run), ckpt_path=checkpoint)
     where = pipeline(trainer).coordinates
-    rows = 0
     path = run_dir / f"predictions_{where.dp_rank:05d}.safetensors"
+    own: tuple[str, int] | None = None
     if where.pp_rank == 0 and batches:
-        tensors = [item for item in batches if isinstance(item, torch.Tensor)]
-        joined = torch.cat(tensors)
-        rows = joined.shape[0]
+        joined = torch.cat([item for item in batches if isinstance(item, torch.Tensor)])
         save_file({"log_probabilities": joined.contiguous()}, path)
+        own = (str(path), joined.shape[0])
+    parts = [own]
+    if dist.is_initialized():
+        parts = [None] * run.world_size
+        dist.all_gather_object(parts, own)
+    written = [part for part in parts if part is not None]
     return {
         "checkpoint": checkpoint,
         "world_size": run.world_size,
-        "predictions": str(path),
-        "num_predictions": rows,
+        "predictions": [name for name, _ in written],
+        "num_predictions": sum(count for _, count in written),
     }
 
 

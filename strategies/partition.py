@@ -1,13 +1,14 @@
 """Where a chain of units is cut into stages: the slowest stage as fast as possible.
 
-Dynamic programming over (stages, units), twice: first the smallest possible largest stage, then,
-among the cuts that keep to it, the least sum of squares, so that of equally good cuts the most even
-one is taken. (One pass that compares both at once is not exact: a prefix that is best by its own
-largest stage need not be the most even one below the largest stage of the whole.) O(S n^2).
+First the smallest possible largest stage, by bisection (a greedy cut tells whether a limit can be
+kept), then, among the cuts that keep to it, the least sum of squares by dynamic programming: of
+equally good cuts the most even one is taken. Exact. Both look only at starts within the limit,
+which is O(n^2) over all stages together.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -32,42 +33,88 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
         )
     sums = [0.0, *accumulate(float(cost) for cost in costs)]
     limit = _smallest_limit(sums, num_stages)
-    # best[i]: (sum of squares, start of the last stage) for the first i units.
-    never = float("inf")
-    best = [(value**2 if value <= limit else never, 0) for value in sums]
-    starts: list[list[int]] = [[0] * (count + 1)]
-    for stage in range(2, num_stages + 1):
-        now = [(never, 0)] * (count + 1)
-        for end in range(stage, count + 1):
-            now[end] = min(
-                (best[start][0] + (sums[end] - sums[start]) ** 2, start)
-                if sums[end] - sums[start] <= limit
-                else (never, start)
-                for start in range(stage - 1, end)
-            )
-        starts.append([entry[1] for entry in now])
+    first, last = _possible_ends(sums, num_stages, limit)
+    # best[i]: sum of squares for the first i units, where the stages so far keep to the limit.
+    best = {0: 0.0}
+    starts: list[dict[int, int]] = []
+    for stage in range(num_stages):
+        now: dict[int, float] = {}
+        chosen: dict[int, int] = {}
+        for end in range(first[stage], last[stage] + 1):
+            start = end - 1
+            while start >= 0 and sums[end] - sums[start] <= limit:
+                squares = best.get(start)
+                if squares is not None:
+                    squares += (sums[end] - sums[start]) ** 2
+                    # Of equal cuts the one with the earliest starts.
+                    if end not in now or squares <= now[end]:
+                        now[end], chosen[end] = squares, start
+                start -= 1
+        starts.append(chosen)
         best = now
     ranges = []
     end = count
-    for stage in reversed(range(num_stages)):
-        start = starts[stage][end] if stage else 0
-        ranges.append(range(start, end))
-        end = start
+    for chosen in reversed(starts):
+        ranges.append(range(chosen[end], end))
+        end = chosen[end]
     return tuple(reversed(ranges))
 
 
 def _smallest_limit(sums: Sequence[float], num_stages: int) -> float:
     """The cost of the largest stage in the best cut; ``sums[i]`` is that of the first i units."""
-    best = list(sums)
-    for stage in range(2, num_stages + 1):
-        best = [
-            min(
-                (max(best[start], sums[end] - sums[start]) for start in range(stage - 1, end)),
-                default=float("inf"),
-            )
-            for end in range(len(sums))
-        ]
-    return best[-1]
+    low = max(high - before for before, high in pairwise(sums))
+    ends = _greedy(sums, low)
+    if len(ends) - 1 <= num_stages:
+        return low
+    limit = sums[-1] - sums[0]
+    while True:
+        middle = (low + limit) / 2
+        if not low < middle < limit:
+            return limit
+        ends = _greedy(sums, middle)
+        if len(ends) - 1 <= num_stages:
+            # What this cut really needs is a limit that some stage has exactly.
+            limit = max(sums[end] - sums[start] for start, end in pairwise(ends))
+        else:
+            low = middle
+
+
+def _greedy(sums: Sequence[float], limit: float) -> list[int]:
+    """Edges of the cut that fills each stage up to the limit; no unit alone exceeds it."""
+    edges = [0]
+    while edges[-1] < len(sums) - 1:
+        edges.append(_furthest(sums, edges[-1], limit))
+    return edges
+
+
+def _furthest(sums: Sequence[float], start: int, limit: float) -> int:
+    end = max(start + 1, bisect_right(sums, sums[start] + limit, start) - 1)
+    # The sum may round across the limit where the difference does not, and the other way round.
+    while end + 1 < len(sums) and sums[end + 1] - sums[start] <= limit:
+        end += 1
+    while end > start + 1 and sums[end] - sums[start] > limit:
+        end -= 1
+    return end
+
+
+def _possible_ends(
+    sums: Sequence[float], num_stages: int, limit: float
+) -> tuple[list[int], list[int]]:
+    """Per stage the least and the largest end that leave all other stages a way."""
+    count = len(sums) - 1
+    last = []
+    end = 0
+    for stage in range(num_stages):
+        end = min(_furthest(sums, end, limit) if end < count else end, count)
+        last.append(min(end, count - (num_stages - 1 - stage)))
+    first = [count] * num_stages
+    for stage in range(num_stages - 2, -1, -1):
+        end = first[stage + 1]
+        start = end - 1
+        while start > 0 and sums[end] - sums[start - 1] <= limit:
+            start -= 1
+        first[stage] = max(start, stage + 1)
+    return first, last
 
 
 def by_counts(counts: Sequence[int], num_units: int, num_stages: int) -> tuple[range, ...]:

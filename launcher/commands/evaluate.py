@@ -22,7 +22,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     """Runs the forward program over the validation text."""
     check_world(config)
     resolved = resolve(config)
-    checkpoint = find_checkpoint(resolved, config.checkpoint, optional=False)
+    checkpoint = find_checkpoint(resolved, config.checkpoint, run_dir, optional=False)
     check_before_start(resolved, checkpoint)
     say(f"checkpoint: {checkpoint}")
     common = run_mapping(resolved, "done")
@@ -33,6 +33,6 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     if config.mode == "eval":
         say(f"loss {outcome['val_loss']:.6f}")
     else:
-        say(f"{outcome['num_predictions']} predictions: {outcome['predictions']}")
+        say(f"{outcome['num_predictions']} predictions: {', '.join(outcome['predictions'])}")
     say(f"files: {run_dir}")
     return 0

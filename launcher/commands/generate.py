@@ -27,7 +27,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
             f"dp={config.dp}. Try mode=generate pp=1 dp=1 (any checkpoint can be read so)."
         )
     resolved = resolve(config)
-    checkpoint = find_checkpoint(resolved, config.checkpoint, optional=False)
+    checkpoint = find_checkpoint(resolved, config.checkpoint, run_dir, optional=False)
     check_before_start(resolved, checkpoint)
     _check_prompt(resolved)
     common = run_mapping(resolved, "done")

@@ -131,7 +131,7 @@ def state_bytes(run: Run) -> int:
     return sum(table.state_bytes) * run.dp
 
 
-def find_checkpoint(run: Run, asked: str | None, *, optional: bool) -> Path | None:
+def find_checkpoint(run: Run, asked: str | None, run_dir: Path, *, optional: bool) -> Path | None:
     """A checkpoint by path, or the newest of this experiment for ``auto``.
 
     Raises:
@@ -140,7 +140,7 @@ def find_checkpoint(run: Run, asked: str | None, *, optional: bool) -> Path | No
     if asked is None:
         return None
     if asked == "auto":
-        return newest_checkpoint(run.config.experiment_name, optional=optional)
+        return newest_checkpoint(run.config.experiment_name, run_dir, optional=optional)
     return Path(asked).expanduser().absolute()
 
 

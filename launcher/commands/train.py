@@ -32,7 +32,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     """Trains; files are in ``run_dir`` whatever happens."""
     check_world(config)
     resolved = resolve(config)
-    checkpoint = find_checkpoint(resolved, config.trainer.resume, optional=True)
+    checkpoint = find_checkpoint(resolved, config.trainer.resume, run_dir, optional=True)
     check_before_start(resolved, checkpoint)
     check_run_folder(run_dir, checkpoint)
     timeline, metrics = predict(resolved)

@@ -19,7 +19,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     """Composes, resolves, verifies, estimates; prints what would run."""
     check_world(config)
     resolved = resolve(config)
-    checkpoint = find_checkpoint(resolved, config.trainer.resume, optional=True)
+    checkpoint = find_checkpoint(resolved, config.trainer.resume, run_dir, optional=True)
     check_before_start(resolved, checkpoint)
     timeline, metrics = predict(resolved)
     write_pictures(run_dir, [Panel("predicted", timeline, metrics)], resolved)

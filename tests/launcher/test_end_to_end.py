@@ -154,7 +154,7 @@ def test_predictions_are_those_of_the_model(checkpoint, corpus, expected, tmp_pa
     done = launch(words, tmp_path).assert_done()
     assert done.result["checkpoint"] == str(experiment)  # found by its name, checkpoint=auto
     assert done.result["num_predictions"] == VALIDATION
-    found = load_file(done.result["predictions"])["log_probabilities"]
+    found = load_file(done.result["predictions"][0])["log_probabilities"]
     assert found.shape == (VALIDATION, 16)
     assert found == pytest.approx(expected, abs=1e-9)
     assert f"{VALIDATION} predictions" in done.output
