@@ -12,9 +12,9 @@ from pathlib import Path
 
 from launcher.config import LaunchConfig
 from launcher.config.batches import plan_batches
+from launcher.installed import installed_names
 from launcher.workloads.data.source import SourceKind, TextSource
 from launcher.workloads.optimizer_options import OptimizerOptions
-from launcher.workloads.registry import installed_names
 from launcher.workloads.transformer_shape import TransformerShape, unit_costs, unit_specs
 from strategies.compiler import Programs, compile_plan
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads

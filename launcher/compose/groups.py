@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launcher.config.key import shorten
 from launcher.config.suggest import did_you_mean, nearest
-from launcher.workloads.registry import ENTRY_POINTS, installed_names
+from launcher.installed import ENTRY_POINTS, installed_names
 from strategies.errors import PlanError
 
 _NOT_GROUPS = ("hydra",)

@@ -17,7 +17,7 @@ from launcher.compose.groups import conf_dir
 from launcher.compose.overrides import quote
 from launcher.compose.secrets import refuse_secret
 from launcher.config import LaunchConfig, check, dump, from_dict
-from launcher.workloads.registry import ENTRY_POINTS, installed_names
+from launcher.installed import ENTRY_POINTS, installed_names
 from strategies.errors import PipelineError, PlanError
 
 if TYPE_CHECKING:

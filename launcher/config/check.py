@@ -13,7 +13,7 @@ from launcher.config.key import Key, describe, keys_of, shorten, spell
 from launcher.config.launch import LaunchConfig
 from launcher.config.pipeline import CostsConfig
 from launcher.config.suggest import did_you_mean, nearest
-from launcher.workloads.registry import installed_names
+from launcher.installed import installed_names
 from strategies.errors import PlanError
 
 _MAX_TIME = re.compile(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}")

@@ -27,18 +27,6 @@ _OPTION: dict[Group, str] = {MODELS: "model", DATA: "data"}
 _ERROR: dict[Group, type[PipelineError]] = {MODELS: ModelError, DATA: DataError}
 
 
-ENTRY_POINTS = {
-    "model": MODELS,
-    "data": DATA,
-    "schedule": "foldpipe.schedules",
-}
-
-
-def installed_names(option: str) -> tuple[str, ...]:
-    """Names that other distributions offer for ``model=``, ``data=`` or ``schedule=``."""
-    return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINTS[option])}))
-
-
 def names(group: Group) -> tuple[str, ...]:
     """All names of a group, sorted; nothing is imported."""
     return tuple(sorted({*_BUILT_IN[group], *(point.name for point in entry_points(group=group))}))
