@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launcher.config import LaunchConfig
 from launcher.config.batches import plan_batches
+from launcher.config.shape import transformer_shape
 from launcher.installed import installed_names
 from launcher.workloads.data.source import SourceKind, TextSource
 from launcher.workloads.optimizer_options import OptimizerOptions
@@ -146,20 +147,7 @@ def model_shape(config: LaunchConfig) -> TransformerShape:
         from launcher.workloads.data.vocabulary import vocab_size  # needs the tokenizers library
 
         vocab = vocab_size(text_source(config))
-    return TransformerShape(
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=model.kv_heads or model.heads,
-        ffn=model.ffn or 4 * model.hidden,
-        vocab=vocab,
-        sequence=model.sequence,
-        norm=model.norm,
-        activation=model.activation,
-        position=model.position,
-        tie_embeddings=model.tie_embeddings,
-        dropout=model.dropout,
-    )
+    return transformer_shape(model, vocab)
 
 
 def text_source(config: LaunchConfig) -> TextSource:

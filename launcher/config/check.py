@@ -12,6 +12,7 @@ from launcher.config.batches import plan_batches
 from launcher.config.key import Key, describe, keys_of, shorten, spell
 from launcher.config.launch import LaunchConfig
 from launcher.config.pipeline import CostsConfig
+from launcher.config.shape import transformer_shape
 from launcher.config.suggest import did_you_mean, nearest
 from launcher.installed import installed_names
 from strategies.errors import PlanError
@@ -31,7 +32,7 @@ def check(config: LaunchConfig) -> None:
     _check_names(config)
     _check_degrees(config)
     _check_schedule(config)
-    _check_model(config)
+    transformer_shape(config.model, vocab=256)  # Its own checks raise; the data decide later.
     _check_unused(config)
     _check_trainer(config)
 
@@ -93,26 +94,6 @@ def _check_schedule(config: LaunchConfig) -> None:
             f"pp * stages_per_rank = {config.pp} * {shape.stages_per_rank} = {stages} stages. "
             f"Try schedule.layers_per_stage={_even(config.model.layers, stages)}."
         )
-
-
-def _check_model(config: LaunchConfig) -> None:
-    from launcher.workloads.transformer_shape import TransformerShape  # torch-free as well
-
-    model = config.model
-    TransformerShape(  # its own checks raise
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=model.kv_heads or model.heads,
-        ffn=model.ffn or 4 * model.hidden,
-        vocab=model.vocab or 256,
-        sequence=model.sequence,
-        norm=model.norm,
-        activation=model.activation,
-        position=model.position,
-        tie_embeddings=model.tie_embeddings,
-        dropout=model.dropout,
-    )
 
 
 def _check_unused(config: LaunchConfig) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from strategies.runtime.replay.logs import LogCapture
 from strategies.runtime.stage_model import LogCall
 
 _MISSING = object()
@@ -15,24 +16,13 @@ _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min
 
 
 @contextmanager
-def captured_logs(module: nn.Module) -> Iterator[list[LogCall]]:
-    """Inside, ``module.log`` and ``log_dict`` fill the list instead of Lightning's tables."""
-    calls: list[LogCall] = []
-
-    def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-        names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
-        options = {**dict(zip(names, args, strict=False)), **options}
-        number = float(value.detach()) if isinstance(value, Tensor) else float(value)
-        calls.append(LogCall(name, number, options))
-
-    def log_dict(values: dict[str, Any], *args: Any, **options: Any) -> None:
-        for name, value in values.items():
-            log(name, value, *args, **options)
-
+def captured_logs(module: nn.Module) -> Iterator[LogCapture]:
+    """Inside, the module's log calls go to the capture instead of Lightning's tables."""
+    capture = LogCapture(lambda _: True)
     before = {name: module.__dict__.get(name, _MISSING) for name in ("log", "log_dict")}
-    module.__dict__.update(log=log, log_dict=log_dict)
+    module.__dict__.update(log=capture.log, log_dict=capture.log_dict)
     try:
-        yield calls
+        yield capture
     finally:
         for name, value in before.items():
             if value is _MISSING:

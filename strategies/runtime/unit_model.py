@@ -158,7 +158,7 @@ class UnitModel(StageModel):
         loss = result if mode == "train" else None
         if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
             raise ModelError("pipeline_result() must return a scalar loss when mode is 'train'.")
-        return StageOutput(loss=loss, result=result, logs=tuple(logs))
+        return StageOutput(loss=loss, result=result, logs=logs.calls())
 
     def stage_parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of an owned stage, each once."""
