@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -183,8 +185,27 @@ class Progress(pl.Callback):
             os.write(self._events, (json.dumps(event) + "\n").encode())
 
 
-class LastCheckpoint(pl.Callback):
-    """Writes a checkpoint of the last step, inside the loop, where resuming finds its place."""
+class KeepSignal(pl.Callback):
+    """Puts SIGTERM's handler back after Lightning has put its own around it.
+
+    Lightning's would start a collective inside the handler, for which no other rank is ready.
+    """
+
+    def __init__(self) -> None:
+        self._handler = signal.getsignal(signal.SIGTERM)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Runs after Lightning has registered its handlers, as the other hooks here."""
+        signal.signal(signal.SIGTERM, self._handler)
+
+    on_validation_start = on_test_start = on_predict_start = on_train_start
+
+
+class LastCheckpoint(Checkpoint):
+    """Writes a checkpoint of the last step, inside the loop, where resuming finds its place.
+
+    Lightning runs checkpoint callbacks after all others: by then a timer has spoken.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

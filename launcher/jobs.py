@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from launcher.callbacks import LastCheckpoint, MetricsFile, Progress, pipeline
+from launcher.callbacks import KeepSignal, LastCheckpoint, MetricsFile, Progress, pipeline
 from launcher.config import LaunchConfig, from_dict
 from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, optimizer_options, resolve, text_source
@@ -106,7 +106,7 @@ def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object)
         devices=min(gpus, run.world_size) if on_gpu else "auto",
         strategy=_strategy(run),
         plugins=[LightningEnvironment()],
-        callbacks=callbacks,
+        callbacks=[KeepSignal(), *callbacks],
         logger=logger or False,
         default_root_dir=run_dir,
         precision=given.precision,

@@ -29,7 +29,7 @@ def main() -> int:
     os.umask(0o077)
     run_dir = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
-    # Lightning must not install handlers of its own: the parent decides how a run ends.
+    # The parent decides how a run ends; launcher.callbacks.KeepSignal holds on to this.
     signal.signal(signal.SIGTERM, _terminated)
     try:
         task = json.loads((run_dir / "resolved.json").read_text())

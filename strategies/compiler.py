@@ -109,4 +109,8 @@ def compile_program(
 
 def with_microbatches(plan: Plan, num_microbatches: int) -> Plan:
     """The same plan for a batch that gives another number of microbatches (a short last batch)."""
-    return replace(plan, num_microbatches=num_microbatches)
+    group = plan.group
+    if group is not None:
+        low, high = sorted((plan.pp, num_microbatches))
+        group = min(max(group, low), high)
+    return replace(plan, num_microbatches=num_microbatches, group=group)

@@ -1,8 +1,9 @@
 """Checkpoints: a folder with a file per rank, a manifest with hashes, and a rename at the end.
 
-``<name>.tmp`` is written, synced and verified against nothing that exists; the rename commits it.
-A committed folder is never written again. Names are those of the uncut module and optimizer state
-is keyed by them, so a checkpoint of one layout can be read by another.
+``<name>.tmp`` is written and synced beside everything that exists; the rename commits it. A
+committed folder is never written into: where Lightning saves under the same name again, the old
+folder steps aside only when the new one is complete. Names are those of the uncut module and
+optimizer state is keyed by them, so a checkpoint of one layout can be read by another.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from strategies.runtime.mesh import Coordinates
 from strategies.runtime.tree_io import flatten, unflatten
 
 MANIFEST = "manifest.json"
+OLD = ".old"
+_HYPER_PARAMETERS = "hyper_parameters"
 FORMAT = 1
 _RANDOM = "foldpipe_random_state"
 _SHARED_BY_REPLICAS = ("state_dict", "optimizer_states")
@@ -60,11 +63,6 @@ def save(
     problem: Exception | None = None
     if rank == 0:
         try:
-            if path.exists():
-                raise CheckpointError(
-                    f"{path} exists; a checkpoint is never overwritten. Remove it, or save under "
-                    "another name."
-                )
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         except Exception as error:
@@ -72,6 +70,8 @@ def save(
     _all_or_nobody(problem, path, agree)
     try:
         part = dict(checkpoint)
+        if _HYPER_PARAMETERS in part:
+            part[_HYPER_PARAMETERS] = _plain_values(part[_HYPER_PARAMETERS])
         if coordinates.dp_rank > 0:
             for key in _SHARED_BY_REPLICAS:
                 part.pop(key, None)
@@ -92,6 +92,8 @@ def save(
 def _all_or_nobody(problem: Exception | None, path: Path, agree: Callable[[bool], bool]) -> None:
     if agree(problem is None):
         return
+    # A full disk must not stay full of what nobody can read.
+    shutil.rmtree(path.with_name(path.name + ".tmp"), ignore_errors=True)
     if isinstance(problem, CheckpointError):
         raise problem
     if isinstance(problem, OSError):
@@ -141,8 +143,13 @@ def _commit(
     target.write_text(json.dumps(manifest, indent=1))
     _sync(target)
     _sync(staging)
+    aside = path.with_name(path.name + OLD)
+    if path.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(path, aside)
     os.rename(staging, path)
     _sync(path.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
@@ -160,6 +167,24 @@ def file_hash(path: Path) -> str:
         while block := stream.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _committed(path: Path) -> Path:
+    """The folder itself, or the one that stepped aside if its successor never came."""
+    aside = path.with_name(path.name + OLD)
+    return aside if not path.exists() and aside.exists() else path
+
+
+def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters as they can be written: an object goes in as its text, for people."""
+    plain = {}
+    for key, value in values.items():
+        try:
+            flatten(value)
+            plain[key] = value
+        except CheckpointError:
+            plain[key] = repr(value)
+    return plain
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -193,18 +218,35 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def load(path: Path, *, coordinates: Coordinates, wanted: set[str]) -> dict[str, Any]:
+def load(
+    path: Path,
+    *,
+    coordinates: Coordinates,
+    wanted: set[str],
+    parameters: set[str],
+    strict: bool,
+) -> dict[str, Any]:
     """What one rank needs of a checkpoint.
 
     Args:
         path: A committed folder.
         coordinates: Where this process stands, now.
         wanted: Names in this rank's module state.
+        parameters: Names of the whole model's parameters.
+        strict: Whether the checkpoint may have neither more nor fewer of them.
 
     Raises:
-        CheckpointError: It is damaged, or lacks a wanted name.
+        CheckpointError: It is damaged, or of another model.
     """
+    path = _committed(path)
     manifest = read_manifest(path)
+    written = manifest["metadata"].get("parameters")
+    if strict and written is not None and not set(written) <= parameters:
+        more = sorted(set(written) - parameters)
+        raise CheckpointError(
+            f"{path} is a checkpoint of another model: it has {len(more)} parameters that this one "
+            f"lacks, {more[0]} first. Use the model it was written with."
+        )
     then = (manifest["pp"], manifest["dp"])
     same = then == (coordinates.pp, coordinates.dp)
     rank = coordinates.global_rank(coordinates.pp_rank, coordinates.dp_rank)
@@ -218,7 +260,7 @@ def load(path: Path, *, coordinates: Coordinates, wanted: set[str]) -> dict[str,
                 state.setdefault(name, value)  # What several ranks hold is the first one's.
         optimizers = _merge(optimizers, writer.get("optimizer_states", []))
     missing = sorted(wanted - set(state))
-    if missing:
+    if missing and strict:
         raise CheckpointError(
             f"{path} is a checkpoint of another model: it lacks {len(missing)} of "
             f"{len(wanted)} names, {missing[0]} first. Use the model it was written with."
@@ -236,6 +278,7 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: The checkpoint is missing or damaged.
     """
+    path = _committed(path)
     manifest = read_manifest(path)
     state: dict[str, Tensor] = {}
     for pp_rank in range(manifest["pp"]):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import (
     DataLoader,
@@ -20,6 +21,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
+
+from strategies.errors import DataError
 
 
 class ReplicaSampler(DistributedSampler[int]):
@@ -52,18 +55,43 @@ class ReplicaSampler(DistributedSampler[int]):
 
 
 def shard(
-    loader: Any, *, num_replicas: int, replica: int, seed: int, epoch: int, batches_done: int
+    loader: Any,
+    *,
+    num_replicas: int,
+    replica: int,
+    training: bool,
+    seed: int,
+    epoch: int,
+    batches_done: int,
 ) -> Any:
     """The loader with this replica's share.
 
-    Loaders over iterable datasets, with a batch sampler or a sampler of their own are left alone:
-    they must give every stage of a pipeline the same batches, which is checked at every step.
+    A sampler of the user's own is dealt out to the replicas; it must draw the same order on every
+    rank, which is checked at every step inside a pipeline. What is no DataLoader is left alone.
+
+    Raises:
+        DataError: Several replicas would train on the same data.
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not isinstance(loader, DataLoader) or isinstance(loader.sampler, DistributedSampler):
         return loader
     sampler: Sampler[Any] | Any = loader.sampler
-    if type(sampler) not in (RandomSampler, SequentialSampler) or loader.batch_size is None:
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        if training and num_replicas > 1:
+            kind = "iterable dataset" if loader.batch_size is not None else "batch sampler"
+            raise DataError(
+                f"dp={num_replicas}: a loader with an {kind} of its own cannot be shared out, so "
+                "every replica would train on the same data. Give each replica its own part (see "
+                "trainer.distributed_sampler_kwargs) and set Trainer(use_distributed_sampler="
+                "False), or use dp=1."
+            )
         return loader
+    if type(sampler) not in (RandomSampler, SequentialSampler):
+        if num_replicas == 1:
+            return loader
+        dealt = DistributedSamplerWrapper(
+            sampler, num_replicas=num_replicas, rank=replica, shuffle=False
+        )
+        return _update_dataloader(loader, dealt)
     own = ReplicaSampler(
         len(loader.dataset),  # type: ignore[arg-type]  # map-style: checked above
         num_replicas=num_replicas,

@@ -18,7 +18,6 @@ from strategies.compiler import Programs, compile_plan, with_microbatches
 from strategies.errors import DataError, PlanError
 from strategies.ir.instruction import Kind
 from strategies.ir.placement import Placement
-from strategies.ir.program import Program
 from strategies.partition import balance, by_counts
 from strategies.plan import Plan, num_buckets
 from strategies.runtime.control import Bulletin
@@ -51,6 +50,7 @@ class Options:
         backend: ``gloo``, ``nccl``, ``staged`` or ``strict``.
         seed: Of everything random inside the model.
         check_batches: Compare the batch between the ranks of a pipeline at every step.
+        timeout_s: How long any communicator waits.
     """
 
     units_per_stage: tuple[int, ...] | None = None
@@ -58,6 +58,7 @@ class Options:
     backend: str = "gloo"
     seed: int = 0
     check_batches: bool = True
+    timeout_s: float = 1800.0
 
 
 @dataclass
@@ -158,10 +159,11 @@ class Engine:
             gradients=self.gradients,
             recorder=self.recorder,
         )
-        self._fresh = True
+        self._flushed = False
         self._shared_works: list[dist.Work] = []
         self.stats: StepStats | None = None
         self._flushed_at: Any = None
+        self._trained: tuple[bool, ...] = ()
         self._squared_norm = 0.0
 
     # ---------------------------------------------------------------- set-up
@@ -197,7 +199,7 @@ class Engine:
         fast = "nccl" if nccl else "gloo"
         if where.world_size > 1:
             backends = {"control": "gloo", "metrics": "gloo", "messages": fast, "reduce": fast}
-            communicators.create(wanted, backends=backends)
+            communicators.create(wanted, backends=backends, timeout_s=self.options.timeout_s)
         return communicators
 
     def _shared_ranks(self, stages: Sequence[int]) -> tuple[int, ...]:
@@ -272,6 +274,10 @@ class Engine:
     def build_gradients(self) -> None:
         """Lays out gradient buffers; call when parameters are on their device, before training."""
         buckets = self.plan.buckets
+        self._trained = self._which_train()
+        for old in self.gradients.values():
+            old.remove_hooks()
+        self._shared_gradients.clear()
         for stage, named in self._parameters.items():
             trained = [
                 p for name, p in named.items() if p.requires_grad and name not in self._shared
@@ -294,10 +300,13 @@ class Engine:
         # The same order of reductions everywhere.
         self._shared_gradients.sort(key=lambda entry: entry[0])
 
-    @property
-    def reference_program(self) -> Program:
-        """The training program for full batches."""
-        return self.programs.train
+    def _which_train(self) -> tuple[bool, ...]:
+        return tuple(p.requires_grad for named in self._parameters.values() for p in named.values())
+
+    def _follow_freezing(self) -> None:
+        """Lays the buffers out anew when a callback has frozen or unfrozen parameters."""
+        if self._which_train() != self._trained:
+            self.build_gradients()
 
     # ---------------------------------------------------------------- training
 
@@ -313,8 +322,12 @@ class Engine:
             accumulation: Batches per optimizer step; gradients are divided by it.
             update: Whether gradients are reduced, to be followed by ``flush``.
         """
-        self._attach(zero=self._fresh)
-        self._fresh = False
+        # The same rule by which Lightning clears gradients, and as often as it calls the closure.
+        fresh = batch_idx % accumulation == 0
+        if fresh:
+            self._follow_freezing()
+        self._attach(zero=fresh)
+        self._flushed = False
         scale = 1.0 / (accumulation * self.coordinates.dp)
         seed = (self.options.seed * 1_000_003 + step) * 1021 + self.coordinates.dp_rank
         result = self._run(
@@ -324,10 +337,19 @@ class Engine:
         self._detach()
         return result
 
-    def evaluation_pass(self, batch: Any, *, mode: Mode, batch_idx: int) -> PassResult:
+    def evaluation_pass(
+        self, batch: Any, *, mode: Mode, batch_idx: int, dataloader_idx: int = 0
+    ) -> PassResult:
         """Forwards only."""
         return self._run(
-            batch, mode, batch_idx=batch_idx, step=batch_idx, scale=1.0, seed=None, update=False
+            batch,
+            mode,
+            batch_idx=batch_idx,
+            step=batch_idx,
+            scale=1.0,
+            seed=None,
+            update=False,
+            dataloader_idx=dataloader_idx,
         )
 
     def _programs_for(self, count: int) -> Programs:
@@ -345,6 +367,7 @@ class Engine:
         scale: float,
         seed: int | None,
         update: bool,
+        dataloader_idx: int = 0,
     ) -> PassResult:
         microbatches = split_batch(batch, self.plan.num_microbatches)
         programs = self._programs_for(len(microbatches))
@@ -370,6 +393,7 @@ class Engine:
                 mode=mode,
                 scale=scale,
                 seed=seed,
+                dataloader_idx=dataloader_idx,
                 forwards_done=share,
             )
         answers = self._bulletin.read()
@@ -447,7 +471,10 @@ class Engine:
         self._attach(zero=False)
 
     def flush(self) -> None:
-        """Waits for this rank's reductions; no other rank is waited for."""
+        """Waits for this rank's reductions; no other rank is waited for. Once per pass."""
+        if self._flushed:
+            return
+        self._flushed = True
         for name, _, gradient in self._shared_gradients:
             group = self.communicators.get("reduce", self._shared_ranks(self._shared[name]))
             if group is not None:
@@ -475,7 +502,6 @@ class Engine:
                     record.start[place], record.end[place] = started, ended
                     started = ended
             self.recorder.finish()
-        self._fresh = True
 
     def gradient_norm(self) -> Tensor:
         """2-norm of the whole model's gradient, a float64 scalar, equal on all ranks.

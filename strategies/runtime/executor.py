@@ -22,7 +22,7 @@ from strategies.runtime.grad_sync import StageGradients
 from strategies.runtime.mailbox import Mailbox
 from strategies.runtime.microbatch import Microbatch
 from strategies.runtime.recorder import Recorder, StepRecord
-from strategies.runtime.stage_model import LogCall, Mode, StageModel
+from strategies.runtime.stage_model import LogCall, Mode, StageModel, StageOutput
 
 _RECEIVE_AHEAD = 4
 
@@ -93,6 +93,7 @@ class Executor:
         self._recorder = recorder
         self._routes: dict[int, tuple[Program, _Route]] = {}
         self._places: dict[tuple[int, int], int] = {}
+        self.begins_in_place: set[int] = set()
 
     def run(
         self,
@@ -104,6 +105,7 @@ class Executor:
         mode: Mode,
         scale: float,
         seed: int | None,
+        dataloader_idx: int,
         forwards_done: Callable[[StepResult], None],
     ) -> StepResult:
         """Executes the list up to its optimizer steps.
@@ -116,10 +118,11 @@ class Executor:
             mode: Which of the user's steps runs.
             scale: Factor on every gradient: 1 / (accumulation * dp).
             seed: Seed of the pass; every (microbatch, unit) draws from its own.
+            dataloader_idx: Which of several evaluation loaders the batch is from.
             forwards_done: Called after this rank's last forward.
         """
         route = self._route_of(program)
-        run = _Run(self, program, microbatches, batch_idx, mode, scale, seed)
+        run = _Run(self, program, microbatches, batch_idx, mode, scale, seed, dataloader_idx)
         record = self._recorder.begin(step, program)
         self._index_reduces(route.row)
         stamp = self._recorder.stamp
@@ -223,7 +226,9 @@ class _Run:
         mode: Mode,
         scale: float,
         seed: int | None,
+        dataloader_idx: int,
     ) -> None:
+        self._dataloader_idx = dataloader_idx
         self.result = StepResult()
         self.places: dict[Instruction, int] = {}
         self.releasable: dict[Instruction, list[Instruction]] = {}
@@ -272,17 +277,7 @@ class _Run:
             )
         else:
             leaves = inputs
-        seed = None if self._seed is None else self._seed * 8191 + item.microbatch
-        with torch.set_grad_enabled(self._learns):
-            output = self._model.forward(
-                item.stage,
-                leaves,
-                batch=microbatch.data,
-                batch_idx=self._batch_idx,
-                microbatch=item.microbatch,
-                mode=self._mode,
-                seed=seed,
-            )
+        output = self._call(item, leaves)
         here = (item.stage, item.microbatch)
         self.result.logs.extend((call, microbatch.share) for call in output.logs)
         if item.stage == self._last:
@@ -293,6 +288,33 @@ class _Run:
             self._values[Kind.F, *here] = detached
         if self._learns:
             self._graphs[here] = _Graph(leaves, output.tensors, output.loss)
+
+    def _call(self, item: Instruction, leaves: tuple[Tensor, ...]) -> StageOutput:
+        """Runs the stage; one that begins in place gets copies, which autograd lets it change."""
+        assert item.microbatch is not None
+        copies = self._executor.begins_in_place
+        seed = None if self._seed is None else self._seed * 8191 + item.microbatch
+        while True:
+            inputs = leaves
+            with torch.set_grad_enabled(self._learns):
+                if item.stage in copies:
+                    inputs = tuple(leaf.clone() for leaf in leaves)
+                try:
+                    return self._model.forward(
+                        item.stage,
+                        inputs,
+                        batch=self._microbatches[item.microbatch].data,
+                        batch_idx=self._batch_idx,
+                        microbatch=item.microbatch,
+                        mode=self._mode,
+                        seed=seed,
+                        dataloader_idx=self._dataloader_idx,
+                    )
+                except RuntimeError as error:
+                    # It failed at its first operation, so nothing has happened yet.
+                    if "leaf Variable" not in str(error) or item.stage in copies:
+                        raise
+                    copies.add(item.stage)
 
     def _end_of_pipeline(self, microbatch: int, loss: Tensor | None, result: Any) -> None:
         if loss is not None:

@@ -26,6 +26,7 @@ class _Buffer:
 
     flat: Tensor
     bounds: tuple[int, ...]  # bucket k is flat[bounds[k]:bounds[k + 1]]
+    gradients: Tensor  # the part of flat before the marks
 
     def bucket(self, index: int) -> Tensor:
         return self.flat[self.bounds[index] : self.bounds[index + 1]]
@@ -38,6 +39,8 @@ class _Share:
     parameter: nn.Parameter
     view: Tensor
     buckets: tuple[int, ...]
+    mark: Tensor  # one element of the buffer: not 0 if any member of the group has a gradient
+    touched: bool = False
 
 
 @dataclass
@@ -59,6 +62,7 @@ class StageGradients:
     _next: int = 0
     _armed: bool = False
     _works: list[dist.Work] = field(default_factory=list)
+    _handles: list[Any] = field(default_factory=list)
     _launched: Launched | None = None
 
     @classmethod
@@ -86,19 +90,28 @@ class StageGradients:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for dtype, members in by_dtype.items():
             sizes = [parameter.numel() for parameter in members]
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=members[0].device)
-            bounds = tuple(sum(sizes) * k // count for k in range(count + 1))
-            gradients._buffers.append(_Buffer(flat, bounds))
+            whole = sum(sizes)
+            # A mark per parameter stands behind the gradients and is reduced with them, so that
+            # all replicas agree on which parameters no step has used.
+            flat = torch.zeros(whole + len(sizes), dtype=dtype, device=members[0].device)
+            bounds = tuple(len(flat) * k // count for k in range(count + 1))
+            gradients._buffers.append(_Buffer(flat, bounds, flat[:whole]))
             start = 0
-            for parameter, size in zip(members, sizes, strict=True):
+            for index, (parameter, size) in enumerate(zip(members, sizes, strict=True)):
                 view = flat[start : start + size].view_as(parameter)
-                touched = tuple(
-                    k for k in range(count) if bounds[k] < start + size and start < bounds[k + 1]
-                )
-                share = _Share(parameter, view, touched)
+                place = whole + index
+                covered = {
+                    k
+                    for k in range(count)
+                    if (bounds[k] < start + size and start < bounds[k + 1])
+                    or bounds[k] <= place < bounds[k + 1]
+                }
+                mark = flat[place : place + 1]
+                share = _Share(parameter, view, tuple(sorted(covered)), mark)
                 gradients._shares.append(share)
                 hooked: Any = parameter  # The hook's registration is untyped in torch.
-                hooked.register_post_accumulate_grad_hook(gradients._hook(share))
+                handle = hooked.register_post_accumulate_grad_hook(gradients._hook(share))
+                gradients._handles.append(handle)
                 start += size
         return gradients
 
@@ -109,6 +122,9 @@ class StageGradients:
                 # Autograd put a tensor of its own there: it holds the old sum and the new gradient.
                 share.view.copy_(grad)
                 parameter.grad = share.view
+            if not share.touched:
+                share.touched = True
+                share.mark.fill_(1)
             if self._armed:
                 for bucket in share.buckets:
                     self._pending[bucket] -= 1
@@ -122,6 +138,7 @@ class StageGradients:
             for buffer in self._buffers:
                 buffer.flat.zero_()
         for share in self._shares:
+            share.touched = share.touched and not zero
             share.parameter.grad = share.view
 
     def detach(self) -> None:
@@ -169,12 +186,22 @@ class StageGradients:
             work.wait()
         self._works.clear()
         self._armed = False
+        for share in self._shares:
+            # Optimizers skip None, but decay a weight whose gradient is zero.
+            if not share.touched and (self.group is None or not share.mark.item()):
+                share.parameter.grad = None
+
+    def remove_hooks(self) -> None:
+        """Leaves the parameters alone from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self.detach()
 
     def squared_norm(self) -> Tensor:
         """Sum of squares of the stage's gradient, a float64 scalar."""
         total = torch.zeros((), dtype=torch.float64)
         for buffer in self._buffers:
-            norm = torch.linalg.vector_norm(buffer.flat)
+            norm = torch.linalg.vector_norm(buffer.gradients)
             total = total + norm.double().square().cpu()
         return total
 

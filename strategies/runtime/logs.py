@@ -38,7 +38,8 @@ def join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
         calls: Each call with the share of the batch that its microbatch holds.
 
     Returns:
-        Means are weighted by the shares; ``reduce_fx`` of max, min and sum are honoured.
+        Means are weighted by the calls' ``batch_size``, or by the shares; ``reduce_fx`` of max, min
+        and sum are honoured. Batch sizes add up.
     """
     by_name: dict[str, list[tuple[LogCall, float]]] = {}
     for call, share in calls:
@@ -52,8 +53,11 @@ def join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
         if how in _REDUCTIONS:
             value = _REDUCTIONS[how](values)
         else:
-            whole = sum(share for _, share in group)
-            value = sum(call.value * share for call, share in group) / whole
+            weights = [float(call.options.get("batch_size") or share) for call, share in group]
+            value = sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+        sizes = [call.options.get("batch_size") for call, _ in group]
+        if all(isinstance(size, int) for size in sizes):
+            options["batch_size"] = sum(sizes)
         joined.append(LogCall(name, value, options))
     return joined
 

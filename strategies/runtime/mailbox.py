@@ -76,6 +76,7 @@ class Mailbox:
         self._program: Program | None = None
         self._signatures: Sequence[_Signature] = ()
         self._role = ""
+        self._known: frozenset[_Key] = frozenset()
         self.bytes_sent = 0
 
     @property
@@ -88,6 +89,7 @@ class Mailbox:
         self._program = program
         self._role = f"{mode}:{program.role == 'forward'}"
         self._signatures = signatures
+        self._known = frozenset(self._specs)
 
     def describe(self, stage: int, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
         """Notes what ``stage`` hands on.
@@ -101,6 +103,12 @@ class Mailbox:
             tuple(tensor.requires_grad for tensor in tensors),
         )
         known = self._specs.setdefault(self._key(stage, microbatch), spec)
+        if (known.shapes, known.dtypes) == (spec.shapes, spec.dtypes) and known != spec:
+            raise ModelError(
+                f"which tensors behind stage {stage} need a gradient has changed during training: "
+                "parameters before the cut were frozen or unfrozen. Freeze them before fit(), or "
+                "use pp=1."
+            )
         if known != spec:
             raise ModelError(
                 f"stage {stage} hands on tensors of {spec.shapes}, but handed on {known.shapes} "
@@ -173,7 +181,15 @@ class Mailbox:
                 self.bytes_sent += data.numel() * data.element_size()
 
     def release(self, item: Instruction) -> None:
-        """Lets go of a SEND that is known to have ended."""
+        """Lets go of a SEND that is known to have ended.
+
+        The proof takes receives for posted at their place. With shapes that are new in this pass,
+        tensors are posted only when they are used: those sends end with the next pass.
+        """
+        assert item.peer is not None
+        assert item.microbatch is not None
+        if self._key(min(item.stage, item.peer), item.microbatch) not in self._known:
+            return
         for handle, _ in self._sent.pop(item, ()):
             handle.wait()
 

@@ -7,6 +7,7 @@ node first), the pipeline spans nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -60,19 +61,28 @@ class Communicators:
     _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
     def create(
-        self, wanted: list[tuple[str, tuple[int, ...]]], *, backends: dict[str, str]
+        self,
+        wanted: list[tuple[str, tuple[int, ...]]],
+        *,
+        backends: dict[str, str],
+        timeout_s: float,
     ) -> None:
         """Makes all groups in the order of ``wanted``, which is the same on every process.
 
         Args:
             wanted: (purpose, global ranks); groups of one process are left out.
             backends: Backend per purpose.
+            timeout_s: How long an operation of theirs waits.
         """
         for key in dict.fromkeys(wanted):
             purpose, ranks = key
             if len(ranks) > 1 and key not in self._groups:
                 # Every process takes part in making every group, also in foreign ones.
-                group = dist.new_group(list(ranks), backend=backends[purpose])
+                group = dist.new_group(
+                    list(ranks),
+                    backend=backends[purpose],
+                    timeout=timedelta(seconds=timeout_s),
+                )
                 assert isinstance(group, dist.ProcessGroup) or group is not None
                 self._groups[key] = group
 

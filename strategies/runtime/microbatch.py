@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -39,13 +42,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     Raises:
         DataError: The batch holds no tensor with a batch dimension.
     """
-    tensors = list_tensors(batch)
-    rows = next((tensor.shape[0] for tensor in tensors if tensor.dim() > 0), 0)
-    if rows == 0:
-        raise DataError(
-            "the batch holds no tensor with rows in dimension 0, so it cannot be cut into "
-            "microbatches. Return tensors, or a tuple, list or dict of them, from the data loader."
-        )
+    rows = count_rows(batch)
     count = min(num_microbatches, rows)
     bounds = [rows * index // count for index in range(count + 1)]
     # The longer shares come first, as torch.tensor_split has them.
@@ -53,16 +50,61 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     shares = []
     start = 0
     for size in sizes:
-        data = apply_to_collection(batch, Tensor, _rows, rows=rows, start=start, size=size)
+        data = _cut(batch, rows, start, size)
         shares.append(Microbatch(data, size / rows, signature(data)))
         start += size
     return shares
 
 
-def _rows(tensor: Tensor, *, rows: int, start: int, size: int) -> Tensor:
-    if tensor.dim() == 0 or tensor.shape[0] != rows:
-        return tensor
-    return tensor[start : start + size]
+def count_rows(batch: Any) -> int:
+    """Rows of a batch: the size that most of its tensors have in dimension 0.
+
+    Raises:
+        DataError: No tensor has rows, or two sizes are equally frequent.
+    """
+    sizes = Counter(tensor.shape[0] for tensor in list_tensors(batch) if tensor.dim() > 0)
+    (rows, votes), *others = sizes.most_common() or [(0, 0)]
+    if rows == 0:
+        raise DataError(
+            "the batch holds no tensor with rows in dimension 0, so it cannot be cut into "
+            "microbatches. Return tensors, or a tuple, list or dict of them, from the data loader."
+        )
+    if others and others[0][1] == votes:
+        raise DataError(
+            f"the batch's tensors have {rows} and {others[0][0]} rows in dimension 0, so it is not "
+            "clear which is the batch. Give all tensors of a batch the batch's rows first."
+        )
+    return rows
+
+
+def _cut(value: Any, rows: int, start: int, size: int) -> Any:
+    """Tensors, and lists and tuples of other things, of the batch's length are cut."""
+    if isinstance(value, Tensor):
+        whole = value.dim() == 0 or value.shape[0] != rows
+        return value if whole else value[start : start + size]
+    if isinstance(value, Mapping):
+        parts = {key: _cut(item, rows, start, size) for key, item in value.items()}
+        return parts if type(value) is dict else _like(value, parts)
+    if isinstance(value, list | tuple) and not list_tensors(value) and len(value) == rows:
+        return value[start : start + size]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cut(item, rows, start, size) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_cut(item, rows, start, size) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        changes = {
+            f.name: _cut(getattr(value, f.name), rows, start, size) for f in fields(value) if f.init
+        }
+        return replace(value, **changes)
+    return value
+
+
+def _like(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
+    """A mapping of the same type (transformers' BatchEncoding, say) with other values."""
+    result = copy(value)
+    for key, part in parts.items():
+        result[key] = part  # type: ignore[index]
+    return result
 
 
 def list_tensors(batch: Any) -> list[Tensor]:

@@ -111,6 +111,7 @@ class PipelineStrategy(ParallelStrategy):
             buckets=1 if buckets is None else buckets,
         )
         self._engine: Engine | None = None
+        self._engine_module: pl.LightningModule | None = None
         self._accumulating = False
         self._last_norm: Tensor | None = None
         self._own_sampler = True
@@ -202,7 +203,7 @@ class PipelineStrategy(ParallelStrategy):
         if self.world_size > 1:
             assert self.cluster_environment is not None
             # The default group serves Lightning's own object broadcasts; ours are made from it.
-            backend = "nccl" if self.backend == "nccl" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
 
     @property
@@ -226,7 +227,11 @@ class PipelineStrategy(ParallelStrategy):
         self._take_over_sampling(trainer)
         self.model = self.precision_plugin.convert_module(module)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._engine is not None and self._engine_module is not module:
+            self._engine.close()  # Another model in the same Trainer.
+            self._engine = None
         if self._engine is None:
+            self._engine_module = module
             seed = self._seed
             if seed is None:
                 seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
@@ -240,15 +245,17 @@ class PipelineStrategy(ParallelStrategy):
                     backend=self.backend,
                     seed=seed,
                     check_batches=self._check_batches,
+                    timeout_s=self._timeout.total_seconds(),
                 ),
                 coordinates=self.coordinates,
                 device=self.root_device,
             )
+            self.model_to_device()
+            self._synchronise(module)
         self.model_to_device()
         if fitting:
             self._reset_optimizers_and_schedulers()
             if not self.engine.gradients:
-                self._synchronise(module)
                 self.engine.build_gradients()
             self._build_optimizers(trainer)
         self.setup_precision_plugin()
@@ -277,6 +284,13 @@ class PipelineStrategy(ParallelStrategy):
                 "schedule.layers_per_stage), or a smaller pp."
             ) from error
 
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS) and self.world_size > 1:
+                raise ModelError(
+                    "LBFGS decides on each rank by itself how often it runs the step, so the ranks "
+                    "would wait for each other for ever. Use another optimizer, or pp=1 dp=1."
+                )
+
     @property
     def engine(self) -> Engine:
         """The running pipeline; there from ``setup`` on."""
@@ -292,6 +306,11 @@ class PipelineStrategy(ParallelStrategy):
             )
         if isinstance(module, torch._dynamo.OptimizedModule):
             raise ModelError("compile the layers inside the module, not the LightningModule.")
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ModelError(
+                "precision=16-mixed scales the loss, which this version's pipeline does not. "
+                "Use precision=bf16-mixed or 32-true."
+            )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             copies = isinstance(callback, StochasticWeightAveraging)
             if copies or type(callback).__name__ in ("WeightAveraging", "EMAWeightAveraging"):
@@ -358,13 +377,16 @@ class PipelineStrategy(ParallelStrategy):
         training = trainer.state.fn == TrainerFn.FITTING and trainer.training
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         epochs: Any = trainer.fit_loop.epoch_progress.current
+        # Until an epoch begins, the batch counter is still that of the epoch before.
+        inside = training and epochs.ready > epochs.processed
         return shard(
             dataloader,
             num_replicas=self.dp,
             replica=self.coordinates.dp_rank,
+            training=training,
             seed=self.engine.options.seed,
             epoch=epochs.processed if training else 0,
-            batches_done=batches.processed if training else 0,
+            batches_done=batches.processed if inside else 0,
         )
 
     # ------------------------------------------------------------- training
@@ -446,20 +468,20 @@ class PipelineStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------- evaluation
 
-    def validation_step(self, batch: Any, batch_idx: int, *_: Any) -> Any:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """The forward program; the user's ``validation_step`` runs on the last stage."""
         with self.precision_plugin.val_step_context():
-            self._evaluate(batch, batch_idx, "validate")
+            self._evaluate(batch, batch_idx, "validate", dataloader_idx)
 
-    def test_step(self, batch: Any, batch_idx: int, *_: Any) -> Any:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """The forward program with ``test_step``."""
         with self.precision_plugin.test_step_context():
-            self._evaluate(batch, batch_idx, "test")
+            self._evaluate(batch, batch_idx, "test", dataloader_idx)
 
-    def predict_step(self, batch: Any, batch_idx: int, *_: Any) -> Any:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """The forward program with ``predict_step``; predictions are brought to every rank."""
         with self.precision_plugin.predict_step_context():
-            result = self._evaluate(batch, batch_idx, "predict")
+            result = self._evaluate(batch, batch_idx, "predict", dataloader_idx)
         where = self.coordinates
         results: list[Any] = result.results
         if where.pp > 1:
@@ -471,18 +493,20 @@ class PipelineStrategy(ParallelStrategy):
             results = box[0]
         return _concatenate(results)
 
-    def _evaluate(self, batch: Any, batch_idx: int, mode: Mode) -> PassResult:
-        result = self.engine.evaluation_pass(batch, mode=mode, batch_idx=batch_idx)
+    def _evaluate(self, batch: Any, batch_idx: int, mode: Mode, dataloader_idx: int) -> PassResult:
+        result = self.engine.evaluation_pass(
+            batch, mode=mode, batch_idx=batch_idx, dataloader_idx=dataloader_idx
+        )
         self._repeat_logs(result, batch)
         return result
 
     def _repeat_logs(self, result: PassResult, batch: Any) -> None:
         """The user's log calls, on every rank: ModelCheckpoint and EarlyStopping decide alike."""
-        from strategies.runtime.microbatch import list_tensors
+        from strategies.runtime.microbatch import count_rows
 
         module = self.lightning_module
         assert module is not None
-        rows = next((t.shape[0] for t in list_tensors(batch) if t.dim() > 0), 1)
+        rows = count_rows(batch)
         for call in result.logs:
             options = {"batch_size": rows, **call.options}
             module.log(call.name, torch.tensor(call.value, dtype=torch.float64), **options)
@@ -576,7 +600,11 @@ class PipelineStrategy(ParallelStrategy):
             barrier=self.barrier,
             agree=self.reduce_boolean_decision,
             metadata=self._metadata
-            | {"schedule": self._plan.schedule, "seed": self.engine.options.seed},
+            | {
+                "schedule": self._plan.schedule,
+                "seed": self.engine.options.seed,
+                "parameters": sorted(self.engine.model.parameter_names),
+            },
         )
 
     def load_checkpoint(
@@ -590,7 +618,13 @@ class PipelineStrategy(ParallelStrategy):
         path = Path(self.broadcast(str(checkpoint_path)))
         assert self.lightning_module is not None
         wanted = set(self.lightning_module.state_dict())
-        return checkpoints.load(path, coordinates=self.coordinates, wanted=wanted)
+        return checkpoints.load(
+            path,
+            coordinates=self.coordinates,
+            wanted=wanted,
+            parameters=set(self.engine.model.parameter_names),
+            strict=self.lightning_module.strict_loading,
+        )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads this rank's names."""
@@ -601,6 +635,10 @@ class PipelineStrategy(ParallelStrategy):
         """Loads the state of this rank's parameters, by name."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             checkpoints.load_optimizer_state(optimizer, state, self.engine.named_parameters())
+        # configure_optimizers() may have asked for the number of steps, which makes the loaders
+        # before the loops know where they are. They are made again.
+        loop: Any = self._trainer.fit_loop
+        loop._combined_loader = None
         checkpoints.restore_random_state(checkpoint)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,8 +79,8 @@ def _encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
             for k, v in value.items()
         ]
         return {_TAG: "dict", "value": pairs}
-    if hasattr(value, "item") and hasattr(value, "dtype"):
-        return _encode(value.item(), tensors, path)  # A NumPy scalar.
+    if isinstance(value, np.generic):
+        return _encode(value.item(), tensors, path)
     if isinstance(value, torch.dtype):
         return str(value)
     raise CheckpointError(

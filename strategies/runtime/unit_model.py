@@ -141,6 +141,7 @@ class UnitModel(StageModel):
         microbatch: int,
         mode: Mode,
         seed: int | None,
+        dataloader_idx: int = 0,
     ) -> StageOutput:
         """Runs the stage's units one after the other."""
         module = self._module

@@ -85,7 +85,7 @@ def test_a_checkpoint_of_one_layout_is_read_by_another(
             assert torch.allclose(value, resumed["parameters"][name], atol=1e-10, rtol=0)
 
 
-def test_the_folder_is_committed_whole_and_never_overwritten(
+def test_the_folder_is_committed_whole_and_replaced_only_by_a_complete_one(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     case = Case("1f1b", pp=2, steps=3)
@@ -94,8 +94,10 @@ def test_the_folder_is_committed_whole_and_never_overwritten(
     assert not path.with_name("step-2.ckpt.tmp").exists()
     manifest = json.loads((path / "manifest.json").read_text())
     assert set(manifest["files"]) == {f.name for f in path.iterdir()} - {"manifest.json"}
-    with pytest.raises(AssertionError, match="never overwritten"):
-        ranks(2).run(train_and_save, case=case, step=2, path=str(path))
+    before = (path / "rank_00000.safetensors").read_bytes()
+    ranks(2).run(train_and_save, case=replace(case, rows=6), step=2, path=str(path))
+    assert (path / "rank_00000.safetensors").read_bytes() != before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-2.ckpt"]
 
 
 @pytest.mark.parametrize("kind", ["flip", "truncate", "remove"])
@@ -128,6 +130,16 @@ def test_a_checkpoint_of_another_model_is_refused(
     deeper = replace(case, shape=small_shape(layers=5))
     with pytest.raises(AssertionError, match="checkpoint of another model: it lacks"):
         ranks(1).run(train_resumed, case=deeper, path=str(path))
+
+
+def test_a_checkpoint_of_a_deeper_model_is_refused(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    case = Case("gpipe", pp=1, steps=3, shape=small_shape(layers=5))
+    path = tmp_path / "step-2.ckpt"
+    ranks(1).run(train_and_save, case=case, step=2, path=str(path))
+    with pytest.raises(AssertionError, match="another model: it has 9 parameters that this one"):
+        ranks(1).run(train_resumed, case=replace(case, shape=small_shape()), path=str(path))
 
 
 def train_text(text: str, steps: int, save: str | None, resume: str | None) -> dict[str, Any]:

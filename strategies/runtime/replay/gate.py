@@ -81,7 +81,9 @@ def gated(
                 table[name] = value
 
 
-def call_step(module: LightningModule, mode: Mode, batch: Any, batch_idx: int) -> Any:
+def call_step(
+    module: LightningModule, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int = 0
+) -> Any:
     """Calls the user's step of ``mode`` with the arguments its signature asks for."""
     step = getattr(module, STEP_NAMES[mode])
     parameters = inspect.signature(step).parameters
@@ -90,6 +92,8 @@ def call_step(module: LightningModule, mode: Mode, batch: Any, batch_idx: int) -
             f"{STEP_NAMES[mode]} takes dataloader_iter; stages must all see the same microbatch. "
             "Take batch and batch_idx instead, or use pp=1."
         )
+    if "dataloader_idx" in parameters:
+        return step(batch, batch_idx, dataloader_idx=dataloader_idx)
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     if variadic or len(parameters) > 1 or "batch_idx" in parameters:
         return step(batch, batch_idx)

@@ -151,6 +151,7 @@ class ReplayModel(StageModel):
         microbatch: int,
         mode: Mode,
         seed: int | None,
+        dataloader_idx: int = 0,
     ) -> StageOutput:
         """See ``StageModel.forward``.
 
@@ -177,9 +178,9 @@ class ReplayModel(StageModel):
             cache=self._caches[mode],
         )
         if seed is None:
-            return self._run(run, mode, batch, batch_idx)
+            return self._run(run, mode, batch, batch_idx, dataloader_idx)
         with kept_generators():
-            return self._run(run, mode, batch, batch_idx)
+            return self._run(run, mode, batch, batch_idx, dataloader_idx)
 
     def stage_parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
         """See ``StageModel.stage_parameters``.
@@ -210,14 +211,16 @@ class ReplayModel(StageModel):
         leave = self._layouts[mode].cuts[stage][1]
         return () if leave is None else leave.tensors
 
-    def _run(self, run: StageRun, mode: Mode, batch: Any, batch_idx: int) -> StageOutput:
+    def _run(
+        self, run: StageRun, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int
+    ) -> StageOutput:
         logs = LogCapture(lambda value: run.on_log())
         run.begin()
         try:
             gates = gated(self._module, self._modules, logs.log, logs.log_dict)
             shown = self._table.shown() if run.names_parameters else nullcontext()
             with gates, shown, run:
-                result = call_step(self._module, mode, batch, batch_idx)
+                result = call_step(self._module, mode, batch, batch_idx, dataloader_idx)
             run.on_return()
         except StageDone:
             return StageOutput(run.outputs(), logs=logs.calls())
