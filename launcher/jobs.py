@@ -191,7 +191,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         check_val_every_n_epoch=given.check_val_every_n_epoch,
         num_sanity_val_steps=given.num_sanity_val_steps,
         log_every_n_steps=given.log_every_n_steps,
-        enable_checkpointing=given.checkpoint_every_n_steps is not None,
+        enable_checkpointing=given.save_last or given.checkpoint_every_n_steps is not None,
     )
     trainer.fit(model, datamodule=_data(run), ckpt_path=checkpoint)
     _finish_loggers(config)

@@ -66,6 +66,8 @@ def read_failure(run_dir: Path, rank: int) -> Failure | None:
 
 def signalled(rank: int, exit_code: int, at: float) -> Failure:
     """A rank that ended without a word: by a signal, or by exiting."""
+    if exit_code == 143:
+        exit_code = -signal.SIGTERM  # How launcher.worker ends on it.
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         message = f"ended by {name}"
