@@ -73,13 +73,14 @@ class Recorder:
         return self._current
 
     def seconds(self, record: StepRecord) -> tuple[list[float], list[float]]:
-        """A step's stamps on the host clock (waits for the device on CUDA)."""
+        """A step's stamps on the host clock (on CUDA waits for that step, not for the device)."""
         if self.device.type != "cuda":
             return list(record.start), list(record.end)
-        torch.cuda.synchronize(self.device)
         stamps = [s for s in record.start + record.end if not isinstance(s, float)]
         if not stamps:
             return list(record.start), list(record.end)
+        for stamp in stamps:
+            stamp.synchronize()
         # All relative to the first event, which is taken to be when the host began.
         zero = stamps[0]
 

@@ -285,3 +285,37 @@ def test_replicas_of_an_unseeded_module_start_and_stay_equal(ranks: Callable[[in
         assert one.keys() == other.keys()
         for name, value in one.items():
             assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|logging interval).*")
+def test_loss_scaling_is_refused_rather_than_wrong() -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    from strategies.errors import ModelError
+
+    scaled = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu"))
+    trainer = pl.Trainer(
+        **QUIET, strategy=PipelineStrategy(pp=1), plugins=[scaled], max_steps=1,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="precision=16-mixed scales the loss"):
+        trainer.fit(Plain(), _loader(), _loader(16))
+
+
+def fit_lbfgs() -> str:
+    class Second(Plain):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    strategy = PipelineStrategy(pp=2, num_microbatches=2, timeout_s=60)
+    try:
+        _trainer(strategy).fit(Second(), _loader(), _loader(16))
+    except Exception as error:
+        strategy.engine.close()
+        return str(error)
+    return "no error"
+
+
+def test_lbfgs_on_several_ranks_is_refused(ranks: Callable[[int], Ranks]) -> None:
+    for message in ranks(2).run(fit_lbfgs):
+        assert message.startswith("LBFGS decides on each rank")
