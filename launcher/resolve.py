@@ -7,17 +7,18 @@ cut and program.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.config import LaunchConfig
 from launcher.config.batches import plan_batches
+from launcher.config.schedule_group import schedule_group
 from launcher.config.shape import transformer_shape
 from launcher.installed import installed_names
 from launcher.workloads.data.source import SourceKind, TextSource
 from launcher.workloads.optimizer_options import OptimizerOptions
 from launcher.workloads.transformer_shape import TransformerShape, unit_costs, unit_specs
-from strategies.compiler import Programs, compile_plan
+from strategies.compiler import Programs, compile_plan, resolve_shape
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
 from strategies.costs.hardware import Hardware
 from strategies.costs.table import Costs
@@ -89,12 +90,16 @@ def resolve(config: LaunchConfig) -> Run:
     num_microbatches, batch_size = plan_batches(config, dp)
     shape = model_shape(config)
     schedule = find_schedule(config.schedule.name)
-    resolved = schedule.resolve(
+    plan = Plan(
+        schedule=config.schedule.name,
         pp=config.pp,
         num_microbatches=num_microbatches,
         stages_per_rank=config.schedule.stages_per_rank,
-        group=config.schedule.group,
+        group=schedule_group(config, schedule),
+        overlap=config.overlap.name,
+        split_backward=config.schedule.split_backward,
     )
+    resolved = resolve_shape(plan)
     placement = schedule.place(resolved)
     own_model = config.model.name in installed_names("model")
     uniform = config.mode == "simulate" and config.costs.name == "uniform"
@@ -102,14 +107,14 @@ def resolve(config: LaunchConfig) -> Run:
     opaque = uniform or own_model
     stages = () if opaque else _stages(config, shape, placement)
     loads = _loads(config, shape, stages)
-    plan = Plan(
-        schedule=config.schedule.name,
-        pp=config.pp,
-        num_microbatches=num_microbatches,
+    assumed = opaque or config.costs.name == "uniform"
+    costs = _uniform(config) if assumed else _analytic(config, dp, loads)
+    plan = replace(
+        plan,
         stages_per_rank=resolved.stages_per_rank,
-        group=config.schedule.group,
-        overlap=config.overlap.name,
         buckets=_buckets(config, dp, loads, placement, opaque=opaque),
+        costs=costs,
+        memory_bytes=None if assumed else int(config.hardware.memory_gb * 1e9),
     )
     return Run(
         config=config,
@@ -120,11 +125,7 @@ def resolve(config: LaunchConfig) -> Run:
         stages=stages,
         plan=plan,
         programs=compile_plan(plan),
-        costs=(
-            _uniform(config)
-            if opaque or config.costs.name == "uniform"
-            else _analytic(config, dp, loads)
-        ),
+        costs=costs,
         num_parameters=None if own_model else shape.num_parameters,
         own_model=own_model,
         own_data=config.data.name in installed_names("data"),
@@ -279,6 +280,7 @@ def _uniform(config: LaunchConfig) -> UniformCosts:
         num_buckets=costs.num_buckets,
         p2p=costs.p2p,
         transport=costs.transport,
+        fused=costs.fused,
     )
 
 

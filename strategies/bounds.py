@@ -38,17 +38,6 @@ def lower_bound(program: Program, table: CostTable) -> Bound:
     return Bound(values[rank], f"LB1 rank {rank}")
 
 
-def _duration(table: CostTable, kind: Kind, stage: int) -> float:
-    rows = {
-        Kind.F: table.forward,
-        Kind.B: table.backward,
-        Kind.I: table.backward_input,
-        Kind.W: table.backward_weight,
-        Kind.R: table.recompute,
-    }
-    return rows[kind][stage]
-
-
 def _jobs(program: Program, table: CostTable) -> list[list[tuple[float, float, float]]]:
     """Per rank: (head, duration, tail) of every compute instruction of a microbatch."""
     graph = program.graph
@@ -59,7 +48,7 @@ def _jobs(program: Program, table: CostTable) -> list[list[tuple[float, float, f
     duration = [0.0] * len(graph.nodes)
     for node, item in enumerate(graph.nodes):
         if item.kind in MICROBATCH_KINDS:
-            duration[node] = _duration(table, item.kind, item.stage)
+            duration[node] = table.of(item)
         elif item.kind is Kind.RECV:
             assert item.peer is not None
             duration[node] = hop[frozenset((item.stage, item.peer))]

@@ -12,14 +12,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from strategies.costs.table import Costs, CostTable
+from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
+from strategies.group_choice import GroupChoice, choose_group, group_candidates
+from strategies.ir.placement import Placement
 from strategies.ir.program import Program, chain
 from strategies.ir.verify import verify
 from strategies.lowering.send_recv import add_messages
 from strategies.passes.reduce_grad import add_grad_reduce, add_steps
-from strategies.passes.variants import accumulate_only, forward_only
+from strategies.passes.split_backward import split_backward
+from strategies.passes.variants import accumulate_only, first_microbatches, forward_only
 from strategies.plan import Overlap, Plan
-from strategies.schedules import find_schedule
+from strategies.schedules import Durations, Rows, Schedule, Shape, find_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +35,13 @@ class Programs:
         train: With reductions and optimizer steps.
         accumulate: Gradients only, for all but the last batch under gradient accumulation.
         forward: Forwards only, for validation, test and prediction.
+        choice: How the group of microbatches was chosen, where the plan left it to us.
     """
 
     train: Program
     accumulate: Program
     forward: Program
+    choice: GroupChoice | None = None
 
 
 @lru_cache(maxsize=256)
@@ -45,45 +52,64 @@ def compile_plan(plan: Plan) -> Programs:
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule (a user's own, say) made a program that cannot run.
     """
+    choice = None
+    if find_schedule(plan.schedule).chooses_group and plan.group is None:
+        choice = _choose_group(plan)
+        plan = replace(plan, group=choice.group)
+    return replace(_programs(compile_compute(plan), plan), choice=choice)
+
+
+@lru_cache(maxsize=256)
+def compile_short(plan: Plan, num_microbatches: int) -> Programs:
+    """The plan's programs for a batch that gives fewer microbatches (a short last one).
+
+    Args:
+        plan: As for ``compile_plan``.
+        num_microbatches: 1 to ``plan.num_microbatches``.
+    """
+    choice = compile_plan(plan).choice
+    if choice is not None:
+        plan = replace(plan, group=choice.group)
     compute = compile_compute(plan)
-    stages = compute.placement.num_stages
-    buckets = (plan.buckets,) * stages if isinstance(plan.buckets, int) else plan.buckets
-    if len(buckets) != stages:
-        raise PlanError(f"buckets={list(buckets)}: one number per stage is needed, here {stages}.")
-    reduced = verify(add_grad_reduce(compute, buckets, overlap=plan.overlap == "grad_reduce"))
-    train = verify(add_steps(reduced))
-    lowered = verify(add_messages(train))
-    _ = lowered.walk  # Derived once, here: replaying it is what searches do in a loop.
-    return Programs(
-        train=lowered,
-        accumulate=verify(add_messages(verify(accumulate_only(train)))),
-        forward=verify(add_messages(verify(forward_only(train)))),
-    )
+    return _programs(verify(first_microbatches(compute, num_microbatches)), plan)
 
 
 def compile_compute(plan: Plan) -> Program:
-    """The schedule's bare order: F and B only, verified, no messages.
+    """The schedule's bare order: compute only, verified, no messages.
 
     Raises:
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule made a program that cannot run.
     """
     schedule = find_schedule(plan.schedule)
-    shape = schedule.resolve(
+    shape = resolve_shape(plan)
+    placement = schedule.place(shape)
+    draft = _program(schedule, placement, shape, ranks=((),) * placement.num_ranks)
+    durations = None if plan.costs is None else _durations(plan.costs.table(draft))
+    if schedule.cost_aware:
+        shape = replace(shape, durations=durations)
+    compute = verify(_program(schedule, placement, shape, ranks=schedule.order(shape)))
+    if plan.split_backward:
+        if schedule.splits_backward:
+            raise PlanError(
+                f"schedule.split_backward=true: {schedule.name} splits its backwards by itself. "
+                "Remove schedule.split_backward."
+            )
+        compute = verify(split_backward(compute, durations or _equal(placement)))
+    return compute
+
+
+def resolve_shape(plan: Plan) -> Shape:
+    """The plan's degrees with defaults filled in, checked against its schedule's rules.
+
+    Raises:
+        PlanError: A rule is broken.
+    """
+    return find_schedule(plan.schedule).resolve(
         pp=plan.pp,
         num_microbatches=plan.num_microbatches,
         stages_per_rank=plan.stages_per_rank,
         group=plan.group,
-    )
-    placement = schedule.place(shape)
-    return verify(
-        Program(
-            schedule=schedule.name,
-            placement=placement,
-            num_microbatches=shape.num_microbatches,
-            ranks=tuple(tuple(row) for row in schedule.order(shape)),
-            boundaries=chain(placement.num_stages),
-        )
     )
 
 
@@ -96,6 +122,8 @@ def compile_program(
     group: int | None = None,
     overlap: Overlap = "grad_reduce",
     buckets: int | tuple[int, ...] = 1,
+    split_backward: bool = False,
+    costs: Costs | None = None,
 ) -> Program:
     """The training program of a plan given by keywords.
 
@@ -103,14 +131,76 @@ def compile_program(
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule made a program that cannot run.
     """
-    plan = Plan(schedule, pp, num_microbatches, stages_per_rank, group, overlap, buckets)
+    plan = Plan(
+        schedule,
+        pp,
+        num_microbatches,
+        stages_per_rank,
+        group,
+        overlap,
+        buckets,
+        split_backward=split_backward,
+        costs=costs,
+    )
     return compile_plan(plan).train
 
 
-def with_microbatches(plan: Plan, num_microbatches: int) -> Plan:
-    """The same plan for a batch that gives another number of microbatches (a short last batch)."""
-    group = plan.group
-    if group is not None:
-        low, high = sorted((plan.pp, num_microbatches))
-        group = min(max(group, low), high)
-    return replace(plan, num_microbatches=num_microbatches, group=group)
+def _train(compute: Program, plan: Plan) -> Program:
+    """With reductions and optimizer steps, not lowered."""
+    stages = compute.placement.num_stages
+    buckets = (plan.buckets,) * stages if isinstance(plan.buckets, int) else plan.buckets
+    if len(buckets) != stages:
+        raise PlanError(f"buckets={list(buckets)}: one number per stage is needed, here {stages}.")
+    reduced = verify(add_grad_reduce(compute, buckets, overlap=plan.overlap == "grad_reduce"))
+    return verify(add_steps(reduced))
+
+
+def _programs(compute: Program, plan: Plan) -> Programs:
+    train = _train(compute, plan)
+    lowered = verify(_lower(train, plan.costs))
+    _ = lowered.walk  # Derived once, here: replaying it is what searches do in a loop.
+    return Programs(
+        train=lowered,
+        accumulate=verify(_lower(verify(accumulate_only(train)), plan.costs)),
+        forward=verify(_lower(verify(forward_only(train)), plan.costs)),
+    )
+
+
+def _lower(program: Program, costs: Costs | None) -> Program:
+    return add_messages(program, None if costs is None else costs.table(program))
+
+
+def _choose_group(plan: Plan) -> GroupChoice:
+    """The group of least peak whose time is minimal under the plan's costs."""
+    costs = plan.costs or UniformCosts()
+
+    def build(group: int) -> Program:
+        return _lower(_train(compile_compute(replace(plan, group=group)), plan), costs)
+
+    groups = group_candidates(min(plan.pp, plan.num_microbatches), plan.num_microbatches)
+    return choose_group(groups, build, costs, memory_bytes=plan.memory_bytes)
+
+
+def _program(schedule: Schedule, placement: Placement, shape: Shape, ranks: Rows) -> Program:
+    return Program(
+        schedule=schedule.name,
+        placement=placement,
+        num_microbatches=shape.num_microbatches,
+        ranks=tuple(tuple(row) for row in ranks),
+        boundaries=chain(placement.num_stages),
+    )
+
+
+def _durations(table: CostTable) -> Durations:
+    hops = zip(table.latency, table.occupancy, strict=True)
+    return Durations(
+        table.forward,
+        table.backward_input,
+        table.backward_weight,
+        max((latency + occupancy for latency, occupancy in hops), default=0.0),
+    )
+
+
+def _equal(placement: Placement) -> Durations:
+    ones = (1.0,) * placement.num_stages
+    return Durations(ones, ones, ones)

@@ -21,6 +21,19 @@ class ProgramError(PipelineError):
     """A program that breaks a rule of the instruction set; the message shows the place."""
 
 
+class DeadlockError(ProgramError):
+    """Lists of instructions in an order that cannot run.
+
+    Attributes:
+        stuck: Per rank, the index of the instruction that never begins; the length of the list
+            for a rank that gets through.
+    """
+
+    def __init__(self, message: str, stuck: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.stuck = stuck
+
+
 class CostError(PipelineError):
     """Costs, hardware figures or a profile that cannot be used."""
 

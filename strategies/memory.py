@@ -43,11 +43,8 @@ def _held(program: Program, rank: int, per_stage: list[float]) -> Iterator[tuple
     yield -1, held
     keeps = program.role != "forward"
     for place, item in enumerate(program.ranks[rank]):
-        if item.kind is Kind.F:
-            held += per_stage[item.stage]
-            yield place, held
-            if not keeps:
-                held -= per_stage[item.stage]
-        elif item.kind is Kind.B or item.kind is Kind.W:
-            yield place, held
-            held -= per_stage[item.stage]
+        parts = item.parts
+        held += sum(per_stage[part.stage] for part in parts if part.kind is Kind.F)
+        yield place, held
+        ends = (Kind.B, Kind.W) if keeps else (Kind.F,)
+        held -= sum(per_stage[part.stage] for part in parts if part.kind in ends)

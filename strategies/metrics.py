@@ -11,7 +11,7 @@ from strategies.memory import peak_activations, peak_bytes
 from strategies.timeline import Timeline
 
 # What any schedule computes; R is a schedule's own choice.
-_NEEDED = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+_NEEDED = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP})
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from strategies.costs.table import Costs
 from strategies.errors import PlanError
 
 Overlap = Literal["none", "grad_reduce"]
@@ -21,9 +22,14 @@ class Plan:
         pp: Pipeline ranks.
         num_microbatches: M per step and DP replica.
         stages_per_rank: V; None for the schedule's default.
-        group: N microbatches per round; None for the schedule's default.
+        group: N microbatches per round; None for the schedule's default, which ``foldx`` chooses
+            by simulation.
         overlap: When gradient reductions start.
         buckets: Reduction buckets: one number for every stage, or one per stage; 0 for none.
+        split_backward: Split every B of a schedule that does not split by itself into I and W.
+        costs: What instructions take, for everything that is ordered by time: zero-bubble orders,
+            ``foldx``'s group, messages. Hashable; None for F = I = W and free messages.
+        memory_bytes: Limit per rank for ``foldx``'s group; None for no limit.
     """
 
     schedule: str = "1f1b"
@@ -33,6 +39,9 @@ class Plan:
     group: int | None = None
     overlap: Overlap = "grad_reduce"
     buckets: int | tuple[int, ...] = 1
+    split_backward: bool = False
+    costs: Costs | None = None
+    memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         counts = (self.buckets,) if isinstance(self.buckets, int) else self.buckets

@@ -73,25 +73,33 @@ def _check_degrees(config: LaunchConfig) -> None:
 
 
 def _check_schedule(config: LaunchConfig) -> None:
-    from strategies.schedules import find_schedule  # torch-free, but not needed to read a config
+    # Torch-free, but not needed to read a config.
+    from launcher.config.schedule_group import schedule_group
+    from strategies.schedules import find_schedule
 
     schedule = config.schedule
+    found = find_schedule(schedule.name)
     # With dp=auto the number of replicas, and with it this rule, waits for the machine.
     known = config.data.global_batch_size is None or config.dp != "auto"
     dp = 1 if config.dp == "auto" else int(config.dp)
     microbatches = plan_batches(config, dp)[0] if known else 2 * config.pp
-    shape = find_schedule(schedule.name).resolve(
+    shape = found.resolve(
         pp=config.pp,
         num_microbatches=microbatches,
         stages_per_rank=schedule.stages_per_rank,
-        group=schedule.group,
+        group=schedule_group(config, found),
     )
+    if schedule.split_backward and found.splits_backward:
+        raise PlanError(
+            f"schedule.split_backward=true: {schedule.name} splits its backwards by itself. Remove "
+            "schedule.split_backward."
+        )
     counts = schedule.layers_per_stage
-    stages = config.pp * shape.stages_per_rank
+    stages = found.place(shape).num_stages
     if counts is not None and len(counts) != stages:
         raise PlanError(
             f"schedule.layers_per_stage={spell(counts)} has {len(counts)} counts, but there are "
-            f"pp * stages_per_rank = {config.pp} * {shape.stages_per_rank} = {stages} stages. "
+            f"{stages} stages ({schedule.name} on pp={config.pp}). "
             f"Try schedule.layers_per_stage={_even(config.model.layers, stages)}."
         )
 

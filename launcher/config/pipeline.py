@@ -16,12 +16,17 @@ class ScheduleConfig:
     stages_per_rank: int | None = key(
         None, "V, virtual stages per rank; null = as the schedule defines.", low=1, example=2
     )
-    group: int | None = key(
+    group: Literal["auto"] | int | None = key(
         None,
-        "Microbatches that run through all stages of a rank before the next; interleaved_1f1b "
-        "only, null = pp.",
+        "Microbatches that run through all stages of a rank before the next: interleaved_1f1b "
+        "(null = pp) and foldx (auto = the least memory at the shortest simulated time).",
         low=1,
         example=4,
+    )
+    split_backward: bool = key(
+        False,
+        "Split every backward into input and weight gradients; for schedules with none of their "
+        "own.",
     )
     layers_per_stage: tuple[int, ...] | None = key(
         None,
@@ -70,6 +75,12 @@ class CostsConfig:
     p2p: float = key(0.0, "uniform: latency of one message between stages.", low=0)
     transport: Literal["buffered", "rendezvous"] = key(
         "buffered", "buffered: a send never waits; rendezvous: it waits for its receive."
+    )
+    fused: float | None = key(
+        None,
+        "uniform: a forward and a backward run as one (dualpipe); null = their sum.",
+        above=0,
+        example=2.5,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from strategies.ir.instruction import Instruction, Kind
+
 if TYPE_CHECKING:
     from strategies.ir.program import Program
 
@@ -30,6 +32,7 @@ class CostTable:
         transport: ``buffered`` sends return at once, ``rendezvous`` ones wait for their receive.
         activation_bytes: Per stage, what one microbatch keeps from F to B; None if unknown.
         state_bytes: Per stage, weights, gradients and optimizer state; None if unknown.
+        fused: What a fused F/B pair takes, over the sum of its halves.
     """
 
     name: str
@@ -46,6 +49,20 @@ class CostTable:
     transport: Transport = "buffered"
     activation_bytes: tuple[int, ...] | None = None
     state_bytes: tuple[int, ...] | None = None
+    fused: float = 1.0
+
+    def of(self, item: Instruction) -> float:
+        """How long an F B I W R or OVERLAP occupies its rank."""
+        if item.halves:
+            return self.fused * sum(map(self.of, item.halves))
+        rows = {
+            Kind.F: self.forward,
+            Kind.B: self.backward,
+            Kind.I: self.backward_input,
+            Kind.W: self.backward_weight,
+            Kind.R: self.recompute,
+        }
+        return rows[item.kind][item.stage]
 
 
 class Costs(Protocol):

@@ -27,6 +27,7 @@ class UniformCosts:
         num_buckets: Buckets per stage, where the program is made for these costs.
         p2p: Latency of one message.
         transport: ``buffered`` or ``rendezvous``.
+        fused: A fused F/B pair > 0; None for F + B.
     """
 
     forward: float = 1.0
@@ -37,6 +38,7 @@ class UniformCosts:
     num_buckets: int = 1
     p2p: float = 0.0
     transport: Transport = "buffered"
+    fused: float | None = None
 
     def __post_init__(self) -> None:
         if not self.forward > 0 or not self.backward > 0:
@@ -49,6 +51,11 @@ class UniformCosts:
                 f"costs.backward_input={self.backward_input:g} is a share of "
                 f"costs.backward={self.backward:g} and must lie between. "
                 f"Try costs.backward_input={self.backward / 2:g}."
+            )
+        if self.fused is not None and not self.fused > 0:
+            raise CostError(
+                f"costs.fused={self.fused:g} is a duration > 0. "
+                f"Try costs.fused={self.forward + self.backward:g}."
             )
         for name in ("recompute", "grad_reduce", "p2p"):
             value = getattr(self, name)
@@ -89,6 +96,7 @@ class UniformCosts:
             latency=(self.p2p,) * len(program.boundaries),
             occupancy=(0.0,) * len(program.boundaries),
             transport=self.transport,
+            fused=1.0 if self.fused is None else self.fused / (self.forward + self.backward),
         )
 
 

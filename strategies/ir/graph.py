@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strategies.errors import ProgramError
+from strategies.errors import DeadlockError, ProgramError
 from strategies.ir.grid import stuck_report
 from strategies.ir.instruction import Instruction, Kind
 from strategies.ir.program import Program
@@ -78,9 +78,11 @@ class _Resolver:
                 key = (kind, item.payload, stage, item.peer, item.microbatch)
                 self._messages[key] = number
             elif item.microbatch is not None:
-                self._made[kind, stage, item.microbatch] = number
-                if kind is Kind.B or kind is Kind.W:
-                    self._last.setdefault((rank[number], stage), []).append(number)
+                for part in item.parts:
+                    assert part.microbatch is not None
+                    self._made[part.kind, part.stage, part.microbatch] = number
+                    if part.kind is Kind.B or part.kind is Kind.W:
+                        self._last.setdefault((rank[number], part.stage), []).append(number)
             elif kind is Kind.REDUCE:
                 self._reduces.setdefault((rank[number], stage), []).append(number)
         self._sources: dict[int, list[int]] = {}
@@ -92,6 +94,15 @@ class _Resolver:
 
     def needs(self, node: int) -> tuple[int, ...]:
         item = self._nodes[node]
+        found = [need for half in item.halves for need in self._data(half, node)]
+        if not found:
+            found = self._data(item, node)
+        for edge in item.after:
+            found.append(self._find(item, edge, self._rank[node]))
+        return tuple(found)
+
+    def _data(self, item: Instruction, node: int) -> list[int]:
+        """What the data needs, beyond the ``after`` edges."""
         kind, stage, microbatch = item.kind, item.stage, item.microbatch
         found: list[int] = []
         if kind is Kind.F:
@@ -133,9 +144,7 @@ class _Resolver:
         elif kind is Kind.STEP:
             place = (self._rank[node], stage)
             found.extend(self._reduces.get(place, ()) or self._last.get(place, ()))
-        for edge in item.after:
-            found.append(self._find(item, edge, self._rank[node]))
-        return tuple(found)
+        return found
 
     def partner(self, node: int) -> int:
         item = self._nodes[node]
@@ -238,5 +247,7 @@ def _walk(
                 done[number] = 1
                 ready.extend(waiting.pop(number, ()))
     if len(order) < len(nodes):
-        raise ProgramError(stuck_report(program, head, offsets, nodes, needs, partner, done))
+        report = stuck_report(program, head, offsets, nodes, needs, partner, done)
+        places = zip(head, offsets[:-1], strict=True)
+        raise DeadlockError(report, tuple(node - start for node, start in places))
     return tuple(order)

@@ -9,7 +9,7 @@ from enum import Enum
 class Kind(Enum):
     """What an instruction does; the value is its spelling in text.
 
-    F, B, I, W, R and STEP occupy the rank; SEND, RECV, REDUCE and GATHER run beside it.
+    F, B, I, W, R, STEP and OVERLAP occupy the rank; SEND, RECV, REDUCE and GATHER run beside it.
     """
 
     F = "F"  # forward
@@ -22,9 +22,10 @@ class Kind(Enum):
     REDUCE = "REDUCE"  # one bucket of a stage's gradient, over owners x dp
     GATHER = "GATHER"  # a stage's updated weights, before its first forward
     STEP = "STEP"  # the optimizer on one stage
+    OVERLAP = "OVERLAP_F_B"  # a forward and a backward of two microbatches, run as one
 
 
-MICROBATCH_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
+MICROBATCH_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.OVERLAP})
 MESSAGE_KINDS = frozenset({Kind.SEND, Kind.RECV})
 COMPUTE_KINDS = MICROBATCH_KINDS | {Kind.STEP}
 CHANNEL_KINDS = frozenset({Kind.REDUCE, Kind.GATHER})
@@ -45,6 +46,7 @@ class Instruction:
         after: Instructions that must have ended first, beyond what the data needs. A REDUCE
             without it is released bucket by bucket inside its stage's last backward.
         version: Weight version used or made; None in synchronous programs.
+        halves: For OVERLAP, its F and its B (or I); stage and microbatch are those of the F.
     """
 
     kind: Kind
@@ -55,6 +57,12 @@ class Instruction:
     peer: int | None = None
     after: tuple[Instruction, ...] = ()
     version: int | None = None
+    halves: tuple[Instruction, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Instruction, ...]:
+        """What is computed: the halves of an OVERLAP, else the instruction itself."""
+        return self.halves or (self,)
 
     def __str__(self) -> str:
         from strategies.ir.text import format_instruction
@@ -70,3 +78,18 @@ def forward(stage: int, microbatch: int) -> Instruction:
 def backward(stage: int, microbatch: int) -> Instruction:
     """The full backward of one microbatch through one stage."""
     return Instruction(Kind.B, stage, microbatch)
+
+
+def input_gradient(stage: int, microbatch: int) -> Instruction:
+    """The first half of a backward: the gradient of the stage's inputs."""
+    return Instruction(Kind.I, stage, microbatch)
+
+
+def weight_gradient(stage: int, microbatch: int) -> Instruction:
+    """The second half of a backward: the gradient of the stage's weights."""
+    return Instruction(Kind.W, stage, microbatch)
+
+
+def overlap(first: Instruction, second: Instruction) -> Instruction:
+    """A forward and a backward of another microbatch, whose parts may run interleaved."""
+    return Instruction(Kind.OVERLAP, first.stage, first.microbatch, halves=(first, second))

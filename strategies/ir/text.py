@@ -1,19 +1,22 @@
 r"""Instructions and programs as text, both ways.
 
 The spelling is that of torch.distributed.pipelining where that has one (``2F0``, ``3RECV_F0``);
-peers, buckets, weight versions and extra edges extend it:
+peers, buckets, weight versions and extra edges extend it. A fused pair is spelled as torch does:
 
 >>> from strategies.ir.text import parse_instruction, format_instruction
 >>> for text in ("2F0", "2SEND_F0>3", "3RECV_F0<2", "2REDUCE1", "2STEP", "1R0@2B0+2B1", "0F3#1"):
 ...     assert format_instruction(parse_instruction(text)) == text
+>>> format_instruction(parse_instruction("(0F1;3B0)OVERLAP_F_B"))
+'(0F1;3B0)OVERLAP_F_B'
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from strategies.errors import ProgramError
-from strategies.ir.instruction import MESSAGE_KINDS, MICROBATCH_KINDS, Instruction, Kind
+from strategies.ir.instruction import MESSAGE_KINDS, MICROBATCH_KINDS, Instruction, Kind, overlap
 
 _PATTERN = re.compile(
     r"(?P<stage>\d+)"
@@ -26,9 +29,17 @@ _PATTERN = re.compile(
 )
 
 
+_FUSED = re.compile(r"\((?P<first>[^;()]+);(?P<second>[^;()]+)\)OVERLAP_F_B(?:@(?P<after>.+))?")
+
+
 def format_instruction(instruction: Instruction) -> str:
     """Spells one instruction; ``parse_instruction`` is the inverse."""
     kind = instruction.kind
+    after = "+".join(format_instruction(edge) for edge in instruction.after)
+    edges = f"@{after}" if after else ""
+    if kind is Kind.OVERLAP:
+        halves = ";".join(format_instruction(half) for half in instruction.halves)
+        return f"({halves}){kind.value}{edges}"
     if kind in MESSAGE_KINDS:
         assert instruction.payload is not None
         arrow = ">" if kind is Kind.SEND else "<"
@@ -41,8 +52,7 @@ def format_instruction(instruction: Instruction) -> str:
     else:
         body = kind.value
     version = "" if instruction.version is None else f"#{instruction.version}"
-    after = "+".join(format_instruction(edge) for edge in instruction.after)
-    return f"{instruction.stage}{body}{version}{'@' + after if after else ''}"
+    return f"{instruction.stage}{body}{version}{edges}"
 
 
 def parse_instruction(text: str) -> Instruction:
@@ -51,11 +61,16 @@ def parse_instruction(text: str) -> Instruction:
     Raises:
         ProgramError: The text is no instruction; nothing after it is ignored.
     """
+    fused = _FUSED.fullmatch(text.strip())
+    if fused is not None:
+        edges = fused["after"].split("+") if fused["after"] else []
+        pair = overlap(parse_instruction(fused["first"]), parse_instruction(fused["second"]))
+        return replace(pair, after=tuple(map(parse_instruction, edges)))
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
         raise ProgramError(
             f"{text!r} is not an instruction. Write stage, letter, microbatch, as in 2F0 2B0 2I0 "
-            "2W0 2R0, or 2SEND_F0>3, 3RECV_F0<2, 2REDUCE0, 2GATHER, 2STEP."
+            "2W0 2R0, or 2SEND_F0>3, 3RECV_F0<2, 2REDUCE0, 2GATHER, 2STEP, (2F1;3B0)OVERLAP_F_B."
         )
     part = match.groupdict()
     version = None if part["version"] is None else int(part["version"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 
 from strategies.errors import ProgramError
@@ -51,19 +52,31 @@ def _check_fields(program: Program) -> None:
                 and (item.bucket is not None) is (item.kind is Kind.REDUCE)
                 and (item.peer is not None) is message
                 and (item.payload in (Kind.F, Kind.B) if message else item.payload is None)
+                and (_fuses(item) if item.kind is Kind.OVERLAP else not item.halves)
             )
             if not right:
                 raise ProgramError(
                     f"{program.schedule}: {item!r} on rank {rank} is malformed. F B I W R have a "
                     "microbatch, SEND and RECV also a payload (F or B) and a peer, REDUCE a "
-                    "bucket, GATHER and STEP none of these."
+                    "bucket, GATHER and STEP none of these, OVERLAP an F and a B or I as halves."
                 )
+
+
+def _fuses(item: Instruction) -> bool:
+    """Whether an OVERLAP is a forward and a backward, bare, named by its forward."""
+    if [half.kind for half in item.halves] not in ([Kind.F, Kind.B], [Kind.F, Kind.I]):
+        return False
+    first = item.halves[0]
+    bare = all(replace(half, after=(), version=None) == half for half in item.halves)
+    return bare and (item.stage, item.microbatch) == (first.stage, first.microbatch)
 
 
 def _check_once(program: Program) -> None:
     for rank, row in enumerate(program.ranks):
         for item, count in Counter(
-            (i.kind, i.stage, i.microbatch, i.bucket, i.payload, i.peer) for i in row
+            (i.kind, i.stage, i.microbatch, i.bucket, i.payload, i.peer)
+            for whole in row
+            for i in whole.parts
         ).items():
             if count > 1:
                 name = Instruction(*item[:3], bucket=item[3], payload=item[4], peer=item[5])
@@ -76,7 +89,7 @@ def _check_once(program: Program) -> None:
 def _check_ranks(program: Program) -> None:
     placement = program.placement
     for rank, row in enumerate(program.ranks):
-        for item in row:
+        for item in (part for whole in row for part in whole.parts):
             if not 0 <= item.stage < placement.num_stages:
                 raise ProgramError(
                     f"{program.schedule}: {item} on rank {rank} names stage {item.stage}, but "
@@ -104,7 +117,8 @@ def _check_complete(program: Program) -> None:
     seen = {
         (item.kind, item.stage, item.microbatch)
         for row in program.ranks
-        for item in row
+        for whole in row
+        for item in whole.parts
         if item.kind in MICROBATCH_KINDS
     }
     entry, leaving = frozenset(program.entry.in_flight), frozenset(program.exit.in_flight)
@@ -168,13 +182,17 @@ def _check_updates(program: Program) -> None:
     any_step = any(item.kind is Kind.STEP for row in program.ranks for item in row)
     any_step = any_step or (program.lowered and program.role == "train")
     for rank, row in enumerate(program.ranks):
-        last = {item.stage: place for place, item in enumerate(row) if item.kind in gradients}
+        last = {
+            part.stage: place
+            for place, item in enumerate(row)
+            for part in item.parts
+            if part.kind in gradients
+        }
         updated: dict[int, int] = {}
         used: set[int] = set()
         for place, item in enumerate(row):
-            if item.kind is Kind.F:
-                used.add(item.stage)
-            elif item.kind is Kind.GATHER and item.stage in used:
+            used.update(part.stage for part in item.parts if part.kind is Kind.F)
+            if item.kind is Kind.GATHER and item.stage in used:
                 raise ProgramError(
                     f"{program.schedule}: {item} on rank {rank} stands after a forward of its "
                     "stage, which then uses the old weights."

@@ -51,6 +51,7 @@ class Walk(NamedTuple):
 
     steps: tuple[Compute | Channel, ...]
     num_nodes: int
+    fused: tuple[tuple[int, int], ...]  # rows after ``DURATION_ROWS``: indices of both halves
 
 
 def flatten(program: Program) -> Walk:
@@ -73,11 +74,16 @@ def flatten(program: Program) -> Walk:
             place = (graph.rank[node], item.stage)
             buckets[place] = buckets.get(place, 0) + 1
     steps: list[Compute | Channel] = []
+    fused: dict[tuple[int, int], int] = {}
     for node in graph.order:
         item, rank, needs = graph.nodes[node], graph.rank[node], graph.needs[node]
         if item.kind in COMPUTE_KINDS:
             messages = tuple(outgoing.get(node, ()))
-            duration = row[item.kind] + item.stage
+            if item.halves:
+                first, second = (row[half.kind] + half.stage for half in item.halves)
+                duration = len(row) * num_stages + fused.setdefault((first, second), len(fused))
+            else:
+                duration = row[item.kind] + item.stage
             steps.append(Compute(node, rank, duration, needs, messages))
         elif item.kind in CHANNEL_KINDS:
             bucket = item.bucket or 0
@@ -85,4 +91,4 @@ def flatten(program: Program) -> Walk:
             fraction = (bucket + 1) / buckets.get((rank, item.stage), 1)
             released_by = max(needs) if inside else -1
             steps.append(Channel(node, rank, item.stage, bucket, released_by, fraction, needs))
-    return Walk(tuple(steps), len(graph.nodes))
+    return Walk(tuple(steps), len(graph.nodes), tuple(fused))

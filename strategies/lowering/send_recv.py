@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from strategies.ir.instruction import Instruction, Kind
+from strategies.costs.table import CostTable
+from strategies.ir.instruction import MICROBATCH_KINDS, Instruction, Kind
 from strategies.ir.program import Program
 
 # Durations that order the events; any positive ones are safe.
@@ -20,10 +21,15 @@ _DURATION = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.R: 1.0}
 _Key = tuple[float, int, int, int]
 
 
-def add_messages(program: Program) -> Program:
-    """Lowers a verified compute program; instructions keep their order on each rank."""
+def add_messages(program: Program, table: CostTable | None = None) -> Program:
+    """Lowers a verified compute program; instructions keep their order on each rank.
+
+    Args:
+        program: Not lowered.
+        table: What its instructions take; None for a model where B takes twice F.
+    """
     assert not program.lowered
-    end = _end_times(program)
+    end = _end_times(program, table)
     position = {node: place for place, node in enumerate(program.graph.order)}
     placement = program.placement
     events: list[list[tuple[_Key, Instruction]]] = [[] for _ in program.ranks]
@@ -32,11 +38,12 @@ def add_messages(program: Program) -> Program:
     for rank, row in enumerate(program.ranks):
         for place, item in enumerate(row):
             # REDUCE and STEP end with their list neighbour; they follow its SEND.
-            turn = 0 if item.kind in _DURATION else 2
+            turn = 0 if item.kind in MICROBATCH_KINDS else 2
             events[rank].append(((end[node], turn, place, 0), item))
-            if item.microbatch is not None:
-                kind = Kind.B if item.kind is Kind.I else item.kind
-                made[kind, item.stage, item.microbatch] = node
+            for part in item.parts if item.kind in MICROBATCH_KINDS else ():
+                assert part.microbatch is not None
+                kind = Kind.B if part.kind is Kind.I else part.kind
+                made[kind, part.stage, part.microbatch] = node
             node += 1
     for boundary in program.boundaries:
         for microbatch in range(program.num_microbatches):
@@ -61,15 +68,28 @@ def add_messages(program: Program) -> Program:
     return replace(program, ranks=rows, lowered=True)
 
 
-def _end_times(program: Program) -> list[float]:
+def _end_times(program: Program, table: CostTable | None) -> list[float]:
     graph = program.graph
+    hop = 0.0
+    if table is not None:
+        hops = zip(table.latency, table.occupancy, strict=True)
+        hop = max((latency + occupancy for latency, occupancy in hops), default=0.0)
     end = [0.0] * len(graph.nodes)
     free = [0.0] * len(program.ranks)
     for node in graph.order:
-        rank = graph.rank[node]
-        start = max([free[rank], *(end[need] for need in graph.needs[node])])
-        duration = _DURATION.get(graph.nodes[node].kind, 0.0)
-        # A REDUCE must not hold up the list; only its place in it matters here.
-        end[node] = start + duration if duration else free[rank]
-        free[rank] = end[node]
+        rank, item = graph.rank[node], graph.nodes[node]
+        if item.kind not in MICROBATCH_KINDS:
+            # A REDUCE must not hold up the list; only its place in it matters here.
+            end[node] = free[rank]
+            continue
+        start = free[rank]
+        for need in graph.needs[node]:
+            start = max(start, end[need] + (hop if graph.rank[need] != rank else 0.0))
+        end[node] = free[rank] = start + _duration(item, table)
     return end
+
+
+def _duration(item: Instruction, table: CostTable | None) -> float:
+    if table is not None:
+        return table.of(item)
+    return sum(_DURATION[part.kind] for part in item.parts)

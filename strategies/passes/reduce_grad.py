@@ -3,6 +3,10 @@
 With overlap, a stage's REDUCE instructions stand right after its last gradient on that rank: bucket
 after bucket is released inside that backward, and the channel works under the compute that follows.
 Without, they carry an edge from the rank's last compute and start at the flush.
+
+Where a stage has two owners (two weight copies), both reduce the stages that they share in one
+order: that in which the later of the two gets its gradients. A rank that has a stage's gradients
+earlier holds its REDUCEs back, with an edge from the gradient behind which they then stand.
 """
 
 from __future__ import annotations
@@ -22,32 +26,60 @@ def add_grad_reduce(program: Program, buckets: Sequence[int], *, overlap: bool) 
         buckets: Number of buckets per stage; 0 where there is nothing to reduce.
         overlap: Release the buckets inside the stage's last backward, or all at the end.
     """
+    turn = _turns(program)
     rows = []
-    for row in program.ranks:
-        last = {i.stage: place for place, i in enumerate(row) if i.kind in (Kind.B, Kind.W)}
-        ends = {place: stage for stage, place in last.items()}
-        final = replace(row[max(ends)], after=())  # An edge names its instruction, no more.
-        result: list[Instruction] = []
-        held: list[Instruction] = []
-        for place, item in enumerate(row):
+    for rank, row in enumerate(program.ranks):
+        last = _last_gradients(row)
+        behind: dict[int, list[Instruction]] = {}
+        place = -1
+        for stage in sorted(program.placement.stages_of(rank), key=turn.__getitem__):
+            own = last.get(stage, -1)
+            place = max(place, own) if overlap else len(row) - 1
+            held_back = not overlap or place != own
+            # An edge names its instruction, no more. An OVERLAP is named by its backward.
+            edge = _bare(row[place]) if held_back and place >= 0 else ()
+            behind.setdefault(place, []).extend(
+                Instruction(Kind.REDUCE, stage, bucket=bucket, after=edge)
+                for bucket in range(buckets[stage])
+            )
+        result = list(behind.get(-1, ()))
+        for position, item in enumerate(row):
             result.append(item)
-            if place in ends:
-                stage = ends[place]
-                after = () if overlap else (final,)
-                reduces = [
-                    Instruction(Kind.REDUCE, stage, bucket=bucket, after=after)
-                    for bucket in range(buckets[stage])
-                ]
-                (result if overlap else held).extend(reduces)
-        rows.append(tuple(result + held))
+            result.extend(behind.get(position, ()))
+        rows.append(tuple(result))
     return program.with_ranks(tuple(rows))
 
 
 def add_steps(program: Program) -> Program:
     """Appends STEP(stage) for every stage of a rank, in the order in which gradients get ready."""
     rows = []
-    for row in program.ranks:
-        last = {i.stage: place for place, i in enumerate(row) if i.kind in (Kind.B, Kind.W)}
-        stages = sorted(last, key=last.__getitem__)
+    for rank, row in enumerate(program.ranks):
+        last = _last_gradients(row)
+        stages = sorted(program.placement.stages_of(rank), key=lambda stage: last.get(stage, -1))
         rows.append(row + tuple(Instruction(Kind.STEP, stage) for stage in stages))
     return program.with_ranks(tuple(rows))
+
+
+def _last_gradients(row: Sequence[Instruction]) -> dict[int, int]:
+    """Stage -> place of its last B or W."""
+    return {
+        part.stage: place
+        for place, item in enumerate(row)
+        for part in item.parts
+        if part.kind in (Kind.B, Kind.W)
+    }
+
+
+def _turns(program: Program) -> dict[int, int]:
+    """Stage -> when its gradient is complete on all owners: a place in one order of all stages."""
+    position = {node: place for place, node in enumerate(program.graph.order)}
+    offsets = program.graph.offsets
+    turn = dict.fromkeys(range(program.placement.num_stages), -1)
+    for rank, row in enumerate(program.ranks):
+        for stage, place in _last_gradients(row).items():
+            turn[stage] = max(turn[stage], position[offsets[rank] + place])
+    return turn
+
+
+def _bare(item: Instruction) -> tuple[Instruction, ...]:
+    return (replace(item.parts[-1], after=()),)

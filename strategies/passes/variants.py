@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from strategies.ir.instruction import Kind
+from strategies.ir.instruction import Instruction, Kind
 from strategies.ir.program import LoopState, Program
 
 _UPDATE = frozenset({Kind.REDUCE, Kind.GATHER, Kind.STEP})
@@ -18,5 +18,29 @@ def accumulate_only(program: Program) -> Program:
 
 def forward_only(program: Program) -> Program:
     """Only the forwards, in the training program's order (a projection cannot deadlock)."""
-    rows = tuple(tuple(item for item in row if item.kind is Kind.F) for row in program.ranks)
+    rows = tuple(
+        tuple(part for item in row for part in item.parts if part.kind is Kind.F)
+        for row in program.ranks
+    )
     return replace(program, ranks=rows, role="forward", entry=LoopState(), exit=LoopState())
+
+
+def first_microbatches(program: Program, count: int) -> Program:
+    """The program without the microbatches from ``count`` on: what a short batch runs.
+
+    An instruction needs others of its own microbatch only, so leaving whole microbatches out of a
+    compute program that can run leaves one that can. A schedule's own rule for their number
+    (even, at least 2P, ...) does not have to hold for a rest.
+    """
+    rows = tuple(
+        tuple(kept for item in row for kept in _kept(item, count)) for row in program.ranks
+    )
+    return replace(program, ranks=rows, num_microbatches=count)
+
+
+def _kept(item: Instruction, count: int) -> tuple[Instruction, ...]:
+    parts = tuple(p for p in item.parts if p.microbatch is not None and p.microbatch < count)
+    if len(parts) < len(item.parts):
+        return parts
+    edges = tuple(e for e in item.after if e.microbatch is None or e.microbatch < count)
+    return (item if edges == item.after else replace(item, after=edges),)

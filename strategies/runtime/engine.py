@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.compiler import Programs, compile_plan, with_microbatches
+from strategies.compiler import Programs, compile_plan, compile_short, resolve_shape
 from strategies.errors import DataError, PlanError
 from strategies.ir.instruction import Kind
 from strategies.ir.placement import Placement
@@ -23,7 +23,7 @@ from strategies.plan import Plan, num_buckets
 from strategies.runtime.control import Bulletin
 from strategies.runtime.executor import Executor, StepResult
 from strategies.runtime.grad_sync import StageGradients, clip_
-from strategies.runtime.logs import from_plain, join_logs, to_plain
+from strategies.runtime.logs import pack_logs, unpack_logs
 from strategies.runtime.mailbox import Mailbox
 from strategies.runtime.mesh import Communicators, Coordinates
 from strategies.runtime.microbatch import checksum, split_batch
@@ -97,14 +97,7 @@ class StepStats:
 
 def resolve_placement(plan: Plan) -> Placement:
     """Stages to ranks, before any program is made."""
-    schedule = find_schedule(plan.schedule)
-    shape = schedule.resolve(
-        pp=plan.pp,
-        num_microbatches=plan.num_microbatches,
-        stages_per_rank=plan.stages_per_rank,
-        group=plan.group,
-    )
-    return schedule.place(shape)
+    return find_schedule(plan.schedule).place(resolve_shape(plan))
 
 
 class Engine:
@@ -355,7 +348,7 @@ class Engine:
     def _programs_for(self, count: int) -> Programs:
         if count == self.plan.num_microbatches:
             return self.programs
-        return compile_plan(with_microbatches(self.plan, count))
+        return compile_short(self.plan, count)
 
     def _run(
         self,
@@ -380,9 +373,7 @@ class Engine:
 
         def share(result: StepResult) -> None:
             times = self._times(previous)
-            self._bulletin.post(
-                [mark, result.loss, [to_plain(call) for call in join_logs(result.logs)], times]
-            )
+            self._bulletin.post([mark, result.loss, pack_logs(result.logs), times])
 
         with kept_generators():
             result = self.executor.run(
@@ -406,13 +397,9 @@ class Engine:
 
     def _joined(self, answers: list[list[Any]], result: StepResult) -> PassResult:
         losses = [answer[1] for answer in answers if answer[1] is not None]
-        logs: dict[str, LogCall] = {}
-        # The last stage's word counts where several ranks could log the same name.
-        for answer in answers:
-            for triple in answer[2]:
-                logs[triple[0]] = from_plain(triple)
+        logs = unpack_logs([answer[2] for answer in answers])
         results = [result.results[key] for key in sorted(result.results)]
-        return PassResult(sum(losses) if losses else None, list(logs.values()), results)
+        return PassResult(sum(losses) if losses else None, logs, results)
 
     def _check_same(self, marks: list[int]) -> None:
         if len(set(marks)) > 1:

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.instruction import MICROBATCH_KINDS, Instruction, Kind
 from strategies.ir.program import Program
 from strategies.lowering.release import release_points
 from strategies.runtime.grad_sync import StageGradients
+from strategies.runtime.logs import LogEntry
 from strategies.runtime.mailbox import Mailbox
 from strategies.runtime.microbatch import Microbatch
 from strategies.runtime.recorder import Recorder, StepRecord
-from strategies.runtime.stage_model import LogCall, Mode, StageModel, StageOutput
+from strategies.runtime.split_backward import PendingWeights, input_backward
+from strategies.runtime.stage_model import Mode, StageModel, StageOutput
 
 _RECEIVE_AHEAD = 4
 
@@ -33,12 +35,12 @@ class StepResult:
 
     Attributes:
         loss: Mean loss over the microbatches whose last stage ran here; None elsewhere.
-        logs: The user's log calls with their microbatch's share.
+        logs: The user's log calls.
         results: Microbatch -> return value of the user's step, on the last stage's rank.
     """
 
     loss: float | None = None
-    logs: list[tuple[LogCall, float]] = field(default_factory=list)
+    logs: list[LogEntry] = field(default_factory=list)
     results: dict[int, Any] = field(default_factory=dict)
 
 
@@ -49,7 +51,7 @@ class _Route:
     row: tuple[Instruction, ...]
     receives: tuple[int, ...]  # places of the RECVs
     release: dict[int, tuple[Instruction, ...]]
-    arming: dict[int, int]  # place of a stage's last gradient -> stage, where REDUCE overlaps
+    arming: frozenset[tuple[int, int]]  # (place, stage) of last gradients, where REDUCE overlaps
     last_forward: int
 
 
@@ -59,17 +61,18 @@ def _route(program: Program, rank: int) -> _Route:
     overlapped: set[int] = set()
     last_forward = -1
     for place, item in enumerate(row):
-        if item.kind is Kind.B or item.kind is Kind.W:
-            last[item.stage] = place
-        elif item.kind is Kind.F:
-            last_forward = place
-        elif item.kind is Kind.REDUCE and not item.after:
+        for part in item.parts:
+            if part.kind is Kind.B or part.kind is Kind.W:
+                last[part.stage] = place
+            elif part.kind is Kind.F:
+                last_forward = place
+        if item.kind is Kind.REDUCE and not item.after:
             overlapped.add(item.stage)
     return _Route(
         row=row,
         receives=tuple(p for p, item in enumerate(row) if item.kind is Kind.RECV),
         release=release_points(program, rank),
-        arming={place: stage for stage, place in last.items() if stage in overlapped},
+        arming=frozenset((place, stage) for stage, place in last.items() if stage in overlapped),
         last_forward=last_forward,
     )
 
@@ -141,16 +144,12 @@ class Executor:
                     self._mailbox.post(route.row[ahead])
                     start[ahead] = stamp()
                     posted += 1
-            if kind is Kind.F or kind is Kind.B:
-                inputs = run.collect(item, record, stamp)
+            if kind in MICROBATCH_KINDS:
+                # A fused pair waits for the inputs of both halves, then runs them in turn.
+                inputs = [run.collect(part, record, stamp) for part in item.parts]
                 start[place] = stamp()
-                if kind is Kind.F:
-                    run.forward(item, inputs)
-                else:
-                    stage = route.arming.get(place)
-                    if stage is not None:
-                        self._gradients[stage].arm()
-                    run.backward(item, inputs)
+                for part, tensors in zip(item.parts, inputs, strict=True):
+                    run.compute(part, tensors, final=(place, part.stage) in route.arming)
                 end[place] = stamp()
                 if place == route.last_forward:
                     forwards_done(run.result)
@@ -244,13 +243,16 @@ class _Run:
         self._last = program.placement.num_stages - 1
         self._learns = program.role != "forward"
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._pending: dict[tuple[int, int], PendingWeights] = {}
         self._values: dict[tuple[Kind, int, int], tuple[Tensor, ...]] = {}
 
     def collect(
         self, item: Instruction, record: StepRecord, stamp: Callable[[], Any]
     ) -> tuple[Tensor, ...]:
-        """The boundary tensors that F or B consumes: received, or handed over on this rank."""
+        """The boundary tensors that F, B or I consumes: received, or handed over on this rank."""
         assert item.microbatch is not None
+        if item.kind is Kind.W:
+            return ()
         payload = Kind.F if item.kind is Kind.F else Kind.B
         other = item.stage - 1 if payload is Kind.F else item.stage + 1
         if not 0 <= other <= self._last:
@@ -266,6 +268,27 @@ class _Run:
             self._mailbox.release(ended)
         return tensors
 
+    def compute(self, item: Instruction, inputs: tuple[Tensor, ...], *, final: bool) -> None:
+        """Runs one F, B, I or W.
+
+        Args:
+            item: No fused pair.
+            inputs: What ``collect`` gave for it.
+            final: Whether it completes its stage's gradient, whose buckets may go as they get ready.
+        """
+        if item.kind is Kind.F:
+            self.forward(item, inputs)
+        elif item.kind is Kind.B:
+            if final:
+                self._executor._gradients[item.stage].arm()
+            self.backward(item, inputs)
+        elif item.kind is Kind.I:
+            self.input_gradient(item, inputs)
+        elif item.kind is Kind.W:
+            self.weight_gradient(item, final=final)
+        else:
+            raise NotImplementedError(f"{item}: the runtime has no {item.kind.value}")
+
     def forward(self, item: Instruction, inputs: tuple[Tensor, ...]) -> None:
         assert item.microbatch is not None
         microbatch = self._microbatches[item.microbatch]
@@ -279,7 +302,10 @@ class _Run:
             leaves = inputs
         output = self._call(item, leaves)
         here = (item.stage, item.microbatch)
-        self.result.logs.extend((call, microbatch.share) for call in output.logs)
+        copy = item.microbatch % self._program.placement.weight_copies
+        self.result.logs.extend(
+            LogEntry(call, microbatch.share, item.stage, copy) for call in output.logs
+        )
         if item.stage == self._last:
             self._end_of_pipeline(item.microbatch, output.loss, output.result)
         else:
@@ -325,27 +351,51 @@ class _Run:
             self.result.results[microbatch] = result
 
     def backward(self, item: Instruction, gradients: tuple[Tensor, ...]) -> None:
+        graph, outputs, incoming = self._roots(item, gradients)
+        if outputs:
+            torch.autograd.backward(outputs, incoming)
+        self._hand_back(item, graph)
+
+    def input_gradient(self, item: Instruction, gradients: tuple[Tensor, ...]) -> None:
         assert item.microbatch is not None
-        here = (item.stage, item.microbatch)
-        graph = self._graphs.pop(here)
+        graph, outputs, incoming = self._roots(item, gradients)
+        if outputs:
+            inputs = [leaf for leaf in graph.inputs if leaf.requires_grad]
+            pending = input_backward(outputs, incoming, inputs)
+            self._pending[item.stage, item.microbatch] = pending
+        self._hand_back(item, graph)
+
+    def weight_gradient(self, item: Instruction, *, final: bool) -> None:
+        assert item.microbatch is not None
+        gradients = self._executor._gradients[item.stage]
+        pending = self._pending.pop((item.stage, item.microbatch), None)
+        if final:
+            # The rest of the stage's weights got their last gradient in an I.
+            gradients.arm(() if pending is None else pending.parameters)
+        if pending is not None:
+            pending.run(gradients.ready)
+
+    def _roots(
+        self, item: Instruction, gradients: tuple[Tensor, ...]
+    ) -> tuple[_Graph, list[Tensor], list[Tensor]]:
+        """Where a backward begins, and with which gradients; takes the graph out of the store."""
+        assert item.microbatch is not None
+        graph = self._graphs.pop((item.stage, item.microbatch))
         if item.stage == self._last:
             assert graph.loss is not None
+            if not graph.loss.requires_grad:
+                return graph, [], []
             share = self._microbatches[item.microbatch].share
-            if graph.loss.requires_grad:
-                torch.autograd.backward(
-                    graph.loss, torch.full_like(graph.loss, share * self._scale)
-                )
-        else:
-            pairs = [
-                (tensor, gradient)
-                for tensor, gradient in zip(
-                    (t for t in graph.outputs if t.requires_grad), gradients, strict=True
-                )
-            ]
-            if pairs:
-                torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
+            return graph, [graph.loss], [torch.full_like(graph.loss, share * self._scale)]
+        outputs = [tensor for tensor in graph.outputs if tensor.requires_grad]
+        assert len(outputs) == len(gradients)
+        return graph, outputs, list(gradients)
+
+    def _hand_back(self, item: Instruction, graph: _Graph) -> None:
+        """Keeps the gradients of the stage's inputs for the stage before."""
+        assert item.microbatch is not None
         if item.stage > 0:
-            self._values[Kind.B, *here] = tuple(
+            self._values[Kind.B, item.stage, item.microbatch] = tuple(
                 torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 for leaf in graph.inputs
                 if leaf.requires_grad

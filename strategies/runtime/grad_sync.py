@@ -63,6 +63,7 @@ class StageGradients:
     _armed: bool = False
     _works: list[dist.Work] = field(default_factory=list)
     _handles: list[Any] = field(default_factory=list)
+    _noted: dict[int, Callable[[Tensor], None]] = field(default_factory=dict)
     _launched: Launched | None = None
 
     @classmethod
@@ -110,8 +111,9 @@ class StageGradients:
                 share = _Share(parameter, view, tuple(sorted(covered)), mark)
                 gradients._shares.append(share)
                 hooked: Any = parameter  # The hook's registration is untyped in torch.
-                handle = hooked.register_post_accumulate_grad_hook(gradients._hook(share))
-                gradients._handles.append(handle)
+                noted = gradients._hook(share)
+                gradients._noted[id(parameter)] = noted
+                gradients._handles.append(hooked.register_post_accumulate_grad_hook(noted))
                 start += size
         return gradients
 
@@ -146,14 +148,27 @@ class StageGradients:
         for share in self._shares:
             share.parameter.grad = None
 
-    def arm(self) -> None:
-        """The next backward of this stage is its last: buckets may go as they get ready."""
+    def arm(self, awaited: Iterable[Tensor] | None = None) -> None:
+        """The next backward of this stage is its last: buckets may go as they get ready.
+
+        Args:
+            awaited: Parameters that it will touch; None for all. The others are ready now.
+        """
         self._armed = True
         self._next = 0
         self._pending = [0] * self.count
+        wanted = None if awaited is None else {id(parameter) for parameter in awaited}
         for share in self._shares:
             for bucket in share.buckets:
-                self._pending[bucket] += 1
+                self._pending[bucket] += wanted is None or id(share.parameter) in wanted
+        if wanted is not None:
+            self._launch_ready()
+
+    def ready(self, parameter: Tensor) -> None:
+        """Notes a gradient that was added without autograd's hooks."""
+        noted = self._noted.get(id(parameter))
+        if noted is not None:
+            noted(parameter)
 
     def reduce(self, bucket: int) -> None:
         """The program's REDUCE: starts the bucket unless it has started inside the backward."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,23 @@ from strategies.runtime.stage_model import LogCall
 
 _MISSING = object()
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": sum}
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """A log call of one microbatch on one stage.
+
+    Attributes:
+        call: What was logged.
+        share: The microbatch's share of the batch.
+        stage: Where; several stages may know the same value.
+        copy: Weight copy that the microbatch ran through.
+    """
+
+    call: LogCall
+    share: float
+    stage: int
+    copy: int
 
 
 @contextmanager
@@ -60,6 +78,40 @@ def join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
             options["batch_size"] = sum(sizes)
         joined.append(LogCall(name, value, options))
     return joined
+
+
+def pack_logs(entries: Sequence[LogEntry]) -> list[list[Any]]:
+    """One rank's log calls of a step, joined per name, stage and copy, JSON-ready."""
+    groups: dict[tuple[str, int, int], list[tuple[LogCall, float]]] = {}
+    for entry in entries:
+        key = (entry.call.name, entry.stage, entry.copy)
+        groups.setdefault(key, []).append((entry.call, entry.share))
+    return [
+        [*to_plain(join_logs(group)[0]), sum(share for _, share in group), stage, copy]
+        for (_, stage, copy), group in groups.items()
+    ]
+
+
+def unpack_logs(packed: Sequence[Sequence[Sequence[Any]]]) -> list[LogCall]:
+    """One call per name, from what all ranks packed.
+
+    Where several stages know a value, the last one's word counts; what the weight copies saw is
+    joined.
+    """
+    best: dict[tuple[str, int], Sequence[Any]] = {}
+    for entry in (entry for rank in packed for entry in rank):
+        key = (entry[0], entry[5])
+        if key not in best or entry[4] >= best[key][4]:
+            best[key] = entry
+    names: dict[str, list[Sequence[Any]]] = {}
+    for (name, _), entry in sorted(best.items(), key=lambda item: item[0][1]):
+        names.setdefault(name, []).append(entry)
+    return [
+        from_plain(list(found[0][:3]))
+        if len(found) == 1
+        else join_logs([(from_plain(list(entry[:3])), entry[3]) for entry in found])[0]
+        for found in names.values()
+    ]
 
 
 def to_plain(call: LogCall) -> list[Any]:

@@ -68,8 +68,8 @@ class Mailbox:
         self._rank = rank
         self._device = device
         self._specs: dict[_Key, _Spec] = {}
-        self._announced: set[_Key] = set()  # headers sent
-        self._awaited: set[_Key] = set()  # headers received or being received
+        self._announced: set[tuple[_Key, int]] = set()  # headers sent, by peer
+        self._awaited: set[tuple[_Key, int]] = set()  # headers received or being received
         self._incoming: dict[Instruction, _Incoming] = {}
         self._sent: dict[Instruction, list[tuple[Handle, Tensor]]] = {}
         self._previous: list[tuple[Handle, Tensor]] = []
@@ -131,8 +131,9 @@ class Mailbox:
         peer = self._program.placement.rank_of(item.peer, item.microbatch)
         incoming = _Incoming(key, peer, self._tag(item))
         self._incoming[item] = incoming
-        if item.payload is Kind.F and key not in self._specs and key not in self._awaited:
-            self._awaited.add(key)
+        # A rank may know the shapes already, from the other weight copy; its peer cannot know that.
+        if item.payload is Kind.F and (key, peer) not in self._awaited:
+            self._awaited.add((key, peer))
             header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=self._device)
             handle = self._transport.receive(header, peer, incoming.tag + _TENSORS - 1)
             incoming.header = (header, handle)
@@ -170,8 +171,8 @@ class Mailbox:
         tag = self._tag(item)
         kept = self._sent.setdefault(item, [])
         key = self._key(item.stage, item.microbatch)
-        if item.payload is Kind.F and key not in self._announced:
-            self._announced.add(key)
+        if item.payload is Kind.F and (key, peer) not in self._announced:
+            self._announced.add((key, peer))
             header = self._header(self._specs[key])
             kept.append((self._transport.send(header, peer, tag + _TENSORS - 1), header))
         for index, tensor in enumerate(tensors):

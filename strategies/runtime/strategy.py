@@ -27,7 +27,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies.costs.table import Costs
 from strategies.errors import ModelError
+from strategies.ir.placement import Placement
 from strategies.plan import Overlap, Plan
 from strategies.runtime import checkpoint as checkpoints
 from strategies.runtime.data_order import first_batch, shard
@@ -55,6 +57,9 @@ class PipelineStrategy(ParallelStrategy):
             with one row per microbatch.
         stages_per_rank: V; None for the schedule's default.
         group: N microbatches per round; None for the schedule's default.
+        split_backward: Split every backward of a schedule that does not split by itself.
+        costs: What instructions take (``UniformCosts``), for orders that depend on it.
+        memory_bytes: Limit per rank for the group that ``foldx`` chooses.
         units_per_stage: Cut by hand; None balances by cost.
         overlap: ``grad_reduce`` starts reductions inside the backward, ``none`` at the flush.
         bucket_mb: Upper size of a reduction bucket in MiB.
@@ -77,6 +82,9 @@ class PipelineStrategy(ParallelStrategy):
         num_microbatches: int | None = None,
         stages_per_rank: int | None = None,
         group: int | None = None,
+        split_backward: bool = False,
+        costs: Costs | None = None,
+        memory_bytes: int | None = None,
         units_per_stage: tuple[int, ...] | None = None,
         overlap: Overlap = "grad_reduce",
         bucket_mb: float = 25.0,
@@ -109,6 +117,9 @@ class PipelineStrategy(ParallelStrategy):
             group=group,
             overlap=overlap,
             buckets=1 if buckets is None else buckets,
+            split_backward=split_backward,
+            costs=costs,
+            memory_bytes=memory_bytes,
         )
         self._engine: Engine | None = None
         self._engine_module: pl.LightningModule | None = None
@@ -485,12 +496,15 @@ class PipelineStrategy(ParallelStrategy):
         where = self.coordinates
         results: list[Any] = result.results
         if where.pp > 1:
-            owner = self.engine.placement.rank_of(self.engine.placement.num_stages - 1, 0)
-            box = [results]
             pipeline = where.pipeline(where.dp_rank)
             group = self.engine.communicators.get("control", pipeline)
-            dist.broadcast_object_list(box, src=pipeline[owner], group=group)
-            results = box[0]
+            gathered: list[list[Any]] = []
+            placement = self.engine.placement
+            for owner in placement.owners(placement.num_stages - 1):
+                box = [results]
+                dist.broadcast_object_list(box, src=pipeline[owner], group=group)
+                gathered.append(box[0])
+            results = _in_order(placement, gathered)
         return _concatenate(results)
 
     def _evaluate(self, batch: Any, batch_idx: int, mode: Mode, dataloader_idx: int) -> PassResult:
@@ -697,6 +711,16 @@ class PipelineStrategy(ParallelStrategy):
     def _trainer(self) -> pl.Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+
+def _in_order(placement: Placement, gathered: list[list[Any]]) -> list[Any]:
+    """Microbatches' results in order, from those of each owner of the last stage."""
+    last = placement.num_stages - 1
+    queues = dict(zip(placement.owners(last), map(iter, gathered), strict=True))
+    return [
+        next(queues[placement.rank_of(last, microbatch)])
+        for microbatch in range(sum(map(len, gathered)))
+    ]
 
 
 def _concatenate(results: list[Any]) -> Any:

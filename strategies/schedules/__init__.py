@@ -3,62 +3,161 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from difflib import get_close_matches
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from strategies.errors import PlanError
+from strategies.ir.placement import Placement
+from strategies.schedule_file import ScheduleFile
+from strategies.schedules.chimera import CHIMERA
+from strategies.schedules.custom import NAME as CUSTOM
+from strategies.schedules.custom import custom_schedule
+from strategies.schedules.dualpipe import DUALPIPE
+from strategies.schedules.dualpipe_v import DUALPIPE_V
+from strategies.schedules.foldx import FOLDX
 from strategies.schedules.foldx_aiao import FOLDX_AIAO
 from strategies.schedules.foldx_fifo import FOLDX_FIFO
 from strategies.schedules.gpipe import GPIPE
 from strategies.schedules.interleaved_1f1b import INTERLEAVED_1F1B
 from strategies.schedules.naive import NAIVE
 from strategies.schedules.one_f_one_b import ONE_F_ONE_B
-from strategies.schedules.schedule import Rows, Schedule, Shape
+from strategies.schedules.schedule import Durations, Rows, Schedule, Shape
+from strategies.schedules.zb_h1 import ZB_H1
+from strategies.schedules.zb_h2 import ZB_H2
+from strategies.schedules.zb_v import ZB_V
 
+Order = Callable[[Shape], Rows]
+
+# All that make their order themselves; ``custom`` has it from a file.
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule
-    for schedule in (NAIVE, GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, FOLDX_FIFO, FOLDX_AIAO)
+    for schedule in (
+        NAIVE,
+        GPIPE,
+        ONE_F_ONE_B,
+        INTERLEAVED_1F1B,
+        ZB_H1,
+        ZB_H2,
+        ZB_V,
+        FOLDX,
+        FOLDX_FIFO,
+        FOLDX_AIAO,
+        CHIMERA,
+        DUALPIPE,
+        DUALPIPE_V,
+    )
 }
 
-__all__ = ["SCHEDULES", "Rows", "Schedule", "Shape", "find_schedule", "register_schedule"]
+__all__ = [
+    "SCHEDULES",
+    "Durations",
+    "Rows",
+    "Schedule",
+    "Shape",
+    "find_schedule",
+    "register_schedule",
+]
 
 
 def register_schedule(
     name: str,
     *,
-    placement: str = "loop",
+    placement: str | Callable[[Shape], Placement] = "loop",
     stages_per_rank: int = 1,
     virtual_stages: bool = False,
     grouped: bool = False,
-) -> Callable[[Callable[[Shape], Rows]], Callable[[Shape], Rows]]:
+    weight_copies: int | None = None,
+    cost_aware: bool = False,
+    splits_backward: bool = False,
+    rule: Callable[[Shape], None] | None = None,
+) -> Callable[[Order], Order]:
     """Decorator that puts a function ``Shape -> rows`` into the registry.
+
+    Args:
+        name: What people type after ``schedule=``.
+        placement: ``loop``, ``v``, ``bidirectional``, or a function ``Shape -> Placement``.
+        stages_per_rank: Default V.
+        virtual_stages: Whether V may differ from it.
+        grouped: Whether ``schedule.group`` means something.
+        weight_copies: Ranks that hold each stage; None for 2 if ``bidirectional``, else 1.
+        cost_aware: Whether the function looks at ``Shape.durations``.
+        splits_backward: Whether it emits I and W.
+        rule: Raises PlanError for degrees that it cannot serve.
 
     Raises:
         PlanError: The name is taken.
     """
+    copies = 2 if placement == "bidirectional" else 1
 
-    def add(order: Callable[[Shape], Rows]) -> Callable[[Shape], Rows]:
-        if name in SCHEDULES:
+    def add(order: Order) -> Order:
+        if name in SCHEDULES or name == CUSTOM:
             raise PlanError(f"schedule={name} is registered already. Choose another name.")
         SCHEDULES[name] = Schedule(
-            name, order, placement, stages_per_rank, virtual_stages, grouped=grouped
+            name,
+            order,
+            placement,
+            stages_per_rank,
+            virtual_stages,
+            grouped=grouped,
+            weight_copies=copies if weight_copies is None else weight_copies,
+            cost_aware=cost_aware,
+            splits_backward=splits_backward,
+            rule=rule,
         )
         return order
 
     return add
 
 
-def find_schedule(name: str) -> Schedule:
+def find_schedule(name: str, *, file: ScheduleFile | None = None, pp: int = 1) -> Schedule:
     """The schedule of that name, also from the entry points ``foldpipe.schedules``.
 
+    Args:
+        name: What people type after ``schedule=``.
+        file: For ``custom``, which takes its order from there.
+        pp: The ranks that the file must be for.
+
     Raises:
-        PlanError: Nobody registered it; the message names the nearest ones.
+        PlanError: Nobody registered it; the message names the nearest ones. Or there is a file and
+            the schedule is not ``custom``, or the other way round.
+        ProgramError: The file is wrong; the message has line and column.
     """
+    if name == CUSTOM:
+        if file is None:
+            raise PlanError(
+                f"schedule={CUSTOM} takes its order from a file. "
+                f"Try schedule={CUSTOM} schedule.file=my.csv."
+            )
+        return custom_schedule(file, pp=pp)
+    if file is not None:
+        raise PlanError(
+            f"schedule.file={file.name} belongs to schedule={CUSTOM}, but schedule={name}. "
+            f"Try schedule={CUSTOM} schedule.file={file.name}."
+        )
     if name not in SCHEDULES:
         for entry in entry_points(group="foldpipe.schedules"):
             if entry.name == name:
-                entry.load()  # Importing the module runs its @register_schedule.
+                _load(entry)
     if name not in SCHEDULES:
-        near = get_close_matches(name, SCHEDULES, n=3) or sorted(SCHEDULES)
+        known = [*SCHEDULES, CUSTOM]
+        near = get_close_matches(name, known, n=3) or sorted(known)
         raise PlanError(f"schedule={name} is unknown. Did you mean schedule={' or '.join(near)}?")
     return SCHEDULES[name]
+
+
+def _load(entry: EntryPoint) -> None:
+    """Imports what an entry point names; importing its module may register it already."""
+    try:
+        found = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise PlanError(
+            f"schedule={entry.name} is offered by an installed package as {entry.value}, which "
+            f"cannot be imported: {error}. Repair or uninstall that package."
+        ) from error
+    if entry.name in SCHEDULES:
+        return
+    if isinstance(found, Schedule):
+        SCHEDULES[entry.name] = replace(found, name=entry.name)
+    elif callable(found):
+        register_schedule(entry.name)(found)

@@ -13,6 +13,29 @@ Rows = tuple[tuple[Instruction, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Durations:
+    """How long the parts of a microbatch take, where an order is made for given costs.
+
+    Attributes:
+        forward: F per stage, > 0, in any unit.
+        backward_input: I per stage.
+        backward_weight: W per stage; B = I + W.
+        latency: Of one message between ranks, in the same unit.
+    """
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    latency: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        """Whether F = I = W on all stages and messages take no time: what papers assume."""
+        values = (*self.forward, *self.backward_input, *self.backward_weight)
+        return self.latency <= 1e-9 * values[0] and max(values) - min(values) <= 1e-9 * values[0]
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """What a schedule may know.
 
@@ -22,12 +45,15 @@ class Shape:
         stages_per_rank: V, >= 1.
         group: N, microbatches that run through all virtual stages before the next N; None where
             the schedule has no groups.
+        durations: For schedules that look at costs, one figure per stage of the placement; None
+            for F = I = W on every stage.
     """
 
     pp: int
     num_microbatches: int
     stages_per_rank: int
     group: int | None = None
+    durations: Durations | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +63,32 @@ class Schedule:
     Attributes:
         name: What people type after ``schedule=``.
         order: Shape -> compute rows, one per rank.
-        placement: ``loop``, ``v`` or ``bidirectional``.
+        placement: ``loop``, ``v`` or ``bidirectional``, or a function that makes one.
         stages_per_rank: Default V.
         virtual_stages: Whether V may differ from the default.
         grouped: Whether ``schedule.group`` means something.
         weight_copies: 2 for bidirectional schedules.
         synchronous: Whether the pipeline drains at the optimizer step.
+        chooses_group: Whether a group that is not given is chosen by simulation.
+        cost_aware: Whether ``order`` looks at ``Shape.durations``.
+        splits_backward: Whether ``order`` emits I and W (for all or some of the backwards).
+        num_microbatches: M, where the order exists for one number only; None for any.
+        rule: What the schedule demands of P, M, V beyond the above; raises PlanError.
     """
 
     name: str
     order: Callable[[Shape], Rows]
-    placement: str = "loop"
+    placement: str | Callable[[Shape], Placement] = "loop"
     stages_per_rank: int = 1
     virtual_stages: bool = False
     grouped: bool = False
     weight_copies: int = 1
     synchronous: bool = True
+    chooses_group: bool = False
+    cost_aware: bool = False
+    splits_backward: bool = False
+    num_microbatches: int | None = None
+    rule: Callable[[Shape], None] | None = None
 
     def resolve(
         self, *, pp: int, num_microbatches: int, stages_per_rank: int | None, group: int | None
@@ -87,7 +123,7 @@ class Schedule:
                     f"schedule.group={group}: {self.name} has no groups of microbatches. "
                     "Remove schedule.group, or try schedule=interleaved_1f1b."
                 )
-            return Shape(pp, num_microbatches, stages)
+            return self._ruled(Shape(pp, num_microbatches, stages))
         if group is None:
             group = pp
         elif group < min(pp, num_microbatches) or group > max(pp, num_microbatches):
@@ -96,10 +132,27 @@ class Schedule:
                 f"schedule.group={group}: {self.name} needs pp <= group <= num_microbatches, here "
                 f"{low} to {high}. Try schedule.group={min(max(group, low), high)}."
             )
-        return Shape(pp, num_microbatches, stages, group)
+        return self._ruled(Shape(pp, num_microbatches, stages, group))
+
+    def _ruled(self, shape: Shape) -> Shape:
+        if self.rule is not None:
+            self.rule(shape)
+        return shape
 
     def place(self, shape: Shape) -> Placement:
-        """Stages to ranks for this schedule."""
+        """Stages to ranks for this schedule.
+
+        Raises:
+            PlanError: The schedule's own placement is for another number of ranks.
+        """
+        if callable(self.placement):
+            placed = self.placement(shape)
+            if placed.num_ranks != shape.pp:
+                raise PlanError(
+                    f"schedule={self.name} places its stages on {placed.num_ranks} ranks, but "
+                    f"pp={shape.pp}. Try pp={placed.num_ranks}."
+                )
+            return placed
         if self.placement == "loop":
             return loop(shape.pp, shape.stages_per_rank)
         if self.placement == "v":

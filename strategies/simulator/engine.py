@@ -77,9 +77,9 @@ def _timeline(
     )
 
 
-def _flat_durations(table: CostTable) -> list[float]:
-    """The table in the order of ``DURATION_ROWS``: row * S + stage."""
-    return [
+def _flat_durations(program: Program, table: CostTable) -> list[float]:
+    """The table in the order of ``DURATION_ROWS``: row * S + stage; fused pairs at the end."""
+    single = [
         *table.forward,
         *table.backward,
         *table.backward_input,
@@ -87,13 +87,15 @@ def _flat_durations(table: CostTable) -> list[float]:
         *table.recompute,
         *table.step,
     ]
+    pairs = program.walk.fused
+    return single + [table.fused * (single[first] + single[second]) for first, second in pairs]
 
 
 def _run_buffered(
     program: Program, table: CostTable, clocks: Clocks
 ) -> tuple[list[float], list[float], Clocks]:
     walk = program.walk
-    durations = _flat_durations(table)
+    durations = _flat_durations(program, table)
     latency, occupancy = table.latency, table.occupancy
     timed_links = any(occupancy)
     start = [0.0] * walk.num_nodes
@@ -138,7 +140,7 @@ def _run_rendezvous(
 ) -> tuple[list[float], list[float], Clocks]:
     graph = program.graph
     steps = {step[0]: step for step in program.walk.steps}
-    durations = _flat_durations(table)
+    durations = _flat_durations(program, table)
     messages = {
         message.send: message
         for step in program.walk.steps

@@ -196,14 +196,6 @@ def test_a_large_group_runs_with_new_shapes_and_short_batches(
     assert ranks(2).run(fit_groups, group=4, rows=rows) == [-(-rows // 8)] * 2
 
 
-def test_a_group_is_clamped_for_a_short_batch() -> None:
-    from strategies.compiler import compile_plan, with_microbatches
-
-    plan = Plan("interleaved_1f1b", pp=2, num_microbatches=6, group=3)
-    for count in range(1, 6):
-        assert compile_plan(with_microbatches(plan, count)).train.num_microbatches == count
-
-
 def fit_epochs(folder: str, resume: bool) -> dict[str, Any]:
     """Stops at the end of an epoch, then goes on in the next one."""
 

@@ -5,11 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies import UniformCosts, compile_program, simulate
-from strategies.compiler import compile_compute, compile_plan, with_microbatches
+from strategies.compiler import compile_compute, compile_plan, compile_short
 from strategies.errors import PlanError
 from strategies.ir import Kind, verify
 from strategies.ir.text import format_rows, parse_rows
+from strategies.memory import peak_activations
 from strategies.plan import Plan
+from strategies.schedules import SCHEDULES
 from tests.strategies.programs import plans, texts
 
 
@@ -108,10 +110,37 @@ def test_buckets_are_given_per_stage():
 
 
 def test_a_short_batch_gets_a_program_of_its_own():
-    plan = Plan("1f1b", 2, 8, buckets=2)
-    short = with_microbatches(plan, 3)
-    assert short == Plan("1f1b", 2, 3, buckets=2)
-    assert len(compile_plan(short).forward.ranks[0]) == 6
+    short = compile_short(Plan("1f1b", 2, 8, buckets=2), 3)
+    assert short.train.ranks == compile_plan(Plan("1f1b", 2, 3, buckets=2)).train.ranks
+    assert len(short.forward.ranks[0]) == 6
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+@pytest.mark.parametrize("schedule", sorted(set(SCHEDULES) - {"custom"}))
+def test_a_short_batch_runs_whatever_number_its_schedule_asks_for(schedule, count):
+    short = compile_short(Plan(schedule, 2, 8), count)
+    for program in (short.train, short.accumulate, short.forward):
+        assert program.num_microbatches == count
+        assert verify(program) is program
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "reduction", "group", "peak"),
+    [(2, 23, 12, 8, 7.5), (4, 28, 16, 10, 9.25)],
+)
+def test_foldx_takes_the_group_of_least_peak_at_the_shortest_time(
+    stages, microbatches, reduction, group, peak
+):
+    costs = UniformCosts(grad_reduce=reduction)
+    plan = Plan("foldx", 4, microbatches, stages, costs=costs)
+    programs = compile_plan(plan)
+    assert programs.choice is not None
+    assert programs.choice.group == group
+    assert max(peak_activations(programs.train)) == peak
+    all_in = compile_plan(replace(plan, group=microbatches)).train
+    best = simulate(all_in, costs).makespan
+    assert simulate(programs.train, costs).makespan == pytest.approx(best)
+    assert programs.choice.reason.startswith(f"schedule.group={group}: makespan {best:.5g}")
 
 
 def test_bare_compute_has_neither_messages_nor_updates():

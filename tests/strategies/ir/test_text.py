@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,7 +7,14 @@ from hypothesis import strategies as st
 from strategies import compile_program
 from strategies.errors import ProgramError
 from strategies.ir import Instruction, Kind, format_instruction, parse_instruction
-from strategies.ir.instruction import MESSAGE_KINDS, MICROBATCH_KINDS
+from strategies.ir.instruction import (
+    MESSAGE_KINDS,
+    MICROBATCH_KINDS,
+    backward,
+    forward,
+    input_gradient,
+    overlap,
+)
 from strategies.ir.text import format_rows, parse_rows
 
 SPELLINGS = {
@@ -34,6 +43,10 @@ SPELLINGS = {
             Instruction(Kind.RECV, 1, 0, payload=Kind.B, peer=2),
         ),
     ),
+    "(0F1;3B0)OVERLAP_F_B": overlap(forward(0, 1), backward(3, 0)),
+    "(0F1;3I0)OVERLAP_F_B@0F0": replace(
+        overlap(forward(0, 1), input_gradient(3, 0)), after=(forward(0, 0),)
+    ),
     "0STEP@0REDUCE0": Instruction(Kind.STEP, 0, after=(Instruction(Kind.REDUCE, 0, bucket=0),)),
 }
 
@@ -53,6 +66,9 @@ def test_every_kind_is_among_the_spellings():
 def plain_instructions(draw):
     kind = draw(st.sampled_from(Kind))
     small = st.integers(0, 99)
+    if kind is Kind.OVERLAP:
+        second = draw(st.sampled_from((backward, input_gradient)))
+        return overlap(forward(draw(small), draw(small)), second(draw(small), draw(small)))
     message = kind in MESSAGE_KINDS
     return Instruction(
         kind,
@@ -68,17 +84,9 @@ def plain_instructions(draw):
 @st.composite
 def instructions(draw):
     item = draw(plain_instructions())
-    edges = tuple(draw(st.lists(plain_instructions(), max_size=3)))
-    return Instruction(
-        item.kind,
-        item.stage,
-        item.microbatch,
-        item.bucket,
-        item.payload,
-        item.peer,
-        edges,
-        item.version,
-    )
+    edges = draw(st.lists(plain_instructions(), max_size=3))
+    # An edge names the half of a fused pair that it waits for.
+    return replace(item, after=tuple(edge.parts[-1] for edge in edges))
 
 
 @given(instructions())

@@ -1,4 +1,5 @@
 from strategies.ir import Program, verify
+from strategies.ir.placement import bidirectional
 from strategies.passes.reduce_grad import add_grad_reduce, add_steps
 from tests.strategies.programs import lines, texts, written
 
@@ -41,6 +42,42 @@ def test_each_stage_has_its_own_number_of_buckets():
         """
         0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE0 0B0 0B1 0REDUCE0 0REDUCE1
         1F0 1F1 3F0 3B0 3F1 3B1 3REDUCE0 3REDUCE1 3REDUCE2 1B0 1B1
+        """
+    )
+
+
+def test_owners_of_two_copies_reduce_in_the_order_of_the_later_one():
+    program = written(
+        """
+        0F0 1F1 1B1 0B0 0F2 0B2
+        1F0 1B0 0F1 0B1 1F2 1B2
+        """,
+        num_microbatches=3,
+        placement=bidirectional(2),
+    )
+    # Rank 1 has its share of stage 0 early, but stage 1 is complete on both owners before stage 0.
+    assert changed(program, (1, 1), overlap=True) == lines(
+        """
+        0F0 1F1 1B1 1REDUCE0 0B0 0F2 0B2 0REDUCE0
+        1F0 1B0 0F1 0B1 1F2 1B2 1REDUCE0 0REDUCE0@1B2
+        """
+    )
+
+
+def test_a_copy_that_ran_nothing_reduces_and_steps_with_the_other():
+    program = written(
+        """
+        0F0 0B0
+        1F0 1B0
+        """,
+        num_microbatches=1,
+        placement=bidirectional(2),
+    )
+    reduced = verify(add_grad_reduce(program, (1, 1), overlap=True))
+    assert texts(verify(add_steps(reduced))) == lines(
+        """
+        1REDUCE0 0F0 0B0 0REDUCE0 1STEP 0STEP
+        1F0 1B0 1REDUCE0 0REDUCE0@1B0 0STEP 1STEP
         """
     )
 

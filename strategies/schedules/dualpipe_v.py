@@ -1,0 +1,51 @@
+"""DualPipeV: DualPipe cut in half at its fold; one weight copy, stages placed in a V.
+
+DeepSeek-AI, 2025, https://github.com/deepseek-ai/DualPipe; the cut is that of Qi et al.,
+https://hackmd.io/@ufotalent/r1lVXsa9Jg.
+
+TIMELINE
+
+Warm-up of rank r: 2(P-1-r) forwards on the way out, then r+1 on each way in turn, then P-1-r times
+I, W and F on the way back. Main part and drain are those of DualPipe, see ``dualpipe.py``.
+Bubble for F = I = W: (P-1)(F&B+B-3W)/2, DualPipe's with P doubled and stages half as long; the
+makespan is that plus M(F+B) - (2(M-P)-1)(F+B-F&B)/2, the last rank running 2(M-P)-1 pairs. Where
+the halves of a pair are two instructions, the makespan is M(F+B) + (P-1)F/2, that of zb_v.
+Peak: P + 1/2 microbatches' activations on every rank. M >= 2P. The order is that of
+torch.distributed.pipelining's ScheduleDualPipeV.
+"""
+
+from __future__ import annotations
+
+from strategies.errors import PlanError
+from strategies.schedules.dual_steps import dual_steps
+from strategies.schedules.schedule import Rows, Schedule, Shape
+from strategies.schedules.two_way import number_steps
+
+
+def order(shape: Shape) -> Rows:
+    """The eight steps; way 0 goes out through stage r, way 1 comes back through 2P-1-r."""
+    return tuple(
+        number_steps(
+            dual_steps(rank=rank, num_ranks=shape.pp, per_way=shape.num_microbatches),
+            stages=(rank, 2 * shape.pp - 1 - rank),
+            microbatch=lambda _, index: index,
+        )
+        for rank in range(shape.pp)
+    )
+
+
+def rule(shape: Shape) -> None:
+    """M >= 2P.
+
+    Raises:
+        PlanError: There are fewer microbatches.
+    """
+    if shape.num_microbatches < 2 * shape.pp:
+        raise PlanError(
+            f"num_microbatches={shape.num_microbatches}: dualpipe_v fills a V of {2 * shape.pp} "
+            f"stages before its first fused pair and needs num_microbatches >= 2 * pp. "
+            f"Try num_microbatches={2 * shape.pp}."
+        )
+
+
+DUALPIPE_V = Schedule("dualpipe_v", order, "v", stages_per_rank=2, splits_backward=True, rule=rule)

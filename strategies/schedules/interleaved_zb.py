@@ -1,0 +1,84 @@
+"""Interleaved 1F1B with split backward: weight gradients fill what bubble the V stages leave.
+
+Qi et al., 2023, https://arxiv.org/abs/2401.10241 (ZB-H1's rule on interleaved stages); the order is
+that of ``ScheduleInterleavedZeroBubble`` in torch.distributed.pipelining.
+
+2 ranks, 4 microbatches, 2 stages per rank, B twice as long as F, I and W one F each; a slot is half
+an F, and the second half stands below the first (``.``: idle)::
+
+
+Rank r warms up with (V-1)N + P-1-r forwards, N = ``schedule.group`` (default P), then runs one F,
+one I, and from the r-th backward on one W, so its Ws lag r behind. For F = I = W and N = P that is
+M(F+I+W) + (P-1)F/V at M >= 2P, the least time possible, with P microbatches held on every rank. For
+other costs F and I keep their order, and the Ws move into the time in which ranks wait (see
+``weight_gaps.py``) where that is faster, at the same peak.
+Any M >= 1. Deviation: torch stretches N where P does not divide M; here the order is that of the
+next multiple of N without the microbatches that do not exist, as in ``groups.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from strategies.ir.instruction import Instruction, Kind, input_gradient, weight_gradient
+from strategies.ir.placement import loop
+from strategies.ir.program import Program, chain
+from strategies.schedules.groups import grouped_order
+from strategies.schedules.schedule import Rows, Schedule, Shape
+from strategies.schedules.weight_gaps import fill_gaps
+
+
+def order(shape: Shape) -> Rows:
+    """Warm-up, one F and one I and one W in turn, drain; Ws moved where the costs are not equal."""
+    rows = _equal_costs(shape)
+    if shape.durations is None or shape.durations.equal:
+        return rows
+    placement = loop(shape.pp, shape.stages_per_rank)
+    program = Program(
+        schedule="interleaved_zb",
+        placement=placement,
+        num_microbatches=shape.num_microbatches,
+        ranks=rows,
+        boundaries=chain(placement.num_stages),
+    )
+    return fill_gaps(program, shape.durations).ranks
+
+
+def _equal_costs(shape: Shape) -> Rows:
+    """The order for F = I = W."""
+    group = shape.group or shape.pp
+    padded = replace(shape, num_microbatches=-(-shape.num_microbatches // group) * group)
+    rows = []
+    for rank, unsplit in enumerate(grouped_order(padded, group)):
+        forwards = [item for item in unsplit if item.kind is Kind.F]
+        cells = [
+            (item.stage, item.microbatch)
+            for item in unsplit
+            if item.kind is Kind.B and item.microbatch is not None
+        ]
+        inputs = [input_gradient(*cell) for cell in cells]
+        weights = [weight_gradient(*cell) for cell in cells]
+        warmup = min((shape.stages_per_rank - 1) * group + shape.pp - 1 - rank, len(forwards))
+        row: list[Instruction] = forwards[:warmup]
+        for index in range(len(cells)):
+            row += forwards[warmup + index : warmup + index + 1]
+            row.append(inputs[index])
+            row += weights[index - rank : index - rank + 1] if index >= rank else []
+        row += weights[max(len(cells) - rank, 0) :]
+        rows.append(tuple(item for item in row if _exists(item, shape)))
+    return tuple(rows)
+
+
+def _exists(item: Instruction, shape: Shape) -> bool:
+    return item.microbatch is not None and item.microbatch < shape.num_microbatches
+
+
+INTERLEAVED_ZB = Schedule(
+    "interleaved_zb",
+    order,
+    stages_per_rank=2,
+    virtual_stages=True,
+    grouped=True,
+    cost_aware=True,
+    splits_backward=True,
+)

@@ -1,0 +1,35 @@
+"""Breadth-first pipeline: every virtual stage runs all microbatches before the next one starts.
+
+Lamy-Poirier, 2022, https://arxiv.org/abs/2211.05953; the order is that of ``ScheduleLoopedBFS`` in
+torch.distributed.pipelining.
+
+2 ranks, 4 microbatches, 2 stages per rank, B twice as long as F; a slot is half an F, and the
+second half stands below the first (``-``: still running, ``.``: idle)::
+
+
+Warm-up: all VM forwards. Backward: last stage first, microbatches descending (``foldx_aiao`` is the
+same with ascending ones). Bubble: (P-1)(F+B)/V for M >= P; fewer microbatches than ranks leave gaps
+between the stages. Peak: M microbatches on every rank. Any M >= 1.
+"""
+
+from __future__ import annotations
+
+from strategies.ir.instruction import backward, forward
+from strategies.schedules.schedule import Rows, Schedule, Shape
+
+
+def order(shape: Shape) -> Rows:
+    """All forwards stage by stage, then the same list backwards."""
+    rows = []
+    for rank in range(shape.pp):
+        cells = [
+            (rank + chunk * shape.pp, microbatch)
+            for chunk in range(shape.stages_per_rank)
+            for microbatch in range(shape.num_microbatches)
+        ]
+        forwards = [forward(*cell) for cell in cells]
+        rows.append(tuple(forwards + [backward(*cell) for cell in reversed(cells)]))
+    return tuple(rows)
+
+
+LOOPED_BFS = Schedule("looped_bfs", order, stages_per_rank=2, virtual_stages=True)

@@ -1,0 +1,128 @@
+"""Lists of a rank that serves two ways at once, written as the patterns that papers give.
+
+Way 0 is the one in which the rank stands early: the pipe that starts at the nearer end (two opposed
+pipes), or the way out (a V). Way 1 is the other pipe, or the way back. A step is spelled
+
+    F0 B0 I0   forward, backward, input gradient of the next microbatch of way 0
+    W          the oldest weight gradient that is owed, of either way
+    F0&B1      a forward and a backward as one fused pair
+
+and each way counts its own microbatches, so the patterns need no numbers. This module knows no
+schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import ceil
+
+from strategies.errors import PlanError
+from strategies.ir.instruction import (
+    Instruction,
+    Kind,
+    backward,
+    forward,
+    input_gradient,
+    overlap,
+    weight_gradient,
+)
+from strategies.schedules.schedule import Rows, Shape
+
+_MAKE = {"F": forward, "B": backward, "I": input_gradient}
+
+
+def number_steps(
+    steps: Iterable[str], *, stages: tuple[int, int], microbatch: Callable[[int, int], int]
+) -> tuple[Instruction, ...]:
+    """Puts stages and microbatches into a pattern.
+
+    Args:
+        steps: The pattern of one rank.
+        stages: The rank's stage on way 0 and on way 1.
+        microbatch: (way, index) to the number of that way's index-th microbatch.
+
+    >>> row = number_steps(["F0", "F1", "I1", "F0&B0", "W"], stages=(0, 3), microbatch=max)
+    >>> " ".join(map(str, row))
+    '0F0 3F1 3I1 (0F1;0B0)OVERLAP_F_B 3W1'
+    """
+    counts = {(kind, way): 0 for kind in (Kind.F, Kind.B) for way in (0, 1)}
+    owed: list[Instruction] = []
+    row = []
+    for step in steps:
+        parts = []
+        for part in step.split("&"):
+            if part == "W":
+                gradient = owed.pop(0)
+                assert gradient.microbatch is not None
+                parts.append(weight_gradient(gradient.stage, gradient.microbatch))
+                continue
+            letter, way = part[0], int(part[1:])
+            key = (Kind.F if letter == "F" else Kind.B, way)
+            parts.append(_MAKE[letter](stages[way], microbatch(way, counts[key])))
+            counts[key] += 1
+            if letter == "I":
+                owed.append(parts[-1])
+        row.append(parts[0] if len(parts) == 1 else overlap(*parts))
+    return tuple(row)
+
+
+def mirrored(pp: int, steps_of: Callable[[int], Iterable[str]]) -> Rows:
+    """Rows for two opposed pipes; rank P-1-r does in one pipe what rank r does in the other.
+
+    Args:
+        pp: P, even.
+        steps_of: Distance to the nearer end, 0 to P/2-1, to the pattern of such a rank.
+    """
+    return tuple(
+        number_steps(
+            steps_of(distance),
+            stages=(distance, pp - 1 - distance),
+            microbatch=_even_down if rank == distance else _even_up,
+        )
+        for rank in range(pp)
+        for distance in [min(rank, pp - 1 - rank)]
+    )
+
+
+def _even_down(way: int, index: int) -> int:
+    """On the lower half way 0 is the pipe that runs down, with the even microbatches."""
+    return 2 * index + way
+
+
+def _even_up(way: int, index: int) -> int:
+    return 2 * index + 1 - way
+
+
+def demand_pairs(shape: Shape, name: str, *, rounds: int = 0) -> None:
+    """The rule of schedules with two opposed pipes: P even, M even and >= ``rounds`` * P.
+
+    Raises:
+        PlanError: It is broken; the message has the nearest values that work.
+    """
+    pp, asked = shape.pp, shape.num_microbatches
+    if pp % 2:
+        fixes = []
+        for near in (pp - 1, pp + 1):
+            if near >= 2:
+                works = _nearest_even(asked, rounds * near)
+                more = "" if asked in works else f" num_microbatches={works[-1]}"
+                fixes.append(f"pp={near}{more}")
+        raise PlanError(
+            f"pp={pp} is odd: {name} runs two opposed pipelines, which meet between two ranks. "
+            f"Try {' or '.join(fixes)}."
+        )
+    works = _nearest_even(asked, rounds * pp)
+    if asked not in works:
+        least = f" >= {rounds} * pp = {rounds * pp}" if rounds else ""
+        fixes = [f"num_microbatches={value}" for value in works]
+        raise PlanError(
+            f"num_microbatches={asked}: {name} gives half of the microbatches to each of two "
+            f"opposed pipelines and needs an even number{least}. Try {' or '.join(fixes)}."
+        )
+
+
+def _nearest_even(asked: int, least: int) -> list[int]:
+    """Even numbers >= max(2, least) next to ``asked``, ascending; ``asked`` alone if it is one."""
+    least = max(2, 2 * ceil(least / 2))
+    around = [asked] if asked % 2 == 0 else [asked - 1, asked + 1]
+    return [value for value in around if value >= least] or [least]

@@ -1,0 +1,27 @@
+"""ZB-H1: 1F1B with a split backward; weight gradients fill the drain.
+
+Qi et al., 2024, "Zero Bubble Pipeline Parallelism", https://arxiv.org/abs/2401.10241.
+
+3 ranks, 4 microbatches, B twice as long as F, I and W one F each (``.``: idle)::
+
+    rank 0 | 0F0 0F1 0F2  .   .  0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    rank 1 |  .  1F0 1F1  .  1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+    rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+
+Rank r warms up with P-r-1 forwards, like 1F1B; its W lags r microbatches behind its I. Peak:
+min(P, M) activations on every rank. For M >= 2P-1 and F = I = W, or W < F = I, the makespan is
+M(F+I+W) + (P-1)(F+I-W). Any M >= 1.
+"""
+
+from __future__ import annotations
+
+from strategies.schedules.schedule import Rows, Schedule, Shape
+from strategies.schedules.split_1f1b import split_1f1b
+
+
+def order(shape: Shape) -> Rows:
+    """Warm-up of P-r-1 forwards on rank r, then F, I, and the W of r microbatches ago."""
+    return split_1f1b(shape, warmup=lambda rank: shape.pp - rank - 1, lag=lambda rank: rank)
+
+
+ZB_H1 = Schedule("zb_h1", order, cost_aware=True, splits_backward=True)

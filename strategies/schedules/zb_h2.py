@@ -1,0 +1,30 @@
+"""ZB-H2: a longer warm-up than ZB-H1's, so that no rank waits between its first F and its last W.
+
+Qi et al., 2024, "Zero Bubble Pipeline Parallelism", https://arxiv.org/abs/2401.10241.
+
+3 ranks, 5 microbatches, B twice as long as F, I and W one F each (``.``: idle)::
+
+    rank 0 | 0F0 0F1 0F2 0F3 0F4 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4  .   .
+    rank 1 |  .  1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1I3 1W1 1I4 1W2 1W3 1W4  .
+    rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
+
+Rank r runs 2(P-r)-1 forwards before its first I; its W lags 2r microbatches behind its I. Peak:
+min(2P-1, M) activations on every rank. For M >= 2P-1 and F = I = W the makespan is
+M(F+I+W) + (P-1)F and the period, the time of a step where ranks do not wait for each other at the
+flush, M(F+I+W): no bubble. Any M >= 1.
+"""
+
+from __future__ import annotations
+
+from strategies.schedules.schedule import Rows, Schedule, Shape
+from strategies.schedules.split_1f1b import split_1f1b
+
+
+def order(shape: Shape) -> Rows:
+    """Warm-up of 2(P-r)-1 forwards on rank r, then I, W of 2r microbatches ago, F in turn."""
+    return split_1f1b(
+        shape, warmup=lambda rank: 2 * (shape.pp - rank - 1), lag=lambda rank: 2 * rank
+    )
+
+
+ZB_H2 = Schedule("zb_h2", order, cost_aware=True, splits_backward=True)

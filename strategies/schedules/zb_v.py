@@ -1,0 +1,85 @@
+"""ZB-V: two stages per rank in V shape, split backward; ZB-H2's period at 1F1B's memory.
+
+Qi et al., 2024, "Zero Bubble Pipeline Parallelism", https://arxiv.org/abs/2401.10241, section 6.
+
+3 ranks, 4 microbatches, 2 stages per rank, B twice as long as F, I and W one F each; a slot is half
+an F, and the second half stands below the first (``.``: idle)::
+
+    rank 0 | 0F0 0F1 0F2 0F3  .  5F0 5I0 5W0 5F1 5I1 5W1 5F2 5I2
+    rank 1 |  .  1F0 1F1 1F2 4F0 1F3 4F1 4I0 4W0 4F2 4I1 4W1 1I0
+    rank 2 |  .   .  2F0 3F0 2F1 3F1 2F2 3F2 3I0 3W0 2F3 2I0 2W0
+
+    rank 0 | 5W2 0I0 0W0 5F3 5I3 5W3 0I1 0W1  .  0I2 0W2 0I3 0W3
+    rank 1 | 1W0 4F3 4I2 4W2 1I1 1W1 4I3 4W3 1I2  .  1I3 1W2 1W3
+    rank 2 | 3F3 3I1 3W1 2I1 2W1 3I2 3W2 2I2 3I3 2I3 2W2 3W3 2W3
+
+Rank r warms up with 2(P-r)-1 forwards of its first stage, then r of each stage in turn, then P-r
+times F, I, W of its second stage. Peak: P microbatches on every rank, like 1F1B's first. For
+M >= 2P-1 and F = I = W the makespan is M(F+I+W) + (P-1)F/2 and the period M(F+I+W): no bubble in a
+flush without a barrier. Any M >= 1.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+from strategies.ir.instruction import Instruction, Kind
+from strategies.schedules.schedule import Rows, Schedule, Shape
+
+
+def order(shape: Shape) -> Rows:
+    """The paper's five phases, written for at least 2P-1 microbatches; of those, the first M."""
+    whole = max(shape.num_microbatches, 2 * shape.pp - 1)
+    return tuple(
+        tuple(
+            item
+            for item in _row(shape.pp, rank, whole)
+            if item.microbatch is not None and item.microbatch < shape.num_microbatches
+        )
+        for rank in range(shape.pp)
+    )
+
+
+def _row(pp: int, rank: int, num_microbatches: int) -> list[Instruction]:
+    """One rank's list; ``down`` is its stage on the way down the V, ``up`` on the way back."""
+    down, up = rank, 2 * pp - 1 - rank
+    next_of = {(kind, stage): count() for kind in (Kind.F, Kind.I, Kind.W) for stage in (down, up)}
+    row: list[Instruction] = []
+
+    def run(kind: Kind, stage: int) -> None:
+        row.append(Instruction(kind, stage, next(next_of[kind, stage])))
+
+    for _ in range(2 * (pp - rank) - 1):
+        run(Kind.F, down)
+    for _ in range(rank):
+        run(Kind.F, up)
+        run(Kind.F, down)
+    for _ in range(pp - rank):
+        run(Kind.F, up)
+        run(Kind.I, up)
+        run(Kind.W, up)
+    # Behind us: 2P-r-1 forwards down, P up, P-r backwards up and none down.
+    for index in range(num_microbatches - pp):
+        if 2 * pp - rank - 1 + index < num_microbatches:
+            run(Kind.F, down)
+        run(Kind.I, down)
+        run(Kind.W, down)
+        run(Kind.F, up)
+        run(Kind.I, up)
+        run(Kind.W, up)
+    for _ in range(rank):
+        run(Kind.I, down)
+        run(Kind.I, up)
+    for _ in range(pp - rank):
+        run(Kind.I, down)
+        run(Kind.W, down)
+    for _ in range(rank):
+        run(Kind.W, up)
+    for _ in range(rank):
+        run(Kind.W, down)
+    return row
+
+
+ZB_V = Schedule(
+    "zb_v", order, placement="v", stages_per_rank=2, cost_aware=True, splits_backward=True
+)

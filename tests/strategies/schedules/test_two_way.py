@@ -1,0 +1,63 @@
+import pytest
+
+from strategies.errors import PlanError
+from strategies.schedules.schedule import Shape
+from strategies.schedules.two_way import demand_pairs, mirrored, number_steps
+
+
+def words(row):
+    return " ".join(map(str, row))
+
+
+def test_each_way_counts_its_own_forwards_and_backwards():
+    row = number_steps(
+        ["F0", "F0", "F1", "B1", "F0&B0"],
+        stages=(1, 2),
+        microbatch=lambda way, index: 10 * way + index,
+    )
+    assert words(row) == "1F0 1F1 2F10 2B10 (1F2;1B0)OVERLAP_F_B"
+
+
+def test_an_input_gradient_counts_as_backward_and_its_weight_gradient_waits_its_turn():
+    row = number_steps(
+        ["F0", "F1", "F1", "I1", "I0", "W", "B1", "W"],
+        stages=(0, 3),
+        microbatch=lambda way, index: index,
+    )
+    assert words(row) == "0F0 3F0 3F1 3I0 0I0 3W0 3B1 0W0"
+
+
+def test_mirrored_ranks_do_the_same_in_opposite_pipes():
+    rows = mirrored(4, lambda distance: ["F0", "F0", "F1"] if distance else ["F1", "F0"])
+    assert [words(row) for row in rows] == [
+        "3F1 0F0",
+        "1F0 1F2 2F1",
+        "1F1 1F3 2F0",
+        "3F0 0F1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pp", "microbatches", "rounds", "fix"),
+    [
+        (1, 2, 0, "Try pp=2."),
+        (5, 8, 0, "Try pp=4 or pp=6."),
+        (5, 7, 0, "Try pp=4 num_microbatches=8 or pp=6 num_microbatches=8."),
+        (5, 10, 2, "Try pp=4 or pp=6 num_microbatches=12."),
+        (4, 9, 0, "Try num_microbatches=8 or num_microbatches=10."),
+        (4, 1, 0, "Try num_microbatches=2."),
+        (4, 9, 2, "Try num_microbatches=8 or num_microbatches=10."),
+        (4, 7, 2, "Try num_microbatches=8."),
+        (4, 2, 2, "Try num_microbatches=8."),
+    ],
+)
+def test_what_does_not_pair_up_is_refused_with_the_nearest_that_does(pp, microbatches, rounds, fix):
+    with pytest.raises(PlanError) as error:
+        demand_pairs(Shape(pp, microbatches, 2), "twofold", rounds=rounds)
+    assert "twofold" in str(error.value)
+    assert str(error.value).endswith(fix)
+
+
+@pytest.mark.parametrize(("pp", "microbatches", "rounds"), [(2, 2, 0), (4, 8, 2), (6, 4, 0)])
+def test_what_pairs_up_passes(pp, microbatches, rounds):
+    demand_pairs(Shape(pp, microbatches, 2), "twofold", rounds=rounds)
