@@ -19,11 +19,13 @@ from strategies.group_choice import GroupChoice, choose_group, group_candidates
 from strategies.ir.placement import Placement
 from strategies.ir.program import Program, chain
 from strategies.ir.verify import verify
+from strategies.lowering.rendezvous_order import order_messages
 from strategies.lowering.send_recv import add_messages
 from strategies.passes.reduce_grad import add_grad_reduce, add_steps
 from strategies.passes.split_backward import split_backward
 from strategies.passes.variants import accumulate_only, first_microbatches, forward_only
 from strategies.plan import Overlap, Plan
+from strategies.schedule_file import ScheduleFile
 from strategies.schedules import Durations, Rows, Schedule, Shape, find_schedule
 
 
@@ -53,7 +55,7 @@ def compile_plan(plan: Plan) -> Programs:
         ProgramError: The schedule (a user's own, say) made a program that cannot run.
     """
     choice = None
-    if find_schedule(plan.schedule).chooses_group and plan.group is None:
+    if schedule_of(plan).chooses_group and plan.group is None:
         choice = _choose_group(plan)
         plan = replace(plan, group=choice.group)
     return replace(_programs(compile_compute(plan), plan), choice=choice)
@@ -81,7 +83,7 @@ def compile_compute(plan: Plan) -> Program:
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule made a program that cannot run.
     """
-    schedule = find_schedule(plan.schedule)
+    schedule = schedule_of(plan)
     shape = resolve_shape(plan)
     placement = schedule.place(shape)
     draft = _program(schedule, placement, shape, ranks=((),) * placement.num_ranks)
@@ -99,13 +101,23 @@ def compile_compute(plan: Plan) -> Program:
     return compute
 
 
+def schedule_of(plan: Plan) -> Schedule:
+    """The plan's entry in the registry, or its file as one.
+
+    Raises:
+        PlanError: There is no such schedule, or its file is for other ranks.
+        ProgramError: Its file is wrong; the message has line and column.
+    """
+    return find_schedule(plan.schedule, file=plan.file, pp=plan.pp)
+
+
 def resolve_shape(plan: Plan) -> Shape:
     """The plan's degrees with defaults filled in, checked against its schedule's rules.
 
     Raises:
         PlanError: A rule is broken.
     """
-    return find_schedule(plan.schedule).resolve(
+    return schedule_of(plan).resolve(
         pp=plan.pp,
         num_microbatches=plan.num_microbatches,
         stages_per_rank=plan.stages_per_rank,
@@ -117,20 +129,25 @@ def compile_program(
     *,
     schedule: str = "1f1b",
     pp: int = 1,
-    num_microbatches: int = 1,
+    num_microbatches: int | None = None,
     stages_per_rank: int | None = None,
     group: int | None = None,
     overlap: Overlap = "grad_reduce",
     buckets: int | tuple[int, ...] = 1,
     split_backward: bool = False,
     costs: Costs | None = None,
+    file: ScheduleFile | None = None,
 ) -> Program:
     """The training program of a plan given by keywords.
+
+    ``num_microbatches`` is 1 if left out, or what ``file`` (for ``schedule="custom"``) has.
 
     Raises:
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule made a program that cannot run.
     """
+    if num_microbatches is None:
+        num_microbatches = find_schedule(schedule, file=file, pp=pp).num_microbatches or 1
     plan = Plan(
         schedule,
         pp,
@@ -141,6 +158,7 @@ def compile_program(
         buckets,
         split_backward=split_backward,
         costs=costs,
+        file=file,
     )
     return compile_plan(plan).train
 
@@ -167,7 +185,10 @@ def _programs(compute: Program, plan: Plan) -> Programs:
 
 
 def _lower(program: Program, costs: Costs | None) -> Program:
-    return add_messages(program, None if costs is None else costs.table(program))
+    table = None if costs is None else costs.table(program)
+    if table is not None and table.transport == "rendezvous":
+        return order_messages(program, table)
+    return add_messages(program, table)
 
 
 def _choose_group(plan: Plan) -> GroupChoice:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from strategies.costs.table import Costs
 from strategies.errors import PlanError
+from strategies.schedule_file import ScheduleFile
 
 Overlap = Literal["none", "grad_reduce"]
 OVERLAPS: tuple[Overlap, ...] = ("grad_reduce", "none")
@@ -30,6 +31,7 @@ class Plan:
         costs: What instructions take, for everything that is ordered by time: zero-bubble orders,
             ``foldx``'s group, messages. Hashable; None for F = I = W and free messages.
         memory_bytes: Limit per rank for ``foldx``'s group; None for no limit.
+        file: What ``schedule=custom`` takes its order from.
     """
 
     schedule: str = "1f1b"
@@ -42,6 +44,7 @@ class Plan:
     split_backward: bool = False
     costs: Costs | None = None
     memory_bytes: int | None = None
+    file: ScheduleFile | None = None
 
     def __post_init__(self) -> None:
         counts = (self.buckets,) if isinstance(self.buckets, int) else self.buckets

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.compiler import Programs, compile_plan, compile_short, resolve_shape
+from strategies.compiler import Programs, compile_plan, compile_short, resolve_shape, schedule_of
 from strategies.errors import DataError, PlanError
 from strategies.ir.instruction import Kind
 from strategies.ir.placement import Placement
@@ -37,7 +37,6 @@ from strategies.runtime.transport import (
     StrictTransport,
     Transport,
 )
-from strategies.schedules import find_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ class StepStats:
 
 def resolve_placement(plan: Plan) -> Placement:
     """Stages to ranks, before any program is made."""
-    return find_schedule(plan.schedule).place(resolve_shape(plan))
+    return schedule_of(plan).place(resolve_shape(plan))
 
 
 class Engine:

@@ -38,6 +38,8 @@ from strategies.runtime.measured import gather_timeline
 from strategies.runtime.mesh import Coordinates
 from strategies.runtime.stage_model import Mode, StageModel
 from strategies.runtime.unit_model import HasUnits, UnitModel
+from strategies.schedule_file import ScheduleFile, read_schedule_file
+from strategies.schedules import find_schedule
 from strategies.timeline import Timeline
 
 Backend = Literal["auto", "gloo", "nccl", "staged", "strict"]
@@ -53,13 +55,15 @@ class PipelineStrategy(ParallelStrategy):
         pp: Pipeline ranks.
         dp: Replicas; ``"auto"`` fills the devices.
         schedule: A name of the registry.
-        num_microbatches: M per batch of a replica; None for 2 * pp. A batch with fewer rows runs
-            with one row per microbatch.
+        num_microbatches: M per batch of a replica; None for 2 * pp, or what ``file`` has. A batch
+            with fewer rows runs with one row per microbatch.
         stages_per_rank: V; None for the schedule's default.
         group: N microbatches per round; None for the schedule's default.
         split_backward: Split every backward of a schedule that does not split by itself.
         costs: What instructions take (``UniformCosts``), for orders that depend on it.
         memory_bytes: Limit per rank for the group that ``foldx`` chooses.
+        file: For ``schedule="custom"``: the path of its CSV, a line per rank. Every process reads
+            it; what rank 0 has read is what runs.
         units_per_stage: Cut by hand; None balances by cost.
         overlap: ``grad_reduce`` starts reductions inside the backward, ``none`` at the flush.
         bucket_mb: Upper size of a reduction bucket in MiB.
@@ -85,6 +89,7 @@ class PipelineStrategy(ParallelStrategy):
         split_backward: bool = False,
         costs: Costs | None = None,
         memory_bytes: int | None = None,
+        file: str | Path | ScheduleFile | None = None,
         units_per_stage: tuple[int, ...] | None = None,
         overlap: Overlap = "grad_reduce",
         bucket_mb: float = 25.0,
@@ -109,10 +114,15 @@ class PipelineStrategy(ParallelStrategy):
         self._seed = seed
         self._layers = pipeline_layers
         self._metadata = dict(metadata or {})
+        if isinstance(file, str | Path):
+            file = read_schedule_file(str(file))
+        if num_microbatches is None:
+            fixed = find_schedule(schedule, file=file, pp=pp).num_microbatches
+            num_microbatches = fixed or 2 * pp
         self._plan = Plan(
             schedule=schedule,
             pp=pp,
-            num_microbatches=2 * pp if num_microbatches is None else num_microbatches,
+            num_microbatches=num_microbatches,
             stages_per_rank=stages_per_rank,
             group=group,
             overlap=overlap,
@@ -120,6 +130,7 @@ class PipelineStrategy(ParallelStrategy):
             split_backward=split_backward,
             costs=costs,
             memory_bytes=memory_bytes,
+            file=file,
         )
         self._engine: Engine | None = None
         self._engine_module: pl.LightningModule | None = None
@@ -242,6 +253,8 @@ class PipelineStrategy(ParallelStrategy):
             self._engine.close()  # Another model in the same Trainer.
             self._engine = None
         if self._engine is None:
+            if self._plan.file is not None:
+                self._plan = self.broadcast(self._plan)  # It may have changed between two reads.
             self._engine_module = module
             seed = self._seed
             if seed is None:

@@ -15,11 +15,15 @@ from strategies.schedules.custom import NAME as CUSTOM
 from strategies.schedules.custom import custom_schedule
 from strategies.schedules.dualpipe import DUALPIPE
 from strategies.schedules.dualpipe_v import DUALPIPE_V
+from strategies.schedules.eager_1f1b import EAGER_1F1B
 from strategies.schedules.foldx import FOLDX
 from strategies.schedules.foldx_aiao import FOLDX_AIAO
 from strategies.schedules.foldx_fifo import FOLDX_FIFO
 from strategies.schedules.gpipe import GPIPE
+from strategies.schedules.hanayo import HANAYO
 from strategies.schedules.interleaved_1f1b import INTERLEAVED_1F1B
+from strategies.schedules.interleaved_zb import INTERLEAVED_ZB
+from strategies.schedules.looped_bfs import LOOPED_BFS
 from strategies.schedules.naive import NAIVE
 from strategies.schedules.one_f_one_b import ONE_F_ONE_B
 from strategies.schedules.schedule import Durations, Rows, Schedule, Shape
@@ -36,7 +40,11 @@ SCHEDULES: dict[str, Schedule] = {
         NAIVE,
         GPIPE,
         ONE_F_ONE_B,
+        EAGER_1F1B,
         INTERLEAVED_1F1B,
+        INTERLEAVED_ZB,
+        LOOPED_BFS,
+        HANAYO,
         ZB_H1,
         ZB_H2,
         ZB_V,

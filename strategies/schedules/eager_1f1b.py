@@ -5,6 +5,9 @@ as "eager-1F1B" in Zhuang et al., 2022, https://arxiv.org/abs/2211.05322.
 
 3 ranks, 5 microbatches, B twice as long as F (``-``: still running, ``.``: idle)::
 
+    rank 0 | 0F0 0F1 0F2 0F3 0F4  .   .  0B0  -   .  0B1  -   .  0B2  -   .  0B3  -   .  0B4  -
+    rank 1 |  .  1F0 1F1 1F2  .  1B0  -  1F3 1B1  -  1F4 1B2  -   .  1B3  -   .  1B4  -   .   .
+    rank 2 |  .   .  2F0 2B0  -  2F1 2B1  -  2F2 2B2  -  2F3 2B3  -  2F4 2B4  -   .   .   .   .
 
 Rank r runs min(2(P-r)-1, M) forwards before its first backward, and holds as many activations at
 its worst moment. Bubble: (P-1)(F+B), as 1F1B. With a latency c per message 1F1B waits 2c on nearly

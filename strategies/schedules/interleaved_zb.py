@@ -6,6 +6,11 @@ that of ``ScheduleInterleavedZeroBubble`` in torch.distributed.pipelining.
 2 ranks, 4 microbatches, 2 stages per rank, B twice as long as F, I and W one F each; a slot is half
 an F, and the second half stands below the first (``.``: idle)::
 
+    rank 0 | 0F0 0F1 2F0 2F1  .  2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0
+    rank 1 |  .  1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1
+
+    rank 0 | 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3
+    rank 1 | 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
 
 Rank r warms up with (V-1)N + P-1-r forwards, N = ``schedule.group`` (default P), then runs one F,
 one I, and from the r-th backward on one W, so its Ws lag r behind. For F = I = W and N = P that is

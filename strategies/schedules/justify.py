@@ -1,4 +1,4 @@
-"""A generator for unsplit schedules: list scheduling under a memory limit, improved by turning time.
+"""Unsplit schedules by list scheduling under a memory limit, improved by turning time around.
 
 A list scheduler gives each rank that falls idle the most urgent instruction that is ready. What is
 urgent is learned: the schedule found is replayed backwards from its end, last things first, and the
@@ -13,22 +13,28 @@ gone, still finds room for all its stages here (the banker's rule, oldest first)
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
-from strategies.ir.instruction import backward, forward
+from strategies.ir.instruction import Instruction, backward, forward
 from strategies.schedules.schedule import Rows
 
-# What a cell of the chain is: a place 0 .. 2S-1 on a microbatch's way through all stages and back.
-_Starts = list[list[float]]
+# Of (place, microbatch); places 0 .. 2S-1 are a microbatch's way through all stages and back. The
+# smallest goes first.
 _Urgency = Callable[[int, int], float]
 
-# Microbatches enter this share of (F+B) apart in the timetable that a first pass aims at.
-_PACES = (0.5, 0.75, 1.0, 1.5)
-_TURNS = 24
-# Instructions placed in all passes together; bounds the time for large programs to about a second.
-_BUDGET = 250_000
+# The first passes aim at timetables in which microbatches enter this far apart, as a share of what
+# one of them takes on the slowest rank.
+_PACES = (0.5, 1.0, 1.5, 8.0, 0.75, 2.0, 0.9, 1.25, 0.6, 0.4)
+# Turns without a gain after which the next timetable is tried.
+_PATIENCE = 5
+# A rank waits for something more urgent that comes within this share of what it could start now.
+_FORESIGHT = 0.5
+# Instructions placed in all passes together: for large programs, the time of about half a second.
+_BUDGET = 150_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,13 @@ class Chain:
         return max(self.rank_of) + 1
 
 
+class _Found(NamedTuple):
+    """A schedule: start per place and microbatch, and (place, microbatch) as they were issued."""
+
+    starts: list[list[float]]
+    issued: list[tuple[int, int]]
+
+
 def justified_rows(chain: Chain, *, target: float) -> Rows:
     """The fastest order found; deterministic.
 
@@ -68,20 +81,29 @@ def justified_rows(chain: Chain, *, target: float) -> Rows:
     durations = (*chain.forward, *reversed(chain.backward))
     onward = _Pass(chain, ranks, durations)
     mirrored = _Pass(chain, ranks, tuple(reversed(durations)))
-    passes_left = max(1, _BUDGET // (len(ranks) * chain.num_microbatches))
-    best: _Starts = []
-    least = float("inf")
+    slowest = max(
+        sum(took for took, there in zip(durations, ranks, strict=True) if there == rank)
+        for rank in range(chain.num_ranks)
+    )
+    budget = _BUDGET // (len(ranks) * chain.num_microbatches)
+    best = onward.run(_timetable(durations, _PACES[0] * slowest))
     for pace in _PACES:
-        starts = onward.run(_timetable(durations, pace * sum(durations) / chain.num_ranks))
-        for _ in range(_TURNS):
-            ended = onward.makespan(starts)
-            if ended < least:
-                best, least = starts, ended
-            if least <= target * (1 + 1e-9) or passes_left <= 0:
+        found = onward.run(_timetable(durations, pace * slowest))
+        here, since = float("inf"), 0
+        while since < _PATIENCE:
+            ended = onward.makespan(found)
+            if ended < onward.makespan(best) * (1 - 1e-9):
+                best = found
+            since = 0 if ended < here * (1 - 1e-9) else since + 1
+            here = min(here, ended)
+            if budget <= 0 or onward.makespan(best) <= target * (1 + 1e-9):
                 return _rows(chain, best)
-            back = mirrored.run(_latest_end_first(starts, durations))
-            starts = onward.run(_latest_end_first(back, tuple(reversed(durations))))
-            passes_left -= 2
+            back = mirrored.run(_latest_end_first(found, durations))
+            again = onward.run(_latest_end_first(back, tuple(reversed(durations))))
+            budget -= 2
+            if again.starts == found.starts:
+                break
+            found = again
     return _rows(chain, best)
 
 
@@ -91,34 +113,22 @@ def _timetable(durations: Sequence[float], interval: float) -> _Urgency:
     return lambda place, microbatch: microbatch * interval + reached[place]
 
 
-def _latest_end_first(starts: _Starts, durations: Sequence[float]) -> _Urgency:
+def _latest_end_first(found: _Found, durations: Sequence[float]) -> _Urgency:
     """For a pass in the other direction: what ended last comes first."""
-    last_place, last = len(durations) - 1, len(starts[0]) - 1
+    last_place, last = len(durations) - 1, len(found.starts[0]) - 1
     return lambda place, microbatch: (
-        -starts[last_place - place][last - microbatch] - durations[last_place - place]
+        -found.starts[last_place - place][last - microbatch] - durations[last_place - place]
     )
 
 
-def _rows(chain: Chain, starts: _Starts) -> Rows:
+def _rows(chain: Chain, found: _Found) -> Rows:
     num_stages = len(chain.rank_of)
-    cells = sorted(
-        (start, place, microbatch)
-        for place, row in enumerate(starts)
-        for microbatch, start in enumerate(row)
-    )
-    rows: list[list[tuple[int, int]]] = [[] for _ in range(chain.num_ranks)]
-    for _, place, microbatch in cells:
+    rows: list[list[Instruction]] = [[] for _ in range(chain.num_ranks)]
+    for place, microbatch in found.issued:
         stage = min(place, 2 * num_stages - 1 - place)
-        rows[chain.rank_of[stage]].append((place, microbatch))
-    return tuple(
-        tuple(
-            forward(place, microbatch)
-            if place < num_stages
-            else backward(2 * num_stages - 1 - place, microbatch)
-            for place, microbatch in row
-        )
-        for row in rows
-    )
+        make = forward if place < num_stages else backward
+        rows[chain.rank_of[stage]].append(make(stage, microbatch))
+    return tuple(map(tuple, rows))
 
 
 class _Pass:
@@ -130,50 +140,105 @@ class _Pass:
         self._durations = durations
         self._hops = [
             chain.latency if here != there else 0.0
-            for here, there in zip(ranks, ranks[1:], strict=False)
+            for here, there in zip(ranks, (*ranks[1:], ranks[-1]), strict=True)
         ]
-        self._stages = [chain.rank_of.count(rank) for rank in range(chain.num_ranks)]
         self._tolerance = 1e-9 * max(durations)
 
-    def makespan(self, starts: _Starts) -> float:
-        return max(start + self._durations[-1] for start in starts[-1])
+    def makespan(self, found: _Found) -> float:
+        """When the last microbatch leaves its last place."""
+        return max(found.starts[-1]) + self._durations[-1]
 
-    def run(self, urgency: _Urgency) -> _Starts:
-        """Start per place and microbatch; of equally urgent instructions the older one."""
-        chain, ranks, durations = self._chain, self._ranks, self._durations
-        num_ranks, num_microbatches = chain.num_ranks, chain.num_microbatches
-        half = len(ranks) // 2
-        starts: _Starts = [[0.0] * num_microbatches for _ in ranks]
-        self._own = [[0] * num_microbatches for _ in range(num_ranks)]
-        self._entered = [[0] * num_microbatches for _ in range(num_ranks)]
-        ready: list[set[tuple[float, int, int]]] = [set() for _ in range(num_ranks)]
-        free = [0.0] * num_ranks
-        # (time, place, microbatch): arrival of what a place needs; place -1 wakes a rank.
+    def run(self, urgency: _Urgency) -> _Found:
+        """Issues everything; of equally urgent instructions the older microbatch's."""
+        num_microbatches, half = self._chain.num_microbatches, len(self._ranks) // 2
+        found = _Found([[0.0] * num_microbatches for _ in self._ranks], [])
+        memory = [_Memory(self._chain, rank) for rank in range(self._chain.num_ranks)]
+        ready: list[list[tuple[float, int, int]]] = [[] for _ in memory]
+        coming: list[dict[tuple[float, int, int], float]] = [{} for _ in memory]
+        busy = [False] * len(memory)
+        # (time, place, microbatch): an end where the place is negative (-1 - place), else an
+        # arrival of what the place needs. Ends come first, so that their memory is free.
         events = [(0.0, 0, microbatch) for microbatch in range(num_microbatches)]
         while events:
             now = events[0][0]
             woken = set()
             while events and events[0][0] <= now + self._tolerance:
-                _, place, number = heappop(events)
-                if place < 0:
-                    woken.add(number)
-                    continue
-                rank = ranks[place]
-                ready[rank].add((urgency(place, number), number, place))
+                time, place, microbatch = heappop(events)
+                rank = self._ranks[place if place >= 0 else -1 - place]
                 woken.add(rank)
-                if place > half:
+                if place >= 0:
+                    arrived = (urgency(place, microbatch), microbatch, place)
+                    coming[rank].pop(arrived, None)
+                    insort(ready[rank], arrived)
                     continue
+                place = -1 - place
+                busy[rank] = False
+                if place >= half:
+                    memory[rank].free(microbatch)
+                if place + 1 < len(self._ranks):
+                    heappush(events, (time + self._hops[place], place + 1, microbatch))
             for rank in sorted(woken):
-                if free[rank] > now + self._tolerance:
+                if busy[rank]:
                     continue
-                self._release(rank)
-                best = None
-                for cell in ready[rank]:
-                    if (best is None or cell < best) and (
-                        cell[2] >= half or self._fits(rank, cell[1])
-                    ):
-                        best = cell
-                if best is None:
+                fits = memory[rank].fits
+                able = (cell for cell in ready[rank] if cell[2] >= half or fits(cell[1]))
+                cell = next(able, None)
+                if cell is None:
                     continue
-                ready[rank].remove(best)
-        return starts
+                _, microbatch, place = cell
+                soon = now + _FORESIGHT * self._durations[place] - self._tolerance
+                if any(
+                    later < cell and arrival < soon and (later[2] >= half or fits(later[1]))
+                    for later, arrival in coming[rank].items()
+                ):
+                    continue
+                ready[rank].remove(cell)
+                if place < half:
+                    memory[rank].take(microbatch)
+                busy[rank] = True
+                found.starts[place][microbatch] = now
+                found.issued.append((place, microbatch))
+                end = now + self._durations[place]
+                heappush(events, (end, -1 - place, microbatch))
+                if place + 1 < len(self._ranks):
+                    after = (urgency(place + 1, microbatch), microbatch, place + 1)
+                    coming[self._ranks[place + 1]][after] = end + self._hops[place]
+        return found
+
+
+class _Memory:
+    """What one rank holds, per microbatch."""
+
+    def __init__(self, chain: Chain, rank: int) -> None:
+        self._limit = chain.limit
+        self._stages = chain.rank_of.count(rank)
+        self._own = [0] * chain.num_microbatches
+        self._to_come = [self._stages] * chain.num_microbatches
+        self._held = 0
+        self._oldest = 0  # All before it are through with this rank.
+
+    def fits(self, microbatch: int) -> bool:
+        """Whether the microbatch may enter one more stage of this rank."""
+        left = self._held + 1
+        if left > self._limit:
+            return False
+        for older in range(self._oldest, microbatch):
+            to_come = self._to_come[older]
+            if to_come and left + to_come > self._limit:
+                return False
+            left -= self._own[older]
+        return True
+
+    def take(self, microbatch: int) -> None:
+        """One more pair, from the start of its F on."""
+        self._own[microbatch] += 1
+        self._to_come[microbatch] -= 1
+        self._held += 1
+
+    def free(self, microbatch: int) -> None:
+        """One pair less, at the end of its B."""
+        self._own[microbatch] -= 1
+        self._held -= 1
+        own, to_come = self._own, self._to_come
+        while self._oldest < len(own) and not (own[self._oldest] or to_come[self._oldest]):
+            self._oldest += 1

@@ -6,6 +6,11 @@ torch.distributed.pipelining.
 2 ranks, 4 microbatches, 2 stages per rank, B twice as long as F; a slot is half an F, and the
 second half stands below the first (``-``: still running, ``.``: idle)::
 
+    rank 0 | 0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3  .   .   .  2B3  -  2B2
+    rank 1 |  .  1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B3  -  3B2  -  3B1
+
+    rank 0 |  -  2B1  -  2B0  -  0B3  -  0B2  -  0B1  -  0B0  -
+    rank 1 |  -  3B0  -  1B3  -  1B2  -  1B1  -  1B0  -   .   .
 
 Warm-up: all VM forwards. Backward: last stage first, microbatches descending (``foldx_aiao`` is the
 same with ascending ones). Bubble: (P-1)(F+B)/V for M >= P; fewer microbatches than ranks leave gaps

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from strategies.ir.graph import Graph
 from strategies.ir.instruction import Instruction, Kind
 from strategies.ir.program import Program
+from strategies.schedules.replay import arrivals, duration, makespan
 from strategies.schedules.schedule import Durations
 
 # A gap is filled if its W ends at most this share of its duration too late.
@@ -43,45 +43,6 @@ def fill_gaps(program: Program, durations: Durations) -> Program:
             if ended < least - tolerance:
                 best, least = program.with_ranks(rows), ended
     return best
-
-
-def makespan(program: Program, durations: Durations) -> float:
-    """When the last instruction of a program that is not lowered ends."""
-    graph = program.graph
-    end = [0.0] * len(graph.nodes)
-    free = [0.0] * len(program.ranks)
-    for node in graph.order:
-        rank = graph.rank[node]
-        arrivals = (end[need] + hop for need, hop in _arrivals(graph, node, durations))
-        end[node] = max([free[rank], *arrivals]) + _duration(graph.nodes[node], durations)
-        free[rank] = end[node]
-    return max(free)
-
-
-def _duration(item: Instruction, durations: Durations) -> float:
-    total = 0.0
-    for part in item.parts:
-        stage = part.stage
-        if part.kind is Kind.F or part.kind is Kind.R:
-            total += durations.forward[stage]
-        if part.kind is Kind.I or part.kind is Kind.B:
-            total += durations.backward_input[stage]
-        if part.kind is Kind.W or part.kind is Kind.B:
-            total += durations.backward_weight[stage]
-    return total
-
-
-def _arrivals(graph: Graph, node: int, durations: Durations) -> list[tuple[int, float]]:
-    """(node that must have ended, time until that is known here); ``after`` edges take no time."""
-    needs = graph.needs[node]
-    data = len(needs) - len(graph.nodes[node].after)
-    return [
-        (
-            need,
-            durations.latency if place < data and graph.rank[need] != graph.rank[node] else 0.0,
-        )
-        for place, need in enumerate(needs)
-    ]
 
 
 def _takes(item: Instruction) -> int:
@@ -119,10 +80,10 @@ class _Filler:
         self._graph = graph
         self._limits = limits
         self._overhang = overhang
-        self._duration = [_duration(item, durations) for item in graph.nodes]
+        self._duration = [duration(item, durations) for item in graph.nodes]
         # Sums of durations round; what is this close is there.
         self._tolerance = 1e-9 * max(self._duration, default=0.0)
-        self._arrivals = [_arrivals(graph, node, durations) for node in range(len(graph.nodes))]
+        self._arrivals = [arrivals(graph, node, durations) for node in range(len(graph.nodes))]
         spans = list(pairwise(graph.offsets))
         self._fixed = [
             deque(node for node in range(*span) if graph.nodes[node].kind is not Kind.W)

@@ -51,16 +51,30 @@ def unroll(program: Program, costs: Costs, *, steps: int) -> tuple[Timeline, ...
             "simulate() needs a lowered program, with messages. compile_program() returns one."
         )
     table = costs.table(program)
-    zero = (0.0,) * len(program.ranks)
-    clocks = Clocks(zero, zero, zero * len(program.ranks))
+    clocks = _at_zero(program)
     timelines = []
     for _ in range(steps):
-        if table.transport == "rendezvous":
-            start, end, clocks = _run_rendezvous(program, table, clocks)
-        else:
-            start, end, clocks = _run_buffered(program, table, clocks)
+        start, end, clocks = _run(program, table, clocks)
         timelines.append(_timeline(program, table, start, end))
     return tuple(timelines)
+
+
+def replay(program: Program, table: CostTable) -> tuple[list[float], list[float]]:
+    """Start and end of every node of a lowered program's graph, for searches in a loop."""
+    start, end, _ = _run(program, table, _at_zero(program))
+    return start, end
+
+
+def _at_zero(program: Program) -> Clocks:
+    zero = (0.0,) * len(program.ranks)
+    return Clocks(zero, zero, zero * len(program.ranks))
+
+
+def _run(
+    program: Program, table: CostTable, clocks: Clocks
+) -> tuple[list[float], list[float], Clocks]:
+    run = _run_rendezvous if table.transport == "rendezvous" else _run_buffered
+    return run(program, table, clocks)
 
 
 def _timeline(

@@ -26,8 +26,9 @@ def _gradients(saved: Saved, incoming: Tensor, edges: Sequence[int]) -> list[Ten
 def _samples(device: torch.device) -> list[Sample]:
     weight = example(device, 5, 3)
     indices = torch.tensor([[1, 4, 1], [0, 2, 4]], device=device)
-    output = F.embedding(indices, weight, padding_idx=2, scale_grad_by_freq=True)
-    return [Sample(output, {0: weight})]
+    plain = F.embedding(indices, weight)
+    padded = F.embedding(indices, weight, padding_idx=2, scale_grad_by_freq=True)
+    return [Sample(output, {0: weight}) for output in (plain, padded)]
 
 
 EMBEDDING = Rule(

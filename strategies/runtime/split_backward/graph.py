@@ -55,7 +55,12 @@ def root_of(output: Tensor) -> GradientEdge:
 
 def leaf_of(node: Node) -> Tensor | None:
     """The leaf tensor that a node accumulates for, None for every other node."""
-    return node.variable if _accumulates(type(node)) else None
+    return node.variable if _accumulates(kind_of(node)) else None
+
+
+def kind_of(node: Node) -> Any:
+    """A node's type; one per operation of torch, one per function of a user."""
+    return type(node)
 
 
 @functools.cache

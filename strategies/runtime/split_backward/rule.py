@@ -41,6 +41,7 @@ class Product:
         return Product(self.right.mT, self.left.mT, self.scale)
 
     def value(self) -> Tensor:
+        """The product itself, a new tensor."""
         result = self.left @ self.right
         return result if self.scale == 1 else result * self.scale
 

@@ -143,7 +143,9 @@ def test_the_first_stage_has_nobody_before_it():
     )
 
 
-@pytest.mark.parametrize(("text", "line"), [("\n0F0", 1), ("0F0\n,,\n1F0", 2), ("0UNSHARD\n1F0", 1)])
+@pytest.mark.parametrize(
+    ("text", "line"), [("\n0F0", 1), ("0F0\n,,\n1F0", 2), ("0UNSHARD\n1F0", 1)]
+)
 def test_a_line_that_computes_nothing_is_refused(text, line):
     assert refusal(text).startswith(f"my.csv, line {line}, column 1: nothing is computed here.")
 

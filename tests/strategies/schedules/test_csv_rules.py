@@ -63,7 +63,8 @@ def test_every_computation_is_found_with_its_rank_also_inside_a_pair():
         ),
         (
             "0F0,0B0\n2F0,2B0",
-            "line 2, column 1: 2F0, but none of the stages is 1. Stages count from 0 without a gap.",
+            "line 2, column 1: 2F0, but none of the stages is 1. "
+            "Stages count from 0 without a gap.",
         ),
         (
             "0F0,0B0,0F2,0B2",
@@ -77,7 +78,8 @@ def test_every_computation_is_found_with_its_rank_also_inside_a_pair():
         ),
         (
             "1F0,1B0",
-            "line 1, column 1: 1F0, but none of the stages is 0. Stages count from 0 without a gap.",
+            "line 1, column 1: 1F0, but none of the stages is 0. "
+            "Stages count from 0 without a gap.",
         ),
     ],
 )
