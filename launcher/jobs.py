@@ -30,6 +30,7 @@ from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.registry import DATA, MODELS, load
 from strategies.runtime.checkpoint import load_state_dict
 from strategies.runtime.strategy import PipelineStrategy
+from strategies.schedule_file import ScheduleFile
 from strategies.timeline import Timeline
 
 OUTCOME = "outcome.json"
@@ -39,11 +40,13 @@ def run(task: dict[str, Any], run_dir: Path) -> None:
     """Runs one rank of a task.
 
     Args:
-        task: ``{"config": ..., "checkpoint": path or None}``, as ``resolved.json`` has it.
+        task: ``{"config": ..., "checkpoint": path or None, "schedule_file": content or None}``, as
+            ``resolved.json`` has it.
         run_dir: The run's folder; rank 0 leaves ``outcome.json`` there.
     """
     config = from_dict(task["config"])
-    resolved = resolve(config)
+    file = task["schedule_file"]
+    resolved = resolve(config, None if file is None else ScheduleFile(**file))
     _quiet()
     jobs: dict[str, Callable[[Run, Path, str | None], dict[str, Any]]] = {
         "train": _train,
@@ -83,6 +86,7 @@ def _strategy(run: Run) -> PipelineStrategy:
         group=plan.group,
         split_backward=plan.split_backward,
         costs=plan.costs,
+        file=plan.file,
         memory_bytes=plan.memory_bytes,
         units_per_stage=config.schedule.layers_per_stage if run.own_model else cut,
         overlap=plan.overlap,
@@ -211,6 +215,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         "step_time_s": step_time,
         "tokens_per_s": tokens / step_time if step_time and tokens else None,
         "peak_memory_bytes": closing.peaks,
+        "measured_norm_sync_s": closing.norm_sync_s,
         "checkpoint": None if last.path is None else str(last.path),
         "timeline": None if closing.timeline is None else _plain(closing.timeline),
         "buckets": _buckets(pipeline(trainer)),
@@ -231,18 +236,23 @@ class _Closing(Callback):
         self._idle = _largest_resident()
         self.timeline: Timeline | None = None
         self.peaks: list[int] = []
+        self.norm_sync_s: float | None = None
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Collective."""
         self.timeline = pipeline(trainer).measured_timeline()
-        own = _peak_memory(self._idle)
+        waits = pipeline(trainer).engine.norm_waits_s
+        own = (_peak_memory(self._idle), statistics.median(waits) if waits else None)
         gathered = [own]
         if dist.is_initialized():
-            gathered = [0] * self._run.world_size
+            gathered = [own] * self._run.world_size
             dist.all_gather_object(gathered, own)
         # Per pipeline rank, the largest of its replicas.
         dp = self._run.dp
-        self.peaks = [max(gathered[i : i + dp]) for i in range(0, len(gathered), dp)]
+        peaks = [peak for peak, _ in gathered]
+        self.peaks = [max(peaks[i : i + dp]) for i in range(0, len(peaks), dp)]
+        # The rank that is done first waits longest.
+        self.norm_sync_s = max((wait for _, wait in gathered if wait is not None), default=None)
 
 
 def _peak_memory(idle: int) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launcher.config import LaunchConfig
 from launcher.config.batches import plan_batches
+from launcher.config.given_schedule import given_schedule
 from launcher.config.schedule_group import schedule_group
 from launcher.config.shape import transformer_shape
 from launcher.installed import installed_names
@@ -27,7 +28,7 @@ from strategies.errors import PlanError
 from strategies.ir.placement import Placement
 from strategies.partition import balance, by_counts
 from strategies.plan import Plan, num_buckets
-from strategies.schedules import find_schedule
+from strategies.schedule_file import ScheduleFile
 
 ELEMENT_BYTES = {"32-true": 4, "64-true": 8}
 _MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1}
@@ -72,14 +73,24 @@ class Run:
         return self.config.pp * self.dp
 
     @property
+    def group(self) -> int | None:
+        """Microbatches per round; None for schedules without rounds."""
+        choice = self.programs.choice
+        return resolve_shape(self.plan).group if choice is None else choice.group
+
+    @property
     def layers_per_stage(self) -> tuple[float, ...]:
         """Layers per stage; a half is an attention or an MLP alone."""
         last = 2 * self.shape.layers + 1
         return tuple(sum(1 for u in stage if 0 < u < last) / 2 for stage in self.stages)
 
 
-def resolve(config: LaunchConfig) -> Run:
+def resolve(config: LaunchConfig, file: ScheduleFile | None = None) -> Run:
     """Fills in what was left open and compiles the programs.
+
+    Args:
+        config: What was asked.
+        file: The content of ``schedule.file`` as the parent has read it; None to read it.
 
     Raises:
         PlanError: Degrees, batch sizes or the cut do not work together.
@@ -87,9 +98,9 @@ def resolve(config: LaunchConfig) -> Run:
         DataError: The vocabulary is the data's, and the data cannot be read.
     """
     dp = _replicas(config)
-    num_microbatches, batch_size = plan_batches(config, dp)
+    schedule, file = given_schedule(config, file)
+    num_microbatches, batch_size = plan_batches(config, dp, schedule.num_microbatches)
     shape = model_shape(config)
-    schedule = find_schedule(config.schedule.name)
     plan = Plan(
         schedule=config.schedule.name,
         pp=config.pp,
@@ -98,6 +109,7 @@ def resolve(config: LaunchConfig) -> Run:
         group=schedule_group(config, schedule),
         overlap=config.overlap.name,
         split_backward=config.schedule.split_backward,
+        file=file,
     )
     resolved = resolve_shape(plan)
     placement = schedule.place(resolved)

@@ -14,13 +14,14 @@ from functools import lru_cache
 
 from strategies.costs.table import Costs, CostTable
 from strategies.costs.uniform import UniformCosts
-from strategies.errors import PlanError
+from strategies.errors import PlanError, ProgramError
 from strategies.group_choice import GroupChoice, choose_group, group_candidates
 from strategies.ir.placement import Placement
 from strategies.ir.program import Program, chain
 from strategies.ir.verify import verify
 from strategies.lowering.rendezvous_order import order_messages
 from strategies.lowering.send_recv import add_messages
+from strategies.passes.fused_pairs import separate_pairs
 from strategies.passes.reduce_grad import add_grad_reduce, add_steps
 from strategies.passes.split_backward import split_backward
 from strategies.passes.variants import accumulate_only, first_microbatches, forward_only
@@ -169,8 +170,14 @@ def _train(compute: Program, plan: Plan) -> Program:
     buckets = (plan.buckets,) * stages if isinstance(plan.buckets, int) else plan.buckets
     if len(buckets) != stages:
         raise PlanError(f"buckets={list(buckets)}: one number per stage is needed, here {stages}.")
+    if any(item.halves for row in compute.ranks for item in row) and not _pairs_gain(plan, compute):
+        compute = verify(separate_pairs(compute))
     reduced = verify(add_grad_reduce(compute, buckets, overlap=plan.overlap == "grad_reduce"))
     return verify(add_steps(reduced))
+
+
+def _pairs_gain(plan: Plan, compute: Program) -> bool:
+    return plan.costs is not None and plan.costs.table(compute).fused < 1.0
 
 
 def _programs(compute: Program, plan: Plan) -> Programs:
@@ -203,6 +210,11 @@ def _choose_group(plan: Plan) -> GroupChoice:
 
 
 def _program(schedule: Schedule, placement: Placement, shape: Shape, ranks: Rows) -> Program:
+    if not isinstance(ranks, list | tuple) or not all(isinstance(r, list | tuple) for r in ranks):
+        raise ProgramError(
+            f"{schedule.name}: its order is no list of instructions per rank. Return a tuple with "
+            f"{placement.num_ranks} tuples."
+        )
     return Program(
         schedule=schedule.name,
         placement=placement,

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,13 @@ def run_ranks(
     """
     config = dump(run.config)
     config["dp"] = run.dp
-    task = {"config": config, "checkpoint": None if checkpoint is None else str(checkpoint)}
+    file = run.plan.file
+    task = {
+        "config": config,
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        # The text and not the path: what has been verified here is what runs there.
+        "schedule_file": None if file is None else asdict(file),
+    }
     write_atomically(run_dir / "resolved.json", json.dumps(task, indent=1))
     world = 1 if run.config.mode == "generate" else run.world_size
     LocalRanks(run_dir, world, on_event).run()

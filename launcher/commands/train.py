@@ -97,6 +97,8 @@ def _beside(
     return {
         "mfu": mfu,
         "predicted_step_time_s": predicted.makespan * accumulation if seconds else None,
+        "measured_makespan_s": None if measured is None else measured.makespan,
+        "measured_period_s": None if measured is None else measured.period,
         "measured_bubble_ratio": None if measured is None else measured.bubble_ratio,
         "measured_exposed_grad_reduce_s": (
             None if measured is None else measured.exposed_grad_reduce

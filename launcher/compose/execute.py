@@ -22,6 +22,8 @@ from strategies.errors import PipelineError, PlanError
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
+    from launcher.report.sweep_job import SweepJob
+
 Command = Callable[[LaunchConfig, Path], int]
 
 PREEMPTED = 85
@@ -104,7 +106,7 @@ def run_one(hydra: Hydra, overrides: Sequence[str], folder: RunFolder, command: 
     Raises:
         PipelineError: What the command raised; the folder of a refused run is gone then.
     """
-    job = _Job(command, num_jobs=1)
+    job = _Job(command)
     words = [word for word in overrides if not word.startswith("hydra.run.dir=")]
     words.append(quote("hydra.run.dir", str(folder.path)))
     hydra.run(config_name=CONFIG_NAME, task_function=job, overrides=words)
@@ -124,54 +126,102 @@ def run_sweep(
 ) -> int:
     """Runs every job of a sweep, each in a numbered folder; a failed job does not stop the others.
 
+    It ends with a comparison of all jobs that ran: tables on the terminal, and ``sweep.*``.
+
     Returns:
         0 if all succeeded, else the first other code. A preempted job ends the sweep.
     """
-    job = _Job(command, num_jobs=len(jobs))
+    job = _Job(command, jobs=jobs)
     words = [word for word in overrides if not word.startswith("hydra.sweep.dir=")]
     words.append(quote("hydra.sweep.dir", str(folder.path)))
     try:
         hydra.multirun(config_name=CONFIG_NAME, task_function=job, overrides=words)
     except _SweepEnded:
+        _report(folder.path, job, hurry=False)
         return PREEMPTED
+    except KeyboardInterrupt:
+        _report(folder.path, job, hurry=True)
+        raise
     failed = [(index, code) for index, code in enumerate(job.codes) if code]
     for index, code in failed:
         sys.stderr.write(
             f"job {index} of the sweep failed (exit {code}): {' '.join(jobs[index])}\n"
         )
+    sys.stderr.flush()
+    _report(folder.path, job, hurry=False)
     return failed[0][1] if failed else 0
 
 
-class _Job:
-    """What Hydra calls per job; keeps the exit codes, which Hydra has no place for."""
+def _report(folder: Path, job: _Job, *, hurry: bool) -> None:
+    from launcher.report.sweep_files import report_sweep  # Only a sweep needs it.
+    from launcher.report.sweep_labels import make_sweep
 
-    def __init__(self, command: Command, *, num_jobs: int) -> None:
+    if job.ended:
+        report_sweep(folder, make_sweep(job.ended, job.jobs), hurry=hurry)
+
+
+class _Job:
+    """What Hydra calls per job; keeps how each one ended, which Hydra has no place for.
+
+    Attributes:
+        codes: Exit codes.
+        ended: What a sweep shows of its jobs; empty for a single run.
+        jobs: Overrides of every job of a sweep.
+    """
+
+    def __init__(self, command: Command, *, jobs: Sequence[Sequence[str]] = ()) -> None:
         self.codes: list[int] = []
+        self.ended: list[SweepJob] = []
+        self.jobs = jobs
         self._command = command
-        self._num_jobs = num_jobs
+        self._config: LaunchConfig | None = None
+        self._error = ""
 
     def __call__(self, composed: DictConfig) -> int:
         hydra = HydraConfig.get()
-        if self._num_jobs > 1:
+        if len(self.jobs) > 1:
             overrides = " ".join(hydra.overrides.task)
-            sys.stdout.write(f"[{len(self.codes) + 1}/{self._num_jobs}] {overrides}\n")
+            sys.stdout.write(f"[{len(self.codes) + 1}/{len(self.jobs)}] {overrides}\n")
             sys.stdout.flush()
-        code = self._guarded(composed, hydra)
+        code = self._in_sweep(composed, hydra) if self.jobs else self._guarded(composed, hydra)
         self.codes.append(code)
-        if code == PREEMPTED and self._num_jobs > 1:
+        if code == PREEMPTED and self.jobs:
             raise _SweepEnded
         return code
 
+    def _in_sweep(self, composed: DictConfig, hydra: HydraConf) -> int:
+        from launcher.report.sweep_job import ended_job, file_stamps
+
+        folder, index = Path(hydra.runtime.output_dir), len(self.ended)
+        before = file_stamps(folder)
+        self._config, self._error = None, ""
+        code: int | None = None
+        try:
+            code = self._guarded(composed, hydra)
+            return code
+        except KeyboardInterrupt:
+            self._error = "interrupted"
+            raise
+        finally:
+            self.ended.append(
+                ended_job(
+                    index, folder, self.jobs[index],
+                    config=self._config, before=before, exit_code=code, error=self._error,
+                )
+            )  # fmt: skip
+
     def _guarded(self, composed: DictConfig, hydra: HydraConf) -> int:
         try:
-            config = to_config(composed, hydra.runtime.choices)
-            return self._command(config, Path(hydra.runtime.output_dir))
+            self._config = to_config(composed, hydra.runtime.choices)
+            return self._command(self._config, Path(hydra.runtime.output_dir))
         except PipelineError as error:
+            self._error = str(error)
             sys.stderr.write(f"error: {error}\n")
             return error.exit_code
         except BrokenPipeError:
             raise  # `| head` has closed our output; main() knows.
-        except Exception:
+        except Exception as error:
             # A defect of ours or of the user's model, not a wrong request: show where.
+            self._error = "".join(traceback.format_exception_only(error)).strip()
             traceback.print_exc()
             return 1

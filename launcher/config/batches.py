@@ -6,7 +6,7 @@ from launcher.config.launch import LaunchConfig
 from strategies.errors import PlanError
 
 
-def plan_batches(config: LaunchConfig, dp: int) -> tuple[int, int]:
+def plan_batches(config: LaunchConfig, dp: int, fixed: int | None = None) -> tuple[int, int]:
     """Microbatches per step and replica, and sequences per step and replica.
 
     ``data.global_batch_size`` over dp is cut into microbatches of ``data.microbatch_size``, of
@@ -15,14 +15,20 @@ def plan_batches(config: LaunchConfig, dp: int) -> tuple[int, int]:
     Args:
         config: The three keys may be left open in part.
         dp: Replicas, known by now.
+        fixed: The number of microbatches that the schedule's file has; None where any number goes.
 
     Raises:
         PlanError: The keys contradict each other.
     """
     total, size = config.data.global_batch_size, config.data.microbatch_size
     asked = config.num_microbatches
+    if fixed is not None and asked not in ("auto", fixed):
+        raise PlanError(
+            f"num_microbatches={asked}, but {config.schedule.file} has {fixed}. "
+            f"Try num_microbatches={fixed}, or num_microbatches=auto."
+        )
     if total is None:
-        count = 2 * config.pp if asked == "auto" else int(asked)
+        count = (fixed or 2 * config.pp) if asked == "auto" else int(asked)
         return count, count * size
     if total % dp:
         fit = max(dp, round(total / dp) * dp)
@@ -38,5 +44,11 @@ def plan_batches(config: LaunchConfig, dp: int) -> tuple[int, int]:
             f"data.global_batch_size={total}, but num_microbatches * dp * data.microbatch_size = "
             f"{asked} * {dp} * {size} = {share}. "
             f"Try data.global_batch_size={share}, or num_microbatches=auto."
+        )
+    if fixed is not None and count != fixed:
+        raise PlanError(
+            f"data.global_batch_size={total} / (dp={dp} * data.microbatch_size={size}) makes "
+            f"{count} microbatches, but {config.schedule.file} has {fixed}. "
+            f"Try data.global_batch_size={fixed * dp * size}."
         )
     return count, rows

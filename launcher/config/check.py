@@ -74,15 +74,21 @@ def _check_degrees(config: LaunchConfig) -> None:
 
 def _check_schedule(config: LaunchConfig) -> None:
     # Torch-free, but not needed to read a config.
+    from launcher.config.given_schedule import given_schedule
     from launcher.config.schedule_group import schedule_group
-    from strategies.schedules import find_schedule
 
     schedule = config.schedule
-    found = find_schedule(schedule.name)
+    if schedule.placement is not None and schedule.file is None:
+        raise PlanError(
+            f"schedule.placement={schedule.placement} says how to read schedule.file, and there is "
+            "none. Try schedule=custom schedule.file=my.csv, or without schedule.placement."
+        )
+    found, _ = given_schedule(config)
     # With dp=auto the number of replicas, and with it this rule, waits for the machine.
     known = config.data.global_batch_size is None or config.dp != "auto"
     dp = 1 if config.dp == "auto" else int(config.dp)
-    microbatches = plan_batches(config, dp)[0] if known else 2 * config.pp
+    fixed = found.num_microbatches
+    microbatches = plan_batches(config, dp, fixed)[0] if known else fixed or 2 * config.pp
     shape = found.resolve(
         pp=config.pp,
         num_microbatches=microbatches,

@@ -34,6 +34,16 @@ class ScheduleConfig:
         low=0,
         example=[1, 1, 1, 1],
     )
+    file: str | None = key(
+        None,
+        "custom: the order as CSV, a line per rank, as in any run's schedule.csv.",
+        example="my.csv",
+    )
+    placement: Literal["loop", "v", "bidirectional"] | None = key(
+        None,
+        "custom: which rank the file must have each stage on; null = wherever it has them.",
+        example="loop",
+    )
 
 
 @dataclass(frozen=True, slots=True)

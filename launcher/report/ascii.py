@@ -91,12 +91,18 @@ def _legend(timeline: Timeline, grid: _Grid) -> str:
     slot = format_duration(grid.slot, timeline.time_unit)
     channel = uses_channel(timeline)
     if grid.strip:
-        text = f"a column is {slot}: the kind that took most of it (F B I W R, S: optimizer step), "
+        kinds = "F B I W R, S: optimizer step" + (", O: F and B as one" if _fuses(timeline) else "")
+        text = f"a column is {slot}: the kind that took most of it ({kinds}), "
         text += f"capital where an instruction begins, {_IDLE}: idle"
         return text + ("; comm: R reduces gradients, G gathers weights" if channel else "")
     text = f"a slot is {slot}{'' if grid.exact else ', times rounded'}; 2F0: stage 2, forward, "
     text += f"microbatch 0; {_RUNNING}: still running; {_IDLE}: idle"
+    text += "; 2F1& 3B0: run as one" if _fuses(timeline) else ""
     return text + ("; comm: 2.0 reduces stage 2, bucket 0" if channel else "")
+
+
+def _fuses(timeline: Timeline) -> bool:
+    return any(item.halves for row in timeline.program.ranks for item in row)
 
 
 def _rows(timeline: Timeline) -> tuple[_Row, ...]:
@@ -120,7 +126,7 @@ def _grid(timeline: Timeline, rows: Sequence[_Row], width: int | None) -> _Grid:
     events = [event for row in rows for event in row.events]
     if not events:
         return _Grid(max(span, 1.0), 0, 1, 3, exact=True)
-    cell = max(3, max(len(_cell_label(event)) for event in events))
+    cell = max(3, max(len(label) for event in events for label in _cell_labels(event)))
     counted = [e for e in events if e.instruction.kind in MICROBATCH_KINDS] or events
     shortest = min(event.end - event.start for event in counted)
     divisor = _common_divisor(events, shortest)
@@ -162,13 +168,15 @@ def _column(time: float, slot: float) -> int:
     return floor(time / slot + 0.5)
 
 
-def _cell_label(event: Event) -> str:
+def _cell_labels(event: Event) -> tuple[str, ...]:
+    """What stands in an event's slots, one after the other; two for a fused pair."""
     item = event.instruction
     if item.kind is Kind.REDUCE:
-        return f"{item.stage}.{item.bucket}"
+        return (f"{item.stage}.{item.bucket}",)
     if item.microbatch is None:
-        return f"{item.stage}{item.kind.value[0]}"
-    return f"{item.stage}{item.kind.value}{item.microbatch}"
+        return (f"{item.stage}{item.kind.value[0]}",)
+    names = tuple(f"{part.stage}{part.kind.value}{part.microbatch}" for part in item.parts)
+    return names if len(names) == 1 else (f"{names[0]}&", names[1])
 
 
 def _draw_cells(rows: Sequence[_Row], grid: _Grid) -> list[str]:
@@ -178,8 +186,10 @@ def _draw_cells(rows: Sequence[_Row], grid: _Grid) -> list[str]:
         for event in row.events:
             first = _column(event.start, grid.slot)
             last = _column(event.end, grid.slot)
+            labels = _cell_labels(event)
             for column in range(first, min(last, grid.num_slots)):
-                cells[column] = _cell_label(event) if column == first else _RUNNING
+                turn = column - first
+                cells[column] = labels[turn] if turn < len(labels) else _RUNNING
         drawn.append([_center(cell, grid.cell) for cell in cells])
     lines: list[str] = []
     for begin in range(0, max(grid.num_slots, 1), grid.per_line):

@@ -19,11 +19,11 @@ def held_over_time(timeline: Timeline, rank: int) -> Curve:
     keeps = program.role != "forward"
     changes: list[tuple[float, int]] = []
     for event in timeline.compute(rank):
-        kind = event.instruction.kind
-        if kind is Kind.F:
-            changes.append((event.start, 1))
-        if kind is Kind.B or kind is Kind.W or (kind is Kind.F and not keeps):
-            changes.append((event.end, -1))
+        for kind in (part.kind for part in event.instruction.parts):
+            if kind is Kind.F:
+                changes.append((event.start, 1))
+            if kind is Kind.B or kind is Kind.W or (kind is Kind.F and not keeps):
+                changes.append((event.end, -1))
     rank_of = program.placement.rank_of
     held = sum(rank_of(stage, m) == rank for stage, m in program.entry.in_flight)
     points = [(timeline.origin_time, held * share)]

@@ -143,7 +143,10 @@ def _rows(timeline: Timeline) -> Iterator[dict[str, object]]:
 
 
 def _bar(timeline: Timeline, event: Event, wait: Wait | None) -> list[object]:
-    """[kind, stage, microbatch or bucket, start, end, waited for, its rank, how, since]."""
+    """[kind, stage, microbatch or bucket, start, end, waited for, its rank, how, since, pair].
+
+    The pair of a fused instruction is its backward's [kind, stage, microbatch], else null.
+    """
     item = event.instruction
     number = item.bucket if item.microbatch is None else item.microbatch
     where = [item.stage, -1 if number is None else number]
@@ -153,7 +156,11 @@ def _bar(timeline: Timeline, event: Event, wait: Wait | None) -> list[object]:
         graph = timeline.program.graph
         name = str(graph.nodes[wait.node]).partition("@")[0]
         waited = [name, graph.rank[wait.node], wait.how, _short(wait.since)]
-    return [_KINDS.index(item.kind.value), *where, *span, *waited]
+    pair = None
+    if item.halves:
+        half = item.halves[1]
+        pair = [_KINDS.index(half.kind.value), half.stage, half.microbatch]
+    return [_KINDS.index(item.kind.value), *where, *span, *waited, pair]
 
 
 def _short(value: float) -> float:

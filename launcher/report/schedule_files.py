@@ -7,12 +7,12 @@ from pathlib import Path
 from launcher.report.ascii import draw, legend
 from launcher.report.atomic import write_atomically
 from launcher.report.units import format_duration, format_percent
-from strategies.ir.instruction import Kind
+from strategies.ir.instruction import Instruction, Kind
 from strategies.ir.program import Program
 from strategies.metrics import Metrics
 from strategies.timeline import Timeline
 
-_TORCH_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+_TORCH_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP})
 
 
 def write_schedule_files(folder: Path, timeline: Timeline, metrics: Metrics) -> None:
@@ -53,15 +53,17 @@ def compute_csv(program: Program) -> str:
     """The compute order in torch.distributed.pipelining's ``compute_only`` notation.
 
     A row per rank, a cell per instruction: ``0F0`` forward, ``0B0`` full backward, ``0I0`` and
-    ``0W0`` its halves. What that notation has no word for is left out: recompute, reductions and
-    optimizer steps. torch refuses placements with a stage on two ranks.
+    ``0W0`` its halves, ``(0F1;3B0)OVERLAP_F_B`` a fused pair. What that notation has no word for is
+    left out: recompute, reductions and optimizer steps. ``schedule=custom schedule.file=`` takes it
+    back; torch, too, except where a stage stands on two ranks.
     """
     rows = (
-        [
-            f"{item.stage}{item.kind.value}{item.microbatch}"
-            for item in row
-            if item.kind in _TORCH_KINDS
-        ]
-        for row in program.ranks
+        [_torch_text(item) for item in row if item.kind in _TORCH_KINDS] for row in program.ranks
     )
     return "".join(",".join(row) + "\n" for row in rows)
+
+
+def _torch_text(item: Instruction) -> str:
+    """Without weight version and extra edges."""
+    words = [f"{part.stage}{part.kind.value}{part.microbatch}" for part in item.parts]
+    return f"({';'.join(words)}){item.kind.value}" if item.halves else words[0]

@@ -29,6 +29,8 @@ def print_summary(result: Result, *, file: TextIO | None = None) -> None:
     width = None if probe.is_terminal else 200
     console = Console(file=file, highlight=False, width=width)
     console.print(Text(_headline(result), style="bold"))
+    if result.get("group_choice") is not None:
+        console.print(Text(str(result["group_choice"])))
     console.print(_table(result))
 
 
@@ -63,6 +65,8 @@ def _headline(result: Result) -> str:
     for key, word in (("stages_per_rank", "stages per rank"), ("num_microbatches", "microbatches")):
         if result.get(key) is not None:
             words.append(f"{result[key]} {word}")
+    if result.get("group") is not None:
+        words.append(f"group {result['group']}")
     for key in ("recompute", "overlap"):
         if result.get(key) is not None:
             words.append(f"{key}={result[key]}")
@@ -159,6 +163,9 @@ _SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
             "step_time_s": ("step time, median", _seconds),
             "tokens_per_s": ("tokens per second", _number),
             "mfu": ("model FLOPs utilisation", _percent),
+            "measured_makespan_s": ("makespan of a step, measured", _seconds),
+            "measured_period_s": ("period of a step, measured", _seconds),
+            "measured_norm_sync_s": ("waiting for the clipping norm", _seconds),
             "measured_bubble_ratio": ("bubble ratio, measured", _percent),
             "measured_exposed_grad_reduce_s": ("exposed reduction, measured", _seconds),
         },

@@ -3,16 +3,18 @@
 // fractions of the longest panel of that unit, so that panels of other units zoom along.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const [KIND, STAGE, NUMBER, START, END, WAIT, WAIT_RANK, HOW, SINCE] = [0, 1, 2, 3, 4, 5, 6, 7, 8];
+const [KIND, STAGE, NUMBER, START, END, WAIT, WAIT_RANK, HOW, SINCE, PAIR] =
+  [0, 1, 2, 3, 4, 5, 6, 7, 8, 9];
 const WORDS = {
   F: "forward", B: "full backward", I: "input gradient", W: "weight gradient", R: "recompute",
   REDUCE: "gradient reduction", GATHER: "weight gather", STEP: "optimizer step",
+  OVERLAP_F_B: "forward and backward as one",
 };
 // [hue, saturation]: forward and backward differ in hue and, by the ranges below, stay apart in
 // grey; a stage's shade runs from light (first) to dark (last).
 const COLOURS = {
   F: [212, 62], B: [28, 78], I: [44, 80], W: [150, 42], R: [272, 42],
-  REDUCE: [184, 58], GATHER: [320, 40], STEP: [0, 0],
+  REDUCE: [184, 58], GATHER: [320, 40], STEP: [0, 0], OVERLAP_F_B: [340, 50],
 };
 const GUTTER = 84, RIGHT = 18, AXIS = 40, TOP = 4;
 const NARROWEST = 1e-6;
@@ -189,10 +191,10 @@ function drawBars(g, panel, band, theme) {
     if (bar[START] > right) break;
     const kind = DATA.kinds[bar[KIND]];
     const x = toX(panel, bar[START]), w = toX(panel, bar[END]) - x;
-    const colour = shade(kind, bar[STAGE], panel.data.stages);
-    const microbatch = band.name === "compute" && kind !== "STEP" ? bar[NUMBER] : null;
-    g.globalAlpha = selected !== null && microbatch !== selected ? 0.22 : 1;
-    g.fillStyle = colour.fill;
+    const pair = bar[PAIR];
+    const colour = shade(pair ? "F" : kind, bar[STAGE], panel.data.stages);
+    g.globalAlpha = selected !== null && !carries(band, bar, kind, selected) ? 0.22 : 1;
+    g.fillStyle = pair ? blend(g, x, w, colour.fill, pair, panel.data.stages) : colour.fill;
     // A hairline between neighbours, once they are wide enough to spare it.
     g.fillRect(x, band.y, Math.max(0.6, w - (w > 3 ? 1 : 0)), band.height);
     const text = barText(g, band, bar, kind, w - 4);
@@ -204,6 +206,19 @@ function drawBars(g, panel, band, theme) {
   }
 }
 
+// A fused pair runs from its forward's colour to its backward's.
+function blend(g, x, w, fill, pair, stages) {
+  const gradient = g.createLinearGradient(x, 0, x + Math.max(1, w), 0);
+  gradient.addColorStop(0.25, fill);
+  gradient.addColorStop(0.75, shade(DATA.kinds[pair[KIND]], pair[STAGE], stages).fill);
+  return gradient;
+}
+
+function carries(band, bar, kind, microbatch) {
+  if (band.name !== "compute" || kind === "STEP") return false;
+  return bar[NUMBER] === microbatch || (bar[PAIR] !== null && bar[PAIR][NUMBER] === microbatch);
+}
+
 function barText(g, band, bar, kind, room) {
   if (room < 5 || band.height < 9) return "";
   const full = label(bar);
@@ -213,6 +228,8 @@ function barText(g, band, bar, kind, room) {
 }
 
 function label(bar) {
+  const pair = bar[PAIR];
+  if (pair) return `${bar[STAGE]}F${bar[NUMBER]}&${pair[STAGE]}${DATA.kinds[pair[KIND]]}${pair[NUMBER]}`;
   return bar[STAGE] + DATA.kinds[bar[KIND]] + (bar[NUMBER] < 0 ? "" : bar[NUMBER]);
 }
 

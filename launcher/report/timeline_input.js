@@ -46,7 +46,8 @@ function barTip(found) {
   const { panel, bar, line } = found;
   const unit = panel.data.unit, kind = DATA.kinds[bar[KIND]];
   const what = kind === "REDUCE" ? "bucket" : "microbatch";
-  const number = bar[NUMBER] < 0 ? "" : `, ${what} ${bar[NUMBER]}`;
+  const pair = bar[PAIR] ? `; stage ${bar[PAIR][STAGE]}, microbatch ${bar[PAIR][NUMBER]}` : "";
+  const number = bar[NUMBER] < 0 ? "" : `, ${what} ${bar[NUMBER]}${pair}`;
   const head = document.createElement("b");
   head.textContent = label(bar);
   const lines = [

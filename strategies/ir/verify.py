@@ -46,6 +46,12 @@ def _check_fields(program: Program) -> None:
     """Each kind has its own fields; text cannot say it otherwise, a schedule in Python can."""
     for rank, row in enumerate(program.ranks):
         for item in row:
+            if not isinstance(item, Instruction):
+                raise ProgramError(
+                    f"{program.schedule}: rank {rank} has {item!r}, which is no Instruction. Make "
+                    "them with forward(stage, microbatch) and the like of "
+                    "strategies.ir.instruction."
+                )
             message = item.kind in MESSAGE_KINDS
             right = (
                 (item.microbatch is not None) is (message or item.kind in MICROBATCH_KINDS)

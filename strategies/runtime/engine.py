@@ -6,6 +6,8 @@ Knows no Lightning; ``strategy.py`` calls it from Lightning's hooks, tests call 
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -157,6 +159,8 @@ class Engine:
         self._flushed_at: Any = None
         self._trained: tuple[bool, ...] = ()
         self._squared_norm = 0.0
+        # What clipping costs: the only synchronisation between the ranks of a pipeline.
+        self.norm_waits_s: deque[float] = deque(maxlen=1024)
 
     # ---------------------------------------------------------------- set-up
 
@@ -496,7 +500,9 @@ class Engine:
         """
         total = self._local_squared_norm()
         if self._control is not None:
+            asked = time.perf_counter()
             dist.all_reduce(total, group=self._control)
+            self.norm_waits_s.append(time.perf_counter() - asked)
         return total.sqrt()
 
     def _local_squared_norm(self) -> Tensor:

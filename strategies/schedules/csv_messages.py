@@ -57,16 +57,22 @@ def check_messages(rows: CellRows, index: Index, placement: Placement, *, name: 
             _check_order(cell, needed[key], rank, where)
     if not found:
         return
-    for key, (compute, _) in needed.items():
-        if key not in found:
-            kind, payload, stage, microbatch = key
-            word = f"{stage}{kind.value}_{payload.value}{microbatch}"
-            side = "after" if kind is Kind.SEND else "before"
-            raise ProgramError(
-                f"{name}, {compute.place}: {compute.text} has no {word}, but its "
-                f"{'result goes to' if kind is Kind.SEND else 'input comes from'} another rank. "
-                f"Write {word} {side} it, or leave out all SENDs and RECVs."
-            )
+    missing = [
+        (compute.line, compute.column, key)
+        for key, (compute, _) in needed.items()
+        if key not in found
+    ]
+    if missing:
+        key = min(missing, key=lambda entry: entry[:2])[2]
+        compute = needed[key][0]
+        kind, payload, stage, microbatch = key
+        word = f"{stage}{kind.value}_{payload.value}{microbatch}"
+        side = "after" if kind is Kind.SEND else "before"
+        raise ProgramError(
+            f"{name}, {compute.place}: {compute.text} has no {word}, but its "
+            f"{'result goes to' if kind is Kind.SEND else 'input comes from'} another rank. "
+            f"Write {word} {side} it, or leave out all SENDs and RECVs."
+        )
 
 
 def _needed(index: Index, placement: Placement) -> dict[_Key, tuple[Cell, int]]:

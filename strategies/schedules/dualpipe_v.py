@@ -3,7 +3,14 @@
 DeepSeek-AI, 2025, https://github.com/deepseek-ai/DualPipe; the cut is that of Qi et al.,
 https://hackmd.io/@ufotalent/r1lVXsa9Jg.
 
-TIMELINE
+2 ranks, 4 microbatches, 2 stages per rank, B twice as long as F, nothing gained by fusing; a slot is
+half an F, and the second half stands below the first (``-``: still running, ``.``: idle)::
+
+    rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1  -  3F2 0B0  -
+    rank 1 |  .  1F0 2F0 1F1 2F1 1F2 2B0  -  2F2 1B0  -  1F3 2B1
+
+    rank 0 | 3B2  -  3F3  .  0B1  -  3B3  -  0I2 0W2 0I3 0W3
+    rank 1 |  -  2F3 1B1  -  2B2  -  1B2  -  2I3 1I3 2W3 1W3
 
 Warm-up of rank r: 2(P-1-r) forwards on the way out, then r+1 on each way in turn, then P-1-r times
 I, W and F on the way back. Main part and drain are those of DualPipe, see ``dualpipe.py``.

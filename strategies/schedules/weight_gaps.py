@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from strategies.ir.instruction import Instruction, Kind
 from strategies.ir.program import Program
-from strategies.schedules.replay import arrivals, duration, makespan
+from strategies.schedules.clock import arrivals, duration, makespan
 from strategies.schedules.schedule import Durations
 
 # A gap is filled if its W ends at most this share of its duration too late.

@@ -15,13 +15,39 @@ M(F+I+W) + (P-1)(F+I-W). Any M >= 1.
 
 from __future__ import annotations
 
+from functools import partial
+
+from strategies.ir.placement import loop
+from strategies.schedules.best_order import best_order, blocks, by_makespan, equal_durations
 from strategies.schedules.schedule import Rows, Schedule, Shape
 from strategies.schedules.split_1f1b import split_1f1b
 
+_RECIPES = blocks([(3.0, 3.0), (1.5, 1.5)], turns=[0.0], spares=[0, 1], patiences=[0.5])
+
 
 def order(shape: Shape) -> Rows:
+    """The paper's order for equal costs and enough microbatches, else the best one found."""
+    pp, num_microbatches = shape.pp, shape.num_microbatches
+    equal = shape.durations is None or shape.durations.equal
+    if equal and num_microbatches >= 2 * pp - 1:
+        return _regular(pp, num_microbatches)
+    placement = loop(pp, 1)
+    return best_order(
+        placement,
+        num_microbatches,
+        shape.durations or equal_durations(placement),
+        caps=(pp,) * pp,
+        regular=partial(_regular, pp),
+        recipes=_RECIPES,
+        goal=by_makespan,
+    )
+
+
+def _regular(pp: int, num_microbatches: int) -> Rows:
     """Warm-up of P-r-1 forwards on rank r, then F, I, and the W of r microbatches ago."""
-    return split_1f1b(shape, warmup=lambda rank: shape.pp - rank - 1, lag=lambda rank: rank)
+    return split_1f1b(
+        pp, num_microbatches, warmup=lambda rank: pp - rank - 1, lag=lambda rank: rank
+    )
 
 
 ZB_H1 = Schedule("zb_h1", order, cost_aware=True, splits_backward=True)

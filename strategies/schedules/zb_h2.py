@@ -16,14 +16,41 @@ flush, M(F+I+W): no bubble. Any M >= 1.
 
 from __future__ import annotations
 
+from functools import partial
+
+from strategies.ir.placement import loop
+from strategies.schedules.best_order import best_order, blocks, by_period, equal_durations
 from strategies.schedules.schedule import Rows, Schedule, Shape
 from strategies.schedules.split_1f1b import split_1f1b
 
+_RECIPES = blocks([(3.0, 3.0), (1.0, 1.0)], turns=[0.0], spares=[0], patiences=[0.0, 0.5])
+
 
 def order(shape: Shape) -> Rows:
-    """Warm-up of 2(P-r)-1 forwards on rank r, then I, W of 2r microbatches ago, F in turn."""
+    """The paper's order for equal costs and enough microbatches, else the best one found."""
+    pp, num_microbatches = shape.pp, shape.num_microbatches
+    equal = shape.durations is None or shape.durations.equal
+    if equal and num_microbatches >= 2 * pp - 1:
+        return _regular(pp, num_microbatches)
+    placement = loop(pp, 1)
+    return best_order(
+        placement,
+        num_microbatches,
+        shape.durations or equal_durations(placement),
+        caps=(2 * pp - 1,) * pp,
+        regular=partial(_regular, pp),
+        recipes=_RECIPES,
+        goal=by_period,
+    )
+
+
+def _regular(pp: int, num_microbatches: int) -> Rows:
+    """2(P-r)-1 forwards on rank r before its first I; then I, W of 2r microbatches ago, F."""
     return split_1f1b(
-        shape, warmup=lambda rank: 2 * (shape.pp - rank - 1), lag=lambda rank: 2 * rank
+        pp,
+        num_microbatches,
+        warmup=lambda rank: 2 * (pp - rank - 1),
+        lag=lambda rank: 2 * rank,
     )
 
 

@@ -21,22 +21,49 @@ flush without a barrier. Any M >= 1.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import count
 
 from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.placement import v
+from strategies.schedules.best_order import best_order, blocks, by_period, equal_durations
 from strategies.schedules.schedule import Rows, Schedule, Shape
+
+_RECIPES = (
+    *blocks([(4.0, 2.0, 4.0, 2.0)], turns=[0.0], spares=[0, 1, 2, 4], patiences=[0.0, 0.5]),
+    *blocks([(2.0, 4.0, 4.0, 4.0)], turns=[0.0, 2.0], spares=[0, 3], patiences=[0.0, 0.5]),
+    *blocks([(1.0, 3.0, 3.0, 3.0)], turns=[0.0, 4.0], spares=[0, 3], patiences=[0.5]),
+)
 
 
 def order(shape: Shape) -> Rows:
-    """The paper's five phases, written for at least 2P-1 microbatches; of those, the first M."""
-    whole = max(shape.num_microbatches, 2 * shape.pp - 1)
+    """The paper's order for equal costs and enough microbatches, else the best one found."""
+    pp, num_microbatches = shape.pp, shape.num_microbatches
+    equal = shape.durations is None or shape.durations.equal
+    if equal and num_microbatches >= 2 * pp - 1:
+        return _regular(pp, num_microbatches)
+    placement = v(pp)
+    return best_order(
+        placement,
+        num_microbatches,
+        shape.durations or equal_durations(placement),
+        caps=(2 * pp,) * pp,
+        regular=partial(_regular, pp),
+        recipes=_RECIPES,
+        goal=by_period,
+    )
+
+
+def _regular(pp: int, num_microbatches: int) -> Rows:
+    """The paper's phases, written for at least 2P-1 microbatches; of those, the first M."""
+    whole = max(num_microbatches, 2 * pp - 1)
     return tuple(
         tuple(
             item
-            for item in _row(shape.pp, rank, whole)
-            if item.microbatch is not None and item.microbatch < shape.num_microbatches
+            for item in _row(pp, rank, whole)
+            if item.microbatch is not None and item.microbatch < num_microbatches
         )
-        for rank in range(shape.pp)
+        for rank in range(pp)
     )
 
 

@@ -9,10 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.schedules import SCHEDULES
 from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, reference, small_shape, train
+from tests.distributed.training import (
+    Case,
+    evaluate,
+    evaluated,
+    reference,
+    small_shape,
+    train,
+)
 
 TOLERANCE = 1e-10
 
@@ -147,6 +155,48 @@ def test_clipping_and_overlap_keep_parity(case: Case, ranks: Callable[[int], Ran
 )
 def test_tied_embeddings_keep_parity(case: Case, ranks: Callable[[int], Ranks]) -> None:
     check(case, ranks)
+
+
+UNSPLIT = [name for name in NAMES if not SCHEDULES[name].splits_backward]
+
+
+@pytest.mark.parametrize("schedule", UNSPLIT)
+def test_split_backwards_keep_parity(schedule: str, ranks: Callable[[int], Ranks]) -> None:
+    case = _case(schedule, pp=2, dp=2, accumulation=2, ragged=True)
+    results = check(replace(case, split_backward=True), ranks)
+    assert any("W" in word for word in results[0]["program"])
+    assert not any("B" in word and "_" not in word for word in results[0]["program"])
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "dualpipe_v"])
+@pytest.mark.parametrize("backend", ["auto", "strict"])
+def test_fused_pairs_keep_parity(
+    schedule: str, backend: str, ranks: Callable[[int], Ranks]
+) -> None:
+    case = replace(_case(schedule, 4, 1, 1, ragged=True), costs=UniformCosts(fused=2.5))
+    results = check(replace(case, backend=backend, steps=3), ranks)
+    assert any("OVERLAP_F_B" in word for word in results[0]["program"])
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "foldx"])
+def test_orders_made_for_unequal_costs_keep_parity(
+    schedule: str, ranks: Callable[[int], Ranks]
+) -> None:
+    costs = UniformCosts(forward=1.0, backward=2.7, backward_input=1.6, grad_reduce=9.0, p2p=0.1)
+    check(replace(_case(schedule, 4, 1, 1, ragged=False), costs=costs, steps=3), ranks)
+
+
+@pytest.mark.parametrize("backend", ["auto", "strict"])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_every_schedule_evaluates(
+    schedule: str, backend: str, ranks: Callable[[int], Ranks]
+) -> None:
+    pp = 2 if backend == "auto" else 4
+    case = replace(_case(schedule, pp, 1, 1, ragged=True), steps=3, backend=backend)
+    loss, chances = evaluated(case)
+    for result in ranks(pp).run(evaluate, case=case):
+        assert result["val_loss"] == pytest.approx(loss, abs=TOLERANCE)
+        assert (result["predictions"] - chances).abs().max().item() < TOLERANCE
 
 
 @pytest.mark.parametrize("schedule", NAMES)

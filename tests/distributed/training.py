@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.transformer_shape import TransformerShape
+from strategies.costs.table import Costs
 from strategies.ir.text import format_instruction
 from strategies.runtime.strategy import PipelineStrategy
 
@@ -78,6 +79,8 @@ class Case:
     overlap: str = "grad_reduce"
     buckets_mb: float = 0.001
     accelerator: str = "cpu"
+    split_backward: bool = False
+    costs: Costs | None = None
     shape: TransformerShape = field(default_factory=small_shape)
 
     @property
@@ -111,6 +114,8 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
         backend=case.backend,  # type: ignore[arg-type]
         overlap=case.overlap,  # type: ignore[arg-type]
         bucket_mb=case.buckets_mb,
+        split_backward=case.split_backward,
+        costs=case.costs,
         timeout_s=60,
         seed=0,
     )
@@ -169,6 +174,47 @@ def reference(case: Case) -> tuple[list[float], dict[str, Tensor]]:
             optimizer.step()
             optimizer.zero_grad()
     return losses, dict(model.state_dict())
+
+
+def evaluate(case: Case) -> dict[str, Any]:
+    """Validates and predicts on this rank, without training before; the last batch is short."""
+    model = Learner(case.shape)
+    strategy = PipelineStrategy(
+        pp=case.pp,
+        dp=case.dp,
+        schedule=case.schedule,
+        num_microbatches=case.microbatches,
+        backend=case.backend,  # type: ignore[arg-type]
+        timeout_s=60,
+        seed=0,
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(Sentences(case.count), batch_size=case.rows)
+    (found,) = trainer.validate(model, loader, verbose=False)
+    predictions = trainer.predict(model, loader)
+    strategy.engine.close()
+    return {
+        "val_loss": float(found["val_loss"]),
+        "predictions": torch.cat([p for p in predictions or [] if isinstance(p, Tensor)]),
+    }
+
+
+def evaluated(case: Case) -> tuple[float, Tensor]:
+    """The same in plain torch: the mean loss, and the targets' log-probabilities."""
+    model = Learner(case.shape).double()
+    data = Sentences(case.count).tokens
+    with torch.no_grad():
+        logits = model(data[:, :-1])
+        chances = logits.log_softmax(-1).gather(-1, data[:, 1:, None])[..., 0]
+    return float(-chances.mean()), chances
 
 
 def checkpoint_names(folder: Path) -> list[str]:

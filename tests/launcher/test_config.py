@@ -32,10 +32,21 @@ def _compose(*overrides: str) -> LaunchConfig:
         return compose_checked(overrides)[0]
 
 
+# What an option cannot do without.
+NEEDS = {
+    "text": ["data.path=/corpus"],
+    "tokens": ["data.path=/corpus"],
+    "chimera": ["pp=2"],
+    "dualpipe": ["pp=2"],
+    "custom": ["schedule.file=my.csv"],
+}
+
+
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_option_composes(group, option):
-    needs_path = ["data.path=/corpus"] if option in ("text", "tokens") else []
-    config = _compose(f"{group}={option}", *needs_path)
+def test_every_option_composes(group, option, tmp_path, monkeypatch):
+    (tmp_path / "my.csv").write_text("0F0,0B0\n")
+    monkeypatch.chdir(tmp_path)
+    config = _compose(f"{group}={option}", *NEEDS.get(option, []))
     if group == "experiment":
         assert config.experiment_name == option
     elif group != "trainer":
@@ -60,7 +71,7 @@ def test_groups_are_the_nodes_of_the_schema():
 
 
 def test_options_are_the_keys_of_the_registries():
-    assert set(GROUPS.options("schedule")) == set(SCHEDULES)
+    assert set(GROUPS.options("schedule")) == {*SCHEDULES, "custom"}
     assert set(GROUPS.options("model")) == set(PRESETS)
     assert GROUPS.options("data") == get_args(SourceKind)
     for group in ("overlap", "costs", "optimizer", "tracking", "cluster"):
@@ -70,7 +81,8 @@ def test_options_are_the_keys_of_the_registries():
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_a_schedule_file_repeats_the_registry(name):
-    assert _compose(f"schedule={name}").schedule.stages_per_rank == SCHEDULES[name].stages_per_rank
+    config = _compose(f"schedule={name}", *NEEDS.get(name, []))
+    assert config.schedule.stages_per_rank == SCHEDULES[name].stages_per_rank
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

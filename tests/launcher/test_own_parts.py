@@ -71,18 +71,68 @@ def order(shape):
 '''
 
 
+# Every way in which an order can be wrong, and two ways of offering one without the decorator.
+MORE_SCHEDULES = """
+from strategies.ir.instruction import backward, forward
+from strategies.ir.placement import Placement
+from strategies.schedules import Schedule, register_schedule
+
+
+def plain(shape):
+    microbatches = range(shape.num_microbatches)
+    return [
+        [make(rank, m) for m in microbatches for make in (forward, backward)]
+        for rank in range(shape.pp)
+    ]
+
+
+@register_schedule("mine_upside_down", placement=lambda shape: Placement("own", 2, ((1, 0),)))
+def upside_down(shape):
+    return tuple(plain(shape)[::-1])
+
+
+@register_schedule("mine_stuck")
+def stuck(shape):
+    first, second = plain(shape)
+    return tuple(first), (second[1], second[0], *second[2:])
+
+
+@register_schedule("mine_twice")
+def twice(shape):
+    return tuple((*row, row[0]) for row in plain(shape))
+
+
+@register_schedule("mine_words")
+def words(shape):
+    return tuple(tuple(map(str, row)) for row in plain(shape))
+
+
+@register_schedule("mine_nothing")
+def nothing(shape):
+    return None
+
+
+entry = Schedule("under another name", lambda shape: tuple(map(tuple, plain(shape))))
+"""
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     (folder / "my_parts.py").write_text(PACKAGE)
     (folder / "my_order.py").write_text(SCHEDULE)
+    (folder / "my_orders.py").write_text(MORE_SCHEDULES)
+    names = ("mine_upside_down", "mine_stuck", "mine_twice", "mine_words", "mine_nothing")
+    more = "".join(f"{name} = my_orders\n" for name in names)
+    more += "mine_plain = my_orders:plain\nmine_entry = my_orders:entry\n"
+    more += "mine_gone = my_orders:gone\n"
     info = folder / "my_parts-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-parts\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[foldpipe.models]\nmy_net = my_parts:build_model\n"
         "[foldpipe.data]\nmy_data = my_parts:build_data\n"
-        "[foldpipe.schedules]\nmine_first = my_order\n"
+        f"[foldpipe.schedules]\nmine_first = my_order\n{more}"
     )
     return folder
 
@@ -105,6 +155,52 @@ def test_a_schedule_of_a_package_is_simulated(site: Path, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["schedule"], result["makespan"]) == ("mine_first", 12.0)
+
+
+@pytest.mark.parametrize("name", ["mine_plain", "mine_entry", "mine_upside_down"])
+def test_an_entry_point_may_be_a_function_an_entry_or_a_module(
+    name: str, site: Path, tmp_path: Path
+) -> None:
+    words = ("mode=simulate", "costs=uniform", f"schedule={name}", "pp=2", "num_microbatches=3")
+    done = launch(site, tmp_path / "run", *words)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["schedule"], result["makespan"]) == (name, 18.0)
+    text = (tmp_path / "run" / "schedule.csv").read_text()
+    assert text.startswith("1F0,1B0" if name == "mine_upside_down" else "0F0,0B0")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "mine_stuck",
+            "mine_stuck: the program deadlocks. Every rank waits for another one:\n"
+            "rank 0 | 0F0 [0B0] 0F1 0B1  <-- waits for step 1B0\n"
+            "rank 1 | [1B0] 1F0 1F1 1B1  <-- waits for step 1F0\n",
+        ),
+        ("mine_twice", "mine_twice: rank 0 runs 0F0 2 times. Every instruction stands once.\n"),
+        ("mine_words", "mine_words: rank 0 has '0F0', which is no Instruction. Make them with"),
+        ("mine_nothing", "mine_nothing: its order is no list of instructions per rank. Return a"),
+        ("mine_gone", "schedule=mine_gone is offered by an installed package as my_orders:gone,"),
+    ],
+)
+def test_a_wrong_order_of_a_package_is_refused(
+    name: str, expected: str, site: Path, tmp_path: Path
+) -> None:
+    words = ("mode=validate", f"schedule={name}", "pp=2", "num_microbatches=2")
+    done = launch(site, tmp_path / "run", *words)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {expected}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_own_placement_for_other_ranks_is_refused(site: Path, tmp_path: Path) -> None:
+    done = launch(site, tmp_path / "run", "mode=simulate", "schedule=mine_upside_down", "pp=3")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: schedule=mine_upside_down places its stages on 2 ranks, but pp=3. Try pp=2.\n"
+    )
 
 
 @pytest.mark.distributed

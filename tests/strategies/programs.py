@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from textwrap import dedent
 
 import pytest
 from hypothesis import strategies as st
 
 from strategies.costs.table import CostTable
-from strategies.errors import ProgramError
+from strategies.costs.uniform import count_buckets
+from strategies.errors import PlanError, ProgramError
 from strategies.ir import LoopState, Placement, Program, verify
+from strategies.ir.instruction import MICROBATCH_KINDS
 from strategies.ir.placement import loop
 from strategies.ir.program import Boundary, Role, chain
 from strategies.ir.text import parse_rows
 from strategies.plan import Plan
+from strategies.schedules import SCHEDULES
 
-# Fixed, so that a test which registers a schedule cannot change what others draw.
-FIRST_SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "foldx_fifo", "foldx_aiao")
-WITH_VIRTUAL_STAGES = ("naive", "interleaved_1f1b", "foldx_fifo", "foldx_aiao")
+# Read once, so that a test which registers a schedule cannot change what others draw.
+ALL_SCHEDULES = tuple(name for name in SCHEDULES if name != "custom")
 
 
 def lines(text: str) -> list[str]:
@@ -65,8 +69,8 @@ def texts(program: Program) -> list[str]:
 
 
 def compute_texts(program: Program) -> list[str]:
-    """One line per rank, F B I W R only."""
-    return [" ".join(str(i) for i in row if i.kind.value in "FBIWR") for row in program.ranks]
+    """One line per rank, F B I W R and fused pairs only."""
+    return [" ".join(str(i) for i in row if i.kind in MICROBATCH_KINDS) for row in program.ranks]
 
 
 def refusal(program: Program) -> str:
@@ -124,17 +128,92 @@ def uneven(
 
 @st.composite
 def plans(draw: st.DrawFn, max_pp: int = 8, max_microbatches: int = 16) -> Plan:
-    """Any legal plan of any of the first schedules, P <= 8, M <= 16, V <= 4."""
-    schedule = draw(st.sampled_from(FIRST_SCHEDULES))
+    """Any legal plan of any schedule, P <= 8, V <= 4, M <= 16 (or what the schedule's rule asks)."""
+    schedule = draw(st.sampled_from(ALL_SCHEDULES))
+    found = SCHEDULES[schedule]
     pp = draw(st.integers(1, max_pp))
+    if found.weight_copies == 2:
+        pp += pp % 2
     microbatches = draw(st.integers(1, max_microbatches))
-    stages = draw(st.integers(1, 4)) if schedule in WITH_VIRTUAL_STAGES else 1
+    stages = found.stages_per_rank
+    if found.virtual_stages:
+        stages = 2 * draw(st.integers(1, 2)) if schedule == "hanayo" else draw(st.integers(1, 4))
+    microbatches = legal_microbatches(schedule, pp, microbatches, stages)
     group = None
-    if schedule == "interleaved_1f1b":
+    if found.grouped:
         low, high = sorted((pp, microbatches))
         group = draw(st.none() | st.integers(low, high))
     buckets: int | tuple[int, ...] = draw(st.integers(0, 3))
     if draw(st.booleans()):
-        buckets = tuple(draw(st.integers(0, 3)) for _ in range(pp * stages))
+        count = pp * stages // found.weight_copies
+        buckets = tuple(draw(st.integers(0, 3)) for _ in range(count))
     overlap = draw(st.sampled_from(("grad_reduce", "none")))
-    return Plan(schedule, pp, microbatches, stages, group, overlap, buckets)
+    split = not found.splits_backward and draw(st.booleans())
+    costs = draw(st.none() | uneven_costs())
+    return Plan(
+        schedule,
+        pp,
+        microbatches,
+        stages,
+        group,
+        overlap,
+        buckets,
+        split_backward=split,
+        costs=costs,
+    )
+
+
+def legal_microbatches(schedule: str, pp: int, least: int, stages: int | None = None) -> int:
+    """The next number of microbatches that the schedule's rules allow."""
+    for count in itertools.count(least):
+        try:
+            SCHEDULES[schedule].resolve(
+                pp=pp, num_microbatches=count, stages_per_rank=stages, group=None
+            )
+        except PlanError:
+            assert count < least + 64
+            continue
+        return count
+    raise AssertionError
+
+
+@dataclass(frozen=True)
+class UnevenCosts:
+    """F, I and W per stage, and a latency; hashable, as a plan needs it."""
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    latency: float
+
+    def table(self, program: Program) -> CostTable:
+        count, links = program.placement.num_stages, len(program.boundaries)
+        forward, inputs, weights = (
+            (values * count)[:count]
+            for values in (self.forward, self.backward_input, self.backward_weight)
+        )
+        return CostTable(
+            name="uneven",
+            time_unit="s",
+            forward=forward,
+            backward=tuple(map(sum, zip(inputs, weights, strict=True))),
+            backward_input=inputs,
+            backward_weight=weights,
+            recompute=forward,
+            step=(0.0,) * count,
+            reduce=tuple((1.0,) * buckets for buckets in count_buckets(program)),
+            latency=(self.latency,) * links,
+            occupancy=(0.0,) * links,
+        )
+
+
+@st.composite
+def uneven_costs(draw: st.DrawFn) -> UnevenCosts:
+    """Durations between 1 and 8 that differ between stages and kinds."""
+    length = draw(st.integers(1, 4))
+
+    def durations() -> tuple[float, ...]:
+        return tuple(float(draw(st.integers(1, 8))) for _ in range(length))
+
+    latency = draw(st.sampled_from((0.0, 0.5, 2.0)))
+    return UnevenCosts(durations(), durations(), durations(), latency)

@@ -1,12 +1,10 @@
-import pytest
+from dataclasses import replace
 
 from launcher.report.ascii import draw
 from launcher.report.schedule_files import compute_csv, schedule_text, write_schedule_files
 from strategies import UniformCosts, compile_program, simulate
-from strategies.ir.instruction import Instruction, Kind
-from strategies.ir.program import Program
+from strategies.ir.instruction import Instruction, Kind, backward, forward, overlap
 from strategies.metrics import measure
-from strategies.schedules import SCHEDULES
 
 COSTS = UniformCosts(grad_reduce=8)
 
@@ -43,48 +41,9 @@ def test_schedule_csv_keeps_split_backwards_and_leaves_out_what_torch_has_no_wor
     assert compute_csv(program.with_ranks((row,))) == "0F0,0I0,0W0\n"
 
 
-def load_with_torch(path, program: Program):
-    """ORACLE: torch's own CSV loader, validator, lowering and dry run; none of it is ours."""
-    from torch.distributed.pipelining import schedules as oracle
-
-    runtime = oracle._PipelineScheduleRuntime.__new__(oracle._PipelineScheduleRuntime)
-    runtime.pipeline_order = {}
-    runtime.pp_group_size = program.placement.num_ranks
-    runtime._num_stages = program.placement.num_stages
-    runtime._n_microbatches = program.num_microbatches
-    runtime._stages = []
-    runtime._defer_pp_recv = False
-    runtime._load_csv(str(path), format="compute_only")
-    rank_of = runtime.stage_index_to_group_rank
-    loaded = {rank: [str(action) for action in row] for rank, row in runtime.pipeline_order.items()}
-    lowered = oracle._add_send_recv(
-        runtime.pipeline_order,
-        stage_to_rank=lambda stage: rank_of[stage],
-        num_stages=runtime._num_stages,
-    )
-    oracle._simulate_comms_compute(lowered, lambda stage: rank_of[stage], runtime._num_stages)
-    return loaded
-
-
-ONE_OWNER = [name for name, schedule in SCHEDULES.items() if schedule.weight_copies == 1]
-
-
-@pytest.mark.parametrize("name", ONE_OWNER)
-def test_torch_loads_validates_and_dry_runs_schedule_csv(name, tmp_path):
-    program = compile_program(schedule=name, pp=2, num_microbatches=4)
-    path = tmp_path / "schedule.csv"
-    path.write_text(compute_csv(program), encoding="ascii")
-    loaded = load_with_torch(path, program)
-    wanted = {Kind.F, Kind.B, Kind.I, Kind.W}
-    assert loaded == {
-        rank: [str(item) for item in row if item.kind in wanted]
-        for rank, row in enumerate(program.ranks)
-    }
-
-
-def test_the_oracle_refuses_a_csv_that_lost_a_backward(tmp_path):
-    program = compile_program(schedule="1f1b", pp=2, num_microbatches=4)
-    path = tmp_path / "schedule.csv"
-    path.write_text(compute_csv(program).replace(",1B3", ""), encoding="ascii")
-    with pytest.raises(AssertionError, match="Invalid backward microbatches for stage 1"):
-        load_with_torch(path, program)
+def test_schedule_csv_spells_a_fused_pair_as_torch_does():
+    """torch reads whole files of ours in tests/strategies/schedules/test_torch_accepts.py."""
+    pair = replace(overlap(forward(0, 1), backward(0, 0)), after=(forward(0, 0),))
+    program = compile_program(schedule="gpipe", pp=1, num_microbatches=2)
+    row = (forward(0, 0), pair, backward(0, 1))
+    assert compute_csv(program.with_ranks((row,))) == "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"

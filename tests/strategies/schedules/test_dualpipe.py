@@ -98,7 +98,7 @@ def test_any_even_number_from_2p_on_runs(pp, more, forward, backward, gain, late
 
 
 def test_evaluation_runs_the_forwards_of_the_pairs():
-    programs = compile_plan(Plan("dualpipe", 4, 10))
+    programs = compile_plan(Plan("dualpipe", 4, 10, costs=UniformCosts(fused=2.5)))
     for rank, row in enumerate(compute_texts(programs.forward)):
         parts = [part for item in programs.train.ranks[rank] for part in item.parts]
         assert row.split() == [str(part) for part in parts if part.kind is Kind.F]

@@ -1,0 +1,73 @@
+"""What a sweep leaves when it ends: its tables on the terminal, and its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from launcher.report.sweep_csv import write_sweep_csv, write_sweep_json
+from launcher.report.sweep_html import write_sweep_html
+from launcher.report.sweep_labels import Sweep
+from launcher.report.sweep_png import write_sweep_png
+from launcher.report.sweep_table import print_sweep
+from launcher.terminal import complain, say
+
+
+def report_sweep(folder: Path, sweep: Sweep, *, hurry: bool = False) -> None:
+    """Prints the tables and writes ``sweep.csv``, ``.json``, ``.html`` and ``.png``.
+
+    A file that cannot be written is named on standard error and changes nothing else: the jobs
+    have run, and their exit codes are what the sweep says.
+
+    Args:
+        folder: The sweep's.
+        sweep: What ran.
+        hurry: Whether somebody waits for the end; the ``.png`` takes longest and is left out.
+    """
+    print_sweep(sweep)
+    title = _title(sweep)
+    drawn = any(job.timelines for job in sweep.jobs) and not hurry
+
+    def png(path: Path) -> None:
+        missing = write_sweep_png(path, sweep, title=title)
+        if missing:
+            complain(f"{path.name} has no room for the last {missing} timelines; see sweep.html")
+
+    writers: dict[str, Callable[[Path], None]] = {
+        "sweep.csv": lambda path: write_sweep_csv(path, sweep),
+        "sweep.json": lambda path: write_sweep_json(path, sweep),
+        "sweep.html": lambda path: write_sweep_html(path, sweep, title=title),
+        "sweep.png": png,
+    }
+    written = []
+    for name, write in writers.items():
+        path = folder / name
+        try:
+            if name == "sweep.png" and not drawn:
+                path.unlink(missing_ok=True)  # of an earlier sweep in this folder
+                continue
+            write(path)
+            written.append(name)
+        except ImportError as error:
+            complain(f"{name} was not written: {error}. Try pip install matplotlib.")
+        except Exception as error:
+            # Whatever goes wrong with a picture, hours of jobs must not end in its traceback.
+            complain(f"{name} was not written: {type(error).__name__}: {error}")
+    say(f"files: {folder}: {' '.join(written)}")
+
+
+def _title(sweep: Sweep) -> str:
+    jobs = f"{len(sweep.jobs)} job{'' if len(sweep.jobs) == 1 else 's'}"
+    if len(sweep.jobs) < sweep.num_jobs:
+        jobs = f"{len(sweep.jobs)} of {sweep.num_jobs} jobs"
+    common = _common(sweep)
+    return f"Sweep over {', '.join(sweep.varied) or 'one job'}: {jobs}" + (
+        f" with {common}" if common else ""
+    )
+
+
+def _common(sweep: Sweep) -> str:
+    """Overrides that all jobs share."""
+    first = sweep.jobs[0].overrides if sweep.jobs else ()
+    keys = sweep.varied
+    return " ".join(word for word in first if word.lstrip("+").partition("=")[0] not in keys)

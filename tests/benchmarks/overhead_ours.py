@@ -1,0 +1,115 @@
+"""This project's runtime on sleeping stages: engine, executor, mailbox, recorder; no Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.plan import Plan
+from strategies.runtime.engine import Engine as Runtime
+from strategies.runtime.engine import Options
+from strategies.runtime.mesh import Coordinates
+from strategies.runtime.stage_model import Mode, StageModel, StageOutput, Unit
+from strategies.schedules import find_schedule
+from tests.benchmarks.overhead_emulation import TOKENS, Emulation, SleepingStage, loss_of
+from tests.benchmarks.overhead_engine import Engine, Task
+
+
+class SleepingModel(StageModel):
+    """One unit per stage."""
+
+    def __init__(self, num_stages: int, emulation: Emulation) -> None:
+        self._units = tuple(Unit(f"stages.{stage}", 1.0) for stage in range(num_stages))
+        self._emulation = emulation
+        self._stages: dict[int, SleepingStage] = {}
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return self._units
+
+    def cut(self, stages: Sequence[range], owned: Sequence[int]) -> None:
+        self._stages = {
+            stage: SleepingStage(self._emulation, first=stage == 0) for stage in owned
+        }
+
+    def forward(
+        self,
+        stage: int,
+        inputs: tuple[Tensor, ...],
+        *,
+        batch: Any,
+        batch_idx: int,
+        microbatch: int,
+        mode: Mode,
+        seed: int | None,
+        dataloader_idx: int = 0,
+    ) -> StageOutput:
+        output = self._stages[stage](*(inputs or (batch,)))
+        if stage == len(self._units) - 1:
+            return StageOutput(loss=loss_of(output))
+        return StageOutput((output,))
+
+    def stage_parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self._stages[stage].named_parameters():
+            yield f"stages.{stage}.{name}", parameter
+
+    def shared_parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return ()
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        weights = tuple(f"{unit.name}.weight" for unit in self._units)
+        return ("stages.0.anchor", *weights)
+
+
+class Ours(Engine):
+    """A whole training step but for the optimizer's update."""
+
+    def __init__(self, task: Task) -> None:
+        copies = find_schedule(task.schedule).weight_copies
+        plan = Plan(
+            task.schedule,
+            pp=task.ranks,
+            num_microbatches=task.num_microbatches,
+            # Nothing to reduce at dp=1, unless a stage has weights on two ranks.
+            buckets=1 if copies > 1 else 0,
+        )
+        self._runtime = Runtime(
+            model=SleepingModel(num_stages(plan), task.emulation),
+            plan=plan,
+            buckets_open=False,
+            options=Options(),
+            coordinates=Coordinates(task.ranks, 1, task.rank, 0),
+            device=torch.device("cpu"),
+        )
+        self._runtime.build_gradients()
+        self._batch = torch.zeros(task.num_microbatches, TOKENS)
+        self._steps = 0
+
+    def step(self) -> None:
+        runtime = self._runtime
+        runtime.train_pass(
+            self._batch, batch_idx=0, step=self._steps, accumulation=1, update=True
+        )
+        runtime.restore_gradients()
+        runtime.flush()
+        runtime.stepped()
+        self._steps += 1
+
+    def close(self) -> None:
+        self._runtime.close()
+
+
+def num_stages(plan: Plan) -> int:
+    """Stages of a plan, before there is an engine."""
+    schedule = find_schedule(plan.schedule)
+    shape = schedule.resolve(
+        pp=plan.pp,
+        num_microbatches=plan.num_microbatches,
+        stages_per_rank=plan.stages_per_rank,
+        group=plan.group,
+    )
+    return schedule.place(shape).num_stages

@@ -1,0 +1,55 @@
+"""What a step takes at least: an order's makespan in the simulator, with messages for free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from strategies.compiler import compile_plan
+from strategies.costs.table import CostTable
+from strategies.costs.uniform import UniformCosts
+from strategies.ir.program import Program
+from strategies.plan import Plan
+from strategies.schedule_file import ScheduleFile
+from strategies.simulator.engine import simulate
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeFirstBackward:
+    """torch leaves all of the first stage's backward to W where it splits."""
+
+    uniform: UniformCosts
+
+    def table(self, program: Program) -> CostTable:
+        table = self.uniform.table(program)
+        return replace(
+            table,
+            backward_input=(0.0, *table.backward_input[1:]),
+            backward_weight=(table.backward[0], *table.backward_weight[1:]),
+        )
+
+
+def critical_path(
+    schedule: str, *, ranks: int, num_microbatches: int, forward: float, order: str | None = None
+) -> float:
+    """Makespan for F = I = W at zero latency, in the unit of ``forward``.
+
+    Args:
+        schedule: Our name.
+        ranks: P.
+        num_microbatches: M.
+        forward: F per rank and microbatch.
+        order: torch's own compute order as CSV, in place of our schedule's; with the durations
+            that torch's halves of a backward have.
+    """
+    costs = UniformCosts(forward=forward, backward=2 * forward)
+    if order is None:
+        plan = Plan(schedule, pp=ranks, num_microbatches=num_microbatches, buckets=0)
+        return simulate(compile_plan(plan).train, costs).makespan
+    plan = Plan(
+        "custom",
+        pp=ranks,
+        num_microbatches=num_microbatches,
+        buckets=0,
+        file=ScheduleFile(f"torch's {schedule}", order),
+    )
+    return simulate(compile_plan(plan).train, _WholeFirstBackward(costs)).makespan

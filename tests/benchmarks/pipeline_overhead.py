@@ -1,0 +1,207 @@
+"""What engines add to a schedule: step time over the critical path, with compute that only sleeps.
+
+    python -m tests.benchmarks.pipeline_overhead
+    python -m tests.benchmarks.pipeline_overhead --schedules all --engines ours bare --json out.json
+
+Gloo ranks on this machine; F takes 10 ms per rank and microbatch, I and W 10 ms each (a virtual
+stage its share), activations and their gradients 1 MB. Engines: this runtime, the same schedule of
+torch.distributed.pipelining on the same modules, and the least that can walk our program's lists.
+They take turns step by step in the same processes. A cell is the median over the repetitions of
+the slowest rank's step, between barriers, over the simulated makespan of that engine's own order
+with free messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from strategies.errors import PlanError
+from strategies.schedules import SCHEDULES, find_schedule
+from tests.benchmarks.overhead_paths import critical_path
+from tests.distributed.pool import Ranks
+
+SHARED = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zb", "zb_v")
+ENGINES = ("ours", "torch", "bare")
+WARMUPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One engine on one schedule and number of microbatches.
+
+    Attributes:
+        schedule: Our name.
+        num_microbatches: M.
+        engine: ``ours``, ``torch`` or ``bare``.
+        step_ms: Median step.
+        path_ms: Its order's critical path.
+        ratio: The one over the other.
+        busy: Largest deviation of a rank's emulated compute in a step from what was asked for.
+        steps_ms: All repetitions.
+    """
+
+    schedule: str
+    num_microbatches: int
+    engine: str
+    step_ms: float
+    path_ms: float
+    ratio: float
+    busy: float
+    steps_ms: tuple[float, ...]
+
+
+def measure(
+    ranks: Ranks,
+    *,
+    schedules: Sequence[str] = SHARED,
+    microbatches: Sequence[int] = (8, 16),
+    engines: Sequence[str] = ENGINES,
+    repetitions: int = 5,
+    forward_ms: float = 10.0,
+    elements: int = 2**18,
+    realtime: bool = False,
+) -> list[Cell]:
+    """Runs everything; where torch has no such schedule, it is left out."""
+    from tests.benchmarks import overhead_ranks
+    from tests.benchmarks.overhead_emulation import Emulation
+
+    if not all(ranks.run(overhead_ranks.prepare, realtime=realtime)):
+        raise PermissionError("--realtime: this user may not set SCHED_FIFO. Leave it out.")
+    cells = []
+    for schedule in schedules:
+        for count in microbatches:
+            shape = find_schedule(schedule).resolve(
+                pp=ranks.world_size, num_microbatches=count, stages_per_rank=None, group=None
+            )
+            share = forward_ms / 1e3 / find_schedule(schedule).place(shape).stages_per_microbatch
+            chosen = tuple(e for e in engines if e != "torch" or schedule in SHARED)
+            found = ranks.run(
+                overhead_ranks.run_task,
+                schedule=schedule,
+                num_microbatches=count,
+                engines=chosen,
+                emulation=Emulation(share, share, share, elements),
+                warmups=WARMUPS,
+                repetitions=repetitions,
+            )
+            for engine in chosen:
+                spans = [rank[engine] for rank in found]
+                steps = [max(taken) * 1e3 for taken in zip(*(s.step_s for s in spans), strict=True)]
+                path = critical_path(
+                    schedule,
+                    ranks=ranks.world_size,
+                    num_microbatches=count,
+                    forward=forward_ms,
+                    order=spans[0].order,
+                )
+                nominal = 3 * forward_ms * count / 1e3
+                busy = max((abs(b / nominal - 1) for s in spans for b in s.busy_s))
+                median = statistics.median(steps)
+                cells.append(
+                    Cell(
+                        schedule, count, engine, median, path, median / path, busy, tuple(steps)
+                    )
+                )
+    return cells
+
+
+def table(cells: Sequence[Cell], num_microbatches: int) -> str:
+    """Markdown: a row per schedule; ratio, and the median step in ms."""
+    mine = [cell for cell in cells if cell.num_microbatches == num_microbatches]
+    engines = [name for name in ENGINES if any(cell.engine == name for cell in mine)]
+    lines = [
+        f"| m = {num_microbatches} | {' | '.join(engines)} |",
+        "|---" * (len(engines) + 1) + "|",
+    ]
+    for schedule in dict.fromkeys(cell.schedule for cell in mine):
+        row = {cell.engine: cell for cell in mine if cell.schedule == schedule}
+        texts = [
+            f"{row[name].ratio:.2f} ({row[name].step_ms:.0f} ms)" if name in row else "-"
+            for name in engines
+        ]
+        lines.append(f"| {schedule} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def machine() -> str:
+    """This machine, and what runs on it."""
+    import os
+
+    import torch
+
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    load = os.getloadavg()[0]
+    return (
+        f"{os.cpu_count()} x {model}, {platform.system()} {platform.release()}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, load {load:.1f} at start"
+    )
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    schedules = list(SCHEDULES) if arguments.schedules == ["all"] else arguments.schedules
+    about = machine()
+    ranks = Ranks(arguments.ranks)
+    try:
+        cells = measure(
+            ranks,
+            schedules=schedules,
+            microbatches=arguments.microbatches,
+            engines=arguments.engines,
+            repetitions=arguments.repetitions,
+            forward_ms=arguments.forward_ms,
+            realtime=arguments.realtime,
+        )
+    except (PlanError, PermissionError) as error:
+        sys.exit(f"pipeline_overhead: {error}")
+    finally:
+        ranks.close()
+    command = " ".join(["python -m tests.benchmarks.pipeline_overhead", *sys.argv[1:]])
+    out = [table(cells, count) for count in arguments.microbatches]
+    busy = max(cell.busy for cell in cells)
+    out.append(
+        f"Step over own critical path (median of {arguments.repetitions} steps after {WARMUPS}); "
+        f"p={arguments.ranks}, F=I=W={arguments.forward_ms:g} ms, 1 MB, gloo.\n"
+        f"Emulated compute is within {busy:.1%} of what was asked for, on every rank and step.\n"
+        f"{about}\n{command}\n"
+    )
+    sys.stdout.write("\n".join(out))
+    if arguments.json is not None:
+        content = {"machine": about, "command": command, "cells": [asdict(c) for c in cells]}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.pipeline_overhead")
+    parser.add_argument(
+        "--schedules",
+        nargs="+",
+        default=list(SHARED),
+        metavar="NAME",
+        help=f"ours by name, or `all`; default: what torch has, too ({' '.join(SHARED)})",
+    )
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M")
+    parser.add_argument("--repetitions", type=int, default=5, metavar="N")
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--ranks", type=int, default=4, metavar="P")
+    parser.add_argument("--forward-ms", type=float, default=10.0, metavar="MS")
+    parser.add_argument(
+        "--realtime", action="store_true", help="SCHED_FIFO for all ranks (needs the right to)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all figures, machine-readable")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
