@@ -82,7 +82,7 @@ class UniformCosts:
 
         half = self.backward / 2 if self.backward_input is None else self.backward_input
         buckets = count_buckets(program)
-        reduce_share = self.grad_reduce / placement.stages_per_rank
+        reduce_share = self.grad_reduce * share / placement.weight_copies
         return CostTable(
             name="uniform",
             time_unit="F",

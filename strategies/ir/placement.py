@@ -36,9 +36,12 @@ class Placement:
         return self.num_stages * self.weight_copies // self.num_ranks
 
     @property
-    def stages_per_microbatch(self) -> int:
-        """The stages of one rank that one microbatch crosses: V, or V / 2 with two copies."""
-        return self.num_stages // self.num_ranks
+    def stages_per_microbatch(self) -> float:
+        """The stages of one rank that one microbatch crosses: V, or V / 2 with two copies.
+
+        The mean over the ranks, where somebody's own placement gives them unequal numbers.
+        """
+        return self.num_stages / self.num_ranks
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank that runs ``microbatch`` through ``stage``."""

@@ -27,6 +27,8 @@ from strategies.schedules.looped_bfs import LOOPED_BFS
 from strategies.schedules.naive import NAIVE
 from strategies.schedules.one_f_one_b import ONE_F_ONE_B
 from strategies.schedules.schedule import Durations, Rows, Schedule, Shape
+from strategies.schedules.v_half import V_HALF
+from strategies.schedules.v_min import V_MIN
 from strategies.schedules.zb_h1 import ZB_H1
 from strategies.schedules.zb_h2 import ZB_H2
 from strategies.schedules.zb_v import ZB_V
@@ -48,6 +50,8 @@ SCHEDULES: dict[str, Schedule] = {
         ZB_H1,
         ZB_H2,
         ZB_V,
+        V_HALF,
+        V_MIN,
         FOLDX,
         FOLDX_FIFO,
         FOLDX_AIAO,

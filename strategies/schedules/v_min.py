@@ -1,6 +1,30 @@
-"""V-Min
+"""V-Min: two stages per rank in V shape, a third of 1F1B's memory.
 
-PICTURE
+Qi et al., 2024, "Pipeline Parallelism with Controllable Memory", https://arxiv.org/abs/2405.15362.
+
+3 ranks, 4 microbatches, 2 stages per rank, B twice as long as F, I and W one F each; a slot is
+half an F, and the second half stands below the first (``.``: idle)::
+
+    rank 0 | 0F0 0F1  .   .   .  5F0 5I0 5W0  .  5F1 0F2 0I0 5I1 0W0 5W1
+    rank 1 |  .  1F0 1F1  .  4F0  .   .  4I0 4F1 4W0 1I0 1F2 1W0 4I1 4F2
+    rank 2 |  .   .  2F0 3F0 2F1 3F1  .   .  3I0 2I0 3W0 2W0 2F2 3F2 3I1
+
+    rank 0 | 5F2 0F3 0I1 5I2 0W1 5W2 5F3 5I3 0I2 0W2 5W3  .  0I3 0W3
+    rank 1 | 4W1 1I1 1F3 1W1 4I2 4F3 4W2 1I2 4I3 1W2 4W3 1I3 1W3  .
+    rank 2 | 2I1 3W1 2W1 2F3 3F3 3I2 2I2 3W2 2W2 3I3 2I3 3W3 2W3  .
+
+The order repeats one microbatch's times once per period (``building_block.py``): it goes down and
+up the V at one slot per rank, forwards and backwards alike, a slot being half an F (V-Half's speed
+is tried, too). Ranks that would wait fill the time with F within the memory, and with W
+(``greedy.py``). Rank r warms up with what the block and the memory admit before its first gradient
+arrives.
+
+Peak: at most (P+4)//3 microbatches on every rank. No closed form; for F = I = W and M >= 2P the
+bubble does not depend on M and is 0.5, 2.5, 5.5, 5.5, 8.5, 11.5, 11.5 F for P = 2 to 8 (the paper's
+own code: 1.5, 2.5, 5.5, 7.5, 8.5, 11.5, 13.5); the paper says about 2P(F+I+W)/3. Any M >= 1.
+
+For any costs but F = I = W without latency, orders are generated from other blocks as well
+(``best_order.py``), in the same memory; the best makespan wins.
 """
 
 from __future__ import annotations
@@ -28,7 +52,8 @@ _RECIPES = (
     *blocks([(2.0, 1.0, 2.0, 1.0)], turns=[0, 2, 4], spares=[3, 2], patiences=[0.5, 0.0]),
     *blocks([(1.0, 1.0, 1.0, 2.0)], turns=[1, 0, 2, 3], spares=[2, 3], patiences=[0.5]),
     *blocks([(1.0, 1.0, 1.0, 1.0)], turns=[1, 3], spares=[2, 3], patiences=[0.5]),
-    *blocks([(1.0, 2.0, 1.0, 1.0), (1.0, 2.0, 1.0, 2.0)], turns=[2, 5], spares=[3], patiences=[0.5]),
+    *blocks([(1.0, 2.0, 1.0, 1.0)], turns=[2, 1], spares=[3], patiences=[0.5]),
+    *blocks([(1.0, 2.0, 1.0, 2.0)], turns=[5, 2], spares=[3], patiences=[0.5]),
 )
 
 

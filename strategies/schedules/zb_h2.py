@@ -12,6 +12,10 @@ Rank r runs 2(P-r)-1 forwards before its first I; its W lags 2r microbatches beh
 min(2P-1, M) activations on every rank. For M >= 2P-1 and F = I = W the makespan is
 M(F+I+W) + (P-1)F and the period, the time of a step where ranks do not wait for each other at the
 flush, M(F+I+W): no bubble. Any M >= 1.
+
+For other costs, or M < 2P-1, orders are generated as well (``best_order.py``) within 2P-1
+activations per rank; the best period wins, and the best makespan among equal ones. The paper's own
+generator (an integer program and heuristics) and its roll-back of optimizer steps are not used.
 """
 
 from __future__ import annotations

@@ -1,22 +1,23 @@
-"""ZB-V: two stages per rank in V shape, split backward; ZB-H2's period at 1F1B's memory.
+"""ZB-V: two stages per rank in V shape, split backward; ZB-H2's period in ZB-H1's memory.
 
 Qi et al., 2024, "Zero Bubble Pipeline Parallelism", https://arxiv.org/abs/2401.10241, section 6.
 
-3 ranks, 4 microbatches, 2 stages per rank, B twice as long as F, I and W one F each; a slot is half
-an F, and the second half stands below the first (``.``: idle)::
+2 ranks, 4 microbatches, 2 stages per rank, B twice as long as F, I and W one F each; a slot is
+half an F, and the second half stands below the first (``.``: idle)::
 
-    rank 0 | 0F0 0F1 0F2 0F3  .  5F0 5I0 5W0 5F1 5I1 5W1 5F2 5I2
-    rank 1 |  .  1F0 1F1 1F2 4F0 1F3 4F1 4I0 4W0 4F2 4I1 4W1 1I0
-    rank 2 |  .   .  2F0 3F0 2F1 3F1 2F2 3F2 3I0 3W0 2F3 2I0 2W0
+    rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2
+    rank 1 |  .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1
 
-    rank 0 | 5W2 0I0 0W0 5F3 5I3 5W3 0I1 0W1  .  0I2 0W2 0I3 0W3
-    rank 1 | 1W0 4F3 4I2 4W2 1I1 1W1 4I3 4W3 1I2  .  1I3 1W2 1W3
-    rank 2 | 3F3 3I1 3W1 2I1 2W1 3I2 3W2 2I2 3I3 2I3 2W2 3W3 2W3
+    rank 0 | 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3  .
+    rank 1 | 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
 
 Rank r warms up with 2(P-r)-1 forwards of its first stage, then r of each stage in turn, then P-r
-times F, I, W of its second stage. Peak: P microbatches on every rank, like 1F1B's first. For
-M >= 2P-1 and F = I = W the makespan is M(F+I+W) + (P-1)F/2 and the period M(F+I+W): no bubble in a
-flush without a barrier. Any M >= 1.
+times F, I, W of its second stage. Peak: P microbatches on every rank, 1F1B's first. For M >= 2P-1
+and F = I = W the makespan is M(F+I+W) + (P-1)F/2 and the period M(F+I+W): no bubble where ranks do
+not wait for each other at the flush. Any M >= 1.
+
+For other costs, or M < 2P-1, orders are generated as well (``best_order.py``) within P microbatches
+per rank; the best period wins, and the best makespan among equal ones.
 """
 
 from __future__ import annotations

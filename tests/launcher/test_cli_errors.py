@@ -247,7 +247,11 @@ def test_flags_may_stand_between_overrides(tmp_path, monkeypatch):
 
 def test_glob_sweeps_over_all_options(tmp_path, monkeypatch):
     done = run_here(["-m", "schedule=glob(fold*)", "mode=simulate"], tmp_path, monkeypatch)
-    assert [call.config.schedule.name for call in done.calls] == ["foldx_aiao", "foldx_fifo"]
+    assert [call.config.schedule.name for call in done.calls] == [
+        "foldx",
+        "foldx_aiao",
+        "foldx_fifo",
+    ]
 
 
 def test_a_failed_job_does_not_stop_the_others_but_fails_the_sweep(tmp_path, monkeypatch):

@@ -228,7 +228,7 @@ def test_nothing_is_suggested_for_gibberish():
         (["schedule=interleaved_1f1b", "pp=4", "schedule.group=2"], "Try schedule.group=4"),
         (
             ["pp=2", "schedule.layers_per_stage=[1,2,3]"],
-            "has 3 counts, but there are pp * stages_per_rank = 2 * 1 = 2 stages. "
+            "has 3 counts, but there are 2 stages (1f1b on pp=2). "
             "Try schedule.layers_per_stage=[3,3].",
         ),
         (

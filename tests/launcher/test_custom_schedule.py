@@ -66,8 +66,8 @@ REFUSED = [
     ((), PLAIN.replace("1B1", "1B0"), "my.csv, line 2, column 5: 1B0 stands a second time, first"),
     ((), PLAIN.replace("1B1", ""), "my.csv, line 2, column 4: 1F1 has no backward."),
     ((), PLAIN.replace("1F1", ""), "my.csv, line 2, column 5: 1B1 has no forward."),
-    ((), PLAIN.replace("F1", "F2").replace("B1", "B2"), "my.csv, line 1, column 2: 0F2, but none of "
-     "the microbatches is 1."),
+    ((), PLAIN.replace("F1", "F2").replace("B1", "B2"),
+     "my.csv, line 1, column 2: 0F2, but none of the microbatches is 1."),
     ((), PLAIN.replace("0F1,", "0F1,0SEND_F1,"), "my.csv, line 1, column 1: 0F0 has no 0SEND_F0"),
     (("schedule.placement=bidirectional",), PLAIN, "my.csv, line 1, column 2: 0F1 stands on rank"),
     (("num_microbatches=6",), PLAIN, "num_microbatches=6, but my.csv has 2. "
@@ -136,7 +136,8 @@ def test_a_rank_runs_the_text_that_its_parent_has_read(tmp_path):
 
 TRAIN = (
     *MODEL, "data.microbatch_size=2", "trainer.precision=64-true", "trainer.max_steps=4",
-    "trainer.limit_val_batches=1", "seed=5",
+    "trainer.val_check_interval=4", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
+    "seed=5",
 )  # fmt: skip
 
 
@@ -155,9 +156,9 @@ def test_training_and_evaluation_of_a_csv_are_those_of_its_schedule(tmp_path):
     assert again.result["num_microbatches"] == 4
     task = json.loads((again.folder / "resolved.json").read_text())
     assert task["schedule_file"]["text"] == (first.folder / "schedule.csv").read_text()
-    words = ("mode=eval", *TRAIN, *CUSTOM, f"checkpoint={again.result['checkpoint']}")
+    words = ("schedule=custom", "schedule.file=../my.csv", "pp=2")
+    words = ("mode=eval", *TRAIN, *words, f"checkpoint={again.result['checkpoint']}")
     evaluated = launch(words, tmp_path / "b" / "eval").assert_done()
-    print(evaluated.result, first.result)
     assert evaluated.result["val_loss"] == first.result["val_loss"]
 
 

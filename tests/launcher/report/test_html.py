@@ -77,12 +77,23 @@ def test_the_payload_holds_every_instruction_that_takes_time():
 def test_the_payload_says_what_an_instruction_waited_for():
     _, data = page(Panel("predicted", predicted("1f1b", num_microbatches=2)))
     rows = data["panels"][0]["rows"]
-    waited = {(data["kinds"][b[0]], b[1], b[2]): b[5:] for row in rows for b in bars(row)}
+    waited = {(data["kinds"][b[0]], b[1], b[2]): b[5:9] for row in rows for b in bars(row)}
     assert waited["F", 0, 0] == ["", -1, "", 0.0]
     assert waited["F", 0, 1] == ["0F0", 0, "rank", 1.0]
     assert waited["F", 1, 0] == ["0F0", 0, "message", 1.1]
     assert waited["B", 1, 0] == ["1F0", 1, "rank", 2.1]
     assert waited["REDUCE", 1, 0][:3] == ["1B1", 1, "release"]
+
+
+def test_a_fused_pair_is_one_bar_with_two_names():
+    costs = UniformCosts(fused=2.5)
+    program = compile_program(schedule="dualpipe", pp=2, num_microbatches=4, costs=costs)
+    _, data = page(Panel("predicted", simulate(program, costs)))
+    fused = data["kinds"].index("OVERLAP_F_B")
+    found = [bar for bar in bars(data["panels"][0]["rows"][0]) if bar[0] == fused]
+    assert [bar[:5] + bar[9:] for bar in found] == [
+        [fused, 1, 3, 5.0, 7.5, [data["kinds"].index("B"), 0, 0]]
+    ]
 
 
 def test_the_payload_has_activations_over_time():
@@ -152,9 +163,9 @@ def test_the_script_knows_every_kind_and_reason_and_the_order_of_a_bars_fields()
     assert keys("COLOURS") == drawn
     assert keys("WORDS") == drawn
     assert keys("HOWS") == {"message", "value", "rank", "channel", "release"}
-    fields = re.search(r"const \[(KIND, .*?)\] = \[(.*?)\];", script)
-    assert fields.group(1) == "KIND, STAGE, NUMBER, START, END, WAIT, WAIT_RANK, HOW, SINCE"
-    assert fields.group(2) == "0, 1, 2, 3, 4, 5, 6, 7, 8"
+    fields = re.search(r"const \[(KIND, .*?)\] =\s+\[(.*?)\];", script)
+    assert fields.group(1) == "KIND, STAGE, NUMBER, START, END, WAIT, WAIT_RANK, HOW, SINCE, PAIR"
+    assert fields.group(2) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9"
 
 
 def test_32_ranks_with_64_microbatches_stay_a_small_file(tmp_path):

@@ -4,7 +4,8 @@ from strategies import UniformCosts, compile_program, simulate
 from strategies.compiler import compile_plan
 from strategies.memory import peak_activations
 from strategies.plan import Plan
-from strategies.schedules import SCHEDULES
+from tests.strategies.programs import ALL_SCHEDULES
+from tests.strategies.programs import legal_microbatches as legal
 
 
 def reasons(timeline):
@@ -47,8 +48,8 @@ def test_a_bucket_waits_for_its_channel_or_for_its_release_inside_the_backward()
 
 
 def test_nothing_waits_for_what_ends_after_its_start():
-    for name in SCHEDULES:
-        program = compile_program(schedule=name, pp=2, num_microbatches=3)
+    for name in ALL_SCHEDULES:
+        program = compile_program(schedule=name, pp=2, num_microbatches=legal(name, 2, 3))
         timeline = simulate(program, UniformCosts(grad_reduce=3, p2p=0.25))
         starts = [time for row in timeline.start for time in row]
         for node, wait in waits(timeline).items():
@@ -56,8 +57,8 @@ def test_nothing_waits_for_what_ends_after_its_start():
 
 
 def test_what_is_held_peaks_where_the_metrics_say_and_drains():
-    for name in SCHEDULES:
-        program = compile_program(schedule=name, pp=4, num_microbatches=5)
+    for name in ALL_SCHEDULES:
+        program = compile_program(schedule=name, pp=4, num_microbatches=legal(name, 4, 5))
         timeline = simulate(program, UniformCosts())
         for rank, peak in enumerate(peak_activations(program)):
             curve = held_over_time(timeline, rank)

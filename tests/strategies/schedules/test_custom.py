@@ -13,6 +13,7 @@ from strategies.errors import PipelineError, PlanError, ProgramError
 from strategies.ir.instruction import MICROBATCH_KINDS
 from strategies.ir.placement import Placement, bidirectional, loop, v
 from strategies.ir.text import format_rows
+from strategies.memory import peak_activations
 from strategies.plan import Plan
 from strategies.schedule_file import ScheduleFile, read_schedule_file
 from strategies.schedules import SCHEDULES, find_schedule
@@ -112,6 +113,25 @@ def test_any_order_of_the_lists_is_either_the_program_or_refused_with_its_place(
         assert compute_csv(program) == text
 
 
+@given(
+    text=st.text()
+    | st.lists(
+        st.sampled_from(["0F0", "0B0", "1F0", "1B0", "0F1", "0I0", "0W0", "0SEND_F0", "1RECV_F0",
+                         "(1F0;0B1)OVERLAP_F_B", "0UNSHARD", "2F0", ",", ",", ",", "\n", '"', "7"])
+    ).map("".join),
+    pp=st.integers(1, 3),
+    placement=st.sampled_from([None, "loop", "v", "bidirectional"]),
+)  # fmt: skip
+def test_no_text_is_anything_but_a_program_or_refused(text, pp, placement):
+    try:
+        _, microbatches, rows = from_file(own(text, placement), pp=pp)
+    except PipelineError as error:
+        assert "my.csv" in str(error)
+    else:
+        assert len(rows) == pp
+        assert sum(len(item.parts) for row in rows for item in row) >= 2 * microbatches
+
+
 @pytest.mark.parametrize(
     ("text", "pp", "expected"),
     [
@@ -133,6 +153,16 @@ def test_the_placement_is_taken_from_the_rows(text, pp, expected):
     assert placement == expected
     program = compile_program(schedule="custom", pp=pp, file=own(text))
     assert simulate(program, UniformCosts()).makespan > 0
+
+
+def test_unequal_numbers_of_stages_keep_the_work_of_a_microbatch():
+    """forward=1 is per rank and microbatch: with three stages on two ranks a stage takes 2/3."""
+    text = "0F0,2F0,2B0,0B0\n1F0,1B0\n"
+    program = compile_program(schedule="custom", pp=2, file=own(text), buckets=1)
+    table = UniformCosts(grad_reduce=3).table(program)
+    assert sum(table.forward) == pytest.approx(2)
+    assert sum(map(sum, table.reduce)) == pytest.approx(2 * 3)
+    assert peak_activations(program) == pytest.approx((4 / 3, 2 / 3))
 
 
 def test_a_placement_that_was_asked_for_must_be_that_of_the_rows():

@@ -1,12 +1,15 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import strategies.schedules as schedules
-from strategies import compile_program
+from strategies import UniformCosts, compile_program
+from strategies.compiler import compile_plan
 from strategies.errors import PlanError, ProgramError
-from strategies.ir.instruction import backward, forward
-from strategies.ir.placement import bidirectional, loop, v
+from strategies.ir.instruction import backward, forward, input_gradient, weight_gradient
+from strategies.ir.placement import Placement, bidirectional, loop, v
+from strategies.plan import Plan
 from strategies.schedules import SCHEDULES, find_schedule, register_schedule
 from strategies.schedules.schedule import Schedule, Shape
 from tests.strategies.programs import ALL_SCHEDULES, compute_texts
@@ -68,6 +71,67 @@ def test_a_name_is_registered_once(registry):
     with pytest.raises(PlanError) as error:
         register_schedule("gpipe")(lambda shape: ())
     assert str(error.value) == "schedule=gpipe is registered already. Choose another name."
+
+
+def test_the_name_of_own_files_is_taken(registry):
+    with pytest.raises(PlanError) as error:
+        register_schedule("custom")(lambda shape: ())
+    assert str(error.value) == "schedule=custom is registered already. Choose another name."
+
+
+def test_a_registered_function_may_look_at_costs_and_split_its_backwards(registry):
+    seen = []
+
+    @register_schedule("looks", cost_aware=True, splits_backward=True)
+    def order(shape):
+        seen.append(shape.durations)
+        microbatches = range(shape.num_microbatches)
+        makers = (forward, input_gradient, weight_gradient)
+        return tuple(
+            tuple(make(rank, m) for m in microbatches for make in makers)
+            for rank in range(shape.pp)
+        )
+
+    costs = UniformCosts(forward=2, backward=5, backward_input=3)
+    plan = Plan("looks", 2, 1, costs=costs)
+    assert compute_texts(compile_plan(plan).train) == ["0F0 0I0 0W0", "1F0 1I0 1W0"]
+    assert (seen[0].forward, seen[0].backward_weight) == ((2, 2), (2, 2))
+    with pytest.raises(PlanError, match="looks splits its backwards by itself"):
+        compile_plan(replace(plan, split_backward=True))
+
+
+def test_a_registered_function_may_have_a_rule(registry):
+    def rule(shape):
+        if shape.num_microbatches % 3:
+            raise PlanError("threes only")
+
+    register_schedule("threes", rule=rule)(SCHEDULES["gpipe"].order)
+    assert compile_program(schedule="threes", pp=2, num_microbatches=3).num_microbatches == 3
+    with pytest.raises(PlanError, match="threes only"):
+        compile_program(schedule="threes", pp=2, num_microbatches=4)
+
+
+def test_a_registered_function_may_bring_its_placement(registry):
+    def placement(shape):
+        return Placement("turned", shape.pp, (tuple(range(shape.pp))[::-1],))
+
+    @register_schedule("turned", placement=placement)
+    def order(shape):
+        return SCHEDULES["gpipe"].order(shape)[::-1]
+
+    program = compile_program(schedule="turned", pp=3, num_microbatches=1)
+    assert compute_texts(program) == ["2F0 2B0", "1F0 1B0", "0F0 0B0"]
+    assert program.placement.name == "turned"
+
+
+def test_two_weight_copies_go_with_their_placement(registry):
+    register_schedule("opposed", placement="bidirectional", stages_per_rank=2)(lambda shape: ())
+    register_schedule("doubled", placement=lambda shape: loop(shape.pp, 1), weight_copies=2)(
+        lambda shape: ()
+    )
+    register_schedule("single")(lambda shape: ())
+    copies = [registry[name].weight_copies for name in ("opposed", "doubled", "single")]
+    assert copies == [2, 2, 1]
 
 
 def test_a_registered_function_that_forgets_an_instruction_is_named(registry):
