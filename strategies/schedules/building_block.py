@@ -39,9 +39,7 @@ def repeat(block: Block, lanes: Lanes, durations: Durations) -> Guide:
     assert lanes.num_copies == 1
     num_ranks = len(lanes.of_rank)
     num_rows = lanes.num_stages // num_ranks
-    work = zip(
-        durations.forward, durations.backward_input, durations.backward_weight, strict=True
-    )
+    work = zip(durations.forward, durations.backward_input, durations.backward_weight, strict=True)
     of_stage = [sum(parts) for parts in work]
     period = max(sum(of_stage[stage] for stage in own) for own in lanes.of_rank)
     slot = period / (3 * num_rows)

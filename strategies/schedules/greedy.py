@@ -77,9 +77,7 @@ def generate(
     return lanes.rows(walk(lanes, durations, caps=caps, policy=policy))
 
 
-def walk(
-    lanes: Lanes, durations: Durations, *, caps: tuple[int, ...], policy: Policy
-) -> StepRows:
+def walk(lanes: Lanes, durations: Durations, *, caps: tuple[int, ...], policy: Policy) -> StepRows:
     """Like ``generate``, without instructions."""
     assert all(cap >= len(own) for cap, own in zip(caps, lanes.of_rank, strict=True))
     return _Walk(lanes, durations, caps, policy).run()

@@ -75,7 +75,9 @@ def lanes_of(placement: Placement, num_microbatches: int) -> Lanes:
         for lane in range(len(rank))
     )
     of_rank = tuple(
-        tuple(sorted((lane for lane, owner in enumerate(rank) if owner == r), key=lambda n: stage[n]))
+        tuple(
+            sorted((lane for lane, owner in enumerate(rank) if owner == r), key=lambda n: stage[n])
+        )
         for r in range(placement.num_ranks)
     )
     return Lanes(rank, stage, size, of_rank, placement.num_stages, copies)

@@ -42,9 +42,7 @@ from strategies.schedules.best_order import (
 )
 from strategies.schedules.schedule import Rows, Schedule, Shape
 
-_REGULAR = blocks(
-    [(2.0, 1.0, 2.0, 1.0)], turns=range(6), spares=[2, NEVER], patiences=[0.0]
-)
+_REGULAR = blocks([(2.0, 1.0, 2.0, 1.0)], turns=range(6), spares=[2, NEVER], patiences=[0.0])
 _RECIPES = (
     *blocks([(1.5, 1.5, 1.5, 1.5)], turns=[3, 2, 5], spares=[3, 2], patiences=[0.5, 0.0]),
     *blocks([(2.0, 1.0, 2.0, 1.0)], turns=[2, 3], spares=[3, 2], patiences=[0.5, 0.0]),

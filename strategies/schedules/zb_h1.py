@@ -9,14 +9,13 @@ Qi et al., 2024, "Zero Bubble Pipeline Parallelism", https://arxiv.org/abs/2401.
     rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
 Rank r warms up with P-r-1 forwards, like 1F1B; its W lags r microbatches behind its I. Peak:
-min(P, M) activations on every rank, 1F1B's first. For M >= P and W <= I, all stages alike,
-the makespan is M(F+I+W) + (P-1)(F+I-W). Any M >= 1.
+min(P, M) activations on every rank, 1F1B's first. For M >= 2P, W <= F, W <= I, no latency
+and all stages alike, the makespan is M(F+I+W) + (P-1)(F+I-W). Any M >= 1.
 
 For other costs, or M < 2P-1, orders are generated as well (``best_order.py``) within P activations
-per rank; the best makespan wins. Where all stages cost the same, this memory leaves nothing to win:
+per rank; the best makespan wins. Where the formula above holds, this memory leaves nothing to win:
 rank 0 runs P forwards, waits for the first gradient, and can begin each of the other M-P forwards
-only after one more I and W; the last of them then has to go down the pipeline and back. That is
-what the regular order takes. The paper's own
+only after one more I and W; the last of them then has to go down the pipeline and back. The paper's own
 generator (an integer program and heuristics) is not used.
 """
 

@@ -66,8 +66,13 @@ def test_without_bytes_in_the_costs_nothing_is_said():
     assert peak_bytes(program, UniformCosts().table(program)) == (None, None)
 
 
+EXACT = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "foldx_fifo", "foldx_aiao")
+
+
 def closed_form(plan, rank):
     """Held (stage, microbatch) pairs, for schedules and shapes where the papers' form is exact."""
+    if plan.split_backward or plan.schedule not in EXACT:
+        return None
     pp, microbatches, stages = plan.pp, plan.num_microbatches, plan.stages_per_rank
     if plan.schedule == "naive":
         return stages
@@ -90,7 +95,8 @@ def test_the_papers_closed_forms(plan):
     for rank, peak in enumerate(peak_activations(program)):
         expected = closed_form(plan, rank)
         if expected is None:
-            assert 1 <= peak <= plan.num_microbatches
+            share = program.placement.stages_per_microbatch
+            assert 1 / share <= peak <= plan.num_microbatches + 1e-9
         else:
             assert peak == pytest.approx(expected / plan.stages_per_rank)
 
@@ -99,4 +105,5 @@ def test_the_papers_closed_forms(plan):
 def test_lowering_and_updates_change_no_peak(plan):
     programs = compile_plan(plan)
     assert peak_activations(programs.train) == peak_activations(programs.accumulate)
-    assert max(peak_activations(programs.forward)) == pytest.approx(1 / plan.stages_per_rank)
+    share = 1 / programs.train.placement.stages_per_microbatch
+    assert max(peak_activations(programs.forward)) == pytest.approx(share)

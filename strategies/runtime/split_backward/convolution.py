@@ -45,9 +45,11 @@ def _samples(device: torch.device) -> list[Sample]:
 
 CONVOLUTION = Rule(
     node="ConvolutionBackward0",
+    factors=(0, _WEIGHT),
     operands={_WEIGHT: ("input",)},
     weight=_WEIGHT,
     bias=_BIAS,
+    shaped=(_WEIGHT,),
     settings=_SETTINGS,
     gradients=_gradients,
     samples=_samples,

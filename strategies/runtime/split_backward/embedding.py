@@ -33,6 +33,7 @@ def _samples(device: torch.device) -> list[Sample]:
 
 EMBEDDING = Rule(
     node="EmbeddingBackward0",
+    factors=(0,),
     operands={0: ("indices",)},
     weight=0,
     takes_data=False,

@@ -1,75 +1,96 @@
-"""The autograd graph behind a stage's outputs, leaves first."""
+"""The autograd graph behind a stage's outputs: its nodes, and its shape without them.
+
+The shape is the same for every microbatch that takes the same way through the model, so what
+follows from it is worked out once (``recipe``). It holds types and numbers only, no node, no
+tensor.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 # torch types its nodes as opaque; saved values are attributes that differ from type to type.
 Node = Any
-Edge = tuple[Node, int]
+Kind = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A graph without its nodes, which are numbered so that gradients flow to smaller numbers.
+
+    Attributes:
+        nodes: For each node its type, then for each of its edges the number of the node that the
+            gradient flows to (-1 where nobody wants it) and which of that node's inputs it is.
+        roots: The nodes of the outputs.
+        inputs: The nodes that accumulate for the stage's inputs.
+    """
+
+    nodes: tuple[tuple[Any, ...], ...]
+    roots: tuple[int, ...]
+    inputs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Nodes that the outputs depend on.
+    """Nodes that the outputs depend on, by number, and their shape."""
 
-    Attributes:
-        roots: The nodes of the outputs, each once.
-        order: Every node once, each after all the nodes that its gradients flow to.
-        edges: Node -> where its gradients flow to, by position; None where nobody wants one.
+    nodes: tuple[Node, ...]
+    shape: Shape
+
+
+def walk(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Graph:
+    """The graph of tensors that require grad.
+
+    Args:
+        outputs: Tensors with a history, or leaves.
+        inputs: Leaves.
     """
-
-    roots: tuple[Node, ...]
-    order: tuple[Node, ...]
-    edges: Mapping[Node, tuple[tuple[Node | None, int], ...]]
-
-
-def walk(outputs: Iterable[Tensor]) -> Graph:
-    """The graph of tensors that require grad."""
-    roots = tuple(dict.fromkeys(root_of(output).node for output in outputs))
+    roots = dict.fromkeys(get_gradient_edge(output).node for output in outputs)
     edges: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
-    finished: dict[Node, None] = {}
+    numbers: dict[Node, int] = {}
+    entries: list[tuple[Any, ...]] = []
     stack = list(roots)
     while stack:
         node = stack[-1]
-        if node in edges:
-            finished[stack.pop()] = None
+        following = edges.get(node)
+        if following is None:
+            edges[node] = following = node.next_functions
+            for child, _ in following:
+                if child is not None and child not in edges:
+                    stack.append(child)
+            if stack[-1] is not node:
+                continue
+        stack.pop()
+        if node in numbers:
             continue
-        following = edges[node] = node.next_functions
-        for child, _ in following:
-            if child is not None and child not in edges:
-                stack.append(child)
-    return Graph(roots, tuple(finished), edges)
-
-
-def root_of(output: Tensor) -> GradientEdge:
-    """Where the gradient of a tensor enters the graph; a leaf's own accumulation node, too."""
-    return get_gradient_edge(output)
-
-
-def leaf_of(node: Node) -> Tensor | None:
-    """The leaf tensor that a node accumulates for, None for every other node."""
-    return node.variable if _accumulates(kind_of(node)) else None
-
-
-def kind_of(node: Node) -> Any:
-    """A node's type; one per operation of torch, one per function of a user."""
-    return type(node)
+        numbers[node] = len(entries)
+        entry: list[Any] = [type(node)]
+        for child, number in following:
+            entry += (-1, 0) if child is None else (numbers[child], number)
+        entries.append(tuple(entry))
+    wanted = dict.fromkeys(get_gradient_edge(leaf).node for leaf in inputs)
+    shape = Shape(
+        tuple(entries),
+        tuple(numbers[node] for node in roots),
+        tuple(numbers[node] for node in wanted if node in numbers),
+    )
+    return Graph(tuple(numbers), shape)
 
 
 @functools.cache
-def _accumulates(kind: type) -> bool:
-    return kind.__name__ == "AccumulateGrad"
+def accumulates(kind: Kind) -> bool:
+    """Whether nodes of this type end the graph at a leaf."""
+    return str(kind.__name__) == "AccumulateGrad"
 
 
 @functools.cache
-def refuses_inputs(kind: type) -> bool:
+def refuses_inputs(kind: Kind) -> bool:
     """True for nodes that run only in a backward without ``inputs=``.
 
     These are checkpoint functions that call the engine again: torch's with ``use_reentrant=True``
@@ -81,33 +102,3 @@ def refuses_inputs(kind: type) -> bool:
     backward = getattr(forward, "backward", None)
     code = getattr(backward, "__code__", None)
     return code is not None and "_is_checkpoint_valid" in code.co_names
-
-
-class Leaves:
-    """Looks up the leaves below a node, keeping what it has found."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._edges = graph.edges
-        self._known: dict[Node, dict[int, Tensor]] = {}
-
-    def below(self, node: Node) -> dict[int, Tensor]:
-        """Id -> leaf, for all that the node's gradients end in."""
-        known = self._known.get(node)
-        if known is None:
-            known = self._known[node] = self._find(node)
-        return known
-
-    def _find(self, start: Node) -> dict[int, Tensor]:
-        found: dict[int, Tensor] = {}
-        seen = {start}
-        stack = [start]
-        while stack:
-            node = stack.pop()
-            leaf = leaf_of(node)
-            if leaf is not None:
-                found[id(leaf)] = leaf
-            for child, _ in self._edges[node]:
-                if child is not None and child not in seen:
-                    seen.add(child)
-                    stack.append(child)
-        return found

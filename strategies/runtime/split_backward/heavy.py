@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from strategies.runtime.split_backward.convolution import CONVOLUTION
 from strategies.runtime.split_backward.embedding import EMBEDDING
+from strategies.runtime.split_backward.graph import Kind
 from strategies.runtime.split_backward.matmul import RULES as PRODUCTS
 from strategies.runtime.split_backward.rule import Rule, Sample
 from strategies.runtime.split_backward.saved import read_saved
@@ -21,7 +22,7 @@ _TOLERANCE = {torch.bfloat16: 2e-2}
 
 
 @functools.cache
-def rule_of(kind: type) -> Rule | None:
+def rule_of(kind: Kind) -> Rule | None:
     """The rule of a type of node. A user's functions have other names than torch's nodes."""
     return _RULES.get(kind.__name__) if kind.__module__ == "builtins" else None
 
@@ -48,8 +49,9 @@ def _same(rule: Rule, sample: Sample) -> bool:
         return False
     edges = tuple(sample.leaves)
     shapes = {edge: leaf.shape for edge, leaf in sample.leaves.items()}
-    saved = read_saved(node, rule, edges, shapes=shapes, transposed=frozenset())
-    turned = read_saved(node, rule, edges, shapes=shapes, transposed=frozenset(edges))
+    names = [name for edge in edges for name in rule.operands.get(edge, ())]
+    saved = read_saved(node, rule, names, shapes=shapes, flipped=())
+    turned = read_saved(node, rule, names, shapes=shapes, flipped=edges)
     incoming = torch.cos(sample.output.detach())
     found = [rule.gradients(version, incoming, edges) for version in (saved, turned)]
     expected = torch.autograd.grad(

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from strategies.runtime.split_backward.deferred import Deferred
-from strategies.runtime.split_backward.graph import walk
+from strategies.runtime.split_backward.graph import Graph, walk
+from strategies.runtime.split_backward.heavy import agrees
 from strategies.runtime.split_backward.pending import PendingWeights
-from strategies.runtime.split_backward.plan import Plan, plan
+from strategies.runtime.split_backward.recipe import Recipe, Unit, recipe_of
+from strategies.runtime.split_backward.saved import Access, access_of, is_plain, packs
 
 
 def input_backward(
@@ -53,40 +55,81 @@ def input_backward(
         for output, gradient in zip(outputs, gradients, strict=True)
         if output.requires_grad
     ]
-    if not pairs:
-        return PendingWeights((), exact=exact, through_engine=through_engine)
     roots = [output for output, _ in pairs]
     incoming = [gradient for _, gradient in pairs]
-    found = plan(walk(roots), inputs)
-    if not found.deferred:
-        torch.autograd.backward(roots, incoming)
-        return PendingWeights((), exact=exact, through_engine=through_engine)
-    _run(found, roots, incoming)
-    return PendingWeights(
-        [deferred for deferred in found.deferred if deferred.incoming is not None],
-        exact=exact,
-        through_engine=through_engine,
-    )
+    reached: list[Deferred] = []
+    if roots:
+        graph = walk(roots, inputs)
+        recipe, deferred = _plan(graph)
+        if deferred:
+            targets: list[Any] = [graph.nodes[number].variable for number in recipe.leaves]
+            targets += [GradientEdge(graph.nodes[number], 0) for number in recipe.ends]
+            reached = _run(deferred, roots, incoming, targets)
+        else:
+            torch.autograd.backward(roots, incoming)
+    return PendingWeights(reached, exact=exact, through_engine=through_engine)
 
 
-def _run(found: Plan, roots: list[Tensor], incoming: list[Tensor | None]) -> None:
+def _plan(graph: Graph) -> tuple[Recipe, list[Deferred]]:
+    """What waits. Where anything about a node is uncertain, it does not."""
+    excluded: frozenset[int] = frozenset()
+    while True:
+        recipe = recipe_of(graph.shape, excluded)
+        deferred = [_defer(unit, graph) for unit in recipe.units]
+        kept = [item for item in deferred if item is not None]
+        if len(kept) == len(deferred):
+            return recipe, kept
+        # What such nodes lead to is another graph to look at.
+        excluded |= {
+            unit.node for unit, item in zip(recipe.units, deferred, strict=True) if item is None
+        }
+
+
+def _defer(unit: Unit, graph: Graph) -> Deferred | None:
+    rule = unit.rule
+    node = graph.nodes[unit.node]
+    if not rule.accepts(node):
+        return None
+    if rule.watches_hooks:
+        access = access_of(node, unit.names)
+    else:
+        access = Access.NEVER if any(map(packs, graph.nodes)) else Access.NOW
+    if access is Access.NEVER:
+        return None
+    deferred = Deferred(unit, graph)
+    if access is Access.NOW:
+        tensors = deferred.read().tensors.values()
+        if not all([is_plain(tensor) for tensor in tensors]):
+            return None
+        device = next(iter(tensors)).device
+    else:
+        metadata = node._input_metadata[0]
+        if metadata.dtype.is_complex:
+            return None
+        device = metadata.device
+    return deferred if agrees(rule.node, device) else None
+
+
+def _run(
+    deferred: list[Deferred],
+    roots: list[Tensor],
+    incoming: list[Tensor | None],
+    targets: list[Any],
+) -> list[Deferred]:
+    """Runs the engine; returns what it passed with a gradient, in the order of the backward."""
     handles: list[Any] = []
     reached: list[Deferred] = []
     try:
-        for deferred in found.deferred:
-            handles.append(deferred.node.register_prehook(_catch(deferred, reached)))
-        targets: list[Any] = list(found.leaves.values())
-        targets.extend(GradientEdge(node, 0) for node in found.ends)
+        for item in deferred:
+            handles.append(item.node.register_prehook(_catch(item, reached)))
         torch.autograd.backward(roots, incoming, inputs=targets)
     finally:
         # A hook refers to the node that it hangs on: left behind, neither would ever go.
         for handle in handles:
             handle.remove()
-        for deferred in found.deferred:
-            deferred.node = None
-        found.ends.clear()
-    # In the order of the backward: parameters get ready for their reduction as they usually do.
-    found.deferred[:] = reached
+        for item in deferred:
+            item.node = None
+    return reached
 
 
 def _catch(
@@ -94,11 +137,8 @@ def _catch(
 ) -> Callable[[tuple[Tensor | None, ...]], None]:
     def caught(gradients: tuple[Tensor | None, ...]) -> None:
         incoming = gradients[0]
-        if incoming is None:
-            return
-        if deferred.saved is None:
-            deferred.read()
-        deferred.catch(incoming)
-        reached.append(deferred)
+        if incoming is not None:
+            deferred.catch(incoming)
+            reached.append(deferred)
 
     return caught

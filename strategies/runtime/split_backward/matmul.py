@@ -27,7 +27,7 @@ def _product_rule(node: str, left: str, right: str, *, addend: bool, batched: bo
                 beta = saved.settings["_saved_beta"]
                 scaled = incoming if beta == 1 else incoming * beta
                 found.append(summed_to(scaled, saved.shapes[0]))
-            elif edge in saved.transposed:
+            elif edge in saved.flipped:
                 found.append(product(saved, incoming, edge).turned().value().mT)
             else:
                 found.append(product(saved, incoming, edge).value())
@@ -44,9 +44,11 @@ def _product_rule(node: str, left: str, right: str, *, addend: bool, batched: bo
 
     return Rule(
         node=node,
+        factors=(first, first + 1),
         operands={first: (right,), first + 1: (left,)},
         weight=first + 1,
         bias=0 if addend else None,
+        shaped=(0,) if addend else (),
         settings=("_saved_alpha", "_saved_beta") if addend else (),
         gradients=gradients,
         product=product,
@@ -56,7 +58,7 @@ def _product_rule(node: str, left: str, right: str, *, addend: bool, batched: bo
 
 def _grouped_gradients(saved: Saved, incoming: Tensor, edges: Sequence[int]) -> list[Tensor]:
     data, ends = saved.tensors["self"], saved.tensors["offs"]
-    if 1 in saved.transposed:
+    if 1 in saved.flipped:
         return [F.grouped_mm(incoming.mT, data, offs=ends).mT for _ in edges]
     return [F.grouped_mm(data.mT, incoming, offs=ends) for _ in edges]
 
@@ -70,6 +72,7 @@ def _grouped_samples(device: torch.device) -> list[Sample]:
 
 GROUPED = Rule(
     node="GroupedMmBackward0",
+    factors=(0, 1),
     operands={1: ("self", "offs")},
     weight=1,
     # Rows in groups times one matrix per group; the other layouts have no weights in them.

@@ -1,64 +1,25 @@
-"""Ways from a heavy node's weight edge to the parameter that are short enough to go by hand."""
+"""Nodes on the way from a heavy node's weight edge to its parameter that change no values.
+
+Hooks on a weight's transposed or cast version are invisible from Python. Where one is known to be
+there, ``through_engine`` hands the gradient to torch.
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from strategies.runtime.split_backward.graph import Graph, Node, leaf_of
+from strategies.runtime.split_backward.graph import Node
 from strategies.runtime.split_backward.saved import signed
 
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """A weight edge that leads to one leaf, through casts and at most turns of the matrix.
-
-    Attributes:
-        leaf: The parameter.
-        transposed: Whether the operand is the parameter with its last two dimensions swapped.
-        plain: False where the engine must carry the gradient to the leaf.
-    """
-
-    leaf: Tensor
-    transposed: bool
-    plain: bool
-
-
-def path_of(graph: Graph, node: Node) -> Path | None:
-    """The path below a node; None where more than layout and dtype changes on the way.
-
-    Hooks on a weight's transposed or cast version are invisible from here. Those of the leaf are
-    looked at where the path is used.
-    """
-    transposed = False
-    plain = True
-    while True:
-        leaf = leaf_of(node)
-        if leaf is not None:
-            return Path(leaf, transposed, plain)
-        kind = type(node).__name__
-        if kind == "TBackward0":
-            # .t() of a vector changes nothing.
-            transposed ^= len(node._input_metadata[0].shape) == 2
-        elif kind == "TransposeBackward0":
-            if _swaps_last(node):
-                transposed = not transposed
-            else:
-                plain = False
-        elif kind in _LAYOUT:
-            plain = False
-        elif kind != "ToCopyBackward0":
-            return None
-        following = graph.edges[node]
-        if len(following) != 1 or following[0][0] is None:
-            return None
-        node = following[0][0]
-
-
-_LAYOUT = frozenset(
+TURN_OF_TWO = "TBackward0"
+TURN = "TransposeBackward0"
+CAST = "ToCopyBackward0"
+LAYOUT = frozenset(
     {
+        TURN_OF_TWO,
+        TURN,
+        CAST,
         "AsStridedBackward0",
         "CloneBackward0",
         "ExpandBackward0",
@@ -79,7 +40,8 @@ _LAYOUT = frozenset(
 )
 
 
-def _swaps_last(node: Node) -> bool:
+def swaps_last(node: Node) -> bool:
+    """Whether a transposition turns matrices."""
     num_dims = len(node._input_metadata[0].shape)
     dims = {signed(dim) % num_dims for dim in (node._saved_dim0, node._saved_dim1)}
     return dims == {num_dims - 2, num_dims - 1}

@@ -95,10 +95,10 @@ class _Group:
         self.members = members
         self.direct = direct
         self.leaves = {
-            key: leaf
+            id(leaf): leaf
             for deferred in members
             for edge in deferred.edges
-            for key, leaf in edge.leaves.items()
+            for leaf in edge.leaves
         }
 
     def add(self, *, exact: bool) -> list[Tensor]:
@@ -108,19 +108,16 @@ class _Group:
         rule = deferred.rule
         rest: list[WeightEdge] = []
         for edge in deferred.edges:
-            assert edge.path is not None
-            if rule.product is None or edge.position == rule.bias:
+            position = edge.recipe.position
+            if rule.product is None or position == rule.bias:
                 rest.append(edge)
                 continue
-            product = rule.product(saved, incoming, edge.position)
-            if edge.path.transposed:
-                product = product.turned()
-            add_product(edge.path.leaf, product, exact=exact)
+            product = rule.product(saved, incoming, position)
+            add_product(edge.leaves[0], product.turned() if edge.turned else product, exact=exact)
         if rest:
-            found = rule.gradients(saved, incoming, [edge.position for edge in rest])
+            found = rule.gradients(saved, incoming, [edge.recipe.position for edge in rest])
             for edge, gradient in zip(rest, found, strict=True):
-                assert edge.path is not None
-                add_gradient(edge.path.leaf, gradient.mT if edge.path.transposed else gradient)
+                add_gradient(edge.leaves[0], gradient.mT if edge.turned else gradient)
         return list(self.leaves.values())
 
     def backward(self) -> None:
@@ -147,9 +144,9 @@ class _Group:
         while self.members:
             deferred = self.members.pop()
             saved, incoming = deferred.operands()
-            positions = [edge.position for edge in deferred.edges]
+            positions = [edge.recipe.position for edge in deferred.edges]
             gradients.extend(deferred.rule.gradients(saved, incoming, positions))
-            edges.extend(GradientEdge(edge.child, edge.number) for edge in deferred.edges)
+            edges.extend(GradientEdge(edge.child, edge.recipe.number) for edge in deferred.edges)
         return edges, gradients
 
 
@@ -179,7 +176,7 @@ def _components(deferred: Sequence[Deferred]) -> list[list[int]]:
     for place, item in enumerate(deferred):
         merged = [place]
         found.append(merged)
-        for key in (key for edge in item.edges for key in edge.leaves):
+        for key in _leaves(item):
             other = component_of.get(key)
             if other is not None and other is not merged:
                 # The smaller list's members are told of the larger one.
@@ -187,10 +184,13 @@ def _components(deferred: Sequence[Deferred]) -> list[list[int]]:
                 large.extend(small)
                 for member in small:
                     found[member] = large
-                    for edge in deferred[member].edges:
-                        component_of.update(dict.fromkeys(edge.leaves, large))
+                    component_of.update(dict.fromkeys(_leaves(deferred[member]), large))
                 merged = large
             component_of[key] = merged
     for component in {id(component): component for component in found}.values():
         component.sort()
     return found
+
+
+def _leaves(deferred: Deferred) -> list[int]:
+    return [id(leaf) for edge in deferred.edges for leaf in edge.leaves]

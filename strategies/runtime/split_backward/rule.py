@@ -10,25 +10,25 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Saved:
     """What a node saved that the gradients of some of its edges need.
 
     Attributes:
         tensors: By torch's name.
         settings: Values that are not tensors, by torch's name.
-        shapes: Edge -> shape of the gradient that belongs there.
-        transposed: Edges whose operand is a transposed matrix: its gradient is best computed the
-            other way round, as torch does.
+        shapes: Edge -> shape of the gradient that belongs there, for the rule's shaped edges.
+        flipped: Edges whose operand is a turned matrix: its gradient is best computed the other
+            way round, as torch does.
     """
 
     tensors: Mapping[str, Tensor]
     settings: Mapping[str, Any]
     shapes: Mapping[int, torch.Size]
-    transposed: frozenset[int]
+    flipped: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Product:
     """A gradient that is ``scale * left @ right``."""
 
@@ -57,16 +57,18 @@ class Sample:
 Gradients = Callable[[Saved, Tensor, Sequence[int]], Sequence[Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rule:
     """How to compute the weight gradients of one type of node.
 
     Attributes:
         node: The type's name in torch.
+        factors: The edges of the operands whose product is heavy, data and weights.
         operands: Edge -> names of the saved tensors that its gradient needs; for the edges that
             may lead to a heavy weight.
         weight: The edge that leads to the weight where nothing else tells.
         bias: The edge of an addend, whose gradient needs no saved tensor.
+        shaped: Edges whose gradient's shape the rule must know.
         settings: Names of the saved values that are not tensors.
         takes_data: False where the data operand has no gradient, as an embedding's indices.
         accepts: Whether the rule holds for a node.
@@ -77,11 +79,13 @@ class Rule:
     """
 
     node: str
+    factors: tuple[int, ...]
     operands: Mapping[int, tuple[str, ...]]
     weight: int
     gradients: Gradients
     samples: Callable[[torch.device], Sequence[Sample]]
     bias: int | None = None
+    shaped: tuple[int, ...] = ()
     settings: tuple[str, ...] = ()
     takes_data: bool = True
     accepts: Callable[[Any], bool] = lambda _: True
@@ -91,8 +95,11 @@ class Rule:
 
 def summed_to(gradient: Tensor, shape: torch.Size) -> Tensor:
     """The gradient of what was broadcast, a new tensor."""
-    result = gradient.sum_to_size(shape) if gradient.shape != shape else gradient
-    return result.clone() if result is gradient else result
+    if gradient.shape == shape:
+        return gradient.clone()
+    if gradient.shape[1:] == shape:
+        return gradient.sum(0)
+    return gradient.sum_to_size(shape)
 
 
 def example(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from strategies.runtime.split_backward.graph import Node, kind_of
+from strategies.runtime.split_backward.graph import Kind, Node
 from strategies.runtime.split_backward.rule import Rule, Saved
 
 # Private to torch, and the only sign that a packed tensor belongs to a checkpointed region.
@@ -36,7 +36,7 @@ def access_of(node: Node, names: Sequence[str]) -> Access:
     """How the named saved tensors can be read; prepares checkpointed ones to be read twice."""
     holders = []
     for name in names:
-        raw = getattr(node, f"_raw_saved_{name}")
+        raw = getattr(node, "_raw_saved_" + name)
         if raw.unpack_hook is None:
             continue
         packed = raw.data
@@ -63,13 +63,14 @@ class _KeptHandles(dict[int, Any]):
 
 
 @functools.cache
-def _raw_names(kind: type) -> tuple[str, ...]:
+def _raw_names(kind: Kind) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def packs(node: Node) -> bool:
     """True if hooks pack any of the tensors that the node saved."""
-    for name in _raw_names(kind_of(node)):
+    kind: Kind = type(node)
+    for name in _raw_names(kind):
         raw = getattr(node, name)
         for saved in raw if isinstance(raw, tuple) else (raw,):
             if saved is not None and saved.unpack_hook is not None:
@@ -80,16 +81,15 @@ def packs(node: Node) -> bool:
 def read_saved(
     node: Node,
     rule: Rule,
-    edges: Sequence[int],
+    names: Sequence[str],
     *,
     shapes: Mapping[int, torch.Size],
-    transposed: frozenset[int],
+    flipped: Sequence[int],
 ) -> Saved:
-    """What the rule needs for the gradients of the edges."""
-    names = dict.fromkeys(name for edge in edges for name in rule.operands.get(edge, ()))
-    tensors = {name: getattr(node, f"_saved_{name}") for name in names}
+    """Takes the named tensors and the rule's settings from a node."""
+    tensors = {name: getattr(node, "_saved_" + name) for name in names}
     settings = {name: signed(getattr(node, name)) for name in rule.settings}
-    return Saved(tensors, settings, shapes, transposed)
+    return Saved(tensors, settings, shapes, flipped)
 
 
 def signed(value: Any) -> Any:

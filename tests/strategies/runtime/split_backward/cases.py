@@ -334,7 +334,8 @@ def cross_attention():
 
 @case(
     sequence,
-    "self_attn.in_proj_weight self_attn.out_proj.weight self_attn.out_proj.bias linear1.weight linear1.bias linear2.weight linear2.bias",
+    "self_attn.in_proj_weight self_attn.out_proj.weight self_attn.out_proj.bias "
+    "linear1.weight linear1.bias linear2.weight linear2.bias",
 )
 def transformer_layer_with_dropout():
     return nn.TransformerEncoderLayer(DIM, 2, 8, dropout=0.2, batch_first=True)
@@ -522,9 +523,7 @@ def unused_parameters():
 
 @case(rows, "a.weight a.bias")
 def layer_behind_a_detach():
-    return Apply(
-        lambda s, x: s.a(x) + s.b(x).detach(), a=nn.Linear(DIM, 3), b=nn.Linear(DIM, 3)
-    )
+    return Apply(lambda s, x: s.a(x) + s.b(x).detach(), a=nn.Linear(DIM, 3), b=nn.Linear(DIM, 3))
 
 
 # Graphs of unusual shape

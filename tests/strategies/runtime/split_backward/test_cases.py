@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.strategies.runtime.split_backward.cases import CASES
-from tests.strategies.runtime.split_backward.harness import FIFO, SHUFFLED, compare, full, split, start
+from tests.strategies.runtime.split_backward.harness import (
+    FIFO,
+    SHUFFLED,
+    compare,
+    full,
+    split,
+    start,
+)
 
 
 @pytest.mark.parametrize("order", [FIFO, SHUFFLED], ids=["fifo", "shuffled"])

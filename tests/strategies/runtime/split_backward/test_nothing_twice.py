@@ -14,28 +14,22 @@ from tests.strategies.runtime.split_backward.cases import CASES
 from tests.strategies.runtime.split_backward.counting import Count
 from tests.strategies.runtime.split_backward.harness import forward, start
 
-def counted(call) -> Counter[str]:
-    with Count() as count:
-        call()
-    return count.calls
-
 
 def backward_counts(name: str) -> tuple[Counter[str], Counter[str], Counter[str]]:
     """The operations of a full backward, of I, and of W."""
     case = CASES[name]
     ours, theirs = start(case)
-    found = []
     for _ in range(2):  # the first time, rules are compared with torch
         outputs, gradients = forward(theirs, case, 0)
-        full = counted(lambda: torch.autograd.backward(outputs, gradients)) if outputs else Counter()
+        with Count() as full:
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
         outputs, gradients = forward(ours, case, 0)
-
-        def first():
-            found.append(input_backward(outputs, gradients, ours.inputs[-1]))
-
-        i = counted(first)
-        w = counted(found[-1].run)
-    return full, i, w
+        with Count() as first:
+            pending = input_backward(outputs, gradients, ours.inputs[-1])
+        with Count() as second:
+            pending.run()
+    return full.calls, first.calls, second.calls
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,7 +66,8 @@ def test_the_first_stage_has_input_gradients_of_its_own(name, in_i, in_w):
 
 
 @pytest.mark.parametrize(
-    "name", ["checkpoint_around_everything", "checkpoint_in_a_checkpoint", "checkpoint_around_layers"]
+    "name",
+    ["checkpoint_around_everything", "checkpoint_in_a_checkpoint", "checkpoint_around_layers"],
 )
 def test_checkpointed_regions_are_computed_again_once_and_leave_their_weights(name):
     full, i, w = backward_counts(name)

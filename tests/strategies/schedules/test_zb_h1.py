@@ -1,0 +1,81 @@
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from launcher.report.ascii import draw
+from strategies import UniformCosts, compile_program, simulate
+from strategies.memory import peak_activations
+from strategies.metrics import measure
+from tests.strategies.programs import compute_texts, lines
+from tests.strategies.schedules.timed_orders import placement_of, rows_of, timed, uniform
+
+
+def figures(pp, num_microbatches, **given_costs):
+    costs = UniformCosts(**given_costs)
+    program = compile_program(schedule="zb_h1", pp=pp, num_microbatches=num_microbatches)
+    return program, measure(simulate(program, costs), costs)
+
+
+def test_the_papers_figure():
+    program = compile_program(schedule="zb_h1", pp=4, num_microbatches=4)
+    assert lines(draw(simulate(program, UniformCosts()))) == lines(
+        """
+        rank 0 | 0F0 0F1 0F2 0F3  .   .   .  0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3
+        rank 1 |  .  1F0 1F1 1F2  .   .  1I0 1F3 1I1 1W0 1I2 1W1 1I3 1W2 1W3
+        rank 2 |  .   .  2F0 2F1  .  2I0 2F2 2I1 2F3 2I2 2W0 2I3 2W1 2W2 2W3
+        rank 3 |  .   .   .  3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3W0 3W1 3W2 3W3
+        """
+    )
+
+
+def test_one_rank_runs_microbatch_after_microbatch():
+    program = compile_program(schedule="zb_h1", pp=1, num_microbatches=2)
+    assert compute_texts(program) == ["0F0 0I0 0W0 0F1 0I1 0W1"]
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize("pp", [1, 2, 4, 8])
+def test_the_papers_bubble_and_memory(pp, rounds):
+    program, metrics = figures(pp, rounds * pp)
+    assert metrics.makespan == 3 * rounds * pp + (pp - 1)
+    assert metrics.bound_gap == pytest.approx(0, abs=1e-9)
+    assert peak_activations(program) == (pp,) * pp
+
+
+@settings(max_examples=25, deadline=None)
+@given(pp=st.integers(1, 8), microbatches=st.integers(1, 16))
+def test_any_number_of_microbatches(pp, microbatches):
+    program, metrics = figures(pp, microbatches)
+    assert metrics.makespan >= metrics.lower_bound - 1e-9
+    assert max(peak_activations(program)) <= min(pp, microbatches)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    pp=st.integers(2, 8),
+    rounds=st.integers(2, 4),
+    backward_input=st.floats(0.4, 2.5),
+    backward_weight=st.floats(0.2, 2.5),
+    latency=st.sampled_from([0.0, 0.05, 0.3]),
+)
+@example(pp=4, rounds=2, backward_input=1.2, backward_weight=0.8, latency=0.0)
+@example(pp=8, rounds=4, backward_input=1.5, backward_weight=0.6, latency=0.0)
+def test_no_order_in_this_memory_is_faster_where_w_is_shortest_and_all_stages_alike(
+    pp, rounds, backward_input, backward_weight, latency
+):
+    """The docstring's argument: rank 0 cannot begin its last forward any earlier."""
+    microbatches = rounds * pp
+    placement = placement_of("zb_h1", pp)
+    durations = uniform(placement, 1.0, backward_input, backward_weight, latency=latency)
+    rows = rows_of("zb_h1", pp, microbatches, durations)
+    order = timed(placement, microbatches, rows, durations)
+    first_gradient = pp + (pp - 1) * (2 * latency + backward_input)
+    work = 1.0 + backward_input + backward_weight
+    last_forward = first_gradient + (microbatches - pp) * work
+    down_and_back = (pp - 1) * (1.0 + backward_input + 2 * latency)
+    least = last_forward + down_and_back + backward_input + backward_weight
+    assert order.figures.makespan >= least * (1 - 1e-9)
+    if backward_weight <= min(1.0, backward_input) and not latency:
+        bubble = (pp - 1) * (1.0 + backward_input - backward_weight)
+        assert least == pytest.approx(microbatches * work + bubble)
+        assert order.figures.makespan == pytest.approx(least)
