@@ -373,7 +373,7 @@ class _Run:
             # The rest of the stage's weights got their last gradient in an I.
             gradients.arm(() if pending is None else pending.parameters)
         if pending is not None:
-            pending.run(gradients.ready)
+            pending.run()
 
     def _roots(
         self, item: Instruction, gradients: tuple[Tensor, ...]

@@ -63,7 +63,6 @@ class StageGradients:
     _armed: bool = False
     _works: list[dist.Work] = field(default_factory=list)
     _handles: list[Any] = field(default_factory=list)
-    _noted: dict[int, Callable[[Tensor], None]] = field(default_factory=dict)
     _launched: Launched | None = None
 
     @classmethod
@@ -111,9 +110,8 @@ class StageGradients:
                 share = _Share(parameter, view, tuple(sorted(covered)), mark)
                 gradients._shares.append(share)
                 hooked: Any = parameter  # The hook's registration is untyped in torch.
-                noted = gradients._hook(share)
-                gradients._noted[id(parameter)] = noted
-                gradients._handles.append(hooked.register_post_accumulate_grad_hook(noted))
+                handle = hooked.register_post_accumulate_grad_hook(gradients._hook(share))
+                gradients._handles.append(handle)
                 start += size
         return gradients
 
@@ -163,12 +161,6 @@ class StageGradients:
                 self._pending[bucket] += wanted is None or id(share.parameter) in wanted
         if wanted is not None:
             self._launch_ready()
-
-    def ready(self, parameter: Tensor) -> None:
-        """Notes a gradient that was added without autograd's hooks."""
-        noted = self._noted.get(id(parameter))
-        if noted is not None:
-            noted(parameter)
 
     def reduce(self, bucket: int) -> None:
         """The program's REDUCE: starts the bucket unless it has started inside the backward."""

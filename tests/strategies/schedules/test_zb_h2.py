@@ -83,7 +83,7 @@ def test_no_order_in_this_memory_has_a_shorter_period_where_w_is_shortest_and_al
     last = (pp - 1) * (1.0 + latency) + microbatches * (1.0 + backward_input) + weights
     least = last + (pp - 1) * (backward_input + latency) + backward_weight
     work = microbatches * (1.0 + backward_input + backward_weight)
-    assert order.figures.period == pytest.approx(max(work, least))
+    assert order.span == pytest.approx(max(work, least))
     assert order.peak <= 2 * pp - 1
 
 

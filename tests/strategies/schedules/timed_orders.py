@@ -31,6 +31,16 @@ class TimedOrder:
     figures: Metrics
 
     @property
+    def span(self) -> float:
+        """Max over ranks of the time from first to last compute.
+
+        ``figures.period`` counts messages as well, which are under way before a rank begins.
+        """
+        ranks = range(len(self.program.ranks))
+        events = [list(self.timeline.compute(rank)) for rank in ranks]
+        return max(max(e.end for e in row) - min(e.start for e in row) for row in events)
+
+    @property
     def peak(self) -> float:
         """Of the rank that holds most, in microbatches."""
         return max(peak_activations(self.program))
