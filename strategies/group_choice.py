@@ -15,8 +15,8 @@ from strategies.ir.program import Program
 from strategies.memory import peak_activations, peak_bytes
 from strategies.simulator.engine import simulate
 
-# Above this many sizes only the smallest of those that give equally many groups are simulated: within
-# them, a larger N holds more and leaves a shorter last group for the reductions to hide under.
+# Above this many sizes only the smallest of those that give equally many groups are simulated:
+# within them, a larger N holds more and leaves a shorter last group to hide reductions under.
 _ALL = 32
 
 # Times that differ by less are equal: sums of the same durations in another order.

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from strategies.ir.instruction import COMPUTE_KINDS, MICROBATCH_KINDS, Instruction, Kind
+from strategies.ir.instruction import (
+    COMPUTE_KINDS,
+    MESSAGE_KINDS,
+    MICROBATCH_KINDS,
+    Instruction,
+    Kind,
+)
 from strategies.ir.program import Program
 
 
@@ -50,9 +56,15 @@ class Timeline:
 
     @property
     def period(self) -> float:
-        """Max over ranks of (end - start): a step where nobody waits at a barrier."""
-        spans = zip(self.start, self.end, strict=True)
-        return max(max(e, default=0.0) - min(s, default=0.0) for s, e in spans)
+        """Max over ranks of (end - start): a step where nobody waits at a barrier.
+
+        Messages do not count: one that is on its way to a rank does not keep it from the last step.
+        """
+        return max(map(self._span, range(len(self.program.ranks))), default=0.0)
+
+    def _span(self, rank: int) -> float:
+        own = [e for e in self.events(rank) if e.instruction.kind not in MESSAGE_KINDS]
+        return max((e.end for e in own), default=0.0) - min((e.start for e in own), default=0.0)
 
     def events(self, rank: int) -> Iterator[Event]:
         """All events of a rank in list order."""

@@ -1,7 +1,7 @@
 """Runs the halves of fused pairs one after the other, where fusing them gains nothing.
 
-A pair waits for the inputs of both its halves and hands on both results at its end. That pays only if
-the pair is faster than the halves (communication of one under compute of the other).
+A pair waits for the inputs of both its halves and hands on both results at its end. That pays only
+if the pair is faster than the halves (communication of one under compute of the other).
 """
 
 from __future__ import annotations

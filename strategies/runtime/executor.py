@@ -274,7 +274,7 @@ class _Run:
         Args:
             item: No fused pair.
             inputs: What ``collect`` gave for it.
-            final: Whether it completes its stage's gradient, whose buckets may go as they get ready.
+            final: Whether it completes its stage's gradient, so that ready buckets may go.
         """
         if item.kind is Kind.F:
             self.forward(item, inputs)

@@ -2,8 +2,8 @@
 
 DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437; https://github.com/deepseek-ai/DualPipe.
 
-4 ranks, 8 microbatches, B twice as long as F, nothing gained by fusing (``-``: still running, ``.``:
-idle)::
+4 ranks, 8 microbatches, B twice as long as F, nothing gained by fusing (``-``: still running,
+``.``: idle)::
 
     rank 0 | 0F0 0F2 0F4 3F1 3I1 3W1 3F3 0F6 3B3  -  3F5 0B0  -
     rank 1 |  .  1F0 2F1 1F2 2F3 1F4 2B1  -  2F5 1B0  -  1F6 2B3

@@ -3,8 +3,8 @@
 DeepSeek-AI, 2025, https://github.com/deepseek-ai/DualPipe; the cut is that of Qi et al.,
 https://hackmd.io/@ufotalent/r1lVXsa9Jg.
 
-2 ranks, 4 microbatches, 2 stages per rank, B twice as long as F, nothing gained by fusing; a slot is
-half an F, and the second half stands below the first (``-``: still running, ``.``: idle)::
+2 ranks, 4 microbatches, 2 stages per rank, B twice as long as F, nothing gained by fusing; a slot
+is half an F, and the second half stands below the first (``-``: still running, ``.``: idle)::
 
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1  -  3F2 0B0  -
     rank 1 |  .  1F0 2F0 1F1 2F1 1F2 2B0  -  2F2 1B0  -  1F3 2B1

@@ -15,8 +15,8 @@ and all stages alike, the makespan is M(F+I+W) + (P-1)(F+I-W). Any M >= 1.
 For other costs, or M < 2P-1, orders are generated as well (``best_order.py``) within P activations
 per rank; the best makespan wins. Where the formula above holds, this memory leaves nothing to win:
 rank 0 runs P forwards, waits for the first gradient, and can begin each of the other M-P forwards
-only after one more I and W; the last of them then has to go down the pipeline and back. The paper's own
-generator (an integer program and heuristics) is not used.
+only after one more I and W; the last of them then has to go down the pipeline and back.
+The paper's own generator (an integer program and heuristics) is not used.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ flush, M(F+I+W): no bubble. Any M >= 1.
 
 For other costs, or M < 2P-1, orders are generated as well (``best_order.py``) within 2P-1
 activations per rank; the best period wins, and the best makespan among equal ones. Where all stages
-cost the same, W <= F and W <= I, latency c, the regular period is M(F+I+W) + (P-1)max(0, F+I+2c-2W),
-and less would take more memory: the last rank needs M-2P+1 W before its last F. The paper's own
-generator (an integer program and heuristics) and its roll-back of optimizer steps are not used.
+cost the same, W <= F and W <= I, with latency c, the regular period is M(F+I+W) plus
+(P-1)max(0, F+I+2c-2W), and less would take more memory: the last rank needs M-2P+1 of its W before
+its last F. The paper's own generator (an integer program and heuristics) and its roll-back of
+optimizer steps are not used.
 """
 
 from __future__ import annotations

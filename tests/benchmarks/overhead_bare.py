@@ -60,9 +60,7 @@ class Bare(Engine):
             assert work is not None
             work.wait()
 
-    def _compute(
-        self, item: Instruction, arriving: dict[_Message, dist.Work | None]
-    ) -> None:
+    def _compute(self, item: Instruction, arriving: dict[_Message, dist.Work | None]) -> None:
         assert item.microbatch is not None
         payload = Kind.B if item.kind is Kind.I else item.kind
         work = arriving.pop((payload, item.stage, item.microbatch), None)

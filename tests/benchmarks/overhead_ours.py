@@ -31,9 +31,7 @@ class SleepingModel(StageModel):
         return self._units
 
     def cut(self, stages: Sequence[range], owned: Sequence[int]) -> None:
-        self._stages = {
-            stage: SleepingStage(self._emulation, first=stage == 0) for stage in owned
-        }
+        self._stages = {stage: SleepingStage(self._emulation, first=stage == 0) for stage in owned}
 
     def forward(
         self,
@@ -91,9 +89,7 @@ class Ours(Engine):
 
     def step(self) -> None:
         runtime = self._runtime
-        runtime.train_pass(
-            self._batch, batch_idx=0, step=self._steps, accumulation=1, update=True
-        )
+        runtime.train_pass(self._batch, batch_idx=0, step=self._steps, accumulation=1, update=True)
         runtime.restore_gradients()
         runtime.flush()
         runtime.stepped()

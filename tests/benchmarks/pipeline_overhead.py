@@ -102,12 +102,10 @@ def measure(
                     order=spans[0].order,
                 )
                 nominal = 3 * forward_ms * count / 1e3
-                busy = max((abs(b / nominal - 1) for s in spans for b in s.busy_s))
+                busy = max(abs(b / nominal - 1) for s in spans for b in s.busy_s)
                 median = statistics.median(steps)
                 cells.append(
-                    Cell(
-                        schedule, count, engine, median, path, median / path, busy, tuple(steps)
-                    )
+                    Cell(schedule, count, engine, median, path, median / path, busy, tuple(steps))
                 )
     return cells
 

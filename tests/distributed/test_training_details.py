@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from strategies.compiler import Plan
 from strategies.runtime.strategy import PipelineStrategy
 from tests.distributed.pool import Ranks
 

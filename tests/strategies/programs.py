@@ -128,7 +128,7 @@ def uneven(
 
 @st.composite
 def plans(draw: st.DrawFn, max_pp: int = 8, max_microbatches: int = 16) -> Plan:
-    """Any legal plan of any schedule, P <= 8, V <= 4, M <= 16 (or what the schedule's rule asks)."""
+    """Any legal plan of any schedule, P <= 8, V <= 4, M <= 16 (or what its rule asks)."""
     schedule = draw(st.sampled_from(ALL_SCHEDULES))
     found = SCHEDULES[schedule]
     pp = draw(st.integers(1, max_pp))

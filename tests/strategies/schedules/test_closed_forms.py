@@ -44,7 +44,16 @@ PEAK = {
     "dualpipe": lambda p, v, m: p + 1,
     "dualpipe_v": lambda p, v, m: p + 0.5,
 }
-ON_THE_BOUND = ("gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2", "interleaved_1f1b", "looped_bfs", "zb_v")
+ON_THE_BOUND = (
+    "gpipe",
+    "1f1b",
+    "eager_1f1b",
+    "zb_h1",
+    "zb_h2",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "zb_v",
+)
 
 
 def figures(schedule, pp, microbatches, f=1.0, i=1.0, w=1.0, stages=None):
