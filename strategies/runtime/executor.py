@@ -137,8 +137,9 @@ class Executor:
             kind = item.kind
             if kind is Kind.STEP:
                 break
-            if not self._mailbox.ordered:
-                # The next few receives of the list, whatever compute stands between.
+            if kind in MICROBATCH_KINDS and not self._mailbox.ordered:
+                # The next few receives of the list, whatever compute stands between. Not before a
+                # SEND, which somebody may be waiting for.
                 while posted < len(route.receives) and posted < passed + _RECEIVE_AHEAD:
                     ahead = route.receives[posted]
                     self._mailbox.post(route.row[ahead])
@@ -159,9 +160,11 @@ class Executor:
                 end[place] = stamp()
             elif kind is Kind.RECV:
                 passed += 1
-                if self._mailbox.ordered:
+                if self._mailbox.ordered or posted < passed:
+                    # At its place at the latest: what is released counts on that.
                     self._mailbox.post(item)
                     start[place] = stamp()
+                    posted = passed
                 run.places[item] = place
                 for ended in route.release.get(place, ()):
                     run.releasable.setdefault(item, []).append(ended)

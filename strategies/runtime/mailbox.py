@@ -23,7 +23,7 @@ from strategies.runtime.transport import Handle, Transport
 _HEADER_BYTES = 4096
 _TENSORS = 64  # tags per message; the last one is the header's
 _Signature = tuple[Any, ...]
-_Key = tuple[int, str, _Signature]
+_Key = tuple[int, int]  # source stage; number of the mode and signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class Mailbox:
         self._sent: dict[Instruction, list[tuple[Handle, Tensor]]] = {}
         self._previous: list[tuple[Handle, Tensor]] = []
         self._program: Program | None = None
-        self._signatures: Sequence[_Signature] = ()
-        self._role = ""
+        self._numbers: dict[tuple[str, _Signature], int] = {}
+        self._shapes: tuple[int, ...] = ()
         self._known: frozenset[_Key] = frozenset()
         self.bytes_sent = 0
 
@@ -87,8 +87,12 @@ class Mailbox:
     def begin(self, program: Program, mode: str, signatures: Sequence[_Signature]) -> None:
         """Starts a pass over ``program`` with one signature per microbatch."""
         self._program = program
-        self._role = f"{mode}:{program.role == 'forward'}"
-        self._signatures = signatures
+        role = f"{mode}:{program.role == 'forward'}"
+        # Hashed here, once per pass: keys are looked up several times per instruction.
+        self._shapes = tuple(
+            self._numbers.setdefault((role, tuple(signature)), len(self._numbers))
+            for signature in signatures
+        )
         self._known = frozenset(self._specs)
 
     def describe(self, stage: int, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
@@ -212,7 +216,7 @@ class Mailbox:
         self._previous.clear()
 
     def _key(self, stage: int, microbatch: int) -> _Key:
-        return (stage, self._role, tuple(self._signatures[microbatch]))
+        return stage, self._shapes[microbatch]
 
     def _tag(self, item: Instruction) -> int:
         assert self._program is not None

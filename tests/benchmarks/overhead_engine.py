@@ -39,5 +39,5 @@ class Engine(ABC):
         return None
 
     def close(self) -> None:
-        """Ends everything in flight."""
+        """Ends everything in flight; nothing where a step leaves nothing in flight."""
         return None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from strategies.plan import Plan
 from strategies.runtime.engine import Engine as Runtime
-from strategies.runtime.engine import Options
+from strategies.runtime.engine import Options, resolve_placement
 from strategies.runtime.mesh import Coordinates
 from strategies.runtime.stage_model import Mode, StageModel, StageOutput, Unit
 from strategies.schedules import find_schedule
@@ -76,7 +76,7 @@ class Ours(Engine):
             buckets=1 if copies > 1 else 0,
         )
         self._runtime = Runtime(
-            model=SleepingModel(num_stages(plan), task.emulation),
+            model=SleepingModel(resolve_placement(plan).num_stages, task.emulation),
             plan=plan,
             buckets_open=False,
             options=Options(),
@@ -97,15 +97,3 @@ class Ours(Engine):
 
     def close(self) -> None:
         self._runtime.close()
-
-
-def num_stages(plan: Plan) -> int:
-    """Stages of a plan, before there is an engine."""
-    schedule = find_schedule(plan.schedule)
-    shape = schedule.resolve(
-        pp=plan.pp,
-        num_microbatches=plan.num_microbatches,
-        stages_per_rank=plan.stages_per_rank,
-        group=plan.group,
-    )
-    return schedule.place(shape).num_stages

@@ -19,6 +19,7 @@ ENGINES = {
     "ours": ("tests.benchmarks.overhead_ours", "Ours"),
     "torch": ("tests.benchmarks.overhead_torch", "Torch"),
     "bare": ("tests.benchmarks.overhead_bare", "Bare"),
+    "autograd": ("tests.benchmarks.overhead_bare", "Autograd"),
 }
 
 

@@ -5,16 +5,17 @@
 
 Gloo ranks on this machine; F takes 10 ms per rank and microbatch, I and W 10 ms each (a virtual
 stage its share), activations and their gradients 1 MB. Engines: this runtime, the same schedule of
-torch.distributed.pipelining on the same modules, and the least that can walk our program's lists.
-They take turns step by step in the same processes. A cell is the median over the repetitions of
-the slowest rank's step, between barriers, over the simulated makespan of that engine's own order
-with free messages.
+torch.distributed.pipelining on the same modules, and as floors the least that can walk our
+program's lists, without (``bare``) and with autograd (``autograd``). They take turns step by step
+in the same processes. A cell is the median over the repetitions of the slowest rank's step, between
+barriers, over the simulated makespan of that engine's own order with free messages.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -22,13 +23,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from strategies.errors import PlanError
 from strategies.schedules import SCHEDULES, find_schedule
+from tests.benchmarks import overhead_ranks
+from tests.benchmarks.overhead_emulation import Emulation
 from tests.benchmarks.overhead_paths import critical_path
 from tests.distributed.pool import Ranks
 
 SHARED = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zb", "zb_v")
-ENGINES = ("ours", "torch", "bare")
+ENGINES = tuple(overhead_ranks.ENGINES)
 WARMUPS = 2
 
 
@@ -39,11 +44,12 @@ class Cell:
     Attributes:
         schedule: Our name.
         num_microbatches: M.
-        engine: ``ours``, ``torch`` or ``bare``.
+        engine: ``ours``, ``torch``, ``bare`` or ``autograd``.
         step_ms: Median step.
         path_ms: Its order's critical path.
         ratio: The one over the other.
-        busy: Largest deviation of a rank's emulated compute in a step from what was asked for.
+        busy: A rank's emulated compute in a median step over what was asked for, less 1; of the
+            rank that is furthest off.
         steps_ms: All repetitions.
     """
 
@@ -69,9 +75,6 @@ def measure(
     realtime: bool = False,
 ) -> list[Cell]:
     """Runs everything; where torch has no such schedule, it is left out."""
-    from tests.benchmarks import overhead_ranks
-    from tests.benchmarks.overhead_emulation import Emulation
-
     if not all(ranks.run(overhead_ranks.prepare, realtime=realtime)):
         raise PermissionError("--realtime: this user may not set SCHED_FIFO. Leave it out.")
     cells = []
@@ -91,23 +94,33 @@ def measure(
                 warmups=WARMUPS,
                 repetitions=repetitions,
             )
-            for engine in chosen:
-                spans = [rank[engine] for rank in found]
-                steps = [max(taken) * 1e3 for taken in zip(*(s.step_s for s in spans), strict=True)]
-                path = critical_path(
-                    schedule,
-                    ranks=ranks.world_size,
-                    num_microbatches=count,
-                    forward=forward_ms,
-                    order=spans[0].order,
-                )
-                nominal = 3 * forward_ms * count / 1e3
-                busy = max(abs(b / nominal - 1) for s in spans for b in s.busy_s)
-                median = statistics.median(steps)
-                cells.append(
-                    Cell(schedule, count, engine, median, path, median / path, busy, tuple(steps))
-                )
+            cells += [
+                _cell(schedule, count, engine, [rank[engine] for rank in found], forward_ms)
+                for engine in chosen
+            ]
     return cells
+
+
+def _cell(
+    schedule: str,
+    num_microbatches: int,
+    engine: str,
+    spans: Sequence[overhead_ranks.Spans],
+    forward_ms: float,
+) -> Cell:
+    """Brings one engine's ranks together."""
+    steps = [1e3 * max(taken) for taken in zip(*(span.step_s for span in spans), strict=True)]
+    path = critical_path(
+        schedule,
+        ranks=len(spans),
+        num_microbatches=num_microbatches,
+        forward=forward_ms,
+        order=spans[0].order,
+    )
+    nominal = 3 * forward_ms * num_microbatches / 1e3
+    busy = max((statistics.median(span.busy_s) / nominal - 1 for span in spans), key=abs)
+    median = statistics.median(steps)
+    return Cell(schedule, num_microbatches, engine, median, path, median / path, busy, tuple(steps))
 
 
 def table(cells: Sequence[Cell], num_microbatches: int) -> str:
@@ -130,10 +143,6 @@ def table(cells: Sequence[Cell], num_microbatches: int) -> str:
 
 def machine() -> str:
     """This machine, and what runs on it."""
-    import os
-
-    import torch
-
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -167,11 +176,13 @@ def main() -> None:
         ranks.close()
     command = " ".join(["python -m tests.benchmarks.pipeline_overhead", *sys.argv[1:]])
     out = [table(cells, count) for count in arguments.microbatches]
-    busy = max(cell.busy for cell in cells)
+    used = dict.fromkeys(cell.engine for cell in cells)
+    busy = {e: max((cell.busy for cell in cells if cell.engine == e), key=abs) for e in used}
+    deviations = ", ".join(f"{engine} {value:+.1%}" for engine, value in busy.items())
     out.append(
         f"Step over own critical path (median of {arguments.repetitions} steps after {WARMUPS}); "
         f"p={arguments.ranks}, F=I=W={arguments.forward_ms:g} ms, 1 MB, gloo.\n"
-        f"Emulated compute is within {busy:.1%} of what was asked for, on every rank and step.\n"
+        f"Emulated compute against what was asked for, on the worst rank: {deviations}.\n"
         f"{about}\n{command}\n"
     )
     sys.stdout.write("\n".join(out))

@@ -1,0 +1,62 @@
+"""The benchmark of overheads runs and says what it should; how fast anything is, is no test."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from strategies.compiler import compile_program
+from strategies.costs.uniform import UniformCosts
+from strategies.simulator.engine import simulate
+from tests.benchmarks import pipeline_overhead
+from tests.benchmarks.overhead_paths import critical_path
+
+ENGINES = ["ours", "torch", "bare", "autograd"]
+
+
+@pytest.mark.distributed
+def test_the_command_measures_every_engine_and_writes_table_and_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    arguments = "--ranks 2 --schedules 1f1b zb_v zb_h1 --microbatches 4 --repetitions 1"
+    file = tmp_path / "figures.json"
+    words = [*arguments.split(), "--forward-ms", "1", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["pipeline_overhead", *words])
+    pipeline_overhead.main()
+
+    cells = json.loads(file.read_text())["cells"]
+    expected = [("1f1b", e) for e in ENGINES] + [("zb_v", e) for e in ENGINES]
+    # torch has no ZB-H1.
+    expected += [("zb_h1", e) for e in ENGINES if e != "torch"]
+    assert [(cell["schedule"], cell["engine"]) for cell in cells] == expected
+    for cell in cells:
+        # A rank computes 4 (F + I + W), and sleeps never end early: all was slept.
+        assert cell["path_ms"] >= 12.0
+        assert cell["step_ms"] >= 12.0
+        assert cell["busy"] >= 0.0
+        assert cell["steps_ms"] == [cell["step_ms"]]
+        assert cell["ratio"] == cell["step_ms"] / cell["path_ms"]
+
+    heading, rule, first, second, third, *rest = capsys.readouterr().out.splitlines()
+    assert heading == f"| m = 4 | {' | '.join(ENGINES)} |"
+    assert rule == "|---|---|---|---|---|"
+    assert [row.split()[1] for row in (first, second, third)] == ["1f1b", "zb_v", "zb_h1"]
+    assert first.count(" ms)") == second.count(" ms)") == 4
+    assert third.count(" ms)") == 3
+    assert rest[-1] == f"python -m tests.benchmarks.pipeline_overhead {' '.join(words)}"
+
+
+@pytest.mark.parametrize("schedule", pipeline_overhead.SHARED)
+def test_the_path_of_our_own_schedule_is_its_simulated_makespan(schedule: str):
+    program = compile_program(schedule=schedule, pp=4, num_microbatches=8, buckets=0)
+    expected = simulate(program, UniformCosts(forward=10.0, backward=20.0)).makespan
+    assert critical_path(schedule, ranks=4, num_microbatches=8, forward=10.0) == expected
+
+
+def test_the_path_of_torchs_order_has_the_first_stages_whole_backward_in_its_w():
+    """Two stages: both F, the last one's I, then its W beside the first one's of twice the time."""
+    order = "0F0,,0I0,0W0\n,1F0,1I0,1W0\n"
+    assert critical_path("any", ranks=2, num_microbatches=1, forward=1.0, order=order) == 5.0
