@@ -12,6 +12,7 @@ from strategies.plan import Plan
 from strategies.runtime.engine import Engine as Runtime
 from strategies.runtime.engine import Options, resolve_placement
 from strategies.runtime.mesh import Coordinates
+from strategies.runtime.recorder import StepRecord
 from strategies.runtime.stage_model import Mode, StageModel, StageOutput, Unit
 from strategies.schedules import find_schedule
 from tests.benchmarks.overhead_emulation import TOKENS, Emulation, SleepingStage, loss_of
@@ -87,13 +88,23 @@ class Ours(Engine):
         self._batch = torch.zeros(task.num_microbatches, TOKENS)
         self._steps = 0
 
-    def step(self) -> None:
+    def step(self, *, clip: bool = False) -> None:
         runtime = self._runtime
         runtime.train_pass(self._batch, batch_idx=0, step=self._steps, accumulation=1, update=True)
         runtime.restore_gradients()
         runtime.flush()
+        if clip:
+            runtime.clip_by_norm(1.0)
         runtime.stepped()
         self._steps += 1
+
+    def last_record(self) -> StepRecord:
+        """Stamps of the step that has ended."""
+        return self._runtime.recorder.kept[-1]
+
+    def norm_waits(self) -> Sequence[float]:
+        """Seconds in the norm's all-reduce, per step with clipping."""
+        return tuple(self._runtime.norm_waits_s)
 
     def close(self) -> None:
         self._runtime.close()
