@@ -35,6 +35,7 @@ COMMANDS: dict[Mode, str] = {
     "eval": "launcher.commands.evaluate",
     "predict": "launcher.commands.evaluate",
     "generate": "launcher.commands.generate",
+    "export": "launcher.commands.export",
 }
 
 

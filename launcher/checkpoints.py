@@ -47,6 +47,11 @@ def check_model(path: Path, shape: TransformerShape) -> None:
         return
     if not isinstance(written, dict):
         raise CheckpointError(f"{path} is a checkpoint of model={written}. Try model={written}.")
+    if "hf" in written:
+        raise CheckpointError(
+            f"{path} is a checkpoint of model=hf, not of the built-in transformer. "
+            "Try model=hf model.path=FOLDER with the folder that it was trained from."
+        )
     now = asdict(shape)
     # What may differ: it changes no weight.
     free = {"dropout"} | ({"sequence"} if shape.position == "rope" else set())

@@ -10,7 +10,6 @@ import resource
 import statistics
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,8 +25,11 @@ from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, optimizer_options, resolve, text_source
 from launcher.tracking import build_loggers
 from launcher.workloads.data.module import TextDataModule
+from launcher.workloads.hf.destination import export_folder
+from launcher.workloads.hf.shape import HfShape
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.registry import DATA, MODELS, load
+from launcher.workloads.specs import described
 from strategies.runtime.checkpoint import load_state_dict
 from strategies.runtime.strategy import PipelineStrategy
 from strategies.schedule_file import ScheduleFile
@@ -53,6 +55,7 @@ def run(task: dict[str, Any], run_dir: Path) -> None:
         "eval": _evaluate,
         "predict": _predict,
         "generate": _generate,
+        "export": _export,
     }
     outcome = jobs[config.mode](resolved, run_dir, task["checkpoint"])
     if os.environ["RANK"] == "0":
@@ -96,7 +99,7 @@ def _strategy(run: Run) -> PipelineStrategy:
         timeout_s=config.cluster.timeout_s,
         seed=config.seed,
         metadata={
-            "model": config.model.name if run.own_model else asdict(run.shape),
+            "model": described(run.shape) if run.describes_model else config.model.name,
             "experiment_name": config.experiment_name,
         },
     )
@@ -130,7 +133,7 @@ def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object)
 
 
 def _model(run: Run) -> pl.LightningModule:
-    if run.own_model:
+    if run.own_model or isinstance(run.shape, HfShape):
         built = load(MODELS, run.config.model.name)(run.config)
         return cast(pl.LightningModule, built)
     # On the meta device: each rank then makes the weights of its own units only.
@@ -315,10 +318,14 @@ def _predict(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
 def _generate(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     from launcher.workloads.data.prompt import decode, encode
 
-    assert checkpoint is not None
     wanted = run.config.generate
-    model = LanguageModel(run.shape, seed=run.config.seed)
-    model.load_state_dict(load_state_dict(Path(checkpoint)))
+    model = _model(run)
+    assert isinstance(model, LanguageModel)
+    for name, _ in model.pipeline_units():
+        model.initialise_unit(name)
+    model.to("cpu")  # Lightning remembers the meta device otherwise.
+    if checkpoint is not None:
+        model.load_state_dict(load_state_dict(Path(checkpoint)))
     source = text_source(run.config)
     tokens = model.generate(
         encode(source, wanted.prompt),
@@ -330,3 +337,12 @@ def _generate(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]
     text = decode(source, tokens.tolist())
     (run_dir / "generated.txt").write_text(text)
     return {"checkpoint": checkpoint, "world_size": 1, "text": text}
+
+
+def _export(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+    from launcher.workloads.hf.export import export_checkpoint
+
+    assert checkpoint is not None
+    target = export_folder(run.config, run_dir)
+    export_checkpoint(Path(checkpoint), run.shape, target)
+    return {"checkpoint": checkpoint, "world_size": 1, "export": str(target)}

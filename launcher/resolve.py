@@ -17,8 +17,9 @@ from launcher.config.schedule_group import schedule_group
 from launcher.config.shape import transformer_shape
 from launcher.installed import installed_names
 from launcher.workloads.data.source import SourceKind, TextSource
+from launcher.workloads.hf.shape import HfShape, read_shape
 from launcher.workloads.optimizer_options import OptimizerOptions
-from launcher.workloads.transformer_shape import TransformerShape, unit_costs, unit_specs
+from launcher.workloads.specs import ModelShape, model_costs, model_units, units_per_layer
 from strategies.compiler import Programs, compile_plan, resolve_shape
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
 from strategies.costs.hardware import Hardware
@@ -49,8 +50,9 @@ class Run:
         programs: What runs.
         costs: What the simulator assumes.
         num_parameters: Of the whole model; None for one that only the ranks know.
-        own_model: Whether the model comes from an installed package: it is cut on the ranks, and
-            predicted with uniform costs.
+        own_model: Whether only the ranks know the model (an installed package's, or an
+            architecture of transformers without known sizes): it is cut there, and predicted with
+            uniform costs.
         own_data: Whether the data module does.
     """
 
@@ -58,7 +60,7 @@ class Run:
     dp: int
     num_microbatches: int
     batch_size: int
-    shape: TransformerShape
+    shape: ModelShape
     stages: tuple[range, ...]
     plan: Plan
     programs: Programs
@@ -73,6 +75,11 @@ class Run:
         return self.config.pp * self.dp
 
     @property
+    def describes_model(self) -> bool:
+        """Whether a checkpoint can say of which model it is, by more than a name."""
+        return isinstance(self.shape, HfShape) or not self.own_model
+
+    @property
     def group(self) -> int | None:
         """Microbatches per round; None for schedules without rounds."""
         choice = self.programs.choice
@@ -81,8 +88,9 @@ class Run:
     @property
     def layers_per_stage(self) -> tuple[float, ...]:
         """Layers per stage; a half is an attention or an MLP alone."""
-        last = 2 * self.shape.layers + 1
-        return tuple(sum(1 for u in stage if 0 < u < last) / 2 for stage in self.stages)
+        share = units_per_layer(self.shape)
+        last = share * self.shape.layers + 1
+        return tuple(sum(1 for u in stage if 0 < u < last) / share for stage in self.stages)
 
 
 def resolve(config: LaunchConfig, file: ScheduleFile | None = None) -> Run:
@@ -113,12 +121,14 @@ def resolve(config: LaunchConfig, file: ScheduleFile | None = None) -> Run:
     )
     resolved = resolve_shape(plan)
     placement = schedule.place(resolved)
-    own_model = config.model.name in installed_names("model")
+    own_model = config.model.name in installed_names("model") or (
+        isinstance(shape, HfShape) and shape.sizes is None
+    )
     uniform = config.mode == "simulate" and config.costs.name == "uniform"
     # With uniform costs the model plays no part: any number of stages goes.
     opaque = uniform or own_model
     stages = () if opaque else _stages(config, shape, placement)
-    loads = _loads(config, shape, stages)
+    loads = _loads(config, shape, stages) if stages else ()
     assumed = opaque or config.costs.name == "uniform"
     costs = _uniform(config) if assumed else _analytic(config, dp, loads)
     plan = replace(
@@ -144,9 +154,22 @@ def resolve(config: LaunchConfig, file: ScheduleFile | None = None) -> Run:
     )
 
 
-def model_shape(config: LaunchConfig) -> TransformerShape:
-    """The transformer that ``model.*`` describes; the vocabulary is the data's if left open."""
+def model_shape(config: LaunchConfig) -> ModelShape:
+    """The model that ``model.*`` describes; the vocabulary is the data's if left open.
+
+    Raises:
+        PlanError: Its sizes do not fit together.
+        ModelError: ``model=hf`` and a folder that cannot be used.
+        DataError: The vocabulary is the data's, and the data cannot be read.
+    """
     model = config.model
+    if model.name == "hf":
+        return read_shape(
+            model.path,
+            pretrained=model.pretrained,
+            sequence=model.sequence,
+            layers_path=model.layers_path,
+        )
     vocab = model.vocab
     texts = config.data.name in ("stdlib", "text")
     if vocab is None and config.data.tokenizer is None and config.data.name != "tokens":
@@ -225,31 +248,28 @@ def _replicas(config: LaunchConfig) -> int:
     return max(1, world // config.pp)
 
 
-def _stages(
-    config: LaunchConfig, shape: TransformerShape, placement: Placement
-) -> tuple[range, ...]:
+def _stages(config: LaunchConfig, shape: ModelShape, placement: Placement) -> tuple[range, ...]:
     num_stages = placement.num_stages
     counts = config.schedule.layers_per_stage
-    costs = unit_costs(shape)
+    costs = model_costs(shape)
     if counts is None:
         return balance(costs, num_stages)
     if sum(counts) != shape.layers:
         even = [shape.layers // num_stages + (i < shape.layers % num_stages) for i in
                 range(num_stages)]  # fmt: skip
+        layers = "num_hidden_layers" if isinstance(shape, HfShape) else "model.layers"
         raise PlanError(
             f"schedule.layers_per_stage={list(counts)} adds up to {sum(counts)} layers, but "
-            f"model.layers={shape.layers}. Try schedule.layers_per_stage="
+            f"{layers}={shape.layers}. Try schedule.layers_per_stage="
             f"[{','.join(map(str, even))}]."
         )
-    units = [2 * count for count in counts]
+    units = [units_per_layer(shape) * count for count in counts]
     units[0] += 1  # the embedding
     units[-1] += 1  # the head
     return by_counts(units, len(costs), num_stages)
 
 
-def _loads(
-    config: LaunchConfig, shape: TransformerShape, stages: tuple[range, ...]
-) -> tuple[Load, ...]:
+def _loads(config: LaunchConfig, shape: ModelShape, stages: tuple[range, ...]) -> tuple[Load, ...]:
     size = config.data.microbatch_size
     units = [
         Load(
@@ -258,7 +278,7 @@ def _loads(
             unit.output_elements * size,
             unit.saved_elements * size,
         )
-        for unit in unit_specs(shape)
+        for unit in model_units(shape)
     ]
     return tuple(sum_loads([units[index] for index in stage]) for stage in stages)
 

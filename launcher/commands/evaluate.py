@@ -10,6 +10,7 @@ from launcher.commands.ranks import (
     check_world,
     failure_recorded,
     find_checkpoint,
+    has_weights,
     run_ranks,
 )
 from launcher.config import LaunchConfig
@@ -22,9 +23,11 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     """Runs the forward program over the validation text."""
     check_world(config)
     resolved = resolve(config)
-    checkpoint = find_checkpoint(resolved, config.checkpoint, run_dir, optional=False)
+    checkpoint = find_checkpoint(
+        resolved, config.checkpoint, run_dir, optional=has_weights(resolved)
+    )
     check_before_start(resolved, checkpoint)
-    say(f"checkpoint: {checkpoint}")
+    say(f"checkpoint: {checkpoint or f'none, the weights in {config.model.path}'}")
     common = run_mapping(resolved, "done")
     result = run_dir / "result.json"
     with failure_recorded(result, common):

@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.commands.predicted import run_mapping
-from launcher.commands.ranks import check_before_start, failure_recorded, find_checkpoint, run_ranks
+from launcher.commands.ranks import (
+    check_before_start,
+    failure_recorded,
+    find_checkpoint,
+    has_weights,
+    run_ranks,
+)
 from launcher.config import LaunchConfig
 from launcher.report.result import write_result
 from launcher.resolve import Run, resolve, text_source
@@ -27,7 +33,9 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
             f"dp={config.dp}. Try mode=generate pp=1 dp=1 (any checkpoint can be read so)."
         )
     resolved = resolve(config)
-    checkpoint = find_checkpoint(resolved, config.checkpoint, run_dir, optional=False)
+    checkpoint = find_checkpoint(
+        resolved, config.checkpoint, run_dir, optional=has_weights(resolved)
+    )
     check_before_start(resolved, checkpoint)
     _check_prompt(resolved)
     common = run_mapping(resolved, "done")

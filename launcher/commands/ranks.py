@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.checkpoints import check_model, newest_checkpoint
+from launcher.checkpoints import check_model, manifest_of, newest_checkpoint
 from launcher.config import LaunchConfig, dump
 from launcher.processes.local import Listener, LocalRanks
 from launcher.report.atomic import write_atomically
@@ -18,6 +18,9 @@ from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, text_source, uses_gpu
 from launcher.workloads.data.source import check_source
 from launcher.workloads.data.vocabulary import vocab_size
+from launcher.workloads.hf.check import check_folder, check_same_model, check_vocabulary
+from launcher.workloads.hf.shape import HfShape
+from launcher.workloads.transformer_shape import TransformerShape
 from strategies.errors import DataError, PlanError, RunError
 
 # Resident size of a rank that has imported torch and Lightning and done nothing yet.
@@ -33,12 +36,18 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
     """
     check_machine(run)
     config = run.config
-    if run.own_model and config.mode == "generate":
+    if not run.describes_model and config.mode in ("generate", "export"):
+        does = "continues text with" if config.mode == "generate" else "knows how to write"
         raise PlanError(
-            f"mode=generate continues text with the built-in transformer, not with "
+            f"mode={config.mode} {does} the built-in transformer and model=hf, not "
             f"model={config.model.name}. Try mode=predict."
         )
-    if config.mode != "generate" and not run.own_data:
+    if isinstance(run.shape, HfShape):
+        # An export takes the weights from the checkpoint and the rest from config.json.
+        check_folder(
+            replace(run.shape, pretrained=run.shape.pretrained and config.mode != "export")
+        )
+    if config.mode not in ("generate", "export") and not run.own_data:
         check_source(
             text_source(config),
             sequence=run.shape.sequence,
@@ -47,7 +56,10 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
             val_fraction=config.data.val_fraction,
         )
         _check_vocabulary(run)
-    if checkpoint is not None and not run.own_model:
+    if checkpoint is not None and isinstance(run.shape, HfShape):
+        check_same_model(checkpoint, manifest_of(checkpoint)["metadata"].get("model"), run.shape)
+    elif checkpoint is not None and not run.own_model:
+        assert isinstance(run.shape, TransformerShape)
         check_model(checkpoint, run.shape)
 
 
@@ -67,13 +79,15 @@ def check_world(config: LaunchConfig) -> None:
 def _check_vocabulary(run: Run) -> None:
     """Refuses ids that the model has no embedding for."""
     source, vocab = text_source(run.config), run.shape.vocab
-    if run.config.model.vocab is None:
+    if run.config.model.vocab is None and not isinstance(run.shape, HfShape):
         return  # then it is the data's
     if source.kind == "tokens":
         # The beginning of a huge file; the ranks check each block as they read it.
         most = min(source.max_bytes or _SCANNED_BYTES, _SCANNED_BYTES)
         source = replace(source, max_bytes=most)
     needed = vocab_size(source)
+    if isinstance(run.shape, HfShape):
+        check_vocabulary(run.shape, needed, source.label)
     if needed > vocab:
         raise DataError(
             f"{source.label} has token ids up to {needed - 1}, but model.vocab={vocab} allows 0 to "
@@ -131,6 +145,11 @@ def state_bytes(run: Run) -> int:
     return sum(table.state_bytes) * run.dp
 
 
+def has_weights(run: Run) -> bool:
+    """Whether the model has weights to use without any checkpoint: those of a model folder."""
+    return isinstance(run.shape, HfShape) and run.shape.pretrained
+
+
 def find_checkpoint(run: Run, asked: str | None, run_dir: Path, *, optional: bool) -> Path | None:
     """A checkpoint by path, or the newest of this experiment for ``auto``.
 
@@ -180,7 +199,7 @@ def run_ranks(
         "schedule_file": None if file is None else asdict(file),
     }
     write_atomically(run_dir / "resolved.json", json.dumps(task, indent=1))
-    world = 1 if run.config.mode == "generate" else run.world_size
+    world = 1 if run.config.mode in ("generate", "export") else run.world_size
     LocalRanks(run_dir, world, on_event).run()
     outcome = run_dir / "outcome.json"
     found: dict[str, Any] = json.loads(outcome.read_text())

@@ -22,7 +22,7 @@ from launcher.report.result import metrics_mapping, write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve, uses_gpu
 from launcher.terminal import say
-from launcher.workloads.transformer_shape import unit_specs
+from launcher.workloads.specs import model_units
 from strategies.compiler import compile_plan
 from strategies.metrics import Metrics
 from strategies.timeline import Timeline
@@ -91,7 +91,7 @@ def _beside(
     step_time = outcome["step_time_s"]
     mfu = None
     if step_time and uses_gpu(run.config) and not run.own_model:
-        flops = sum(unit.forward_flops for unit in unit_specs(run.shape))
+        flops = sum(unit.forward_flops for unit in model_units(run.shape))
         per_step = 3 * flops * run.batch_size * run.dp * accumulation
         mfu = per_step / (step_time * run.world_size * run.config.hardware.peak_flops)
     return {

@@ -10,12 +10,19 @@ from launcher.config.decode import dump, from_dict
 from launcher.config.launch import LaunchConfig, Mode
 from launcher.config.pipeline import CostsConfig, HardwareConfig, OverlapConfig, ScheduleConfig
 from launcher.config.running import ClusterConfig, TrackingConfig, TrainerConfig
-from launcher.config.workload import DataConfig, GenerateConfig, ModelConfig, OptimizerConfig
+from launcher.config.workload import (
+    DataConfig,
+    ExportConfig,
+    GenerateConfig,
+    ModelConfig,
+    OptimizerConfig,
+)
 
 __all__ = [
     "ClusterConfig",
     "CostsConfig",
     "DataConfig",
+    "ExportConfig",
     "GenerateConfig",
     "HardwareConfig",
     "LaunchConfig",

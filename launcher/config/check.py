@@ -11,6 +11,7 @@ import re
 from launcher.config.batches import plan_batches
 from launcher.config.key import Key, describe, keys_of, shorten, spell
 from launcher.config.launch import LaunchConfig
+from launcher.config.model_kind import check_model_keys
 from launcher.config.pipeline import CostsConfig
 from launcher.config.shape import transformer_shape
 from launcher.config.suggest import did_you_mean, nearest
@@ -112,6 +113,7 @@ def _check_schedule(config: LaunchConfig) -> None:
 
 def _check_unused(config: LaunchConfig) -> None:
     """Keys that the chosen option would ignore: asking for them is a mistake worth naming."""
+    check_model_keys(config.model)
     if config.costs.name != "uniform":
         for entry in keys_of(CostsConfig, "costs."):
             value = _get(config, entry.path)
@@ -146,9 +148,13 @@ def _check_unused(config: LaunchConfig) -> None:
         _refuse_set(config, *names, chosen=f"tracking={config.tracking.name}")
     if config.checkpoint != "auto" and config.mode in ("train", "simulate", "validate"):
         raise PlanError(
-            f"checkpoint={shorten(config.checkpoint)} is read by mode=eval, predict and generate, "
-            f"not by mode={config.mode}. "
+            f"checkpoint={shorten(config.checkpoint)} is read by mode=eval, predict, generate and "
+            f"export, not by mode={config.mode}. "
             f"Try trainer.resume={shorten(config.checkpoint)}, or mode=eval."
+        )
+    if config.mode != "export":
+        _refuse_set(
+            config, "export.path", chosen=f"mode={config.mode}", instead=" Try mode=export."
         )
 
 

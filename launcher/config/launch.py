@@ -8,9 +8,15 @@ from typing import Literal
 from launcher.config.key import key
 from launcher.config.pipeline import CostsConfig, HardwareConfig, OverlapConfig, ScheduleConfig
 from launcher.config.running import ClusterConfig, TrackingConfig, TrainerConfig
-from launcher.config.workload import DataConfig, GenerateConfig, ModelConfig, OptimizerConfig
+from launcher.config.workload import (
+    DataConfig,
+    ExportConfig,
+    GenerateConfig,
+    ModelConfig,
+    OptimizerConfig,
+)
 
-Mode = Literal["train", "simulate", "validate", "eval", "predict", "generate"]
+Mode = Literal["train", "simulate", "validate", "eval", "predict", "generate", "export"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +26,7 @@ class LaunchConfig:
     mode: Mode = key(  # noqa: RUF009 -- only the alias hides that it is a field
         "train",
         "train; simulate: the timeline without starting anything; validate: check and print the "
-        "plan; eval, predict, generate: use a checkpoint.",
+        "plan; eval, predict, generate: use a checkpoint; export: write it for transformers.",
     )
     pp: int = key(1, "Pipeline degree: ranks one model is cut over.", low=1, high=65536, example=4)
     tp: int = key(1, "Tensor degree.", low=1, high=65536)
@@ -41,7 +47,8 @@ class LaunchConfig:
     )
     checkpoint: str = key(
         "auto",
-        "eval, predict, generate: a checkpoint's path; auto = newest of this experiment_name.",
+        "eval, predict, generate, export: a checkpoint's path; auto = newest of this "
+        "experiment_name.",
     )
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
@@ -54,3 +61,4 @@ class LaunchConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)

@@ -31,6 +31,17 @@ class ModelConfig:
     position: Literal["learned", "rope"] = key("rope", "How positions enter the model.")
     tie_embeddings: bool = key(False, "Whether input embedding and output head share one weight.")
     dropout: float = key(0.0, "Dropout probability.", low=0, high=0.999)
+    path: str | None = key(
+        None, "hf: folder with config.json and *.safetensors.", example="/models/my_llama"
+    )
+    pretrained: bool = key(
+        True, "hf: whether the weights are the folder's; false = fresh ones for its config.json."
+    )
+    layers_path: str | None = key(
+        None,
+        "hf: name of the list of decoder layers, for an architecture where it is not found.",
+        example="model.layers",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,17 @@ class OptimizerConfig:
     warmup_steps: int = key(10, "Steps of linear warm-up from 0 to lr.", low=0)
     min_lr_ratio: float = key(0.1, "cosine: final learning rate over lr.", low=0, high=1)
     schedule: Literal["cosine", "constant"] = key("cosine", "Learning rate after the warm-up.")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportConfig:
+    """``export.*``: what ``mode=export`` writes."""
+
+    path: str | None = key(
+        None,
+        "Folder for config.json and model.safetensors, new; null = export in the run's folder.",
+        example="/models/mine",
+    )
 
 
 @dataclass(frozen=True, slots=True)

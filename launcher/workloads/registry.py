@@ -20,7 +20,10 @@ MODELS: Group = "foldpipe.models"
 DATA: Group = "foldpipe.data"
 
 _BUILT_IN: dict[Group, dict[str, str]] = {
-    MODELS: {"transformer": "launcher.workloads.language_model:LanguageModel"},
+    MODELS: {
+        "transformer": "launcher.workloads.language_model:LanguageModel",
+        "hf": "launcher.workloads.hf.model:build",
+    },
     DATA: {"text": "launcher.workloads.data.module:TextDataModule"},
 }
 _OPTION: dict[Group, str] = {MODELS: "model", DATA: "data"}

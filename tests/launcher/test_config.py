@@ -67,12 +67,12 @@ def test_every_option_is_explained_and_sets_only_keys_that_exist(group, option):
 
 
 def test_groups_are_the_nodes_of_the_schema():
-    assert set(GROUPS.names()) == {*nodes_of(LaunchConfig), "experiment"} - {"generate"}
+    assert set(GROUPS.names()) == {*nodes_of(LaunchConfig), "experiment"} - {"generate", "export"}
 
 
 def test_options_are_the_keys_of_the_registries():
     assert set(GROUPS.options("schedule")) == {*SCHEDULES, "custom"}
-    assert set(GROUPS.options("model")) == set(PRESETS)
+    assert set(GROUPS.options("model")) == {*PRESETS, "hf"}
     assert GROUPS.options("data") == get_args(SourceKind)
     for group in ("overlap", "costs", "optimizer", "tracking", "cluster"):
         allowed = next(k.hint for k in keys_of(LaunchConfig) if k.path == f"{group}.name")

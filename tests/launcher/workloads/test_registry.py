@@ -34,7 +34,7 @@ def test_a_model_of_another_distribution_is_loaded_by_its_name(installed):
     installed(
         "theirs", models={"mixer": "their_package:model"}, data={"web": "their_package:model"}
     )
-    assert names(MODELS) == ("mixer", "transformer")
+    assert names(MODELS) == ("hf", "mixer", "transformer")
     assert names(DATA) == ("text", "web")
     assert find(MODELS, "mixer").value == "their_package:model"
     assert "their_package" not in sys.modules
@@ -46,7 +46,7 @@ def test_a_misspelt_name_names_the_nearest_ones(installed):
     installed("theirs", models={"mixer": "their_package:model"})
     with pytest.raises(ModelError, match=r"model=mixr is unknown\. Did you mean model=mixer\?"):
         find(MODELS, "mixr", also=("tiny", "small"))
-    with pytest.raises(ModelError, match=r"Did you mean model=tiny\?.*Known: mixer, small, tiny, "):
+    with pytest.raises(ModelError, match=r"Did you mean model=tiny\?.*Known: hf, mixer, small, tiny, "):
         load(MODELS, "tinny", also=("tiny", "small"))
     with pytest.raises(DataError, match=r"data=mixer is unknown\. Known: text\."):
         find(DATA, "mixer")

@@ -1,0 +1,117 @@
+"""The built-in transformer as a ``config.json`` of the transformers library. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from launcher.workloads.transformer_shape import TransformerShape
+from strategies.errors import ModelError
+
+Counterpart = Literal["llama", "gpt2"]
+
+_EPSILON = 1e-5  # of every norm of the built-in transformer
+_ROPE_BASE = 10_000.0
+_PARTS: dict[Counterpart, dict[str, str]] = {
+    "llama": {"norm": "rmsnorm", "activation": "swiglu", "position": "rope"},
+    "gpt2": {"norm": "layernorm", "activation": "gelu", "position": "learned"},
+}
+_TITLE: dict[Counterpart, str] = {"llama": "Llama", "gpt2": "GPT-2"}
+
+
+def counterpart(shape: TransformerShape) -> Counterpart:
+    """Which architecture of the library computes the same function.
+
+    Raises:
+        ModelError: None does; the message says what stands in the way.
+    """
+    wrong = {family: _differences(shape, family) for family in _PARTS}
+    family = min(wrong, key=lambda name: len(wrong[name]))
+    if wrong[family]:
+        raise ModelError(
+            f"mode=export: {' and '.join(wrong[family])}, and no other architecture of the "
+            "transformers library comes closer. Exported are models with model.norm=rmsnorm "
+            "model.activation=swiglu model.position=rope (as Llama), or model.norm=layernorm "
+            "model.activation=gelu model.position=learned model.kv_heads=null (as GPT-2). "
+            f"Try {' '.join(_fixes(shape, family))}, and train anew."
+        )
+    return family
+
+
+def config_of(shape: TransformerShape, dtype: str) -> dict[str, Any]:
+    """The content of ``config.json``.
+
+    Args:
+        shape: The built-in transformer.
+        dtype: Type of the weights, e.g. ``float32``.
+
+    Raises:
+        ModelError: As ``counterpart``.
+    """
+    family = counterpart(shape)
+    common: dict[str, Any] = {
+        "model_type": family,
+        "dtype": dtype,
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": shape.tie_embeddings,
+        # Our data have no tokens for beginning and end.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if family == "gpt2":
+        return common | {
+            "architectures": ["GPT2LMHeadModel"],
+            "n_embd": shape.hidden,
+            "n_layer": shape.layers,
+            "n_head": shape.heads,
+            "n_inner": shape.ffn,
+            "n_positions": shape.sequence,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": _EPSILON,
+            "embd_pdrop": shape.dropout,
+            "resid_pdrop": shape.dropout,
+            "attn_pdrop": 0.0,
+        }
+    return common | {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "max_position_embeddings": shape.sequence,
+        "hidden_act": "silu",
+        "rms_norm_eps": _EPSILON,
+        "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_BASE},
+        "rope_theta": _ROPE_BASE,  # for versions of the library before 5
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+    }
+
+
+def _differences(shape: TransformerShape, family: Counterpart) -> list[str]:
+    found = [
+        f"model.{name}={getattr(shape, name)} has no counterpart in {_TITLE[family]} "
+        f"(which has {word})"
+        for name, word in _PARTS[family].items()
+        if getattr(shape, name) != word
+    ]
+    if family == "gpt2" and shape.kv_heads != shape.heads:
+        found.append(
+            f"model.kv_heads={shape.kv_heads} has no counterpart in GPT-2 (which has as many as "
+            f"model.heads={shape.heads})"
+        )
+    return found
+
+
+def _fixes(shape: TransformerShape, family: Counterpart) -> list[str]:
+    fixes = [
+        f"model.{name}={word}"
+        for name, word in _PARTS[family].items()
+        if getattr(shape, name) != word
+    ]
+    if family == "gpt2" and shape.kv_heads != shape.heads:
+        fixes.append("model.kv_heads=null")
+    return fixes

@@ -1,0 +1,116 @@
+"""The tensors in a model folder's ``*.safetensors`` files, by their headers alone. Torch-free.
+
+A header is JSON and says where each tensor lies, so names, shapes and a cut-off file are found in
+milliseconds, whatever the size of the model. https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strategies.errors import ModelError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor in a file.
+
+    Attributes:
+        file: Which one.
+        shape: Its extents.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """All tensors of a model, one file or many with an index.
+
+    Raises:
+        ModelError: There is none, a file is damaged, or the index does not fit the files.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        return _by_index(index)
+    if (folder / SINGLE).is_file():
+        return read_header(folder / SINGLE)
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    pickled = sorted(file.name for file in folder.glob("*.bin"))
+    found = ""
+    if others:
+        found = f" (it has {others[0]}, without an index)"
+    elif pickled:
+        found = f" (it has {pickled[0]}, pickled, which may run code and is not read)"
+    raise ModelError(
+        f"model.path={folder} has neither {SINGLE} nor {INDEX}{found}. Try model.pretrained=false "
+        "for fresh weights, or a folder that save_pretrained() wrote."
+    )
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """Names and shapes of the tensors in one file, and whether all of it is there.
+
+    Raises:
+        ModelError: It is damaged.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            if size < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+                raise _damaged(file, f"its header of {length} bytes does not fit into {size} bytes")
+            header: Any = json.loads(stream.read(length))
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}. Try a fresh copy.") from None
+    except ValueError as error:
+        raise _damaged(file, f"its header is no JSON ({str(error)[:80]})") from None
+    found: dict[str, Stored] = {}
+    end = 0
+    try:
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            found[name] = Stored(file, tuple(int(extent) for extent in entry["shape"]))
+            end = max(end, int(entry["data_offsets"][1]))
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise _damaged(file, f"its header is incomplete ({error!r})") from None
+    expected = _LENGTH_BYTES + length + end
+    if size != expected:
+        raise _damaged(file, f"its header asks for {expected} bytes, the file has {size}")
+    return found
+
+
+def _by_index(index: Path) -> dict[str, Stored]:
+    try:
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        wanted = {str(name): str(file) for name, file in named.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} cannot be read: {error!r}. Try a fresh copy of it.") from None
+    found: dict[str, Stored] = {}
+    for name in sorted(set(wanted.values())):
+        file = index.parent / name
+        if Path(name).name != name or not file.is_file():
+            raise ModelError(
+                f"{index} names {name}, which is not there. Try a complete copy of the folder."
+            )
+        found |= read_header(file)
+    lost = sorted(name for name, file in wanted.items() if name not in found)
+    if lost:
+        raise ModelError(
+            f"{index} says that {lost[0]} is in {wanted[lost[0]]}, which does not have it "
+            f"({len(lost)} such tensors). Try a fresh copy of the folder."
+        )
+    return found
+
+
+def _damaged(file: Path, why: str) -> ModelError:
+    return ModelError(f"{file} is damaged: {why}. Try a fresh copy of it.")

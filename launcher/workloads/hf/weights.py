@@ -1,0 +1,173 @@
+"""Gives one unit of a Hugging Face model its weights: drawn by its own rules, or read from files.
+
+A rank calls this for the units of its stages only. Neither way ever holds more than one unit beyond
+those that are kept.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from launcher.workloads.hf.match import match_tensors
+from launcher.workloads.hf.parts import Part
+from launcher.workloads.hf.shell import fill_constants
+from launcher.workloads.hf.skeleton import Skeleton
+from launcher.workloads.hf.stored import Stored, stored_tensors
+from launcher.workloads.seeds import derived_seed
+from strategies.errors import ModelError
+
+
+class Weights(ABC):
+    """Where the weights of a model come from."""
+
+    borrowed: bool  # whether values lie in memory that belongs to somebody else
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self._skeleton = skeleton
+
+    def fill(self, part: Part, *, device: torch.device | str = "cpu") -> None:
+        """Replaces all parameters and buffers of a unit that are on the meta device.
+
+        Args:
+            part: The unit; its types decide those of the weights.
+            device: Where they are created.
+
+        Raises:
+            ModelError: A file cannot be read.
+        """
+        for name, module in part.held_modules():
+            values = dict(self._values(name, module))
+            for leaf in module.modules():
+                fill_constants(self._skeleton.model, leaf)
+            for key, parameter in list(module.named_parameters()):
+                if parameter.is_meta:
+                    value = values.pop(f"{name}.{key}")
+                    value = value.to(device=device, dtype=parameter.dtype, copy=self.borrowed)
+                    _put(module, key, nn.Parameter(value, requires_grad=parameter.requires_grad))
+
+    @abstractmethod
+    def _values(self, name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Names in the library and values of all parameters of a module."""
+
+
+class FreshWeights(Weights):
+    """Every module draws its own, by the library's rules, from a seed of its name.
+
+    So neither the cut nor the number of ranks changes them. They are drawn in float32 on the CPU.
+    The global generator is put back.
+    """
+
+    borrowed = False
+
+    def __init__(self, skeleton: Skeleton, seed: int) -> None:
+        super().__init__(skeleton)
+        self._seed = seed
+
+    def _values(self, name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        tied = self._skeleton.tied
+        drawn = self._draw(name, module)
+        for key, value in drawn.items():
+            source = tied.get(key)
+            if source is not None and source not in drawn:
+                owner = source.rpartition(".")[0]
+                value = self._draw(owner, self._skeleton.part(owner))[source]
+            yield key, value
+
+    def _draw(self, name: str, module: nn.Module) -> dict[str, Tensor]:
+        copied = _empty_copy(module)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            # Children first, as the library does it: parents may redraw what they know better.
+            for key, part in reversed(list(copied.named_modules())):
+                torch.default_generator.manual_seed(derived_seed(self._seed, f"{name}.{key}"))
+                self._skeleton.model._init_weights(part)
+        return {f"{name}.{key}": p.detach() for key, p in copied.named_parameters()}
+
+
+class StoredWeights(Weights):
+    """Those in the ``*.safetensors`` files of a model folder.
+
+    Raises:
+        ModelError: The files do not fit the model.
+    """
+
+    borrowed = True  # by the mapped file, which may change during the run
+
+    def __init__(self, skeleton: Skeleton, folder: Path) -> None:
+        super().__init__(skeleton)
+        model = skeleton.model
+        self._stored: dict[str, Stored] = stored_tensors(folder)
+        self._names = match_tensors(
+            expected_tensors(skeleton),
+            self._stored,
+            folder=folder,
+            prefix=f"{model.base_model_prefix}.",
+            tied=skeleton.tied,
+            ignore=tuple(model._keys_to_ignore_on_load_unexpected or ()),
+        )
+
+    def _values(self, name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for key, _ in module.named_parameters():
+            full = f"{name}.{key}"
+            value = self._read(self._names[full])
+            self._check_tied(full, value)
+            yield full, value
+        for key, buffer in module.named_buffers():
+            full = f"{name}.{key}"
+            if full in self._names and buffer.is_meta:
+                path, _, leaf = key.rpartition(".")
+                value = self._read(self._names[full]).to(buffer.dtype)
+                module.get_submodule(path)._buffers[leaf] = value
+
+    def _check_tied(self, name: str, value: Tensor) -> None:
+        source = self._skeleton.tied.get(name)
+        if source is None or self._names[source] == self._names[name]:
+            return
+        if not torch.equal(value, self._read(self._names[source])):
+            raise ModelError(
+                f"{self._stored[self._names[name]].file}: {name} and {source} differ, but "
+                "config.json ties them (tie_word_embeddings). "
+                'Try "tie_word_embeddings": false there.'
+            )
+
+    def _read(self, name: str) -> Tensor:
+        file = self._stored[name].file
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found: Tensor = opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file} cannot be read: {error}. Try a fresh copy of it.") from None
+        if not found.is_floating_point():
+            raise ModelError(
+                f"{file}: {name} is of type {str(found.dtype).removeprefix('torch.')}, which is "
+                "no floating-point number. Try the unquantised model."
+            )
+        return found
+
+
+def expected_tensors(skeleton: Skeleton) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter and stored buffer of the whole model."""
+    around = (*skeleton.embedding, *skeleton.head)
+    modules = [(name, skeleton.model.get_submodule(name)) for name in around]
+    modules += [(f"{skeleton.layers_path}.{i}", m) for i, m in enumerate(skeleton.layers)]
+    return {
+        f"{name}.{key}": tuple(value.shape)
+        for name, module in modules
+        for key, value in module.state_dict().items()
+    }
+
+
+def _empty_copy(module: nn.Module) -> nn.Module:
+    import copy
+
+    return copy.deepcopy(module).to(torch.float32).to_empty(device="cpu")
+
+
+def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(path), leaf, parameter)

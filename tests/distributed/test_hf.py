@@ -1,0 +1,53 @@
+"""Hugging Face models on several ranks train as transformers trains them, in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher.workloads.hf.convert import library_name
+from tests.distributed.hf_training import HfCase, reference, train_hf
+from tests.distributed.pool import Ranks
+from tests.tiny_models import write_model
+
+TOLERANCE = 1e-8
+
+pytestmark = pytest.mark.distributed
+
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "schedule", "padded"),
+    [
+        ("llama", {}, "1f1b", False),
+        ("llama", {"tie_word_embeddings": True}, "interleaved_1f1b", True),
+        ("gpt2", NO_DROPOUT, "foldx_fifo", False),
+        ("qwen2", {}, "zb_h1", True),
+        ("qwen3", {"tie_word_embeddings": True}, "1f1b", False),
+    ],
+    ids=["llama", "llama-tied-padded", "gpt2", "qwen2-padded", "qwen3-tied"],
+)
+def test_two_ranks_train_as_transformers_does(
+    family: str,
+    changes: dict[str, object],
+    schedule: str,
+    padded: bool,
+    ranks: Callable[[int], Ranks],
+    tmp_path: Path,
+) -> None:
+    model = write_model(tmp_path, family, **changes)
+    case = HfCase(str(tmp_path), schedule=schedule, padded=padded)
+    losses = reference(model, case)
+    results = ranks(2).run(train_hf, case=case)
+    expected = dict(model.named_parameters(remove_duplicate=False))
+    seen = set()
+    for result in results:
+        assert result["losses"] == pytest.approx(losses, abs=TOLERANCE)
+        for name, value in result["parameters"].items():
+            theirs = library_name(name)
+            seen.add(theirs)
+            assert (value - expected[theirs]).abs().max().item() < TOLERANCE, name
+    assert seen >= {name for name, _ in model.named_parameters()}

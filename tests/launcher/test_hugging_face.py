@@ -1,0 +1,199 @@
+"""model=hf and mode=export from the command line: what runs, and what is refused at once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from launcher.__main__ import main
+from tests.tiny_models import write_model
+
+from .runs import Finished, launch
+
+WORDS = ("model=hf", "model.sequence=16", "data.max_bytes=100000")
+LLAMA = {"vocab_size": 300, "tie_word_embeddings": True}
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """The message of a request that ends with exit code 2 before anything is started."""
+
+    def start_nothing(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    def call(*words: str) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(subprocess, "Popen", start_nothing)
+        before = sorted(tmp_path.rglob("*"))
+        output, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            code = main(words)
+        assert code == 2, errors.getvalue() + output.getvalue()
+        message = errors.getvalue()
+        assert message.startswith("error: ")
+        assert output.getvalue() == ""
+        assert sorted(tmp_path.rglob("*")) == before
+        return message
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "llama"
+    write_model(path, "llama", **LLAMA)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Four steps on two ranks in double precision."""
+    words = (
+        *WORDS, f"model.path={folder}", "pp=2", "trainer.max_steps=4", "data.microbatch_size=2",
+        "trainer.precision=64-true", "trainer.val_check_interval=4", "experiment_name=hf",
+    )  # fmt: skip
+    return launch(words, tmp_path_factory.mktemp("hf")).assert_done()
+
+
+def again(trained: Finished, folder: Path, *words: str) -> Finished:
+    given = (*WORDS, f"model.path={folder}", "trainer.precision=64-true", "experiment_name=hf")
+    run = trained.cwd / "again" / words[0].removeprefix("mode=")
+    return launch((*given, *words, f"hydra.run.dir={run}"), trained.cwd).assert_done()
+
+
+@pytest.mark.distributed
+def test_a_model_of_a_folder_trains_on_two_ranks(trained):
+    result = json.loads(next(trained.cwd.glob("outputs/**/result.json")).read_text())
+    assert (result["status"], result["steps"], result["world_size"]) == ("done", 4, 2)
+    assert result["num_parameters"] == 32_864
+    assert result["predicted_peak_memory_bytes"][0] > 0
+
+
+@pytest.mark.distributed
+def test_its_export_has_the_validation_loss_of_the_run(trained, folder):
+    again(trained, folder, "mode=export", "export.path=written")
+    again(trained, folder, "mode=predict", "pp=2", "trainer.limit_predict_batches=2")
+    model = AutoModelForCausalLM.from_pretrained(trained.cwd / "written").eval()
+    assert model.dtype == torch.float64
+    from safetensors.torch import load_file
+
+    from launcher.workloads.data.module import TextDataModule
+    from launcher.workloads.data.source import TextSource
+
+    (file,) = (trained.cwd / "again" / "predict").glob("predictions_*.safetensors")
+    found = load_file(file)["log_probabilities"]
+    data = TextDataModule(TextSource(max_bytes=100_000), sequence=16, batch_size=len(found), seed=0)
+    data.setup("predict")
+    batch = next(iter(data.predict_dataloader()))
+    with torch.no_grad():
+        logits = model(batch["tokens"]).logits
+    losses = functional.cross_entropy(
+        logits.flatten(0, 1), batch["targets"].flatten(), reduction="none"
+    )
+    assert (found + losses.view_as(found)).abs().max().item() < 1e-10
+
+
+@pytest.mark.distributed
+def test_a_folder_is_evaluated_without_a_checkpoint(trained, folder):
+    done = again(
+        trained, folder, "mode=eval", "pp=2", "trainer.limit_test_batches=2",
+        "experiment_name=nobody_trained_this",
+    )  # fmt: skip
+    assert f"checkpoint: none, the weights in {folder}" in done.output
+    result = json.loads((trained.cwd / "again" / "eval" / "result.json").read_text())
+    assert 5.0 < result["val_loss"] < 6.5  # about ln(300)
+    assert result["checkpoint"] is None
+
+
+def test_validating_prints_layers_and_memory_without_torch(folder, tmp_path):
+    done = launch((*WORDS, f"model.path={folder}", "mode=validate", "pp=2"), tmp_path)
+    assert done.code == 0, done.errors
+    assert "32,864 parameters" in done.output
+    assert "stage 0: 2 layers" in done.output
+    assert "stage 1: 1 layers" in done.output
+
+
+def test_layers_per_stage_counts_decoder_layers(folder, tmp_path):
+    words = (*WORDS, f"model.path={folder}", "mode=validate", "pp=2")
+    done = launch((*words, "schedule.layers_per_stage=[0,3]"), tmp_path)
+    assert "stage 1: 3 layers" in done.output
+
+
+def test_layers_per_stage_must_be_those_of_the_model(folder, refused):
+    words = (*WORDS, f"model.path={folder}", "mode=validate", "pp=2")
+    message = refused(*words, "schedule.layers_per_stage=[1,1]")
+    assert "adds up to 2 layers, but num_hidden_layers=3" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("model=hf",), "model=hf needs the folder of a model"),
+        (("model=hf", "model.path=nowhere"), "nowhere: no such folder"),
+        (("model=hf", "model.path=."), "has no config.json"),
+        (("model=hf", "model.path=.", "model.hidden=64"), "model.hidden=64 has no meaning with"),
+        (("model=hf", "model.path=.", "model.vocab=64"), "model.vocab=64 has no meaning with"),
+        (("model=tiny", "model.path=x"), "Try model=hf model.path=x."),
+        (("model=tiny", "model.pretrained=false"), "Try model=hf model.pretrained=false."),
+        (("mode=train", "export.path=x"), "export.path=x has no meaning with mode=train."),
+        (("mode=export", "pp=2"), "Try mode=export pp=1 dp=1"),
+        (("mode=export",), "no checkpoint of experiment_name=default"),
+        (("mode=train", "checkpoint=x"), "read by mode=eval, predict, generate and export"),
+    ],
+)
+def test_a_request_that_cannot_work_is_refused(words, expected, refused):
+    assert expected in refused(*words)
+
+
+def test_a_vocabulary_smaller_than_the_bytes_is_refused(refused, tmp_path):
+    write_model(tmp_path / "small", "llama")
+    for mode in ("train", "validate"):
+        message = refused("model=hf", "model.path=small", "model.sequence=16", f"mode={mode}")
+        assert "token ids up to 255, but the model in" in message
+        assert "vocab_size=64" in message
+
+
+def test_a_damaged_file_is_refused_before_a_rank_is_started(refused, tmp_path):
+    write_model(tmp_path / "cut", "llama", **LLAMA)
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    message = refused("model=hf", "model.path=cut", "model.sequence=16")
+    assert f"{file} is damaged" in message
+
+
+def checkpoint_of(path: Path, model: object) -> Path:
+    path.mkdir(parents=True)
+    metadata = {"model": model, "experiment_name": "default"}
+    (path / "manifest.json").write_text(json.dumps({"metadata": metadata, "files": {}}))
+    return path
+
+
+def test_checkpoints_of_the_two_kinds_are_told_apart(refused, tmp_path, folder):
+    theirs = checkpoint_of(tmp_path / "hf.ckpt", {"hf": {"model_type": "llama"}})
+    ours = checkpoint_of(tmp_path / "tiny.ckpt", {"layers": 2})
+    for mode in ("eval", "export"):
+        message = refused("model=tiny", f"mode={mode}", f"checkpoint={theirs}")
+        assert "is a checkpoint of model=hf" in message
+        words = (*WORDS, f"model.path={folder}", f"mode={mode}")
+        assert "no checkpoint of model=hf" in refused(*words, f"checkpoint={ours}")
+        assert "vocab=32000 (here 300)" in refused(*words, f"checkpoint={theirs}")
+
+
+def test_a_shape_without_counterpart_is_refused_before_a_rank_is_started(refused, tmp_path):
+    path = checkpoint_of(tmp_path / "tiny.ckpt", None)
+    message = refused("model=tiny", "model.activation=gelu", "mode=export", f"checkpoint={path}")
+    assert "model.activation=gelu has no counterpart in Llama (which has swiglu)" in message
+
+
+def test_an_existing_folder_is_not_exported_over(refused, tmp_path):
+    path = checkpoint_of(tmp_path / "tiny.ckpt", None)
+    message = refused("model=tiny", "mode=export", f"checkpoint={path}", f"export.path={path}")
+    assert f"export.path={path} exists and is never overwritten" in message

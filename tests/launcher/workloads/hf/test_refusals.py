@@ -1,0 +1,100 @@
+"""Models that cannot be cut, and what the user can do about it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from launcher.workloads.hf import check
+from launcher.workloads.hf.check import check_same_model, check_vocabulary
+from launcher.workloads.hf.model import HfLanguageModel
+from launcher.workloads.hf.skeleton import build_skeleton
+from strategies.errors import CheckpointError, DataError, ModelError
+from tests.tiny_models import shape_of, tiny_config, write_model
+
+
+def test_a_layer_list_can_be_named(tmp_path):
+    reference = write_model(tmp_path, "llama")
+    module = HfLanguageModel(shape_of(tmp_path, layers_path="model.layers"))
+    tokens = torch.arange(6)[None]
+    with torch.no_grad():
+        difference = module.double()(tokens) - reference(tokens).logits
+    assert difference.abs().max().item() < 1e-12
+
+
+def test_a_list_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+    write_model(tmp_path, "llama")
+    with pytest.raises(ModelError) as caught:
+        build_skeleton(shape_of(tmp_path, layers_path="transformer.h"))
+    assert "model.layers_path=transformer.h: LlamaForCausalLM" in str(caught.value)
+    assert "Try model.layers_path=model.layers." in str(caught.value)
+
+
+def test_a_list_that_is_not_found_can_be_named(tmp_path):
+    # Its num_hidden_layers counts the encoder's layers.
+    reference = write_model(tmp_path, "bart", decoder_layers=2, d_model=32, decoder_ffn_dim=48)
+    with pytest.raises(ModelError) as caught:
+        build_skeleton(shape_of(tmp_path))
+    assert "its lists: model.decoder.layers (2)" in str(caught.value)
+    assert "Try naming it: model.layers_path=model.decoder.layers." in str(caught.value)
+    shape = shape_of(tmp_path, layers_path="model.decoder.layers")
+    assert len(build_skeleton(shape).layers) == 2
+    module = HfLanguageModel(shape).eval().double()
+    tokens = torch.arange(6)[None]
+    with torch.no_grad():
+        difference = module(tokens) - reference(tokens).logits
+    assert difference.abs().max().item() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("family", "layers_path"), [("mamba", None), ("gemma3n_text", "model.layers")]
+)
+def test_layers_that_need_more_than_the_residual_stream_are_refused(family, layers_path, tmp_path):
+    changes = {"num_kv_shared_layers": 0, "head_dim": 8} if family == "gemma3n_text" else {}
+    tiny_config(family, **changes).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"cannot be cut between .*entry points foldpipe.models"):
+        build_skeleton(shape_of(tmp_path, pretrained=False, layers_path=layers_path))
+
+
+@pytest.mark.parametrize("family", ["t5", "no_such_thing"])
+def test_what_is_no_causal_language_model_is_refused(family, tmp_path):
+    config = {"model_type": family, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"cannot build model_type={family}"):
+        build_skeleton(shape_of(tmp_path, pretrained=False))
+
+
+def test_the_library_is_asked_for_where_it_is_missing(monkeypatch, tmp_path):
+    write_model(tmp_path, "llama")
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install 'foldpipe\[hf\]'"):
+        check.check_folder(shape_of(tmp_path))
+
+
+def test_an_old_library_is_refused(monkeypatch, tmp_path):
+    write_model(tmp_path, "llama")
+    monkeypatch.setattr(check, "version", lambda name: "4.57.1")
+    with pytest.raises(ModelError, match=r"needs transformers >= 5, but 4\.57\.1 is installed"):
+        check.check_folder(shape_of(tmp_path))
+
+
+def test_more_token_ids_than_the_model_has_are_refused(tmp_path):
+    write_model(tmp_path, "llama")
+    check_vocabulary(shape_of(tmp_path), 64, "data=stdlib")
+    with pytest.raises(DataError, match=r"ids up to 255, but .* vocab_size=64 and allows 0 to 63"):
+        check_vocabulary(shape_of(tmp_path), 256, "data=stdlib")
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    write_model(tmp_path / "one", "llama")
+    write_model(tmp_path / "other", "llama", intermediate_size=64)
+    write_model(tmp_path / "longer", "llama", max_position_embeddings=64, attention_dropout=0.1)
+    one, other = shape_of(tmp_path / "one"), shape_of(tmp_path / "other")
+    check_same_model(tmp_path, one.described, shape_of(tmp_path / "longer"))
+    with pytest.raises(CheckpointError, match=r"another model than .*: ffn=48 \(here 64\)"):
+        check_same_model(tmp_path, one.described, other)
+    for written in (None, "mine", {"layers": 2}):
+        with pytest.raises(CheckpointError, match="no checkpoint of model=hf"):
+            check_same_model(tmp_path, written, one)
