@@ -46,7 +46,9 @@ def test_a_misspelt_name_names_the_nearest_ones(installed):
     installed("theirs", models={"mixer": "their_package:model"})
     with pytest.raises(ModelError, match=r"model=mixr is unknown\. Did you mean model=mixer\?"):
         find(MODELS, "mixr", also=("tiny", "small"))
-    with pytest.raises(ModelError, match=r"Did you mean model=tiny\?.*Known: hf, mixer, small, tiny, "):
+    with pytest.raises(
+        ModelError, match=r"Did you mean model=tiny\?.*Known: hf, mixer, small, tiny, "
+    ):
         load(MODELS, "tinny", also=("tiny", "small"))
     with pytest.raises(DataError, match=r"data=mixer is unknown\. Known: text\."):
         find(DATA, "mixer")
