@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
@@ -85,6 +85,7 @@ class Progress(pl.Callback):
         tokens_per_step: Tokens of one optimizer step over all replicas; None if unknown.
     """
 
+    reads_weights: ClassVar[bool] = False
     file: MetricsFile | None
     tokens_per_step: int | None
     step_times: list[float] = field(default_factory=list)
@@ -206,6 +207,8 @@ class LastCheckpoint(Checkpoint):
 
     Lightning runs checkpoint callbacks after all others: by then a timer has spoken.
     """
+
+    reads_weights = False  # The checkpoint itself makes them whole.
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

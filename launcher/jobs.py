@@ -95,6 +95,7 @@ def _strategy(run: Run) -> PipelineStrategy:
         overlap=plan.overlap,
         buckets=None if run.own_model else buckets,
         bucket_mb=config.overlap.bucket_mb,
+        grad_dtype=config.overlap.grad_dtype,
         backend=config.cluster.backend,
         timeout_s=config.cluster.timeout_s,
         seed=config.seed,

@@ -22,6 +22,7 @@ from launcher.workloads.optimizer_options import OptimizerOptions
 from launcher.workloads.specs import ModelShape, model_costs, model_units, units_per_layer
 from strategies.compiler import Programs, compile_plan, resolve_shape
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
+from strategies.costs.element_sizes import ElementSizes
 from strategies.costs.hardware import Hardware
 from strategies.costs.table import Costs
 from strategies.costs.uniform import UniformCosts
@@ -31,7 +32,14 @@ from strategies.partition import balance, by_counts
 from strategies.plan import Plan, num_buckets
 from strategies.schedule_file import ScheduleFile
 
-ELEMENT_BYTES = {"32-true": 4, "64-true": 8}
+ELEMENT_BYTES = {
+    "32-true": ElementSizes.all(4),
+    "64-true": ElementSizes.all(8),
+    "bf16-mixed": ElementSizes(activation=2),
+    "16-mixed": ElementSizes(activation=2),
+    # Summed and updated in 32 bits.
+    "bf16-true": ElementSizes(weight=2, activation=2, main=4),
+}
 _MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1}
 
 
@@ -105,6 +113,11 @@ def resolve(config: LaunchConfig, file: ScheduleFile | None = None) -> Run:
         ProgramError: A user's own schedule made a wrong program.
         DataError: The vocabulary is the data's, and the data cannot be read.
     """
+    if config.trainer.precision == "16-mixed" and not uses_gpu(config):
+        raise PlanError(
+            "trainer.precision=16-mixed needs a GPU: on a CPU Lightning would run bf16-mixed in "
+            "its place. Try trainer.precision=bf16-mixed."
+        )
     dp = _replicas(config)
     schedule, file = given_schedule(config, file)
     num_microbatches, batch_size = plan_batches(config, dp, schedule.num_microbatches)
@@ -297,8 +310,14 @@ def _buckets(
         return costs.num_buckets if costs.grad_reduce or dp > 1 else 0
     if dp < 2 and placement.weight_copies < 2:
         return 0
-    size = ELEMENT_BYTES[config.trainer.precision]
+    size = element_sizes(config).wire
     return tuple(num_buckets(load.parameters * size, config.overlap.bucket_mb) for load in loads)
+
+
+def element_sizes(config: LaunchConfig) -> ElementSizes:
+    """What ``trainer.precision`` and ``overlap.grad_dtype`` make of an element."""
+    sizes = ELEMENT_BYTES[config.trainer.precision]
+    return replace(sizes, wire=2) if config.overlap.grad_dtype == "bf16" else sizes
 
 
 def _uniform(config: LaunchConfig) -> UniformCosts:
@@ -321,7 +340,7 @@ def _analytic(config: LaunchConfig, dp: int, loads: tuple[Load, ...]) -> Analyti
         loads,
         hardware(config),
         dp=dp,
-        element_bytes=ELEMENT_BYTES[config.trainer.precision],
+        sizes=element_sizes(config),
         optimizer_elements=_MOMENTS[config.optimizer.name],
         transport=config.costs.transport,
     )

@@ -22,6 +22,7 @@ from strategies.ir.verify import verify
 from strategies.lowering.rendezvous_order import order_messages
 from strategies.lowering.send_recv import add_messages
 from strategies.passes.fused_pairs import separate_pairs
+from strategies.passes.gather_weights import add_gathers
 from strategies.passes.reduce_grad import add_grad_reduce, add_steps
 from strategies.passes.split_backward import split_backward
 from strategies.passes.variants import accumulate_only, first_microbatches, forward_only
@@ -172,8 +173,9 @@ def _train(compute: Program, plan: Plan) -> Program:
         raise PlanError(f"buckets={list(buckets)}: one number per stage is needed, here {stages}.")
     if any(item.halves for row in compute.ranks for item in row) and not _pairs_gain(plan, compute):
         compute = verify(separate_pairs(compute))
-    reduced = verify(add_grad_reduce(compute, buckets, overlap=plan.overlap == "grad_reduce"))
-    return verify(add_steps(reduced))
+    reduced = verify(add_grad_reduce(compute, buckets, overlap=plan.overlap != "none"))
+    stepped = verify(add_steps(reduced))
+    return verify(add_gathers(stepped, buckets)) if plan.overlap == "zero1" else stepped
 
 
 def _pairs_gain(plan: Plan, compute: Program) -> bool:

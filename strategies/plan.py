@@ -10,8 +10,8 @@ from strategies.costs.table import Costs
 from strategies.errors import PlanError
 from strategies.schedule_file import ScheduleFile
 
-Overlap = Literal["none", "grad_reduce"]
-OVERLAPS: tuple[Overlap, ...] = ("grad_reduce", "none")
+Overlap = Literal["none", "grad_reduce", "zero1"]
+OVERLAPS: tuple[Overlap, ...] = ("grad_reduce", "none", "zero1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class Plan:
         stages_per_rank: V; None for the schedule's default.
         group: N microbatches per round; None for the schedule's default, which ``foldx`` chooses
             by simulation.
-        overlap: When gradient reductions start.
+        overlap: When gradient reductions start; with ``zero1`` they scatter, each replica updates
+            its share of the weights, and these are gathered under the next step's forwards.
         buckets: Reduction buckets: one number for every stage, or one per stage; 0 for none.
         split_backward: Split every B of a schedule that does not split by itself into I and W.
         costs: What instructions take, for everything that is ordered by time: zero-bubble orders,

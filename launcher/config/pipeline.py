@@ -50,12 +50,17 @@ class ScheduleConfig:
 class OverlapConfig:
     """``overlap=``: when gradients are reduced over data-parallel replicas."""
 
-    name: Literal["grad_reduce", "none"] = key(
+    name: Literal["grad_reduce", "none", "zero1"] = key(
         "grad_reduce",
-        "grad_reduce: each stage's reduction runs under later compute; none: at the flush.",
+        "grad_reduce: each stage's reduction runs under later compute; none: at the flush; zero1: "
+        "replicas share the optimizer's work and state, weights are gathered under the next step.",
     )
     bucket_mb: float = key(
         25.0, "Size of one reduction bucket, in MB of gradients.", above=0, high=1e6
+    )
+    grad_dtype: Literal["fp32", "bf16"] = key(
+        "fp32",
+        "Type in which gradients are sent to be reduced; fp32 = as they are summed, bf16 = half.",
     )
 
 

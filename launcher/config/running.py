@@ -22,7 +22,11 @@ class TrainerConfig:
         None, "Limit of the gradient over the whole model; null = none.", above=0, example=1.0
     )
     gradient_clip_algorithm: Literal["norm", "value"] = key("norm", "What the limit applies to.")
-    precision: Literal["32-true", "64-true"] = key("32-true", "Type of weights and compute.")
+    precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed"] = key(
+        "32-true",
+        "Type of weights and compute; mixed = weights in 32 bits; bf16-true = gradients summed and "
+        "weights updated in 32 bits.",
+    )
     accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "Device of the ranks.")
     limit_train_batches: int | float | None = key(
         None, "Per epoch: 10 = batches, 0.1 = share, null = all.", low=0, example=10

@@ -2,21 +2,20 @@
 
 Compute: FLOPs over reached peak, or bytes over memory bandwidth where that takes longer; a backward
 is twice a forward, half of it for the inputs. Messages: bytes over the link's bandwidth, and its
-latency. Reductions: a ring over the replicas, 2 (n-1)/n of the bytes and 2 (n-1) latencies.
+latency. Reductions: a ring over the replicas, 2 (n-1)/n of the bytes and 2 (n-1) latencies; half of
+that for a reduce-scatter, and for the all-gather that goes with it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from strategies.costs.element_sizes import ElementSizes
 from strategies.costs.hardware import Hardware
 from strategies.costs.table import CostTable, Transport
-from strategies.costs.uniform import count_buckets
+from strategies.costs.uniform import count_buckets, gathered_stages
 from strategies.errors import CostError
 from strategies.ir.program import Program
-
-# Reads of weight, gradient and two moments, writes of weight and moments.
-_STEP_TOUCHES = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,7 @@ class AnalyticCosts:
         hardware: The machine.
         dp: Replicas.
         element_bytes: Bytes of a weight, a gradient and an activation element.
+        sizes: Each of them by itself, for mixed precision; None for ``element_bytes``.
         optimizer_elements: Elements of optimizer state per parameter (2 for Adam).
         transport: ``buffered`` or ``rendezvous``.
     """
@@ -65,6 +65,7 @@ class AnalyticCosts:
     element_bytes: int = 4
     optimizer_elements: int = 2
     transport: Transport = "buffered"
+    sizes: ElementSizes | None = None
 
     def table(self, program: Program) -> CostTable:
         """Durations in seconds.
@@ -81,6 +82,7 @@ class AnalyticCosts:
         forward = tuple(self._forward(load) for load in self.stages)
         links = [self._link(program, b.source, b.target) for b in program.boundaries]
         sent = [self.stages[b.source].output_elements for b in program.boundaries]
+        gathered = gathered_stages(program)
         return CostTable(
             name="analytic",
             time_unit="s",
@@ -90,32 +92,60 @@ class AnalyticCosts:
             backward_weight=forward,
             recompute=forward,
             step=tuple(
-                _STEP_TOUCHES * load.parameters * self.element_bytes / machine.memory_bandwidth
-                for load in self.stages
+                self._step(program, stage, sharded=stage in gathered)
+                for stage in range(len(self.stages))
             ),
             reduce=tuple(
-                self._reduce(program, stage, count)
+                (
+                    self._once_round(program, stage, count, self._sizes.wire)
+                    * (1 if stage in gathered else 2),
+                )
+                * count
                 for stage, count in enumerate(count_buckets(program))
+            ),
+            gather=tuple(
+                self._once_round(program, stage, 1, self._sizes.weight) if stage in gathered else 0
+                for stage in range(len(self.stages))
             ),
             latency=tuple(latency for _, latency in links),
             occupancy=tuple(
-                count * self.element_bytes / bandwidth
+                count * self._sizes.activation / bandwidth
                 for count, (bandwidth, _) in zip(sent, links, strict=True)
             ),
             transport=self.transport,
             activation_bytes=tuple(
-                load.saved_elements * self.element_bytes for load in self.stages
+                load.saved_elements * self._sizes.activation for load in self.stages
             ),
             state_bytes=tuple(
-                load.parameters * self.element_bytes * (2 + self.optimizer_elements)
-                for load in self.stages
+                self._state_bytes(program, stage, sharded=stage in gathered)
+                for stage in range(len(self.stages))
             ),
         )
+
+    def _state_bytes(self, program: Program, stage: int, *, sharded: bool) -> int:
+        """Weights, gradients and optimizer state, which alone is spread over the replicas."""
+        shares = len(self._members(program, stage)) if sharded else 1
+        sizes, count = self._sizes, self.stages[stage].parameters
+        spread = count * (sizes.main + sizes.moment * self.optimizer_elements)
+        return count * (sizes.weight + sizes.gradient) + -(-spread // shares)
+
+    def _step(self, program: Program, stage: int, *, sharded: bool) -> float:
+        """The optimizer reads gradient, weight and two moments and writes all but the first."""
+        shares = len(self._members(program, stage)) if sharded else 1
+        sizes = self._sizes
+        touched = sizes.gradient + 2 * (sizes.main or sizes.weight) + 4 * sizes.moment
+        touched += sizes.weight if sizes.main else 0
+        moved = self.stages[stage].parameters * touched / shares
+        return moved / self.hardware.memory_bandwidth
+
+    @property
+    def _sizes(self) -> ElementSizes:
+        return ElementSizes.all(self.element_bytes) if self.sizes is None else self.sizes
 
     def _forward(self, load: Load) -> float:
         machine = self.hardware
         computed = load.forward_flops / (machine.peak_flops * machine.efficiency)
-        moved = 2 * load.output_elements * self.element_bytes / machine.memory_bandwidth
+        moved = 2 * load.output_elements * self._sizes.activation / machine.memory_bandwidth
         return max(computed, moved)
 
     def _link(self, program: Program, source: int, target: int) -> tuple[float, float]:
@@ -124,16 +154,19 @@ class AnalyticCosts:
         second = placement.rank_of(target, 0) * self.dp
         return self.hardware.link(first, second)
 
-    def _reduce(self, program: Program, stage: int, count: int) -> tuple[float, ...]:
-        owners = program.placement.owners(stage)
-        members = [owner * self.dp + replica for owner in owners for replica in range(self.dp)]
+    def _once_round(self, program: Program, stage: int, parts: int, size: int) -> float:
+        """A ring's reduce-scatter, or all-gather, of 1/parts of a stage's elements of a size."""
+        members = self._members(program, stage)
         ring = len(members)
-        if not count or ring < 2:
-            return (0.0,) * count
+        if not parts or ring < 2:
+            return 0.0
         pairs = zip(members, members[1:] + members[:1], strict=True)
         links = [self.hardware.link(first, second) for first, second in pairs]
         bandwidth = min(link[0] for link in links)
         latency = max(link[1] for link in links)
-        share = self.stages[stage].parameters * self.element_bytes / count
-        once = 2 * (ring - 1) / ring * share / bandwidth + 2 * (ring - 1) * latency
-        return (once,) * count
+        share = self.stages[stage].parameters * size / parts
+        return (ring - 1) / ring * share / bandwidth + (ring - 1) * latency
+
+    def _members(self, program: Program, stage: int) -> list[int]:
+        owners = program.placement.owners(stage)
+        return [owner * self.dp + replica for owner in owners for replica in range(self.dp)]

@@ -33,6 +33,7 @@ class CostTable:
         activation_bytes: Per stage, what one microbatch keeps from F to B; None if unknown.
         state_bytes: Per stage, weights, gradients and optimizer state; None if unknown.
         fused: What a fused F/B pair takes, over the sum of its halves.
+        gather: Per stage, the all-gather of its updated weights; () if they are not sharded.
     """
 
     name: str
@@ -50,6 +51,13 @@ class CostTable:
     activation_bytes: tuple[int, ...] | None = None
     state_bytes: tuple[int, ...] | None = None
     fused: float = 1.0
+    gather: tuple[float, ...] = ()
+
+    def on_channel(self, stage: int, bucket: int) -> float:
+        """How long a bucket's reduction takes, or with bucket -1 the stage's gather."""
+        if bucket >= 0:
+            return self.reduce[stage][bucket]
+        return self.gather[stage] if self.gather else 0.0
 
     def of(self, item: Instruction) -> float:
         """How long an F B I W R or OVERLAP occupies its rank."""

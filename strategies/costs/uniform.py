@@ -23,7 +23,8 @@ class UniformCosts:
         backward_input: I; None for B / 2.
         recompute: R; None for F.
         grad_reduce: One rank's whole gradient on its collective channel, split evenly over its
-            stages and buckets.
+            stages and buckets. Where a program gathers weights, its reductions are reduce-scatters
+            and take half of it, the gathers the other half.
         num_buckets: Buckets per stage, where the program is made for these costs.
         p2p: Latency of one message.
         transport: ``buffered`` or ``rendezvous``.
@@ -83,6 +84,8 @@ class UniformCosts:
         half = self.backward / 2 if self.backward_input is None else self.backward_input
         buckets = count_buckets(program)
         reduce_share = self.grad_reduce * share / placement.weight_copies
+        gathered = gathered_stages(program)
+        halves = tuple(reduce_share / (2 if stage in gathered else 1) for stage in range(count))
         return CostTable(
             name="uniform",
             time_unit="F",
@@ -92,7 +95,8 @@ class UniformCosts:
             backward_weight=spread(self.backward - half),
             recompute=spread(self.forward if self.recompute is None else self.recompute),
             step=(0.0,) * count,
-            reduce=tuple((reduce_share / max(n, 1),) * n for n in buckets),
+            reduce=tuple((h / max(n, 1),) * n for h, n in zip(halves, buckets, strict=True)),
+            gather=tuple(reduce_share / 2 if s in gathered else 0.0 for s in range(count)),
             latency=(self.p2p,) * len(program.boundaries),
             occupancy=(0.0,) * len(program.boundaries),
             transport=self.transport,
@@ -109,3 +113,10 @@ def count_buckets(program: Program) -> tuple[int, ...]:
                 assert item.bucket is not None
                 counts[item.stage] = max(counts[item.stage], item.bucket + 1)
     return tuple(counts)
+
+
+def gathered_stages(program: Program) -> frozenset[int]:
+    """The stages whose weights are sharded: their reductions are reduce-scatters."""
+    return frozenset(
+        item.stage for row in program.ranks for item in row if item.kind is Kind.GATHER
+    )

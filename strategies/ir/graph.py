@@ -66,9 +66,11 @@ class _Resolver:
         self._rank = rank
         self._made: dict[tuple[Kind, int, int], int] = {}
         self._messages: dict[tuple[Kind, Kind, int, int, int], int] = {}
-        # Per (rank, stage): backwards or weight gradients, reductions.
+        # Per (rank, stage): backwards or weight gradients, reductions, the gather and its user.
         self._last: dict[tuple[int, int], list[int]] = {}
         self._reduces: dict[tuple[int, int], list[int]] = {}
+        self._gathers: dict[tuple[int, int], int] = {}
+        self._first: dict[tuple[int, int], int] = {}
         for number, item in enumerate(nodes):
             kind, stage = item.kind, item.stage
             if kind is Kind.SEND or kind is Kind.RECV:
@@ -83,8 +85,12 @@ class _Resolver:
                     self._made[part.kind, part.stage, part.microbatch] = number
                     if part.kind is Kind.B or part.kind is Kind.W:
                         self._last.setdefault((rank[number], part.stage), []).append(number)
+                    elif part.kind is Kind.F:
+                        self._first.setdefault((rank[number], part.stage), number)
             elif kind is Kind.REDUCE:
                 self._reduces.setdefault((rank[number], stage), []).append(number)
+            elif kind is Kind.GATHER:
+                self._gathers[rank[number], stage] = number
         self._sources: dict[int, list[int]] = {}
         self._targets: dict[int, list[int]] = {}
         for boundary in program.boundaries:
@@ -112,6 +118,10 @@ class _Resolver:
             if (stage, microbatch) in self._carried:
                 # The forward of the iteration before is still alive until its gradient has run.
                 found.append(self._producer(item, Kind.B, stage, microbatch))
+            place = (self._rank[node], stage)
+            if place in self._gathers and self._first[place] == node:
+                # Later forwards of the rank follow this one in its list.
+                found.append(self._gathers[place])
         elif kind is Kind.B or kind is Kind.I:
             assert microbatch is not None
             carried = (stage, microbatch) in self._carried

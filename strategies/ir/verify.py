@@ -7,7 +7,13 @@ from dataclasses import replace
 from itertools import combinations
 
 from strategies.errors import ProgramError
-from strategies.ir.instruction import MESSAGE_KINDS, MICROBATCH_KINDS, Instruction, Kind
+from strategies.ir.instruction import (
+    CHANNEL_KINDS,
+    MESSAGE_KINDS,
+    MICROBATCH_KINDS,
+    Instruction,
+    Kind,
+)
 from strategies.ir.program import Program
 
 
@@ -226,9 +232,10 @@ def _check_updates(program: Program) -> None:
 
 
 def _check_reductions(program: Program) -> None:
-    """Buckets without gaps; ranks that share stages meet in their reductions in one order."""
+    """Buckets without gaps; ranks that share stages meet on their channels in one order."""
     placement = program.placement
-    reduced = [[item for item in row if item.kind is Kind.REDUCE] for row in program.ranks]
+    collectives = [[item for item in row if item.kind in CHANNEL_KINDS] for row in program.ranks]
+    reduced = [[item for item in row if item.kind is Kind.REDUCE] for row in collectives]
     for rank, row in enumerate(reduced):
         for stage in placement.stages_of(rank) if row else ():
             buckets = sorted(item.bucket or 0 for item in row if item.stage == stage)
@@ -238,16 +245,16 @@ def _check_reductions(program: Program) -> None:
                     "Buckets count from 0 without a gap."
                 )
     for first, second in (
-        combinations(range(len(reduced)), 2) if placement.weight_copies > 1 else ()
+        combinations(range(len(collectives)), 2) if placement.weight_copies > 1 else ()
     ):
         shared = set(placement.stages_of(first)) & set(placement.stages_of(second))
         here, there = (
-            [f"{item.stage}REDUCE{item.bucket}" for item in reduced[rank] if item.stage in shared]
+            [str(replace(item, after=())) for item in collectives[rank] if item.stage in shared]
             for rank in (first, second)
         )
         if here != there:
             raise ProgramError(
                 f"{program.schedule}: ranks {first} and {second} hold copies of stages "
-                f"{sorted(shared)} and must reduce them in the same order, but rank {first} runs "
+                f"{sorted(shared)} and must meet on them in the same order, but rank {first} runs "
                 f"{' '.join(here) or 'none'}, rank {second} runs {' '.join(there) or 'none'}."
             )

@@ -40,7 +40,7 @@ class Channel(NamedTuple):
     node: int
     rank: int
     stage: int
-    bucket: int
+    bucket: int  # -1 for a GATHER
     released_by: int  # node inside which the bucket gets ready, -1: after ``needs``
     fraction: float  # of that node that has passed by then
     needs: tuple[int, ...]
@@ -86,7 +86,7 @@ def flatten(program: Program) -> Walk:
                 duration = row[item.kind] + item.stage
             steps.append(Compute(node, rank, duration, needs, messages))
         elif item.kind in CHANNEL_KINDS:
-            bucket = item.bucket or 0
+            bucket = -1 if item.bucket is None else item.bucket
             inside = item.kind is Kind.REDUCE and not item.after and bool(needs)
             fraction = (bucket + 1) / buckets.get((rank, item.stage), 1)
             released_by = max(needs) if inside else -1

@@ -7,11 +7,14 @@ from dataclasses import replace
 from strategies.ir.instruction import Instruction, Kind
 from strategies.ir.program import LoopState, Program
 
-_UPDATE = frozenset({Kind.REDUCE, Kind.GATHER, Kind.STEP})
+_UPDATE = frozenset({Kind.REDUCE, Kind.STEP})
 
 
 def accumulate_only(program: Program) -> Program:
-    """The same order without REDUCE and STEP: gradients stay where they are."""
+    """The same order without REDUCE and STEP: gradients stay where they are.
+
+    A GATHER stays: this may be the first program behind an update.
+    """
     rows = tuple(tuple(item for item in row if item.kind not in _UPDATE) for row in program.ranks)
     return replace(program, ranks=rows, role="accumulate")
 

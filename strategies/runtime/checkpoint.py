@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.errors import CheckpointError
+from strategies.runtime.main_optimizer import MAIN_WEIGHT
 from strategies.runtime.mesh import Coordinates
 from strategies.runtime.tree_io import flatten, unflatten
 
@@ -377,8 +378,12 @@ def load_optimizer_state(
     for group, old in zip(plain.param_groups, saved["param_groups"], strict=True):
         members = []
         for parameter in group["params"]:
-            entry = saved["state"].get(names[id(parameter)])
-            if entry is not None:
+            entry = dict(saved["state"].get(names[id(parameter)], {}))
+            weight = entry.pop(MAIN_WEIGHT, None)
+            if weight is not None:
+                # Written with 16-bit weights: what they were rounded from.
+                parameter.detach().copy_(weight)
+            if entry:
                 positions[index] = entry
             members.append(index)
             index += 1

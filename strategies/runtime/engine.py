@@ -24,9 +24,15 @@ from strategies.partition import balance, by_counts
 from strategies.plan import Plan, num_buckets
 from strategies.runtime.control import Bulletin
 from strategies.runtime.executor import Executor, StepResult
-from strategies.runtime.grad_sync import StageGradients, clip_
+from strategies.runtime.grad_sync import StageGradients, clip_, main_dtype
 from strategies.runtime.logs import pack_logs, unpack_logs
 from strategies.runtime.mailbox import Mailbox
+from strategies.runtime.main_weights import (
+    AllMainWeights,
+    MainWeights,
+    refuse_freezing,
+    widened_piece,
+)
 from strategies.runtime.mesh import Communicators, Coordinates
 from strategies.runtime.microbatch import checksum, split_batch
 from strategies.runtime.recorder import Recorder, StepRecord
@@ -52,6 +58,7 @@ class Options:
         seed: Of everything random inside the model.
         check_batches: Compare the batch between the ranks of a pipeline at every step.
         timeout_s: How long any communicator waits.
+        gradient_dtype: Type in which gradients travel to be reduced; None for that of their sum.
     """
 
     units_per_stage: tuple[int, ...] | None = None
@@ -60,6 +67,7 @@ class Options:
     seed: int = 0
     check_batches: bool = True
     timeout_s: float = 1800.0
+    gradient_dtype: torch.dtype | None = None
 
 
 @dataclass
@@ -131,7 +139,7 @@ class Engine:
         self.placement = resolve_placement(plan)
         self.owned = self.placement.stages_of(coordinates.pp_rank)
         self.stages = self._cut()
-        self.communicators = self._communicators()
+        self.communicators = self._communicators(shards=plan.overlap == "zero1")
         self._shared = {name: stages for name, stages in model.shared_parameters()}
         parameters = {stage: dict(model.stage_parameters(stage)) for stage in self.owned}
         self._parameters = parameters
@@ -145,12 +153,14 @@ class Engine:
         self.mailbox = Mailbox(self._transport(pipeline), coordinates.pp_rank, device)
         self.recorder = Recorder(coordinates.pp_rank, device)
         self.gradients: dict[int, StageGradients] = {}
+        self.mains = AllMainWeights()
         self._shared_gradients: list[tuple[str, nn.Parameter, Tensor]] = []
         self.executor = Executor(
             model=model,
             rank=coordinates.pp_rank,
             mailbox=self.mailbox,
             gradients=self.gradients,
+            mains=self.mains,
             recorder=self.recorder,
         )
         self._flushed = False
@@ -158,7 +168,9 @@ class Engine:
         self.stats: StepStats | None = None
         self._flushed_at: Any = None
         self._trained: tuple[bool, ...] = ()
-        self._squared_norm = 0.0
+        self._norm = torch.zeros((), dtype=torch.float64)
+        self._norm_work: dist.Work | None = None
+        self._loss_scale: Tensor | None = None
         # What clipping costs: the only synchronisation between the ranks of a pipeline.
         self.norm_waits_s: deque[float] = deque(maxlen=1024)
 
@@ -174,7 +186,7 @@ class Engine:
         self.model.cut(stages, self.owned)
         return stages
 
-    def _communicators(self) -> Communicators:
+    def _communicators(self, *, shards: bool) -> Communicators:
         """Every group that any rank's program needs, in one order on all processes."""
         where = self.coordinates
         backend = self.options.backend
@@ -188,6 +200,11 @@ class Engine:
                 wanted += [("messages", pair) for pair in ordered]
         for stage in range(self.placement.num_stages):
             wanted.append(("reduce", where.replicas(self.placement.owners(stage))))
+            if shards:
+                # Optimizer state is put together from host memory.
+                wanted.append(("control", where.replicas(self.placement.owners(stage))))
+        if shards:
+            wanted.append(("control", tuple(range(where.world_size))))
         for _, stages in self.model.shared_parameters():
             wanted.append(("reduce", self._shared_ranks(stages)))
         wanted += [("metrics", where.replicas((rank,))) for rank in range(where.pp)]
@@ -224,7 +241,7 @@ class Engine:
         """Buckets per stage from the stages' sizes, the same answer on every rank."""
         own = {
             stage: sum(
-                p.numel() * p.element_size()
+                p.numel() * (self.options.gradient_dtype or main_dtype(p.dtype)).itemsize
                 for name, p in named.items()
                 if p.requires_grad and name not in self._shared
             )
@@ -286,15 +303,35 @@ class Engine:
                 count=max(count, 1),
                 group=self.communicators.get("reduce", owners) if count else None,
                 launched=self.executor.reduction_started,
+                sharded=self.plan.overlap == "zero1",
+                wire=self.options.gradient_dtype,
             )
+            mains = MainWeights.build(self.gradients[stage])
+            if mains is not None:
+                self.mains.add_stage(mains)
         seen: set[str] = set()
         for named in self._parameters.values():
             for name, parameter in named.items():
                 if name in self._shared and parameter.requires_grad and name not in seen:
                     seen.add(name)
-                    self._shared_gradients.append((name, parameter, torch.zeros_like(parameter)))
+                    gradient = torch.zeros_like(parameter, dtype=main_dtype(parameter.dtype))
+                    self._shared_gradients.append((name, parameter, gradient))
+                    if gradient.dtype != parameter.dtype:
+                        self._widen(parameter, gradient)
         # The same order of reductions everywhere.
         self._shared_gradients.sort(key=lambda entry: entry[0])
+
+    def _widen(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Lets a shared weight's gradients add up in a wider type, for a copy of it."""
+
+        def add(_: Tensor) -> None:
+            if parameter.grad is not None:
+                gradient.add_(parameter.grad)
+                parameter.grad = None
+
+        hooked: Any = parameter  # The hook's registration is untyped in torch.
+        hooked.register_post_accumulate_grad_hook(add)
+        self.mains.add_shared(widened_piece(parameter))
 
     def _which_train(self) -> tuple[bool, ...]:
         return tuple(p.requires_grad for named in self._parameters.values() for p in named.values())
@@ -302,12 +339,20 @@ class Engine:
     def _follow_freezing(self) -> None:
         """Lays the buffers out anew when a callback has frozen or unfrozen parameters."""
         if self._which_train() != self._trained:
+            refuse_freezing(self.mains)
             self.build_gradients()
 
     # ---------------------------------------------------------------- training
 
     def train_pass(
-        self, batch: Any, *, batch_idx: int, step: int, accumulation: int, update: bool
+        self,
+        batch: Any,
+        *,
+        batch_idx: int,
+        step: int,
+        accumulation: int,
+        update: bool,
+        loss_scale: Tensor | None = None,
     ) -> PassResult:
         """Forwards and backwards of one batch.
 
@@ -317,14 +362,18 @@ class Engine:
             step: Passes since the beginning of training, also across restarts: seeds dropout.
             accumulation: Batches per optimizer step; gradients are divided by it.
             update: Whether gradients are reduced, to be followed by ``flush``.
+            loss_scale: Factor on the loss, a scalar, which somebody takes off the gradients again
+                between ``flush`` and the optimizer's update; None for 1.
         """
         # The same rule by which Lightning clears gradients, and as often as it calls the closure.
         fresh = batch_idx % accumulation == 0
         if fresh:
             self._follow_freezing()
+            self.mains.relink()
         self._attach(zero=fresh)
         self._flushed = False
         scale = 1.0 / (accumulation * self.coordinates.dp)
+        self._loss_scale = loss_scale
         seed = (self.options.seed * 1_000_003 + step) * 1021 + self.coordinates.dp_rank
         result = self._run(
             batch, "train", batch_idx=batch_idx, step=step, scale=scale, seed=seed, update=update
@@ -337,6 +386,7 @@ class Engine:
         self, batch: Any, *, mode: Mode, batch_idx: int, dataloader_idx: int = 0
     ) -> PassResult:
         """Forwards only."""
+        self.mains.complete()
         return self._run(
             batch,
             mode,
@@ -376,7 +426,8 @@ class Engine:
 
         def share(result: StepResult) -> None:
             times = self._times(previous)
-            self._bulletin.post([mark, result.loss, pack_logs(result.logs), times])
+            loss = None if result.loss is None else float(result.loss)
+            self._bulletin.post([mark, loss, pack_logs(result.logs), times])
 
         with kept_generators():
             result = self.executor.run(
@@ -386,6 +437,7 @@ class Engine:
                 batch_idx=batch_idx,
                 mode=mode,
                 scale=scale,
+                loss_scale=self._loss_scale if mode == "train" else None,
                 seed=seed,
                 dataloader_idx=dataloader_idx,
                 forwards_done=share,
@@ -425,7 +477,10 @@ class Engine:
         if record is None:
             return None
         busy = self.recorder.busy(record)
-        return [record.step, record.begun, record.finished, busy, self._squared_norm]
+        if self._norm_work is not None:
+            self._norm_work.wait()  # It was started a step ago.
+            self._norm_work = None
+        return [record.step, record.begun, record.finished, busy, float(self._norm)]
 
     def _note_stats(self, times: list[list[float] | None]) -> None:
         known = [entry for entry in times if entry is not None]
@@ -448,13 +503,15 @@ class Engine:
         for _, parameter, gradient in self._shared_gradients:
             if zero:
                 gradient.zero_()
-            parameter.grad = gradient
+            parameter.grad = gradient if gradient.dtype == parameter.dtype else None
 
     def _detach(self) -> None:
         for gradients in self.gradients.values():
             gradients.detach()
         for _, parameter, _ in self._shared_gradients:
             parameter.grad = None
+            for piece in self.mains.pieces_of(parameter) or ():
+                piece.main.grad = None
 
     def restore_gradients(self) -> None:
         """Puts the accumulated gradients back where optimizers look for them."""
@@ -476,11 +533,26 @@ class Engine:
         for work in self._shared_works:
             work.wait()
         self._shared_works.clear()
-        self._squared_norm = float(self._local_squared_norm())
+        for _, parameter, gradient in self._shared_gradients:
+            for piece in self.mains.pieces_of(parameter) or ():
+                piece.main.grad = gradient
+        self._note_norm()
         self._flushed_at = self.recorder.stamp()
+
+    def _note_norm(self) -> None:
+        """Keeps the norm for the next step's message; replicas' shares are added on the way."""
+        self._norm = self._local_squared_norm()
+        if self._loss_scale is not None:
+            self._norm /= self._loss_scale.cpu().double().square()
+        where = self.coordinates
+        if self.mains.sharded:
+            group = self.communicators.get("metrics", where.replicas((where.pp_rank,)))
+            if group is not None:
+                self._norm_work = dist.all_reduce(self._norm, group=group, async_op=True)
 
     def stepped(self) -> None:
         """Notes that the optimizer has updated the stages: the STEPs of the program have ended."""
+        self.mains.updated()
         record = self.recorder.current
         if record is not None:
             row = record.program.ranks[self.coordinates.pp_rank]
@@ -496,12 +568,17 @@ class Engine:
     def gradient_norm(self) -> Tensor:
         """2-norm of the whole model's gradient, a float64 scalar, equal on all ranks.
 
-        Collective over the pipeline. Weights that several ranks hold count once.
+        Collective over the pipeline, with sharded weights over all processes. Weights that several
+        ranks hold count once.
         """
         total = self._local_squared_norm()
-        if self._control is not None:
+        group = self._control
+        if self.mains.sharded:
+            everybody = tuple(range(self.coordinates.world_size))
+            group = self.communicators.get("control", everybody)
+        if group is not None:
             asked = time.perf_counter()
-            dist.all_reduce(total, group=self._control)
+            dist.all_reduce(total, group=group)
             self.norm_waits_s.append(time.perf_counter() - asked)
         return total.sqrt()
 
@@ -510,18 +587,29 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64)
         rank = self.coordinates.pp_rank
         for stage, gradients in self.gradients.items():
-            if self.placement.owners(stage)[0] == rank:
+            if gradients.sharded or self.placement.owners(stage)[0] == rank:
                 total += gradients.squared_norm()
+        # Replicas' sums are added only where each has a share.
+        first = not self.mains.sharded or self.coordinates.dp_rank == 0
         for name, _, gradient in self._shared_gradients:
-            if self.placement.owners(self._shared[name][0])[0] == rank:
+            if first and self.placement.owners(self._shared[name][0])[0] == rank:
                 total += torch.linalg.vector_norm(gradient).double().square().cpu()
         return total
 
     def clip_by_norm(self, limit: float) -> Tensor:
         """Scales the whole model's gradient to at most ``limit``; returns the norm before."""
         norm = self.gradient_norm()
-        clip_(self.parameters(), norm, limit)
+        clip_(self.updated_parameters(), norm, limit)
         return norm
+
+    def updated_parameters(self) -> Iterable[nn.Parameter]:
+        """What the optimizer updates: owned parameters, or what stands for them."""
+        return self.mains.updated_parameters(self.parameters())
+
+    def owners_group(self, stage: int) -> dist.ProcessGroup | None:
+        """All processes that hold a stage, for talk from host memory."""
+        owners = self.placement.owners(stage)
+        return self.communicators.get("control", self.coordinates.replicas(owners))
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Owned parameters, each once."""

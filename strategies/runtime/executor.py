@@ -9,18 +9,20 @@ inline: a sent buffer is let go when a later receive proves that it has arrived
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from strategies.ir.instruction import MICROBATCH_KINDS, Instruction, Kind
+from strategies.ir.instruction import CHANNEL_KINDS, MICROBATCH_KINDS, Instruction, Kind
 from strategies.ir.program import Program
 from strategies.lowering.release import release_points
 from strategies.runtime.grad_sync import StageGradients
 from strategies.runtime.logs import LogEntry
 from strategies.runtime.mailbox import Mailbox
+from strategies.runtime.main_weights import AllMainWeights
 from strategies.runtime.microbatch import Microbatch
 from strategies.runtime.recorder import Recorder, StepRecord
 from strategies.runtime.split_backward import PendingWeights, input_backward
@@ -34,12 +36,13 @@ class StepResult:
     """What one pass leaves on this rank.
 
     Attributes:
-        loss: Mean loss over the microbatches whose last stage ran here; None elsewhere.
+        loss: Mean loss over the microbatches whose last stage ran here, in 64 bits and still on the
+            device, so that nobody waits for it before the forwards are done; None elsewhere.
         logs: The user's log calls.
         results: Microbatch -> return value of the user's step, on the last stage's rank.
     """
 
-    loss: float | None = None
+    loss: Tensor | None = None
     logs: list[LogEntry] = field(default_factory=list)
     results: dict[int, Any] = field(default_factory=dict)
 
@@ -87,15 +90,17 @@ class Executor:
         rank: int,
         mailbox: Mailbox,
         gradients: dict[int, StageGradients],
+        mains: AllMainWeights,
         recorder: Recorder,
     ) -> None:
         self._model = model
         self._rank = rank
         self._mailbox = mailbox
         self._gradients = gradients
+        self._mains = mains
         self._recorder = recorder
         self._routes: dict[int, tuple[Program, _Route]] = {}
-        self._places: dict[tuple[int, int], int] = {}
+        self._places: dict[tuple[int, int | None], int] = {}
         self.begins_in_place: set[int] = set()
 
     def run(
@@ -107,6 +112,7 @@ class Executor:
         batch_idx: int,
         mode: Mode,
         scale: float,
+        loss_scale: Tensor | None = None,
         seed: int | None,
         dataloader_idx: int,
         forwards_done: Callable[[StepResult], None],
@@ -120,14 +126,16 @@ class Executor:
             batch_idx: Lightning's batch index.
             mode: Which of the user's steps runs.
             scale: Factor on every gradient: 1 / (accumulation * dp).
+            loss_scale: Another one, on the device; None for 1.
             seed: Seed of the pass; every (microbatch, unit) draws from its own.
             dataloader_idx: Which of several evaluation loaders the batch is from.
             forwards_done: Called after this rank's last forward.
         """
         route = self._route_of(program)
         run = _Run(self, program, microbatches, batch_idx, mode, scale, seed, dataloader_idx)
+        run.loss_scale = loss_scale
         record = self._recorder.begin(step, program)
-        self._index_reduces(route.row)
+        self._index_channel(route.row)
         stamp = self._recorder.stamp
         start, end = record.start, record.end
         self._mailbox.begin(program, mode, [m.signature for m in microbatches])
@@ -148,6 +156,9 @@ class Executor:
             if kind in MICROBATCH_KINDS:
                 # A fused pair waits for the inputs of both halves, then runs them in turn.
                 inputs = [run.collect(part, record, stamp) for part in item.parts]
+                for part in item.parts:
+                    if part.kind is Kind.F:
+                        self._mains.wait(part.stage)
                 start[place] = stamp()
                 for part, tensors in zip(item.parts, inputs, strict=True):
                     run.compute(part, tensors, final=(place, part.stage) in route.arming)
@@ -171,6 +182,8 @@ class Executor:
             elif kind is Kind.REDUCE:
                 assert item.bucket is not None
                 self._gradients[item.stage].reduce(item.bucket)
+            elif kind is Kind.GATHER:
+                self._mains.gather(item.stage, self.gather_started)
             else:
                 raise NotImplementedError(f"{item}: the runtime has no {kind.value}")
         self._mailbox.finish()
@@ -178,8 +191,14 @@ class Executor:
 
     def reduction_started(self, stage: int, bucket: int, work: Any) -> None:
         """Stamps a REDUCE when it starts and, from the backend's thread, when it ends."""
+        self._stamp_channel(self._places.get((stage, bucket)), work)
+
+    def gather_started(self, stage: int, work: Any) -> None:
+        """Stamps a GATHER likewise."""
+        self._stamp_channel(self._places.get((stage, None)), work)
+
+    def _stamp_channel(self, place: int | None, work: Any) -> None:
         record = self._recorder.current
-        place = self._places.get((stage, bucket))
         if record is None or place is None:
             return
         stamp = self._recorder.stamp
@@ -191,11 +210,11 @@ class Executor:
 
             work.get_future().add_done_callback(ended)
 
-    def _index_reduces(self, row: Sequence[Instruction]) -> None:
+    def _index_channel(self, row: Sequence[Instruction]) -> None:
         self._places = {
             (item.stage, item.bucket): place
             for place, item in enumerate(row)
-            if item.kind is Kind.REDUCE and item.bucket is not None
+            if item.kind in CHANNEL_KINDS
         }
 
     def _route_of(self, program: Program) -> _Route:
@@ -232,6 +251,7 @@ class _Run:
     ) -> None:
         self._dataloader_idx = dataloader_idx
         self.result = StepResult()
+        self.loss_scale: Tensor | None = None
         self.places: dict[Instruction, int] = {}
         self.releasable: dict[Instruction, list[Instruction]] = {}
         self._executor = executor
@@ -284,13 +304,22 @@ class _Run:
         elif item.kind is Kind.B:
             if final:
                 self._executor._gradients[item.stage].arm()
-            self.backward(item, inputs)
+            with self._without_autocast():
+                self.backward(item, inputs)
         elif item.kind is Kind.I:
-            self.input_gradient(item, inputs)
+            with self._without_autocast():
+                self.input_gradient(item, inputs)
         elif item.kind is Kind.W:
             self.weight_gradient(item, final=final)
         else:
             raise NotImplementedError(f"{item}: the runtime has no {item.kind.value}")
+
+    def _without_autocast(self) -> AbstractContextManager[Any]:
+        """Gradients have the types of their forward; the precision plugin's context is around."""
+        device = self._executor._recorder.device.type
+        if torch.is_autocast_enabled(device):
+            return torch.autocast(device, enabled=False)
+        return nullcontext()
 
     def forward(self, item: Instruction, inputs: tuple[Tensor, ...]) -> None:
         assert item.microbatch is not None
@@ -348,8 +377,8 @@ class _Run:
     def _end_of_pipeline(self, microbatch: int, loss: Tensor | None, result: Any) -> None:
         if loss is not None:
             share = self._microbatches[microbatch].share
-            value = float(loss.detach())
-            self.result.loss = (self.result.loss or 0.0) + value * share
+            value = loss.detach().reshape(()).to(torch.float64) * share
+            self.result.loss = value if self.result.loss is None else self.result.loss + value
         if not self._learns:
             self.result.results[microbatch] = result
 
@@ -389,7 +418,10 @@ class _Run:
             if not graph.loss.requires_grad:
                 return graph, [], []
             share = self._microbatches[item.microbatch].share
-            return graph, [graph.loss], [torch.full_like(graph.loss, share * self._scale)]
+            seed = torch.full_like(graph.loss, share * self._scale)
+            if self.loss_scale is not None:
+                seed = (seed * self.loss_scale).to(seed.dtype)
+            return graph, [graph.loss], [seed]
         outputs = [tensor for tensor in graph.outputs if tensor.requires_grad]
         assert len(outputs) == len(gradients)
         return graph, outputs, list(gradients)

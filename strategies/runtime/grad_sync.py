@@ -5,6 +5,12 @@ it, so the number of buckets depends on the stage's size alone and the program c
 without the model. Parameters lie in reverse order: the last layers' gradients, ready first, come
 first. ``parameter.grad`` is a view, so accumulation over microbatches costs no copy, and a bucket
 is reduced in place, asynchronously.
+
+Gradients of 16-bit weights are summed in 32 bits: the buffer is wider than the parameter, whose own
+``grad`` holds one microbatch's gradient until its hook has added it.
+
+With sharded weights (``weight_shards``) a bucket is reduced and scattered: each member of the group
+ends up with the sum of its share alone.
 """
 
 from __future__ import annotations
@@ -17,19 +23,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from strategies.runtime.flat_layout import FlatLayout
+from strategies.runtime.reduction import Reduction, start_all_reduce, start_reduce_scatter
+
 Launched = Callable[[int, int, dist.Work | None], None]
 
 
-@dataclass
-class _Buffer:
-    """All gradients of one dtype of one stage."""
+def main_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which gradients of such weights are summed, and in which they are updated."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
+
+@dataclass
+class Buffer:
+    """All gradients of one dtype of one stage.
+
+    Attributes:
+        layout: Where what lies.
+        parameters: Whose gradients, in the order of the layout.
+        flat: The gradients, then the marks (unless sharded) and padding.
+        marks: One element per parameter: not 0 if any member of the group has a gradient.
+    """
+
+    layout: FlatLayout
+    parameters: tuple[nn.Parameter, ...]
     flat: Tensor
-    bounds: tuple[int, ...]  # bucket k is flat[bounds[k]:bounds[k + 1]]
-    gradients: Tensor  # the part of flat before the marks
+    marks: Tensor
 
     def bucket(self, index: int) -> Tensor:
-        return self.flat[self.bounds[index] : self.bounds[index + 1]]
+        """A view of one bucket."""
+        bounds = self.layout.bounds
+        return self.flat[bounds[index] : bounds[index + 1]]
 
 
 @dataclass
@@ -39,8 +63,13 @@ class _Share:
     parameter: nn.Parameter
     view: Tensor
     buckets: tuple[int, ...]
-    mark: Tensor  # one element of the buffer: not 0 if any member of the group has a gradient
+    mark: Tensor
     touched: bool = False
+
+    @property
+    def widened(self) -> bool:
+        """Whether the sum has another type than the parameter."""
+        return self.view.dtype != self.parameter.dtype
 
 
 @dataclass
@@ -51,17 +80,25 @@ class StageGradients:
         stage: Global stage index.
         group: Owners x dp; None when there is nobody to reduce with.
         count: Number of buckets.
+        sharded: Whether each member gets the sum of its share only.
+        wire: Type in which gradients travel; None for their own.
+        buffers: One per type of parameter.
+        targets: By the id of a parameter that the optimizer does not update itself: what it
+            updates instead, with the part of the buffer that is its gradient.
     """
 
     stage: int
     group: dist.ProcessGroup | None
     count: int
-    _buffers: list[_Buffer] = field(default_factory=list)
+    sharded: bool = False
+    wire: torch.dtype | None = None
+    buffers: list[Buffer] = field(default_factory=list)
+    targets: dict[int, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
     _shares: list[_Share] = field(default_factory=list)
     _pending: list[int] = field(default_factory=list)
     _next: int = 0
     _armed: bool = False
-    _works: list[dist.Work] = field(default_factory=list)
+    _reductions: list[Reduction] = field(default_factory=list)
     _handles: list[Any] = field(default_factory=list)
     _launched: Launched | None = None
 
@@ -74,6 +111,8 @@ class StageGradients:
         count: int,
         group: dist.ProcessGroup | None,
         launched: Launched | None = None,
+        sharded: bool = False,
+        wire: torch.dtype | None = None,
     ) -> StageGradients:
         """Lays out the buffers and hooks the parameters.
 
@@ -83,42 +122,53 @@ class StageGradients:
             count: Number of buckets, >= 1.
             group: Whom to reduce with.
             launched: Called when a bucket's reduction starts.
+            sharded: Give each member the sum of its share only; needs a group.
+            wire: Type in which gradients travel; None for their own.
         """
-        gradients = cls(stage, group, count, _launched=launched)
+        sharded = sharded and group is not None
+        gradients = cls(stage, group, count, sharded, wire, _launched=launched)
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in reversed(parameters):
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for dtype, members in by_dtype.items():
-            sizes = [parameter.numel() for parameter in members]
+            sizes = tuple(parameter.numel() for parameter in members)
             whole = sum(sizes)
+            device = members[0].device
             # A mark per parameter stands behind the gradients and is reduced with them, so that
-            # all replicas agree on which parameters no step has used.
-            flat = torch.zeros(whole + len(sizes), dtype=dtype, device=members[0].device)
-            bounds = tuple(len(flat) * k // count for k in range(count + 1))
-            gradients._buffers.append(_Buffer(flat, bounds, flat[:whole]))
-            start = 0
-            for index, (parameter, size) in enumerate(zip(members, sizes, strict=True)):
-                view = flat[start : start + size].view_as(parameter)
-                place = whole + index
-                covered = {
-                    k
-                    for k in range(count)
-                    if (bounds[k] < start + size and start < bounds[k + 1])
-                    or bounds[k] <= place < bounds[k + 1]
-                }
-                mark = flat[place : place + 1]
+            # all replicas agree on which parameters no step has used. A share of the marks would
+            # not tell that: they are reduced by themselves where gradients are scattered.
+            if sharded:
+                assert group is not None
+                layout = FlatLayout(sizes, count, group.size())
+                marks = torch.zeros(len(sizes), dtype=main_dtype(dtype), device=device)
+            else:
+                layout = FlatLayout((*sizes, len(sizes)), count)
+            flat = torch.zeros(layout.bounds[-1], dtype=main_dtype(dtype), device=device)
+            if not sharded:
+                marks = flat[whole : whole + len(sizes)]
+            gradients.buffers.append(Buffer(layout, tuple(members), flat, marks))
+            for index, (parameter, start) in enumerate(zip(members, layout.starts, strict=False)):
+                stop = start + parameter.numel()
+                covered = {*layout.buckets_of(start, stop)}
+                if not sharded:
+                    covered |= {*layout.buckets_of(whole + index, whole + index + 1)}
+                view = flat[start:stop].view_as(parameter)
+                mark = marks[index : index + 1]
                 share = _Share(parameter, view, tuple(sorted(covered)), mark)
                 gradients._shares.append(share)
                 hooked: Any = parameter  # The hook's registration is untyped in torch.
                 handle = hooked.register_post_accumulate_grad_hook(gradients._hook(share))
                 gradients._handles.append(handle)
-                start += size
         return gradients
 
     def _hook(self, share: _Share) -> Callable[[Tensor], None]:
         def ready(parameter: Tensor) -> None:
             grad = parameter.grad
-            if grad is not None and grad.data_ptr() != share.view.data_ptr():
+            if share.widened:
+                if grad is not None:
+                    share.view.add_(grad)
+                    parameter.grad = None
+            elif grad is not None and grad.data_ptr() != share.view.data_ptr():
                 # Autograd put a tensor of its own there: it holds the old sum and the new gradient.
                 share.view.copy_(grad)
                 parameter.grad = share.view
@@ -135,16 +185,21 @@ class StageGradients:
     def attach(self, *, zero: bool) -> None:
         """Points every ``parameter.grad`` into the buffer, cleared if ``zero``."""
         if zero:
-            for buffer in self._buffers:
+            for buffer in self.buffers:
                 buffer.flat.zero_()
+                buffer.marks.zero_()
+        self.detach()
         for share in self._shares:
             share.touched = share.touched and not zero
-            share.parameter.grad = share.view
+            if not share.widened:
+                share.parameter.grad = share.view
 
     def detach(self) -> None:
         """Takes the gradients away from the parameters; the buffer keeps them."""
         for share in self._shares:
             share.parameter.grad = None
+            for main, _ in self.targets.get(id(share.parameter), ()):
+                main.grad = None
 
     def arm(self, awaited: Iterable[Tensor] | None = None) -> None:
         """The next backward of this stage is its last: buckets may go as they get ready.
@@ -177,25 +232,38 @@ class StageGradients:
     def _launch(self) -> None:
         bucket = self._next
         self._next += 1
-        work: dist.Work | None = None
+        started: list[Reduction] = []
         if self.group is not None:
-            for buffer in self._buffers:
-                work = dist.all_reduce(buffer.bucket(bucket), group=self.group, async_op=True)
-                if work is None:
-                    raise RuntimeError("the reduction became synchronous")
-                self._works.append(work)
+            start = start_reduce_scatter if self.sharded else start_all_reduce
+            for buffer in self.buffers:
+                gradient = buffer.bucket(bucket)
+                if gradient.numel():
+                    started.append(start(gradient, self.group, wire=self.wire))
+                if self.sharded and self._next == self.count:
+                    started.append(start_all_reduce(buffer.marks, self.group))
+            # What has arrived is summed now, so that its buffer does not stay until the flush.
+            while self._reductions and self._reductions[0].arrived():
+                self._reductions.pop(0).finish()
+            self._reductions += started
         if self._launched is not None:
-            self._launched(self.stage, bucket, work)
+            self._launched(self.stage, bucket, started[-1].work if started else None)
 
     def wait(self) -> None:
         """Returns when all started reductions have ended."""
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        for reduction in self._reductions:
+            reduction.finish()
+        self._reductions.clear()
         self._armed = False
         for share in self._shares:
             # Optimizers skip None, but decay a weight whose gradient is zero.
-            if not share.touched and (self.group is None or not share.mark.item()):
+            used = share.touched or (self.group is not None and bool(share.mark.item()))
+            targets = self.targets.get(id(share.parameter))
+            if targets is not None:
+                # Nobody is to take a replica's own part of the sum for the gradient.
+                share.parameter.grad = None
+                for main, gradient in targets:
+                    main.grad = gradient if used else None
+            elif not used:
                 share.parameter.grad = None
 
     def remove_hooks(self) -> None:
@@ -205,11 +273,17 @@ class StageGradients:
         self.detach()
 
     def squared_norm(self) -> Tensor:
-        """Sum of squares of the stage's gradient, a float64 scalar."""
+        """Sum of squares of the stage's gradient, or of this member's share; a float64 scalar."""
         total = torch.zeros((), dtype=torch.float64)
-        for buffer in self._buffers:
-            norm = torch.linalg.vector_norm(buffer.gradients)
-            total = total + norm.double().square().cpu()
+        for buffer in self.buffers:
+            parts = [buffer.flat[: sum(p.numel() for p in buffer.parameters)]]
+            if self.sharded:
+                assert self.group is not None
+                ranges = buffer.layout.owned(self.group.rank())
+                parts = [buffer.flat[start:stop] for start, stop in ranges]
+            for part in parts:
+                norm = torch.linalg.vector_norm(part)
+                total = total + norm.double().square().cpu()
         return total
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from strategies.runtime.replay.logs import LogCapture
+from strategies.runtime.replay.logs import LogCapture, fetched
 from strategies.runtime.stage_model import LogCall
 
 _MISSING = object()
@@ -67,7 +67,7 @@ def join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
         options = dict(group[-1][0].options)
         how = options.get("reduce_fx", "mean")
         how = how if isinstance(how, str) else getattr(how, "__name__", "mean")
-        values = [call.value for call, _ in group]
+        values = [float(call.value) for call, _ in group]
         if how in _REDUCTIONS:
             value = _REDUCTIONS[how](values)
         else:
@@ -81,7 +81,12 @@ def join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
 
 
 def pack_logs(entries: Sequence[LogEntry]) -> list[list[Any]]:
-    """One rank's log calls of a step, joined per name, stage and copy, JSON-ready."""
+    """One rank's log calls of a step, joined per name, stage and copy, JSON-ready.
+
+    Waits for the device that they were computed on.
+    """
+    calls = fetched([entry.call for entry in entries])
+    entries = [replace(entry, call=call) for entry, call in zip(entries, calls, strict=True)]
     groups: dict[tuple[str, int, int], list[tuple[LogCall, float]]] = {}
     for entry in entries:
         key = (entry.call.name, entry.stage, entry.copy)

@@ -39,10 +39,13 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class LogCall:
-    """One ``self.log(name, value, **options)`` of the user's step, to be repeated on every rank."""
+    """One ``self.log(name, value, **options)`` of the user's step, to be repeated on every rank.
+
+    The value may be on a device still: nobody waits for it inside the pipeline.
+    """
 
     name: str
-    value: float
+    value: float | Tensor
     options: dict[str, Any]
 
 

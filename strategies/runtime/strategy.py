@@ -34,15 +34,19 @@ from strategies.plan import Overlap, Plan
 from strategies.runtime import checkpoint as checkpoints
 from strategies.runtime.data_order import first_batch, shard
 from strategies.runtime.engine import Engine, Options, PassResult, StepStats, check_world
+from strategies.runtime.loss_scale import SharedGradScaler
+from strategies.runtime.main_optimizer import MainOptimizer
 from strategies.runtime.measured import gather_timeline
 from strategies.runtime.mesh import Coordinates
 from strategies.runtime.stage_model import Mode, StageModel
 from strategies.runtime.unit_model import HasUnits, UnitModel
+from strategies.runtime.weight_readers import WholeWeights
 from strategies.schedule_file import ScheduleFile, read_schedule_file
 from strategies.schedules import find_schedule
 from strategies.timeline import Timeline
 
 Backend = Literal["auto", "gloo", "nccl", "staged", "strict"]
+GradientType = Literal["fp32", "bf16"]
 
 
 class PipelineStrategy(ParallelStrategy):
@@ -65,9 +69,15 @@ class PipelineStrategy(ParallelStrategy):
         file: For ``schedule="custom"``: the path of its CSV, a line per rank. Every process reads
             it; what rank 0 has read is what runs.
         units_per_stage: Cut by hand; None balances by cost.
-        overlap: ``grad_reduce`` starts reductions inside the backward, ``none`` at the flush.
+        overlap: ``grad_reduce`` starts reductions inside the backward, ``none`` at the flush;
+            ``zero1`` lets each replica update its share of the weights, for an elementwise
+            optimizer, whose state is then spread over the replicas. Behind the backward the
+            gradient of such a weight is the optimizer's alone: ``parameter.grad`` is None.
         bucket_mb: Upper size of a reduction bucket in MiB.
         buckets: Buckets per stage, where the program was compiled elsewhere; overrides bucket_mb.
+        grad_dtype: ``bf16`` halves what reductions send; ``fp32`` sends gradients as they are
+            summed. Gradients of 16-bit weights are always summed in 32 bits on a rank, and across
+            ranks with ``zero1``; an all-reduce in ``bf16`` rounds on its way.
         backend: ``auto`` takes gloo on CPU and NCCL on CUDA, or ``staged`` (gloo through pinned
             memory) where ranks share a GPU. ``strict`` matches messages by order and blocks.
         timeout_s: How long a rank waits for another.
@@ -94,6 +104,7 @@ class PipelineStrategy(ParallelStrategy):
         overlap: Overlap = "grad_reduce",
         bucket_mb: float = 25.0,
         buckets: tuple[int, ...] | None = None,
+        grad_dtype: GradientType = "fp32",
         backend: Backend = "auto",
         timeout_s: float = 1800.0,
         seed: int | None = None,
@@ -109,6 +120,7 @@ class PipelineStrategy(ParallelStrategy):
         self._backend: Backend = backend
         self._buckets = buckets
         self._bucket_mb = bucket_mb
+        self._grad_dtype = torch.bfloat16 if grad_dtype == "bf16" else None
         self._units_per_stage = units_per_stage
         self._check_batches = check_batches
         self._seed = seed
@@ -137,6 +149,7 @@ class PipelineStrategy(ParallelStrategy):
         self._accumulating = False
         self._last_norm: Tensor | None = None
         self._own_sampler = True
+        self._main_optimizers: list[MainOptimizer] = []
 
     # ------------------------------------------------------------- processes
 
@@ -270,6 +283,7 @@ class PipelineStrategy(ParallelStrategy):
                     seed=seed,
                     check_batches=self._check_batches,
                     timeout_s=self._timeout.total_seconds(),
+                    gradient_dtype=self._grad_dtype,
                 ),
                 coordinates=self.coordinates,
                 device=self.root_device,
@@ -285,6 +299,11 @@ class PipelineStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         # The stock plugin clips by the norm of this rank's parameters alone, without an error.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        scaler = self._scaler
+        if scaler is not None and not isinstance(scaler, SharedGradScaler):
+            # The stock scaler would skip a step on the ranks that have seen an inf, and only there.
+            plugin: Any = self.precision_plugin
+            plugin.scaler = SharedGradScaler.like(scaler, device=self.root_device)
 
     def _synchronise(self, module: pl.LightningModule) -> None:
         self.engine.synchronise_weights()
@@ -314,6 +333,18 @@ class PipelineStrategy(ParallelStrategy):
                     "LBFGS decides on each rank by itself how often it runs the step, so the ranks "
                     "would wait for each other for ever. Use another optimizer, or pp=1 dp=1."
                 )
+        mains = self.engine.mains
+        mains.refresh()  # Somebody may have written weights since the last fit().
+        self._main_optimizers = [
+            MainOptimizer.take_over(optimizer, mains) for optimizer in self.optimizers if mains
+        ]
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if mains.sharded and not any(isinstance(c, WholeWeights) for c in callbacks):
+            callbacks.insert(0, WholeWeights(lambda: self.engine.mains.complete()))
+
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        return getattr(self.precision_plugin, "scaler", None)
 
     @property
     def engine(self) -> Engine:
@@ -330,11 +361,6 @@ class PipelineStrategy(ParallelStrategy):
             )
         if isinstance(module, torch._dynamo.OptimizedModule):
             raise ModelError("compile the layers inside the module, not the LightningModule.")
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ModelError(
-                "precision=16-mixed scales the loss, which this version's pipeline does not. "
-                "Use precision=bf16-mixed or 32-true."
-            )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             copies = isinstance(callback, StochasticWeightAveraging)
             if copies or type(callback).__name__ in ("WeightAveraging", "EMAWeightAveraging"):
@@ -377,9 +403,11 @@ class PipelineStrategy(ParallelStrategy):
         loader = source.dataloader()
         while isinstance(loader, list | tuple):
             loader = loader[0]
-        batch = first_batch(loader)
+        plugin = self.precision_plugin
+        batch = plugin.convert_input(first_batch(loader))
         mode = modes[function]
-        return ReplayModel.probe(module, batch, mode=mode, chain=self._layers)
+        with plugin.forward_context():  # The types are those of the steps that will run.
+            return ReplayModel.probe(module, batch, mode=mode, chain=self._layers)
 
     def model_to_device(self) -> None:
         """Moves this rank's stages."""
@@ -418,6 +446,10 @@ class PipelineStrategy(ParallelStrategy):
     def training_step(self, batch: Any, batch_idx: int, *_: Any) -> Tensor:
         """Runs the whole program, backwards included, up to the flush."""
         trainer = self._trainer
+        scale = None
+        if self._scaler is not None:
+            # Its number stays on the device: get_scale() would wait for the update before.
+            scale = self._scaler.scale(torch.ones((), device=self.root_device))
         with self.precision_plugin.train_step_context():
             result = self.engine.train_pass(
                 batch,
@@ -425,6 +457,7 @@ class PipelineStrategy(ParallelStrategy):
                 step=trainer.fit_loop.total_batch_idx,
                 accumulation=trainer.accumulate_grad_batches,
                 update=not self._accumulating,
+                loss_scale=scale,
             )
         self._repeat_logs(result, batch)
         if result.loss is None:
@@ -488,7 +521,7 @@ class PipelineStrategy(ParallelStrategy):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         from strategies.runtime.grad_sync import clip_
 
-        clip_(self.engine.parameters(), self.gradient_norm(), float(clip_val))
+        clip_(self.engine.updated_parameters(), self.gradient_norm(), float(clip_val))
 
     # ------------------------------------------------------------- evaluation
 
@@ -601,6 +634,7 @@ class PipelineStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part, under the names of the uncut module."""
         assert self.lightning_module is not None
+        self.engine.mains.complete()
         return checkpoints.owned_state(
             self.lightning_module.state_dict(),
             every_parameter=self.engine.model.parameter_names,
@@ -608,7 +642,12 @@ class PipelineStrategy(ParallelStrategy):
         )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """This rank's part, keyed by parameter names instead of positions."""
+        """This rank's part, keyed by parameter names instead of positions; collective."""
+        for main in self._main_optimizers:
+            if main.optimizer is getattr(optimizer, "optimizer", optimizer):
+                return main.named_state(
+                    self.engine.named_parameters(), group_of=self.engine.owners_group
+                )
         return checkpoints.name_optimizer_state(optimizer, self.engine.named_parameters())
 
     def save_checkpoint(
@@ -657,11 +696,18 @@ class PipelineStrategy(ParallelStrategy):
         """Loads this rank's names."""
         assert self.lightning_module is not None
         self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        self.engine.mains.refresh()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the state of this rank's parameters, by name."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            checkpoints.load_optimizer_state(optimizer, state, self.engine.named_parameters())
+        named = self.engine.named_parameters()
+        saved = checkpoint["optimizer_states"]
+        if self._main_optimizers:
+            for main, state in zip(self._main_optimizers, saved, strict=True):
+                main.load(state, named)
+        else:
+            for optimizer, state in zip(self.optimizers, saved, strict=True):
+                checkpoints.load_optimizer_state(optimizer, state, named)
         # configure_optimizers() may have asked for the number of steps, which makes the loaders
         # before the loops know where they are. They are made again.
         loop: Any = self._trainer.fit_loop

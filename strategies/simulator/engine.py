@@ -5,8 +5,9 @@ needs, not for the RECV's place in the list (receives are posted ahead). A messa
 value is there, keeps its link (one per ordered pair of ranks) for ``occupancy`` and arrives
 ``latency`` later. Each rank has one collective channel beside compute: bucket k of K of a stage's
 reduction is released when (k+1)/K of the stage's last backward has passed. STEP waits for its
-stage's reductions. With ``transport="rendezvous"`` a SEND and its RECV are one event that holds
-both ranks.
+stage's reductions. A GATHER goes onto the channel when its rank comes to it (in the next step: when
+the rank has ended this one), and the stage's first forward waits for it. With
+``transport="rendezvous"`` a SEND and its RECV are one event that holds both ranks.
 
 The order of instructions comes from the program alone; the engine only adds times, so it is
 deterministic and needs no event queue: the program's own linear extension is walked once.
@@ -142,10 +143,10 @@ def _run_buffered(
                 ready = start[released_by]
                 ready += fraction * (end[released_by] - ready)
             else:
-                ready = max([0.0, *(end[need] for need in needs)])
+                ready = max([0.0 if bucket >= 0 else free[rank], *(end[need] for need in needs)])
             now = max(channel[rank], ready)
             start[node] = now
-            end[node] = channel[rank] = now + table.reduce[stage][bucket]
+            end[node] = channel[rank] = now + table.on_channel(stage, bucket)
     return start, end, Clocks(tuple(free), tuple(channel), tuple(links))
 
 
@@ -184,8 +185,9 @@ def _run_rendezvous(
                 ready = start[step.released_by]
                 ready += step.fraction * (end[step.released_by] - ready)
             else:
-                ready = max([0.0, *(end[need] for need in step.needs)])
+                issued = 0.0 if step.bucket >= 0 else free[rank]
+                ready = max([issued, *(end[need] for need in step.needs)])
             now = max(channel[rank], ready)
             start[node] = now
-            end[node] = channel[rank] = now + table.reduce[step.stage][step.bucket]
+            end[node] = channel[rank] = now + table.on_channel(step.stage, step.bucket)
     return start, end, Clocks(tuple(free), tuple(channel), clocks.links)

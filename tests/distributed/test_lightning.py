@@ -287,21 +287,6 @@ def test_replicas_of_an_unseeded_module_start_and_stay_equal(ranks: Callable[[in
             assert torch.equal(value, other[name]), name
 
 
-@pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|logging interval).*")
-def test_loss_scaling_is_refused_rather_than_wrong() -> None:
-    from lightning.pytorch.plugins import MixedPrecision
-
-    from strategies.errors import ModelError
-
-    scaled = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu"))
-    trainer = pl.Trainer(
-        **QUIET, strategy=PipelineStrategy(pp=1), plugins=[scaled], max_steps=1,
-        enable_checkpointing=False,
-    )  # fmt: skip
-    with pytest.raises(ModelError, match="precision=16-mixed scales the loss"):
-        trainer.fit(Plain(), _loader(), _loader(16))
-
-
 def fit_lbfgs() -> str:
     class Second(Plain):
         def configure_optimizers(self) -> Any:

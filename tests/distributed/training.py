@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
@@ -53,13 +53,20 @@ class Sentences(Dataset[dict[str, Tensor]]):
 
 
 class Learner(LanguageModel):
-    """The built-in model with a bare Adam."""
+    """The built-in model with a bare optimizer."""
 
-    def __init__(self, shape: TransformerShape) -> None:
+    def __init__(self, shape: TransformerShape, optimizer: str = "Adam") -> None:
         super().__init__(shape, seed=3)
+        self._optimizer = optimizer
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=3e-3)
+        return bare_optimizer(self._optimizer, self)
+
+
+def bare_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """One of torch's, by name, with momentum where that is an option."""
+    momentum = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
+    return getattr(torch.optim, name)(model.parameters(), lr=3e-3, **momentum)
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ class Case:
     accelerator: str = "cpu"
     split_backward: bool = False
     costs: Costs | None = None
+    optimizer: str = "Adam"
     shape: TransformerShape = field(default_factory=small_shape)
 
     @property
@@ -95,6 +103,8 @@ class Case:
 
 
 class _Losses(Callback):
+    reads_weights = False
+
     def __init__(self) -> None:
         self.losses: list[float] = []
 
@@ -104,7 +114,7 @@ class _Losses(Callback):
 
 def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict[str, Any]:
     """Trains one case on this rank."""
-    model = Learner(case.shape)
+    model = Learner(case.shape, case.optimizer)
     losses = _Losses()
     strategy = PipelineStrategy(
         pp=case.pp,
@@ -140,6 +150,7 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
     loader = DataLoader(Sentences(case.count), batch_size=case.rows)
     trainer.fit(model, loader, ckpt_path=resume)
     timeline = strategy.measured_timeline()
+    last = strategy.measured_timeline(median=False)
     rank = strategy.coordinates.pp_rank
     result = {
         "pp_rank": rank,
@@ -149,16 +160,28 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
         "program": [format_instruction(i) for i in strategy.engine.programs.train.ranks[rank]],
         "start": timeline.start[rank] if timeline else None,
         "end": timeline.end[rank] if timeline else None,
+        "last": (last.start[rank], last.end[rank]) if last else None,
         "bytes_sent": strategy.engine.mailbox.bytes_sent,
+        "state_elements": state_elements(trainer.optimizers[0]),
     }
     strategy.engine.close()
     return result
 
 
+def state_elements(optimizer: Any) -> int:
+    """Elements of the tensors that an optimizer keeps."""
+    return sum(
+        value.numel()
+        for entry in optimizer.state.values()
+        for value in entry.values()
+        if isinstance(value, Tensor) and value.dim()
+    )
+
+
 def reference(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     """The same training in plain torch: losses per batch, and the parameters at the end."""
     model = Learner(case.shape).double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = bare_optimizer(case.optimizer, model)
     data = Sentences(case.count).tokens
     size = case.rows * case.dp
     losses = []

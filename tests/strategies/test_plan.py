@@ -12,7 +12,7 @@ def test_an_unknown_overlap_names_those_there_are():
     with pytest.raises(PlanError) as error:
         Plan(overlap="sometimes")
     assert str(error.value) == (
-        "overlap=sometimes is unknown. Try overlap=grad_reduce or overlap=none."
+        "overlap=sometimes is unknown. Try overlap=grad_reduce or overlap=none or overlap=zero1."
     )
 
 

@@ -7,8 +7,9 @@ runtime repeats the calls on every rank. The arguments are kept as the user gave
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeGuard
 
 import torch
 from lightning.pytorch import LightningModule
@@ -47,21 +48,32 @@ class LogCapture:
             self._add(str(name), value, _options(bound, "self", "dictionary"))
 
     def calls(self) -> tuple[LogCall, ...]:
-        """The kept calls; their values come off the device in one transfer."""
-        tensors = [value for _, value, _ in self._kept if isinstance(value, Tensor)]
-        numbers: list[float] = []
-        if tensors:
-            device = tensors[-1].device
-            numbers = torch.stack([t.to(device, torch.float64) for t in tensors]).tolist()
-        fetched = iter(numbers)
+        """The kept calls; values on a device stay there until ``fetched`` brings them."""
         return tuple(
-            LogCall(name, next(fetched) if isinstance(value, Tensor) else value, options)
+            LogCall(name, value.item() if _at_hand(value) else value, options)
             for name, value, options in self._kept
         )
 
     def _add(self, name: str, value: Any, options: dict[str, Any]) -> None:
         if self._keep(value):
             self._kept.append((name, unwatched(MARKER, lambda: _number(name, value)), options))
+
+
+def _at_hand(value: Tensor | float) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+def fetched(calls: Sequence[LogCall]) -> list[LogCall]:
+    """The calls with plain numbers; what is on a device comes in one transfer."""
+    tensors = [call.value for call in calls if isinstance(call.value, Tensor)]
+    if not tensors:
+        return list(calls)
+    device = tensors[-1].device
+    numbers = iter(torch.stack([t.to(device, torch.float64) for t in tensors]).tolist())
+    return [
+        replace(call, value=next(numbers)) if isinstance(call.value, Tensor) else call
+        for call in calls
+    ]
 
 
 def _number(name: str, value: Any) -> Tensor | float:

@@ -6,6 +6,7 @@ import pytest
 
 from strategies import compile_program, simulate
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
+from strategies.costs.element_sizes import ElementSizes
 from strategies.costs.hardware import Hardware
 from strategies.errors import CostError
 from strategies.ir.placement import bidirectional
@@ -125,3 +126,42 @@ def test_loads_of_another_cut_are_refused():
 def test_a_stage_is_the_sum_of_its_units_and_hands_on_what_the_last_one_does():
     assert sum_loads(list(STAGES)) == Load(350, 35, 1, 10)
     assert sum_loads([]) == Load(0, 0, 0, 0)
+
+
+def test_sharded_weights_halve_a_reduction_and_share_optimizer_and_state():
+    plain, sharded = (
+        AnalyticCosts(STAGES, MACHINE, dp=2).table(
+            compile_program(schedule="1f1b", pp=3, num_microbatches=2, overlap=overlap)
+        )
+        for overlap in ("grad_reduce", "zero1")
+    )
+    # A ring of two on one node: half of 5 * 4 B at 8 B/s, and a latency.
+    assert sharded.gather == (0.5 * 20 / 8 + 0.25, 0.5 * 40 / 8 + 0.25, 0.5 * 80 / 8 + 0.25)
+    assert sharded.reduce == tuple((time,) for time in sharded.gather)
+    assert plain.reduce == tuple((2 * time,) for time in sharded.gather)
+    assert sharded.step == tuple(time / 2 for time in plain.step)
+    assert plain.state_bytes == (80, 160, 320)
+    assert sharded.state_bytes == (60, 120, 240)
+    assert AnalyticCosts(STAGES, MACHINE, dp=2, optimizer_elements=0).table(
+        compile_program(schedule="1f1b", pp=3, num_microbatches=2, overlap="zero1")
+    ).state_bytes == (40, 80, 160)
+
+
+def test_sixteen_bit_weights_are_summed_and_updated_in_thirty_two():
+    sizes = ElementSizes(weight=2, activation=2, main=4)
+    program = compile_program(schedule="1f1b", pp=3, num_microbatches=2, overlap="zero1")
+    plain = compile_program(schedule="1f1b", pp=3, num_microbatches=2)
+    costs = AnalyticCosts(STAGES, MACHINE, dp=2, sizes=sizes)
+    # Weight 2, gradient 4, copy 4 and moments 8 bytes for each of 5, 10, 20 parameters.
+    assert costs.table(plain).state_bytes == (90, 180, 360)
+    assert costs.table(program).state_bytes == (5 * 6 + 30, 10 * 6 + 60, 20 * 6 + 120)
+    assert costs.table(plain).activation_bytes == (14, 6, 0)
+    assert costs.table(plain).occupancy == (2 * 2 / 2, 10 * 2 / 2)
+    # Reads 4 + 4 + 8, writes 4 + 8 and the 2 bytes of the rounded weight.
+    assert costs.table(plain).step == (5 * 30 / 10, 10 * 30 / 10, 20 * 30 / 10)
+    assert costs.table(program).step == (5 * 15 / 10, 10 * 15 / 10, 20 * 15 / 10)
+    # A ring of two on one node sends half: 4 bytes of each gradient, 2 of each weight.
+    assert costs.table(program).reduce[0] == (0.5 * 20 / 8 + 0.25,)
+    assert costs.table(program).gather[0] == 0.5 * 10 / 8 + 0.25
+    short = AnalyticCosts(STAGES, MACHINE, dp=2, sizes=replace(sizes, wire=2))
+    assert short.table(program).reduce[0] == (0.5 * 10 / 8 + 0.25,)

@@ -37,7 +37,7 @@ def test_both_owners_of_a_stage_reduce_it():
     first, second = lines(TWO_COPIES)
     message = refusal(two_copies(f"{first}\n{second.replace('0REDUCE0', '')}"))
     assert message == (
-        "written: ranks 0 and 1 hold copies of stages [0, 1] and must reduce them in the same "
+        "written: ranks 0 and 1 hold copies of stages [0, 1] and must meet on them in the same "
         "order, but rank 0 runs 0REDUCE0 1REDUCE0, rank 1 runs 1REDUCE0."
     )
 

@@ -16,8 +16,8 @@ def test_an_accumulating_program_has_all_gradients_and_no_update():
     assert program.role == "accumulate"
     assert texts(program) == lines(
         """
-        0F0 0F1 0R0 0I0 0W0 0B1
-        1F0 1B0 1F1 1B1
+        0GATHER 0F0 0F1 0R0 0I0 0W0 0B1
+        1GATHER 1F0 1B0 1F1 1B1
         """
     )
 

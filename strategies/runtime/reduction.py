@@ -1,0 +1,110 @@
+"""One bucket on its way through the reduction group: started at once, never waited for inline.
+
+gloo's own reduce-scatter moves as many bytes as its all-reduce. Here it is an all-to-all, (n-1)/n
+of the bucket per member, and the owner's sum in the order of the members: bitwise repeatable, and
+in the gradient's own type even where a shorter one travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class Reduction:
+    """A started reduction.
+
+    Attributes:
+        work: Ends when the data has arrived.
+    """
+
+    work: dist.Work
+    _result: Callable[[], object] | None = None
+    _sent: Tensor | None = None  # A backend may not keep what it still reads.
+
+    def arrived(self) -> bool:
+        """Whether ``finish`` would not wait."""
+        return bool(self.work.is_completed())
+
+    def finish(self) -> None:
+        """Waits; the result is in its place then. Once."""
+        self.work.wait()
+        if self._result is not None:
+            self._result()
+
+
+def start_all_reduce(
+    bucket: Tensor, group: dist.ProcessGroup, *, wire: torch.dtype | None = None
+) -> Reduction:
+    """Sums a bucket over the group, in place.
+
+    Args:
+        bucket: Left alone until ``finish``.
+        group: All members call this.
+        wire: Type that travels; None for the bucket's own.
+    """
+    if wire is None or wire == bucket.dtype:
+        return Reduction(_asynchronous(dist.all_reduce(bucket, group=group, async_op=True)))
+    sent = bucket.to(wire)
+    work = _asynchronous(dist.all_reduce(sent, group=group, async_op=True))
+    return Reduction(work, lambda: bucket.copy_(sent))
+
+
+def start_reduce_scatter(
+    bucket: Tensor, group: dist.ProcessGroup, *, wire: torch.dtype | None = None
+) -> Reduction:
+    """Sums a bucket over the group; each member's share of it ends up summed, the rest undefined.
+
+    Args:
+        bucket: Its length is a multiple of the group's size. Left alone until ``finish``.
+        group: All members call this.
+        wire: Type that travels; None for the bucket's own.
+    """
+    members = group.size()
+    own = bucket.chunk(members)[group.rank()]
+    sent = bucket if wire is None else bucket.to(wire)
+    if dist.get_backend(group) == "nccl":
+        # The old name warns where the new one exists.
+        scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        received = own if sent is bucket else torch.empty_like(sent.chunk(members)[0])
+        work = _asynchronous(scatter(received, sent, group=group, async_op=True))
+        return Reduction(work, None if received is own else lambda: own.copy_(received), sent)
+    if bucket.is_cuda:
+        # On a GPU gloo has no all-to-all.
+        return start_all_reduce(bucket, group, wire=wire)
+    received = torch.empty_like(sent)
+    work = _asynchronous(dist.all_to_all_single(received, sent, group=group, async_op=True))
+    parts = received.view(members, -1)
+    return Reduction(work, lambda: torch.sum(parts, dim=0, dtype=own.dtype, out=own), sent)
+
+
+def start_gather(flat: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Gives every member all shares of ``flat``, of which each has its own.
+
+    Args:
+        flat: Its length is a multiple of the group's size. Nobody may touch it until all the
+            returned works have ended.
+        group: All members call this.
+    """
+    shares = list(flat.chunk(group.size()))
+    if flat.is_cuda and dist.get_backend(group) != "nccl":
+        # On a GPU gloo has broadcasts, but no all-gather.
+        return [
+            _asynchronous(dist.broadcast(share, group=group, group_src=source, async_op=True))
+            for source, share in enumerate(shares)
+        ]
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    own = shares[group.rank()].clone()
+    return [_asynchronous(gather(flat, own, group=group, async_op=True))]
+
+
+def _asynchronous(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("the reduction became synchronous")
+    return work

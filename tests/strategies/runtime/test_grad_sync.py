@@ -1,0 +1,78 @@
+import pytest
+import torch
+from torch import nn
+
+from strategies.runtime.grad_sync import StageGradients
+from strategies.runtime.main_weights import MainWeights
+
+
+def accumulate(parameter, gradient, times):
+    for _ in range(times):
+        (parameter * gradient).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_long_sum_of_short_gradients_is_not_lost(dtype):
+    parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
+    gradients = StageGradients.build(0, [parameter], count=1, group=None)
+    gradients.attach(zero=True)
+    accumulate(parameter, torch.ones(3, dtype=dtype), 3000)
+    assert parameter.grad is None
+    assert gradients.buffers[0].flat[:3].tolist() == [3000.0] * 3
+    plain = nn.Parameter(torch.zeros(3, dtype=dtype))
+    accumulate(plain, torch.ones(3, dtype=dtype), 3000)
+    assert plain.grad is not None
+    assert plain.grad.tolist() < [3000.0] * 3  # What the wider sum is for.
+
+
+def test_small_updates_of_short_weights_add_up():
+    parameter = nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    gradients = StageGradients.build(0, [parameter], count=1, group=None)
+    mains = MainWeights.build(gradients)
+    assert mains is not None
+    (piece,) = mains.pieces[id(parameter)]
+    assert (piece.main.dtype, piece.main.shape) == (torch.float32, parameter.shape)
+    optimizer = torch.optim.SGD([piece.main], lr=1e-4)
+    for _ in range(1000):
+        gradients.attach(zero=True)
+        accumulate(parameter, torch.ones(2, 3, dtype=torch.bfloat16), 1)
+        gradients.wait()
+        assert parameter.grad is None
+        optimizer.step()
+        mains.updated()
+    assert torch.allclose(piece.main.detach(), torch.full((2, 3), 0.9), atol=1e-4)
+    assert torch.equal(parameter.detach(), piece.main.detach().bfloat16())
+    assert torch.ones(1, dtype=torch.bfloat16) - 1e-4 == 1  # One such update alone is nothing.
+
+
+def test_wide_weights_have_no_copy():
+    parameter = nn.Parameter(torch.ones(3))
+    gradients = StageGradients.build(0, [parameter], count=2, group=None)
+    assert MainWeights.build(gradients) is None
+    gradients.attach(zero=True)
+    assert parameter.grad is not None
+    assert parameter.grad.data_ptr() == gradients.buffers[0].flat.data_ptr()
+
+
+def test_weights_that_were_loaded_reach_the_copy_and_others_keep_their_rest():
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    gradients = StageGradients.build(0, [parameter], count=1, group=None)
+    mains = MainWeights.build(gradients)
+    assert mains is not None
+    (piece,) = mains.pieces[id(parameter)]
+    piece.main.detach().copy_(torch.tensor([1.0001, 1.0001]))
+    parameter.detach()[1] = 3.0
+    mains.refresh()
+    assert piece.main.tolist() == pytest.approx([1.0001, 3.0])
+
+
+def test_a_weight_without_a_gradient_keeps_what_others_wrote():
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    gradients = StageGradients.build(0, [parameter], count=1, group=None)
+    mains = MainWeights.build(gradients)
+    assert mains is not None
+    gradients.attach(zero=True)
+    gradients.wait()
+    parameter.detach().fill_(5.0)
+    mains.updated()
+    assert parameter.tolist() == [5.0, 5.0]
