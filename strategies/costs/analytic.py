@@ -78,7 +78,6 @@ class AnalyticCosts:
                 f"costs of {len(self.stages)} stages for a program of "
                 f"{program.placement.num_stages}."
             )
-        machine = self.hardware
         forward = tuple(self._forward(load) for load in self.stages)
         links = [self._link(program, b.source, b.target) for b in program.boundaries]
         sent = [self.stages[b.source].output_elements for b in program.boundaries]
