@@ -33,13 +33,13 @@ def run_mapping(run: Run, status: str) -> dict[str, object]:
         "tp": config.tp,
         "stages_per_rank": run.plan.stages_per_rank,
         "num_microbatches": run.num_microbatches,
-        "group": run.group,
-        "group_choice": None if run.programs.choice is None else run.programs.choice.reason,
-        "split_backward": config.schedule.split_backward,
         "recompute": "none",
         "overlap": config.overlap.name,
         "seed": config.seed,
         "versions": versions(),
+        "group": run.group,
+        "group_choice": None if run.programs.choice is None else run.programs.choice.reason,
+        "split_backward": config.schedule.split_backward,
     }
 
 

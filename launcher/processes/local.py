@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,6 +103,9 @@ class LocalRanks:
         environment = dict(os.environ)
         threads = max(1, (os.cpu_count() or 1) // self.world_size)
         environment.setdefault("OMP_NUM_THREADS", str(threads))
+        # Lightning's metrics import matplotlib where it is installed, which leaves a font cache.
+        cache = Path(tempfile.gettempdir()) / f"foldpipe-matplotlib-{os.getuid()}"
+        environment.setdefault("MPLCONFIGDIR", str(cache))
         environment.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),

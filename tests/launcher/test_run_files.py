@@ -16,7 +16,7 @@ from .runs import MODEL, environment, launch, read_metrics, read_result
 
 ALL_MODES = (
     "status", "mode", "schedule", "pp", "dp", "tp", "stages_per_rank", "num_microbatches",
-    "recompute", "overlap", "seed", "versions",
+    "recompute", "overlap", "seed", "versions", "group", "group_choice", "split_backward",
 )  # fmt: skip
 SIMULATED = (
     "makespan", "period", "bubble_ratio", "lower_bound", "binding_bound", "bound_gap",
@@ -27,7 +27,7 @@ TRAINED = (
     "world_size", "num_parameters", "steps", "loss_first", "loss_last", "val_loss", "step_time_s",
     "tokens_per_s", "mfu", "predicted_step_time_s", "measured_bubble_ratio",
     "measured_exposed_grad_reduce_s", "peak_memory_bytes", "predicted_peak_memory_bytes",
-    "checkpoint",
+    "checkpoint", "measured_makespan_s", "measured_period_s", "measured_norm_sync_s",
 )  # fmt: skip
 PICTURES = ("schedule.txt", "schedule.csv", "timeline.html", "trace.json")
 
