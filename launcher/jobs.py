@@ -83,6 +83,8 @@ def _strategy(run: Run) -> PipelineStrategy:
     return PipelineStrategy(
         pp=config.pp,
         dp=run.dp,
+        tp=config.tp,
+        sequence_parallel=config.sequence_parallel,
         schedule=plan.schedule,
         num_microbatches=plan.num_microbatches,
         stages_per_rank=plan.stages_per_rank,
@@ -251,10 +253,10 @@ class _Closing(Callback):
         if dist.is_initialized():
             gathered = [own] * self._run.world_size
             dist.all_gather_object(gathered, own)
-        # Per pipeline rank, the largest of its replicas.
-        dp = self._run.dp
+        # Per pipeline rank, the largest of its replicas and sharers.
+        size = self._run.dp * self._run.config.tp
         peaks = [peak for peak, _ in gathered]
-        self.peaks = [max(peaks[i : i + dp]) for i in range(0, len(peaks), dp)]
+        self.peaks = [max(peaks[i : i + size]) for i in range(0, len(peaks), size)]
         # The rank that is done first waits longest.
         self.norm_sync_s = max((wait for _, wait in gathered if wait is not None), default=None)
 
@@ -299,7 +301,7 @@ def _predict(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     where = pipeline(trainer).coordinates
     path = run_dir / f"predictions_{where.dp_rank:05d}.safetensors"
     own: tuple[str, int] | None = None
-    if where.pp_rank == 0 and batches:
+    if where.pp_rank == where.tp_rank == 0 and batches:
         joined = torch.cat([item for item in batches if isinstance(item, torch.Tensor)])
         save_file({"log_probabilities": joined.contiguous()}, path)
         own = (str(path), joined.shape[0])

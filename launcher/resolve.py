@@ -18,8 +18,9 @@ from launcher.config.shape import transformer_shape
 from launcher.installed import installed_names
 from launcher.workloads.data.source import SourceKind, TextSource
 from launcher.workloads.hf.shape import HfShape, read_shape
+from launcher.workloads.model_share import check_tp, model_shares, vocabulary_note
 from launcher.workloads.optimizer_options import OptimizerOptions
-from launcher.workloads.specs import ModelShape, model_costs, model_units, units_per_layer
+from launcher.workloads.specs import ModelShape, model_costs, units_per_layer
 from strategies.compiler import Programs, compile_plan, resolve_shape
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
 from strategies.costs.element_sizes import ElementSizes
@@ -80,7 +81,7 @@ class Run:
     @property
     def world_size(self) -> int:
         """Processes."""
-        return self.config.pp * self.dp
+        return self.config.pp * self.dp * self.config.tp
 
     @property
     def describes_model(self) -> bool:
@@ -92,6 +93,11 @@ class Run:
         """Microbatches per round; None for schedules without rounds."""
         choice = self.programs.choice
         return resolve_shape(self.plan).group if choice is None else choice.group
+
+    @property
+    def vocabulary_note(self) -> str | None:
+        """What is to be said about unused token ids; None if there are none."""
+        return None if self.own_model else vocabulary_note(self.shape, self.config.tp)
 
     @property
     def layers_per_stage(self) -> tuple[float, ...]:
@@ -140,6 +146,8 @@ def resolve(config: LaunchConfig, file: ScheduleFile | None = None) -> Run:
     uniform = config.mode == "simulate" and config.costs.name == "uniform"
     # With uniform costs the model plays no part: any number of stages goes.
     opaque = uniform or own_model
+    if not opaque or (isinstance(shape, HfShape) and not uniform):
+        check_tp(shape, config.tp, sequence_parallel=config.sequence_parallel)
     stages = () if opaque else _stages(config, shape, placement)
     loads = _loads(config, shape, stages) if stages else ()
     assumed = opaque or config.costs.name == "uniform"
@@ -258,7 +266,7 @@ def _replicas(config: LaunchConfig) -> int:
     if config.dp != "auto":
         return int(config.dp)
     world = num_gpus() if uses_gpu(config) else (os.cpu_count() or 1)
-    return max(1, world // config.pp)
+    return max(1, world // (config.pp * config.tp))
 
 
 def _stages(config: LaunchConfig, shape: ModelShape, placement: Placement) -> tuple[range, ...]:
@@ -284,14 +292,17 @@ def _stages(config: LaunchConfig, shape: ModelShape, placement: Placement) -> tu
 
 def _loads(config: LaunchConfig, shape: ModelShape, stages: tuple[range, ...]) -> tuple[Load, ...]:
     size = config.data.microbatch_size
+    stream = shape.sequence * shape.hidden * size
     units = [
         Load(
             unit.forward_flops * size,
             unit.parameters,
             unit.output_elements * size,
             unit.saved_elements * size,
+            (stream,) * unit.forward_sums,
+            (stream,) * unit.backward_sums,
         )
-        for unit in model_units(shape)
+        for unit in model_shares(shape, config.tp, sequence_parallel=config.sequence_parallel)
     ]
     return tuple(sum_loads([units[index] for index in stage]) for stage in stages)
 
@@ -343,4 +354,6 @@ def _analytic(config: LaunchConfig, dp: int, loads: tuple[Load, ...]) -> Analyti
         sizes=element_sizes(config),
         optimizer_elements=_MOMENTS[config.optimizer.name],
         transport=config.costs.transport,
+        tp=config.tp,
+        sequence_parallel=config.sequence_parallel,
     )

@@ -23,10 +23,11 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
         PlanError: More than one rank was asked for, or the folder exists.
         ModelError: The library has no such architecture.
     """
-    if config.pp != 1 or config.dp not in (1, "auto"):
+    if config.pp != 1 or config.tp != 1 or config.dp not in (1, "auto"):
         raise PlanError(
             f"mode=export writes the whole model from one process, not from pp={config.pp} "
-            f"dp={config.dp}. Try mode=export pp=1 dp=1 (any checkpoint can be read so)."
+            f"dp={config.dp} tp={config.tp}. Try mode=export pp=1 dp=1 tp=1 (any checkpoint can be "
+            "read so)."
         )
     resolved = resolve(config)
     checkpoint = find_checkpoint(resolved, config.checkpoint, run_dir, optional=False)

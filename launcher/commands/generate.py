@@ -27,10 +27,11 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
         PlanError: More than one rank was asked for.
         DataError: The prompt cannot be encoded for this model.
     """
-    if config.pp != 1 or config.dp not in (1, "auto"):
+    if config.pp != 1 or config.tp != 1 or config.dp not in (1, "auto"):
         raise PlanError(
             f"mode=generate runs the whole model on one process, not on pp={config.pp} "
-            f"dp={config.dp}. Try mode=generate pp=1 dp=1 (any checkpoint can be read so)."
+            f"dp={config.dp} tp={config.tp}. Try mode=generate pp=1 dp=1 tp=1 (any checkpoint can "
+            "be read so)."
         )
     resolved = resolve(config)
     checkpoint = find_checkpoint(

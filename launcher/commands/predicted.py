@@ -31,6 +31,7 @@ def run_mapping(run: Run, status: str) -> dict[str, object]:
         "pp": config.pp,
         "dp": run.dp,
         "tp": config.tp,
+        "sequence_parallel": config.sequence_parallel,
         "stages_per_rank": run.plan.stages_per_rank,
         "num_microbatches": run.num_microbatches,
         "recompute": "none",
@@ -49,8 +50,7 @@ def write_pictures(run_dir: Path, panels: Sequence[Panel], run: Run) -> None:
     assert first.metrics is not None
     write_schedule_files(run_dir, first.timeline, first.metrics)
     config = run.config
-    title = (
-        f"{config.schedule.name} pp={config.pp} dp={run.dp} num_microbatches={run.num_microbatches}"
-    )
+    degrees = f"pp={config.pp} dp={run.dp}" + (f" tp={config.tp}" if config.tp > 1 else "")
+    title = f"{config.schedule.name} {degrees} num_microbatches={run.num_microbatches}"
     write_timeline_html(run_dir / "timeline.html", panels, title=title)
     write_trace(run_dir / "trace.json", [panel.timeline for panel in panels])

@@ -73,7 +73,7 @@ def check_world(config: LaunchConfig) -> None:
     """
     if not uses_gpu(config):
         dp = 1 if config.dp == "auto" else int(config.dp)
-        _check_memory(config.pp, dp, state=0)
+        _check_memory(config.pp, dp, config.tp, state=0)
 
 
 def _check_vocabulary(run: Run) -> None:
@@ -114,26 +114,32 @@ def check_machine(run: Run) -> None:
     if uses_gpu(config):
         if config.cluster.backend == "nccl" and run.world_size > num_gpus():
             raise PlanError(
-                f"pp={config.pp} * dp={run.dp} = {run.world_size} ranks on {num_gpus()} GPUs: NCCL "
+                f"{_product(config.pp, run.dp, config.tp)} ranks on {num_gpus()} GPUs: NCCL "
                 "needs a GPU per rank. Try cluster.backend=staged, which shares GPUs."
             )
         return
-    _check_memory(config.pp, run.dp, state=state_bytes(run))
+    _check_memory(config.pp, run.dp, config.tp, state=state_bytes(run))
 
 
-def _check_memory(pp: int, dp: int, *, state: int) -> None:
+def _product(pp: int, dp: int, tp: int) -> str:
+    """The world size as people have asked for it."""
+    degrees = f"pp={pp} * dp={dp}" + (f" * tp={tp}" if tp > 1 else "")
+    return f"{degrees} = {pp * dp * tp}"
+
+
+def _check_memory(pp: int, dp: int, tp: int, *, state: int) -> None:
     import psutil
 
     free = psutil.virtual_memory().available
-    needs = pp * dp * _IDLE_RANK_BYTES + state
+    needs = pp * dp * tp * _IDLE_RANK_BYTES + state
     if needs > free:
         fits = max(1, int((free - state) // _IDLE_RANK_BYTES))
         raise PlanError(
-            f"pp={pp} * dp={dp} = {pp * dp} ranks need about "
+            f"{_product(pp, dp, tp)} ranks need about "
             f"{needs / 1e9:.1f} GB on this machine ({_IDLE_RANK_BYTES / 1e9:.2f} GB each, and "
             f"{state / 1e9:.1f} GB of weights, gradients and optimizer state), but "
             f"{free / 1e9:.1f} GB are free: at most {fits} ranks. "
-            "Try a smaller pp, dp or model=, or mode=simulate."
+            "Try a smaller pp, dp, tp or model=, or mode=simulate."
         )
 
 
@@ -142,7 +148,7 @@ def state_bytes(run: Run) -> int:
     table = run.costs.table(run.programs.train)
     if table.state_bytes is None:
         return (run.num_parameters or 0) * 16 * run.dp
-    return sum(table.state_bytes) * run.dp
+    return sum(table.state_bytes) * run.dp * run.config.tp
 
 
 def has_weights(run: Run) -> bool:

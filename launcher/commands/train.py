@@ -63,10 +63,13 @@ def _announce(run: Run, checkpoint: Path | None, run_dir: Path) -> None:
         layers = "|".join(f"{count:g}" for count in run.layers_per_stage)
         known += f": {run.num_parameters:,} parameters, layers per stage {layers}"
     say(
-        f"{known}; {config.schedule.name} on {run.world_size} ranks (pp={config.pp} dp={run.dp}), "
-        f"{run.num_microbatches} microbatches of {config.data.microbatch_size}"
+        f"{known}; {config.schedule.name} on {run.world_size} ranks (pp={config.pp} dp={run.dp}"
+        + (f" tp={config.tp}" if config.tp > 1 else "")
+        + f"), {run.num_microbatches} microbatches of {config.data.microbatch_size}"
         + ("" if run.own_model else f" x {run.shape.sequence} tokens")
     )
+    if run.vocabulary_note is not None:
+        say(run.vocabulary_note)
     if checkpoint is not None:
         say(f"continues {checkpoint}")
     say(f"logs: {run_dir / 'logs'}")

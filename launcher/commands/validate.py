@@ -39,12 +39,14 @@ def _plan(run: Run) -> str:
     placement = run.programs.train.placement
     _, metrics = predict(run)
     lines = [
-        f"{run.world_size} processes: pp={run.config.pp} dp={run.dp}, "
+        f"{run.world_size} processes: pp={run.config.pp} dp={run.dp} tp={run.config.tp}, "
         f"{run.num_microbatches} microbatches of {run.config.data.microbatch_size} per step and "
         f"replica" + (f", {run.num_parameters:,} parameters" if run.num_parameters else ""),
         f"programs verified: train, accumulate, forward "
         f"({sum(map(len, run.programs.train.ranks))} instructions per training step)",
     ]
+    if run.vocabulary_note is not None:
+        lines.append(run.vocabulary_note)
     for rank in range(placement.num_ranks):
         stages = placement.stages_of(rank)
         layers = ", ".join(
@@ -58,7 +60,8 @@ def _plan(run: Run) -> str:
                 f"; memory {memory / 2**30:.4g} GiB (weights, gradients, optimizer "
                 f"{state / 2**30:.4g}, activations {(memory - state) / 2**30:.4g})"
             )
-        lines.append(f"rank {rank}: {layers}")
+        sharers = f" (each of {run.config.tp} tp ranks)" if run.config.tp > 1 else ""
+        lines.append(f"rank {rank}{sharers}: {layers}")
     return "\n".join(lines)
 
 

@@ -16,6 +16,8 @@ from launcher.config.pipeline import CostsConfig
 from launcher.config.shape import transformer_shape
 from launcher.config.suggest import did_you_mean, nearest
 from launcher.installed import installed_names
+from launcher.workloads.transformer_shape import TransformerShape
+from launcher.workloads.transformer_share import check_transformer_tp
 from strategies.errors import PlanError
 
 _MAX_TIME = re.compile(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}")
@@ -31,9 +33,9 @@ def check(config: LaunchConfig) -> None:
     for entry in keys_of(LaunchConfig):
         _check_range(entry, _get(config, entry.path))
     _check_names(config)
-    _check_degrees(config)
     _check_schedule(config)
-    transformer_shape(config.model, vocab=256)  # Its own checks raise; the data decide later.
+    shape = transformer_shape(config.model, vocab=256)  # Its checks raise; the data decide later.
+    _check_sharing(config, shape)
     _check_unused(config)
     _check_trainer(config)
 
@@ -65,12 +67,17 @@ def _check_names(config: LaunchConfig) -> None:
         )
 
 
-def _check_degrees(config: LaunchConfig) -> None:
-    if config.tp != 1:
+def _check_sharing(config: LaunchConfig, shape: TransformerShape) -> None:
+    if config.sequence_parallel and config.tp == 1:
         raise PlanError(
-            f"tp={config.tp}: this version has no tensor parallelism, only pp and dp. "
-            f"Try tp=1 pp={config.pp * config.tp}."
+            "sequence_parallel=true cuts activations between the ranks of tp, and tp=1. "
+            "Try tp=2, or sequence_parallel=false."
         )
+    # With uniform costs the model plays no part; what a package's model allows, the ranks know, and
+    # of a folder's model resolve().
+    uniform = config.mode == "simulate" and config.costs.name == "uniform"
+    if not uniform and config.model.name not in ("hf", *installed_names("model")):
+        check_transformer_tp(shape, config.tp, sequence_parallel=config.sequence_parallel)
 
 
 def _check_schedule(config: LaunchConfig) -> None:

@@ -29,7 +29,12 @@ class LaunchConfig:
         "plan; eval, predict, generate: use a checkpoint; export: write it for transformers.",
     )
     pp: int = key(1, "Pipeline degree: ranks one model is cut over.", low=1, high=65536, example=4)
-    tp: int = key(1, "Tensor degree.", low=1, high=65536)
+    tp: int = key(
+        1, "Tensor degree: ranks that share the matrices of a stage.", low=1, high=65536, example=2
+    )
+    sequence_parallel: bool = key(
+        False, "With tp > 1: cut activations between the matrices along the sequence, too."
+    )
     dp: Literal["auto"] | int = key(
         1, "Data-parallel replicas; auto = fill the world.", low=1, high=65536
     )

@@ -131,6 +131,7 @@ def _asked(config: LaunchConfig | None) -> dict[str, object]:
         "schedule": config.schedule.name,
         "pp": config.pp,
         "dp": config.dp,
+        "tp": config.tp,
         "num_microbatches": config.num_microbatches,
     }
     return {key: value for key, value in known.items() if value != "auto"}

@@ -14,14 +14,27 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
-from torch.nn import functional
 
 from launcher.workloads.initialisation import SeededUnit, initialise
 from launcher.workloads.optimizer import build_optimizer, build_scheduler
 from launcher.workloads.optimizer_options import OptimizerOptions
 from launcher.workloads.sampling import sample_tokens
-from launcher.workloads.transformer import Transformer
+from launcher.workloads.transformer import Head, Transformer
 from launcher.workloads.transformer_shape import UNIT_PREFIX, TransformerShape, unit_costs
+from strategies.runtime.tensor_parallel.layers import ColumnLinear
+from strategies.runtime.tensor_parallel.styles import (
+    Column,
+    Row,
+    Split,
+    Stream,
+    Style,
+    Vocabulary,
+)
+from strategies.runtime.tensor_parallel.vocabulary import (
+    VocabularyShare,
+    most_probable,
+    token_losses,
+)
 
 Mode = Literal["train", "validate", "test", "predict"]
 Batch = Mapping[str, Tensor]
@@ -78,7 +91,8 @@ class LanguageModel(pl.LightningModule):
         """What a step returns, from the last unit's output; logs the loss.
 
         Args:
-            tensors: The logits ``[batch, sequence, vocab]``, alone in a tuple.
+            tensors: The logits ``[batch, sequence, vocab]``, alone in a tuple; this rank's share
+                of them under tensor parallelism.
             batch: The batch or microbatch that led to them.
             batch_idx: As Lightning counts.
             mode: Which step this is.
@@ -90,9 +104,9 @@ class LanguageModel(pl.LightningModule):
         """
         (logits,) = tensors
         if mode == "predict":
-            return _predict(logits, batch.get("targets"))
+            return _predict(logits, batch.get("targets"), self._vocabulary)
         targets = batch["targets"]
-        loss = _token_losses(logits, targets).mean()
+        loss = token_losses(logits, targets, self._vocabulary).mean()
         size = targets.shape[0]
         if mode == "train":
             self.log("train_loss", loss.detach(), prog_bar=True, batch_size=size)
@@ -100,6 +114,34 @@ class LanguageModel(pl.LightningModule):
             name = "val_loss" if mode == "validate" else "test_loss"
             self.log(name, loss.detach(), prog_bar=True, sync_dist=True, batch_size=size)
         return loss
+
+    def tensor_parallel_plan(self) -> dict[str, Style]:
+        """How layers are cut over tensor-parallel ranks: by heads, inner width, and token ids."""
+        head = self.shape.head_size
+        attention = UNIT_PREFIX + "layers.*.attention"
+        mlp = UNIT_PREFIX + "layers.*.mlp"
+        plan: dict[str, Style] = {
+            f"{UNIT_PREFIX}embedding.tokens": Vocabulary(),
+            f"{UNIT_PREFIX}embedding": Split(),
+            **{f"{attention}.{name}": Column(block=head) for name in ("query", "key", "value")},
+            f"{attention}.output": Row(block=head),
+            f"{mlp}.up": Column(),
+            f"{mlp}.down": Row(),
+            f"{UNIT_PREFIX}layers.*.*.norm": Stream(),
+            f"{UNIT_PREFIX}layers.*.*.dropout": Stream(),
+            f"{UNIT_PREFIX}head.norm": Stream(),
+            f"{UNIT_PREFIX}head.projection": Vocabulary(),
+        }
+        if self.shape.activation == "swiglu":
+            plan[f"{mlp}.gate"] = Column()
+        return plan
+
+    @property
+    def _vocabulary(self) -> VocabularyShare | None:
+        """Which token ids this rank's logits are for; None if for all."""
+        head = self.net.head
+        projection = head.projection if isinstance(head, Head) else None
+        return projection.vocabulary if isinstance(projection, ColumnLinear) else None
 
     def unit_costs(self) -> list[float]:
         """Relative forward cost of each unit, > 0, in the order of ``pipeline_units``."""
@@ -192,12 +234,7 @@ class LanguageModel(pl.LightningModule):
         return self.pipeline_result(tensors, batch, batch_idx, mode)
 
 
-def _token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-probabilities ``[batch, sequence]`` in at least float32."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = functional.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view_as(targets)
-
-
-def _predict(logits: Tensor, targets: Tensor | None) -> Tensor:
-    return logits.argmax(dim=-1) if targets is None else -_token_losses(logits, targets)
+def _predict(logits: Tensor, targets: Tensor | None, share: VocabularyShare | None) -> Tensor:
+    if targets is None:
+        return most_probable(logits, share)
+    return -token_losses(logits, targets, share)

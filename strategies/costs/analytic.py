@@ -4,6 +4,9 @@ Compute: FLOPs over reached peak, or bytes over memory bandwidth where that take
 is twice a forward, half of it for the inputs. Messages: bytes over the link's bandwidth, and its
 latency. Reductions: a ring over the replicas, 2 (n-1)/n of the bytes and 2 (n-1) latencies; half of
 that for a reduce-scatter, and for the all-gather that goes with it.
+
+Ranks that share matrices (tp) add up tensors in the same way. In a whole backward that runs under
+the weights' gradients. A boundary tensor travels as one slice per such rank and is gathered.
 """
 
 from __future__ import annotations
@@ -27,12 +30,16 @@ class Load:
         parameters: Number of parameters.
         output_elements: Elements that go to the next stage.
         saved_elements: Elements kept from forward to backward.
+        forward_sums: Elements that a forward adds up over tensor-parallel ranks, tensor by tensor.
+        backward_sums: The same for a backward.
     """
 
     forward_flops: float
     parameters: int
     output_elements: int
     saved_elements: int
+    forward_sums: tuple[int, ...] = ()
+    backward_sums: tuple[int, ...] = ()
 
 
 def sum_loads(loads: list[Load]) -> Load:
@@ -42,6 +49,8 @@ def sum_loads(loads: list[Load]) -> Load:
         sum(load.parameters for load in loads),
         loads[-1].output_elements if loads else 0,
         sum(load.saved_elements for load in loads),
+        tuple(size for load in loads for size in load.forward_sums),
+        tuple(size for load in loads for size in load.backward_sums),
     )
 
 
@@ -50,13 +59,15 @@ class AnalyticCosts:
     """A model cut into stages, on a machine.
 
     Attributes:
-        stages: One load per stage.
+        stages: One load per stage, of one rank.
         hardware: The machine.
         dp: Replicas.
         element_bytes: Bytes of a weight, a gradient and an activation element.
         sizes: Each of them by itself, for mixed precision; None for ``element_bytes``.
         optimizer_elements: Elements of optimizer state per parameter (2 for Adam).
         transport: ``buffered`` or ``rendezvous``.
+        tp: Ranks that share the matrices of a stage.
+        sequence_parallel: Whether boundary tensors are cut between those ranks anyway.
     """
 
     stages: tuple[Load, ...]
@@ -66,6 +77,8 @@ class AnalyticCosts:
     optimizer_elements: int = 2
     transport: Transport = "buffered"
     sizes: ElementSizes | None = None
+    tp: int = 1
+    sequence_parallel: bool = False
 
     def table(self, program: Program) -> CostTable:
         """Durations in seconds.
@@ -78,7 +91,10 @@ class AnalyticCosts:
                 f"costs of {len(self.stages)} stages for a program of "
                 f"{program.placement.num_stages}."
             )
-        forward = tuple(self._forward(load) for load in self.stages)
+        computed = tuple(self._forward(load) for load in self.stages)
+        sums = [self._sums(load.forward_sums) for load in self.stages]
+        back = [self._sums(load.backward_sums) for load in self.stages]
+        forward = tuple(map(sum, zip(computed, sums, strict=True)))
         links = [self._link(program, b.source, b.target) for b in program.boundaries]
         sent = [self.stages[b.source].output_elements for b in program.boundaries]
         gathered = gathered_stages(program)
@@ -86,9 +102,9 @@ class AnalyticCosts:
             name="analytic",
             time_unit="s",
             forward=forward,
-            backward=tuple(2 * value for value in forward),
-            backward_input=forward,
-            backward_weight=forward,
+            backward=tuple(c + max(c, b) for c, b in zip(computed, back, strict=True)),
+            backward_input=tuple(map(sum, zip(computed, back, strict=True))),
+            backward_weight=computed,
             recompute=forward,
             step=tuple(
                 self._step(program, stage, sharded=stage in gathered)
@@ -106,9 +122,12 @@ class AnalyticCosts:
                 self._once_round(program, stage, 1, self._sizes.weight) if stage in gathered else 0
                 for stage in range(len(self.stages))
             ),
-            latency=tuple(latency for _, latency in links),
+            latency=tuple(
+                latency + self._gather(count)
+                for count, (_, latency) in zip(sent, links, strict=True)
+            ),
             occupancy=tuple(
-                count * self._sizes.activation / bandwidth
+                count * self._sizes.activation / self.tp / bandwidth
                 for count, (bandwidth, _) in zip(sent, links, strict=True)
             ),
             transport=self.transport,
@@ -147,10 +166,28 @@ class AnalyticCosts:
         moved = 2 * load.output_elements * self._sizes.activation / machine.memory_bandwidth
         return max(computed, moved)
 
+    def _sums(self, sizes: tuple[int, ...]) -> float:
+        """Adding up tensors over tensor-parallel ranks, one after the other."""
+        if self.tp == 1:
+            return 0.0
+        bandwidth, latency = self.hardware.link(0, self.tp - 1)
+        steps = 2 * (self.tp - 1)
+        once = steps / self.tp * self._sizes.activation / bandwidth
+        return sum(size * once + steps * latency for size in sizes)
+
+    def _gather(self, count: int) -> float:
+        """Completing a boundary tensor from its slices."""
+        if self.tp == 1 or self.sequence_parallel:
+            return 0.0
+        bandwidth, latency = self.hardware.link(0, self.tp - 1)
+        share = (self.tp - 1) / self.tp
+        moved = share * count * self._sizes.activation
+        return moved / bandwidth + (self.tp - 1) * latency
+
     def _link(self, program: Program, source: int, target: int) -> tuple[float, float]:
         placement = program.placement
-        first = placement.rank_of(source, 0) * self.dp
-        second = placement.rank_of(target, 0) * self.dp
+        first = placement.rank_of(source, 0) * self.dp * self.tp
+        second = placement.rank_of(target, 0) * self.dp * self.tp
         return self.hardware.link(first, second)
 
     def _once_round(self, program: Program, stage: int, parts: int, size: int) -> float:
@@ -168,4 +205,6 @@ class AnalyticCosts:
 
     def _members(self, program: Program, stage: int) -> list[int]:
         owners = program.placement.owners(stage)
-        return [owner * self.dp + replica for owner in owners for replica in range(self.dp)]
+        return [
+            (owner * self.dp + replica) * self.tp for owner in owners for replica in range(self.dp)
+        ]

@@ -51,7 +51,8 @@ def save(
     Args:
         checkpoint: This rank's part, as Lightning collects it.
         path: The folder to be.
-        coordinates: Where this process stands; replica 0 writes weights and optimizer state.
+        coordinates: Where this process stands; the first sharer in
+            replica 0 writes weights and optimizer state, whole.
         barrier: Waits for all processes.
         agree: True if all processes say True.
         metadata: Goes into the manifest.
@@ -73,7 +74,7 @@ def save(
         part = dict(checkpoint)
         if _HYPER_PARAMETERS in part:
             part[_HYPER_PARAMETERS] = _plain_values(part[_HYPER_PARAMETERS])
-        if coordinates.dp_rank > 0:
+        if coordinates.dp_rank > 0 or coordinates.tp_rank > 0:
             for key in _SHARED_BY_REPLICAS:
                 part.pop(key, None)
         part[_RANDOM] = _random_state()
@@ -137,6 +138,7 @@ def _commit(
         "format": FORMAT,
         "pp": coordinates.pp,
         "dp": coordinates.dp,
+        "tp": coordinates.tp,
         "metadata": dict(metadata),
         "files": files,
     }
@@ -248,14 +250,14 @@ def load(
             f"{path} is a checkpoint of another model: it has {len(more)} parameters that this one "
             f"lacks, {more[0]} first. Use the model it was written with."
         )
-    then = (manifest["pp"], manifest["dp"])
-    same = then == (coordinates.pp, coordinates.dp)
+    then = (manifest["pp"], manifest["dp"], manifest.get("tp", 1))
+    same = then == (coordinates.pp, coordinates.dp, coordinates.tp)
     rank = coordinates.global_rank(coordinates.pp_rank, coordinates.dp_rank)
     part = _read_part(path / _stem(rank if same else 0))
     state: dict[str, Tensor] = {}
     optimizers: list[dict[str, Any]] = []
     for pp_rank in range(manifest["pp"]):
-        writer = _read_part(path / _stem(pp_rank * manifest["dp"]))
+        writer = _read_part(path / _stem(pp_rank * manifest["dp"] * manifest.get("tp", 1)))
         for name, value in writer.get("state_dict", {}).items():
             if name in wanted:
                 state.setdefault(name, value)  # What several ranks hold is the first one's.
@@ -283,7 +285,7 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
     manifest = read_manifest(path)
     state: dict[str, Tensor] = {}
     for pp_rank in range(manifest["pp"]):
-        part = _read_part(path / _stem(pp_rank * manifest["dp"]))
+        part = _read_part(path / _stem(pp_rank * manifest["dp"] * manifest.get("tp", 1)))
         state = part["state_dict"] | state
     return state
 

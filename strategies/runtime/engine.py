@@ -38,6 +38,8 @@ from strategies.runtime.microbatch import checksum, split_batch
 from strategies.runtime.recorder import Recorder, StepRecord
 from strategies.runtime.rng import kept_generators
 from strategies.runtime.stage_model import LogCall, Mode, StageModel
+from strategies.runtime.tensor_parallel import TensorRanks
+from strategies.runtime.tensor_parallel.sliced_transport import SlicedTransport
 from strategies.runtime.transport import (
     GlooTransport,
     NcclTransport,
@@ -58,6 +60,7 @@ class Options:
         seed: Of everything random inside the model.
         check_batches: Compare the batch between the ranks of a pipeline at every step.
         timeout_s: How long any communicator waits.
+        sequence_parallel: With tp > 1, cut the stream between matrices along the sequence.
         gradient_dtype: Type in which gradients travel to be reduced; None for that of their sum.
     """
 
@@ -67,6 +70,7 @@ class Options:
     seed: int = 0
     check_batches: bool = True
     timeout_s: float = 1800.0
+    sequence_parallel: bool = False
     gradient_dtype: torch.dtype | None = None
 
 
@@ -138,8 +142,12 @@ class Engine:
         self.device = device
         self.placement = resolve_placement(plan)
         self.owned = self.placement.stages_of(coordinates.pp_rank)
+        self.communicators = Communicators(coordinates)
+        self.tensor_ranks = self._tensor_ranks()
+        if self.tensor_ranks is not None:
+            model.shard(self.tensor_ranks)
         self.stages = self._cut()
-        self.communicators = self._communicators(shards=plan.overlap == "zero1")
+        self._create_communicators(shards=plan.overlap == "zero1")
         self._shared = {name: stages for name, stages in model.shared_parameters()}
         parameters = {stage: dict(model.stage_parameters(stage)) for stage in self.owned}
         self._parameters = parameters
@@ -148,8 +156,8 @@ class Engine:
         self.plan = plan
         self.programs = compile_plan(plan)
         pipeline = coordinates.pipeline(coordinates.dp_rank)
-        self._bulletin = Bulletin(self.communicators.get("control", pipeline), coordinates.pp)
-        self._control = self.communicators.get("control", pipeline)
+        self._control = self.control_group
+        self._bulletin = Bulletin(self._control, coordinates.pp * coordinates.tp)
         self.mailbox = Mailbox(self._transport(pipeline), coordinates.pp_rank, device)
         self.recorder = Recorder(coordinates.pp_rank, device)
         self.gradients: dict[int, StageGradients] = {}
@@ -162,6 +170,7 @@ class Engine:
             gradients=self.gradients,
             mains=self.mains,
             recorder=self.recorder,
+            tensor_ranks=self.tensor_ranks,
         )
         self._flushed = False
         self._shared_works: list[dist.Work] = []
@@ -186,40 +195,71 @@ class Engine:
         self.model.cut(stages, self.owned)
         return stages
 
-    def _communicators(self, *, shards: bool) -> Communicators:
+    @property
+    def control_group(self) -> dist.ProcessGroup | None:
+        """All ranks of this replica; None if it is a single one."""
+        where = self.coordinates
+        return self.communicators.get("control", where.replica(where.dp_rank))
+
+    def _tensor_ranks(self) -> TensorRanks | None:
+        """Who shares the matrices of this rank's stages; needed before the model is cut."""
+        where = self.coordinates
+        if where.tp == 1:
+            return None
+        sharers = [where.sharers(pp, dp) for pp in range(where.pp) for dp in range(where.dp)]
+        self._create([("tensor", ranks) for ranks in sharers])
+        group = self.communicators.get("tensor", where.sharers(where.pp_rank, where.dp_rank))
+        assert group is not None
+        return TensorRanks(group, sequence=self.options.sequence_parallel)
+
+    def _create_communicators(self, *, shards: bool) -> None:
         """Every group that any rank's program needs, in one order on all processes."""
         where = self.coordinates
-        backend = self.options.backend
-        nccl = backend == "nccl"
+        nccl = self.options.backend == "nccl"
         wanted: list[tuple[str, tuple[int, ...]]] = []
-        for replica in range(where.dp):
-            pipeline = where.pipeline(replica)
-            wanted += [("control", pipeline), ("messages", pipeline)]
-            if nccl:
-                ordered = ((a, b) for a in pipeline for b in pipeline if a != b)
-                wanted += [("messages", pair) for pair in ordered]
-        for stage in range(self.placement.num_stages):
-            wanted.append(("reduce", where.replicas(self.placement.owners(stage))))
-            if shards:
-                # Optimizer state is put together from host memory.
-                wanted.append(("control", where.replicas(self.placement.owners(stage))))
+        wanted += [("control", where.replica(replica)) for replica in range(where.dp)]
         if shards:
             wanted.append(("control", tuple(range(where.world_size))))
-        for _, stages in self.model.shared_parameters():
-            wanted.append(("reduce", self._shared_ranks(stages)))
-        wanted += [("metrics", where.replicas((rank,))) for rank in range(where.pp)]
-        communicators = Communicators(where)
-        fast = "nccl" if nccl else "gloo"
-        if where.world_size > 1:
-            backends = {"control": "gloo", "metrics": "gloo", "messages": fast, "reduce": fast}
-            communicators.create(wanted, backends=backends, timeout_s=self.options.timeout_s)
-        return communicators
+        for sharer in range(where.tp):
+            for replica in range(where.dp):
+                pipeline = where.pipeline(replica, sharer)
+                wanted.append(("messages", pipeline))
+                if nccl:
+                    ordered = ((a, b) for a in pipeline for b in pipeline if a != b)
+                    wanted += [("messages", pair) for pair in ordered]
+            for stage in range(self.placement.num_stages):
+                owners = where.replicas(self.placement.owners(stage), sharer)
+                wanted.append(("reduce", owners))
+                if shards:
+                    # Optimizer state is put together from host memory.
+                    wanted.append(("control", owners))
+            for _, stages in self.model.shared_parameters():
+                wanted.append(("reduce", self._shared_ranks(stages, sharer)))
+            wanted += [("metrics", where.replicas((rank,), sharer)) for rank in range(where.pp)]
+        self._create(wanted)
 
-    def _shared_ranks(self, stages: Sequence[int]) -> tuple[int, ...]:
+    def _create(self, wanted: list[tuple[str, tuple[int, ...]]]) -> None:
+        if self.coordinates.world_size > 1:
+            fast = "nccl" if self.options.backend == "nccl" else "gloo"
+            backends = {
+                "control": "gloo", "metrics": "gloo", "messages": fast, "reduce": fast,
+                "tensor": fast,
+            }  # fmt: skip
+            self.communicators.create(wanted, backends=backends, timeout_s=self.options.timeout_s)
+
+    def _shared_ranks(self, stages: Sequence[int], sharer: int | None = None) -> tuple[int, ...]:
         owners = sorted({rank for stage in stages for rank in self.placement.owners(stage)})
-        return self.coordinates.replicas(tuple(owners))
+        return self.coordinates.replicas(tuple(owners), sharer)
 
     def _transport(self, pipeline: tuple[int, ...]) -> Transport | None:
+        transport = self._whole_transport(pipeline)
+        ranks = self.tensor_ranks
+        # A stream that is cut along the sequence travels as it is.
+        if transport is None or ranks is None or ranks.sequence:
+            return transport
+        return SlicedTransport(transport, ranks)
+
+    def _whole_transport(self, pipeline: tuple[int, ...]) -> Transport | None:
         group = self.communicators.get("messages", pipeline)
         if group is None:
             return None
@@ -278,6 +318,10 @@ class Engine:
             shared = self.named_parameters().get(name)
             if shared is not None:
                 self._broadcast(shared, self._shared_ranks(self._shared[name]))
+        if self.tensor_ranks is not None:
+            for name, parameter in self.named_parameters().items():
+                if name not in self.model.shards:
+                    self.tensor_ranks.broadcast_(parameter.detach())
 
     def _broadcast(self, tensor: Tensor, members: tuple[int, ...]) -> None:
         group = self.communicators.get("reduce", members)
@@ -451,6 +495,8 @@ class Engine:
         return self._joined(answers, result)
 
     def _joined(self, answers: list[list[Any]], result: StepResult) -> PassResult:
+        # All sharers of a stage know the same.
+        answers = answers[self.coordinates.tp_rank :: self.coordinates.tp]
         losses = [answer[1] for answer in answers if answer[1] is not None]
         logs = unpack_logs([answer[2] for answer in answers])
         results = [result.results[key] for key in sorted(result.results)]
@@ -458,7 +504,14 @@ class Engine:
 
     def _check_same(self, marks: list[int]) -> None:
         if len(set(marks)) > 1:
-            listing = ", ".join(f"rank {rank}: {mark:08x}" for rank, mark in enumerate(marks))
+            tp = self.coordinates.tp
+            names = [
+                f"rank {place // tp}" + (f" tp {place % tp}" if tp > 1 else "")
+                for place in range(len(marks))
+            ]
+            listing = ", ".join(
+                f"{name}: {mark:08x}" for name, mark in zip(names, marks, strict=True)
+            )
             raise DataError(
                 "the ranks of one pipeline see different batches (checksums "
                 f"{listing}). The data order must not depend on the global random state: give the "
@@ -536,8 +589,31 @@ class Engine:
         for _, parameter, gradient in self._shared_gradients:
             for piece in self.mains.pieces_of(parameter) or ():
                 piece.main.grad = gradient
+        self._add_up_partial()
         self._note_norm()
         self._flushed_at = self.recorder.stamp()
+
+    def _add_up_partial(self) -> None:
+        """Sums the gradients of whole weights that each tensor-parallel rank used on its share."""
+        wanted = self.model.partial_parameters
+        if self.tensor_ranks is None or not wanted:
+            return
+        found: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+        for name, parameter in self.named_parameters().items():
+            if name not in wanted:
+                continue
+            for updated in self.mains.updated_parameters((parameter,)):
+                gradient = updated.grad
+                if gradient is not None:
+                    kind = (gradient.dtype, gradient.device)
+                    found.setdefault(kind, {})[gradient.data_ptr()] = gradient
+        for gradients in found.values():
+            flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
+            self.tensor_ranks.sum_(flat)
+            sizes = [gradient.numel() for gradient in gradients.values()]
+            totals = torch.split(flat, sizes)
+            for gradient, total in zip(gradients.values(), totals, strict=True):
+                gradient.copy_(total.view_as(gradient))
 
     def _note_norm(self) -> None:
         """Keeps the norm for the next step's message; replicas' shares are added on the way."""
@@ -568,7 +644,7 @@ class Engine:
     def gradient_norm(self) -> Tensor:
         """2-norm of the whole model's gradient, a float64 scalar, equal on all ranks.
 
-        Collective over the pipeline, with sharded weights over all processes. Weights that several
+        Collective over the replica, with sharded weights over all processes. Weights that several
         ranks hold count once.
         """
         total = self._local_squared_norm()
@@ -586,12 +662,23 @@ class Engine:
         """This rank's share of the squared norm; weights on several ranks count on the first."""
         total = torch.zeros((), dtype=torch.float64)
         rank = self.coordinates.pp_rank
+        counts = None
+        if self.coordinates.tp_rank > 0:
+            # The first of the sharers counts what all of them have whole.
+            shards = self.model.shards
+            cut = {id(p) for name, p in self.named_parameters().items() if name in shards}
+
+            def counts(parameter: Tensor) -> bool:
+                return id(parameter) in cut
+
         for stage, gradients in self.gradients.items():
             if gradients.sharded or self.placement.owners(stage)[0] == rank:
-                total += gradients.squared_norm()
+                total += gradients.squared_norm(counts)
         # Replicas' sums are added only where each has a share.
         first = not self.mains.sharded or self.coordinates.dp_rank == 0
-        for name, _, gradient in self._shared_gradients:
+        for name, parameter, gradient in self._shared_gradients:
+            if counts is not None and not counts(parameter):
+                continue
             if first and self.placement.owners(self._shared[name][0])[0] == rank:
                 total += torch.linalg.vector_norm(gradient).double().square().cpu()
         return total
@@ -634,14 +721,16 @@ class Engine:
         self.communicators.destroy()
 
 
-def check_world(*, pp: int, dp: int, world_size: int) -> None:
+def check_world(*, pp: int, dp: int, tp: int = 1, world_size: int) -> None:
     """Refuses a world that the degrees do not fill.
 
     Raises:
-        PlanError: pp * dp is not the number of processes.
+        PlanError: pp * dp * tp is not the number of processes.
     """
-    if pp * dp != world_size:
+    wanted = pp * dp * tp
+    if wanted != world_size:
+        sharers = "" if tp == 1 else f" times tp={tp}"
         raise PlanError(
-            f"pp={pp} times dp={dp} is {pp * dp} processes, but there are {world_size}. "
-            f"Try devices={pp * dp}, or dp={max(1, world_size // pp)}."
+            f"pp={pp} times dp={dp}{sharers} is {wanted} processes, but there are {world_size}. "
+            f"Try devices={wanted}, or dp={max(1, world_size // (pp * tp))}."
         )

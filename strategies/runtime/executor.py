@@ -25,8 +25,9 @@ from strategies.runtime.mailbox import Mailbox
 from strategies.runtime.main_weights import AllMainWeights
 from strategies.runtime.microbatch import Microbatch
 from strategies.runtime.recorder import Recorder, StepRecord
-from strategies.runtime.split_backward import PendingWeights, input_backward
+from strategies.runtime.split_backward import Meanwhile, PendingWeights, input_backward
 from strategies.runtime.stage_model import Mode, StageModel, StageOutput
+from strategies.runtime.tensor_parallel import TensorRanks
 
 _RECEIVE_AHEAD = 4
 
@@ -92,7 +93,9 @@ class Executor:
         gradients: dict[int, StageGradients],
         mains: AllMainWeights,
         recorder: Recorder,
+        tensor_ranks: TensorRanks | None = None,
     ) -> None:
+        self._tensor_ranks = tensor_ranks
         self._model = model
         self._rank = rank
         self._mailbox = mailbox
@@ -384,7 +387,10 @@ class _Run:
 
     def backward(self, item: Instruction, gradients: tuple[Tensor, ...]) -> None:
         graph, outputs, incoming = self._roots(item, gradients)
-        if outputs:
+        if outputs and self._executor._tensor_ranks is not None:
+            leaves = [leaf for leaf in graph.inputs if leaf.requires_grad]
+            _backward_under_sums(self._executor._tensor_ranks, outputs, incoming, leaves)
+        elif outputs:
             torch.autograd.backward(outputs, incoming)
         self._hand_back(item, graph)
 
@@ -441,3 +447,16 @@ class _Run:
         assert item.microbatch is not None
         tensors = self._values.pop((item.payload, item.stage, item.microbatch))
         self._mailbox.send(item, tensors)
+
+
+def _backward_under_sums(
+    ranks: TensorRanks, outputs: list[Tensor], incoming: list[Tensor], inputs: list[Tensor]
+) -> None:
+    """A whole backward whose weight gradients run while input gradients are added up over ranks."""
+    meanwhile = ranks.meanwhile = Meanwhile()
+    try:
+        rest = input_backward(outputs, incoming, inputs, meanwhile=meanwhile)
+    finally:
+        ranks.meanwhile = None
+    meanwhile.run()
+    rest.run()

@@ -272,19 +272,37 @@ class StageGradients:
             handle.remove()
         self.detach()
 
-    def squared_norm(self) -> Tensor:
-        """Sum of squares of the stage's gradient, or of this member's share; a float64 scalar."""
+    def squared_norm(self, counts: Callable[[Tensor], bool] | None = None) -> Tensor:
+        """Sum of squares of the stage's gradient, or of this member's share; a float64 scalar.
+
+        Args:
+            counts: Which parameters belong to the sum; None for all.
+        """
         total = torch.zeros((), dtype=torch.float64)
         for buffer in self.buffers:
-            parts = [buffer.flat[: sum(p.numel() for p in buffer.parameters)]]
-            if self.sharded:
-                assert self.group is not None
-                ranges = buffer.layout.owned(self.group.rank())
-                parts = [buffer.flat[start:stop] for start, stop in ranges]
-            for part in parts:
+            for part in self._parts(buffer, counts):
                 norm = torch.linalg.vector_norm(part)
                 total = total + norm.double().square().cpu()
         return total
+
+    def _parts(self, buffer: Buffer, counts: Callable[[Tensor], bool] | None) -> list[Tensor]:
+        layout = buffer.layout
+        ranges: list[tuple[int, int]] = []
+        if self.sharded:
+            assert self.group is not None
+            member = self.group.rank()
+            if counts is None:
+                ranges += layout.owned(member)
+            for index, parameter in enumerate(buffer.parameters):
+                if counts is not None and counts(parameter):
+                    ranges += layout.pieces(index, member)
+        elif counts is None:
+            ranges.append((0, sum(parameter.numel() for parameter in buffer.parameters)))
+        else:
+            for parameter, start in zip(buffer.parameters, layout.starts, strict=False):
+                if counts(parameter):
+                    ranges.append((start, start + parameter.numel()))
+        return [buffer.flat[start:stop] for start, stop in ranges]
 
 
 def clip_(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:

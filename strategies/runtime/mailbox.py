@@ -106,7 +106,10 @@ class Mailbox:
             tuple(tensor.dtype for tensor in tensors),
             tuple(tensor.requires_grad for tensor in tensors),
         )
-        known = self._specs.setdefault(self._key(stage, microbatch), spec)
+        key = self._key(stage, microbatch)
+        if self._transport is not None and key not in self._specs:
+            self._transport.check_whole(stage, tensors)
+        known = self._specs.setdefault(key, spec)
         if (known.shapes, known.dtypes) == (spec.shapes, spec.dtypes) and known != spec:
             raise ModelError(
                 f"which tensors behind stage {stage} need a gradient has changed during training: "
@@ -183,7 +186,8 @@ class Mailbox:
             data = tensor.contiguous()
             if data.numel():
                 kept.append((self._transport.send(data, peer, tag + index), data))
-                self.bytes_sent += data.numel() * data.element_size()
+                sent = -(-data.numel() // self._transport.slices)
+                self.bytes_sent += sent * data.element_size()
 
     def release(self, item: Instruction) -> None:
         """Lets go of a SEND that is known to have ended.

@@ -30,18 +30,19 @@ def gather_timeline(engine: Engine, *, median: bool) -> Timeline | None:
         by_span = next(step for step, span in spans.items() if span == middle)
         chosen = by_span if median else full[-1].step
     where = engine.coordinates
-    pipeline = where.pipeline(where.dp_rank)
-    group = engine.communicators.get("control", pipeline)
+    replica = where.replica(where.dp_rank)
+    group = engine.control_group
     if group is not None:
         box = [chosen]
-        dist.broadcast_object_list(box, src=pipeline[0], group=group)
+        dist.broadcast_object_list(box, src=replica[0], group=group)
         chosen = box[0]
     record = next((r for r in full if r.step == chosen), None)
     own: Any = None if record is None else engine.recorder.seconds(record)
     gathered: list[Any] = [own]
     if group is not None:
-        gathered = [None] * where.pp
+        gathered = [None] * len(replica)
         dist.all_gather_object(gathered, own, group=group)
+        gathered = gathered[where.tp_rank :: where.tp]
     if any(entry is None for entry in gathered):
         return None
     zero = min(min(v for v in start if v) for start, _ in gathered)

@@ -1,7 +1,7 @@
 """Processes as a grid, and every communicator that a program needs, made once in one order.
 
-Global rank = pp_rank * dp + dp_rank: neighbours in a reduction lie next to each other (inside a
-node first), the pipeline spans nodes.
+Global rank = (pp_rank * dp + dp_rank) * tp + tp_rank: ranks that share matrices lie next to each
+other (inside a node), then those that reduce gradients; the pipeline spans nodes.
 """
 
 from __future__ import annotations
@@ -21,36 +21,52 @@ class Coordinates:
         dp: Number of replicas.
         pp_rank: Pipeline rank of this process.
         dp_rank: Replica of this process.
+        tp: Ranks that share the matrices of a stage.
+        tp_rank: This process among them.
     """
 
     pp: int
     dp: int
     pp_rank: int
     dp_rank: int
+    tp: int = 1
+    tp_rank: int = 0
 
     @classmethod
-    def of(cls, global_rank: int, *, pp: int, dp: int) -> Coordinates:
-        """Coordinates of a global rank; dp is innermost."""
-        return cls(pp, dp, global_rank // dp, global_rank % dp)
+    def of(cls, global_rank: int, *, pp: int, dp: int, tp: int = 1) -> Coordinates:
+        """Coordinates of a global rank; tp is innermost, pp outermost."""
+        rest, tp_rank = divmod(global_rank, tp)
+        return cls(pp, dp, rest // dp, rest % dp, tp, tp_rank)
 
     @property
     def world_size(self) -> int:
-        """Number of processes, pp * dp."""
-        return self.pp * self.dp
+        """Number of processes, pp * dp * tp."""
+        return self.pp * self.dp * self.tp
 
-    def global_rank(self, pp_rank: int, dp_rank: int) -> int:
-        """The inverse of ``of``."""
-        return pp_rank * self.dp + dp_rank
+    def global_rank(self, pp_rank: int, dp_rank: int, tp_rank: int | None = None) -> int:
+        """The inverse of ``of``; this process's tp_rank where none is given, as in the others."""
+        own = self.tp_rank if tp_rank is None else tp_rank
+        return (pp_rank * self.dp + dp_rank) * self.tp + own
 
-    def pipeline(self, dp_rank: int) -> tuple[int, ...]:
-        """Global ranks of one replica, first stage first."""
-        return tuple(self.global_rank(rank, dp_rank) for rank in range(self.pp))
+    def pipeline(self, dp_rank: int, tp_rank: int | None = None) -> tuple[int, ...]:
+        """Global ranks of one pipeline, first stage first."""
+        return tuple(self.global_rank(rank, dp_rank, tp_rank) for rank in range(self.pp))
 
-    def replicas(self, pp_ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Global ranks of all replicas of some pipeline ranks."""
+    def replicas(self, pp_ranks: tuple[int, ...], tp_rank: int | None = None) -> tuple[int, ...]:
+        """Global ranks of all replicas of some pipeline ranks, of one tp_rank."""
         return tuple(
-            self.global_rank(pp_rank, dp_rank) for pp_rank in pp_ranks for dp_rank in range(self.dp)
+            self.global_rank(pp_rank, dp_rank, tp_rank)
+            for pp_rank in pp_ranks
+            for dp_rank in range(self.dp)
         )
+
+    def sharers(self, pp_rank: int, dp_rank: int) -> tuple[int, ...]:
+        """Global ranks that share the matrices of one pipeline rank."""
+        return tuple(self.global_rank(pp_rank, dp_rank, rank) for rank in range(self.tp))
+
+    def replica(self, dp_rank: int) -> tuple[int, ...]:
+        """Global ranks of one replica: all its pipeline ranks' sharers, in order."""
+        return tuple(rank for pp_rank in range(self.pp) for rank in self.sharers(pp_rank, dp_rank))
 
 
 @dataclass

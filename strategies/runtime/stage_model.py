@@ -8,11 +8,14 @@ know which of the two it drives, and neither may know the schedule.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor, nn
+
+from strategies.errors import ModelError
+from strategies.runtime.tensor_parallel import Shard, TensorRanks
 
 Mode = Literal["train", "validate", "test", "predict"]
 
@@ -123,3 +126,25 @@ class StageModel(ABC):
     @abstractmethod
     def parameter_names(self) -> tuple[str, ...]:
         """Global names of all parameters of the uncut module."""
+
+    def shard(self, ranks: TensorRanks) -> None:
+        """Prepares for tensor-parallel ranks; called once, before ``cut``.
+
+        Raises:
+            ModelError: The module does not say how its layers are cut.
+        """
+        raise ModelError(
+            f"tp={ranks.size} needs a module that declares its units and how their layers are cut: "
+            "give it pipeline_units(), pipeline_inputs(), pipeline_result() and "
+            "tensor_parallel_plan() (see strategies/runtime/unit_model.py), or use tp=1."
+        )
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """Names of parameters of which this rank holds a share, and how they are cut."""
+        return {}
+
+    @property
+    def partial_parameters(self) -> Collection[str]:
+        """Whole parameters whose gradients are to be added up over tensor-parallel ranks."""
+        return ()

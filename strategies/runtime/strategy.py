@@ -39,6 +39,12 @@ from strategies.runtime.main_optimizer import MainOptimizer
 from strategies.runtime.measured import gather_timeline
 from strategies.runtime.mesh import Coordinates
 from strategies.runtime.stage_model import Mode, StageModel
+from strategies.runtime.tensor_parallel.whole_state import (
+    gather_optimizer_state,
+    gather_state,
+    take_optimizer_shares,
+    take_shares,
+)
 from strategies.runtime.unit_model import HasUnits, UnitModel
 from strategies.runtime.weight_readers import WholeWeights
 from strategies.schedule_file import ScheduleFile, read_schedule_file
@@ -52,12 +58,16 @@ GradientType = Literal["fp32", "bf16"]
 class PipelineStrategy(ParallelStrategy):
     """Runs a LightningModule through a pipeline program.
 
-    Global rank = pp_rank * dp + dp_rank. A module that declares units (``pipeline_units``) is cut
-    between them; any other is cut by replaying its steps (``strategies.runtime.replay``).
+    Global rank = (pp_rank * dp + dp_rank) * tp + tp_rank. A module that declares units
+    (``pipeline_units``) is cut between them; any other is cut by replaying its steps
+    (``strategies.runtime.replay``).
 
     Args:
         pp: Pipeline ranks.
         dp: Replicas; ``"auto"`` fills the devices.
+        tp: Ranks that share the matrices of each stage; needs a module that says how its layers
+            are cut (``tensor_parallel_plan``).
+        sequence_parallel: With tp > 1, cut activations between the matrices along the sequence.
         schedule: A name of the registry.
         num_microbatches: M per batch of a replica; None for 2 * pp, or what ``file`` has. A batch
             with fewer rows runs with one row per microbatch.
@@ -92,6 +102,8 @@ class PipelineStrategy(ParallelStrategy):
         pp: int = 1,
         *,
         dp: int | Literal["auto"] = "auto",
+        tp: int = 1,
+        sequence_parallel: bool = False,
         schedule: str = "1f1b",
         num_microbatches: int | None = None,
         stages_per_rank: int | None = None,
@@ -115,6 +127,8 @@ class PipelineStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._dp = dp
         self._pp = pp
+        self._tp = tp
+        self._sequence_parallel = sequence_parallel
         super().__init__()
         self._timeout = timedelta(seconds=timeout_s)
         self._backend: Backend = backend
@@ -175,7 +189,7 @@ class PipelineStrategy(ParallelStrategy):
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         # "devices=auto" on CPU means one device; the strategy knows how many ranks it needs.
-        wanted = self._pp * (self._dp if isinstance(self._dp, int) else 1)
+        wanted = self._pp * self._tp * (self._dp if isinstance(self._dp, int) else 1)
         if devices and devices[0].type == "cpu" and len(devices) == 1 and wanted > 1:
             devices = devices * max(1, wanted // max(1, self._num_nodes))
         self._parallel_devices = devices
@@ -185,7 +199,8 @@ class PipelineStrategy(ParallelStrategy):
         """Ranks on this node."""
         devices = self._parallel_devices or []
         if devices and devices[0].type == "cuda" and isinstance(self._dp, int):
-            return max(len(devices), self._pp * self._dp // max(1, self._num_nodes))
+            wanted = self._pp * self._dp * self._tp
+            return max(len(devices), wanted // max(1, self._num_nodes))
         return len(devices)
 
     @property
@@ -193,12 +208,12 @@ class PipelineStrategy(ParallelStrategy):
         """Replicas."""
         if isinstance(self._dp, int):
             return self._dp
-        return max(1, self._num_nodes * self.num_processes // self._pp)
+        return max(1, self._num_nodes * self.num_processes // (self._pp * self._tp))
 
     @property
     def coordinates(self) -> Coordinates:
         """Where this process stands."""
-        return Coordinates.of(self.global_rank, pp=self._pp, dp=self.dp)
+        return Coordinates.of(self.global_rank, pp=self._pp, dp=self.dp, tp=self._tp)
 
     @property
     def root_device(self) -> torch.device:
@@ -223,7 +238,8 @@ class PipelineStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         # The base starts nothing, and one process would wait for the others for ever.
-        check_world(pp=self._pp, dp=self.dp, world_size=self._num_nodes * self.num_processes)
+        processes = self._num_nodes * self.num_processes
+        check_world(pp=self._pp, dp=self.dp, tp=self._tp, world_size=processes)
         assert self.cluster_environment is not None
         if self.world_size > 1:
             self._launcher = _SubprocessScriptLauncher(
@@ -284,6 +300,7 @@ class PipelineStrategy(ParallelStrategy):
                     check_batches=self._check_batches,
                     timeout_s=self._timeout.total_seconds(),
                     gradient_dtype=self._grad_dtype,
+                    sequence_parallel=self._sequence_parallel,
                 ),
                 coordinates=self.coordinates,
                 device=self.root_device,
@@ -308,6 +325,10 @@ class PipelineStrategy(ParallelStrategy):
     def _synchronise(self, module: pl.LightningModule) -> None:
         self.engine.synchronise_weights()
         where = self.coordinates
+        sharers = self.engine.tensor_ranks
+        if sharers is not None:
+            for buffer in module.buffers():
+                sharers.broadcast_(buffer)
         group = self.engine.communicators.get("metrics", where.replicas((where.pp_rank,)))
         if group is not None:
             first = where.global_rank(where.pp_rank, 0)
@@ -542,8 +563,8 @@ class PipelineStrategy(ParallelStrategy):
         where = self.coordinates
         results: list[Any] = result.results
         if where.pp > 1:
-            pipeline = where.pipeline(where.dp_rank)
-            group = self.engine.communicators.get("control", pipeline)
+            pipeline = where.pipeline(where.dp_rank, 0)
+            group = self.engine.control_group
             gathered: list[list[Any]] = []
             placement = self.engine.placement
             for owner in placement.owners(placement.num_stages - 1):
@@ -635,20 +656,29 @@ class PipelineStrategy(ParallelStrategy):
         """This rank's part, under the names of the uncut module."""
         assert self.lightning_module is not None
         self.engine.mains.complete()
-        return checkpoints.owned_state(
+        state = checkpoints.owned_state(
             self.lightning_module.state_dict(),
             every_parameter=self.engine.model.parameter_names,
             owned_parameters=set(self.engine.named_parameters()),
         )
+        ranks = self.engine.tensor_ranks
+        return state if ranks is None else gather_state(state, self.engine.model.shards, ranks)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part, keyed by parameter names instead of positions; collective."""
+        named = self.engine.named_parameters()
+        state = self._named_state(optimizer, named)
+        ranks = self.engine.tensor_ranks
+        if ranks is None:
+            return state
+        shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        return gather_optimizer_state(state, self.engine.model.shards, ranks, shapes=shapes)
+
+    def _named_state(self, optimizer: Optimizer, named: dict[str, nn.Parameter]) -> dict[str, Any]:
         for main in self._main_optimizers:
             if main.optimizer is getattr(optimizer, "optimizer", optimizer):
-                return main.named_state(
-                    self.engine.named_parameters(), group_of=self.engine.owners_group
-                )
-        return checkpoints.name_optimizer_state(optimizer, self.engine.named_parameters())
+                return main.named_state(named, group_of=self.engine.owners_group)
+        return checkpoints.name_optimizer_state(optimizer, named)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
@@ -695,13 +725,20 @@ class PipelineStrategy(ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads this rank's names."""
         assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        state = checkpoint["state_dict"]
+        if self._tp > 1:
+            state = take_shares(state, self.engine.model.shards, self.coordinates.tp_rank)
+        self.lightning_module.load_state_dict(state, strict=strict)
         self.engine.mains.refresh()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the state of this rank's parameters, by name."""
         named = self.engine.named_parameters()
         saved = checkpoint["optimizer_states"]
+        if self._tp > 1:
+            shards = self.engine.model.shards
+            rank = self.coordinates.tp_rank
+            saved = [take_optimizer_shares(state, shards, rank) for state in saved]
         if self._main_optimizers:
             for main, state in zip(self._main_optimizers, saved, strict=True):
                 main.load(state, named)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
@@ -29,9 +29,15 @@ class Handle(Protocol):
 
 
 class Transport(ABC):
-    """Point-to-point messages inside one pipeline."""
+    """Point-to-point messages inside one pipeline.
+
+    Attributes:
+        ordered: Whether messages are matched by their order alone.
+        slices: In how many ranks' messages a tensor travels.
+    """
 
     ordered: bool
+    slices: int = 1
 
     @abstractmethod
     def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
@@ -40,6 +46,9 @@ class Transport(ABC):
     @abstractmethod
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
         """Starts receiving into ``tensor``."""
+
+    def check_whole(self, stage: int, tensors: Sequence[Tensor]) -> None:  # noqa: B027
+        """Called once for every new shape; refuses what cannot travel in slices."""
 
 
 class GlooTransport(Transport):

@@ -6,12 +6,19 @@ A LightningModule takes part by three methods, which its own ``training_step`` s
     def pipeline_inputs(self, batch) -> tuple[Tensor, ...]       # inputs of the first unit
     def pipeline_result(self, tensors, batch, batch_idx, mode)   # loss, or prediction
 
-and, where units differ in cost, ``unit_costs() -> list[float]``.
+and, where units differ in cost, ``unit_costs() -> list[float]``. With tp > 1 one more says how
+layers are cut over ranks:
+
+    def tensor_parallel_plan(self) -> dict[str, Style]           # module names, * for any one part
+
+Styles are those of ``strategies.runtime.tensor_parallel``, the words that transformers uses in its
+plans (``"colwise"``, ``"rowwise"``), or torch's ``ColwiseParallel()`` and ``RowwiseParallel()``. A
+layer without an entry is whole on every rank and computes the same there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -20,6 +27,8 @@ from strategies.errors import ModelError
 from strategies.runtime.logs import captured_logs
 from strategies.runtime.rng import reseed
 from strategies.runtime.stage_model import Mode, StageModel, StageOutput, Unit
+from strategies.runtime.tensor_parallel import Shard, TensorRanks
+from strategies.runtime.tensor_parallel.sharding import Sharding
 
 
 @runtime_checkable
@@ -96,6 +105,7 @@ class UnitModel(StageModel):
                 )
         self._users, self._canonical = _users(declared)
         self._stages: tuple[range, ...] = (range(len(declared)),)
+        self._sharding: Sharding | None = None
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -117,19 +127,43 @@ class UnitModel(StageModel):
                 setattr(self._module.get_submodule(parent), child, Elsewhere())
                 del self._runs[index]
         self._materialise()
+        if self._sharding is not None:
+            self._sharding.finish(self._canonical)
+
+    def shard(self, ranks: TensorRanks) -> None:
+        """Reads the module's plan, which ``cut`` will follow."""
+        self._sharding = Sharding(self._module, ranks)
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """By every name that a parameter has."""
+        return {} if self._sharding is None else self._sharding.shards
+
+    @property
+    def partial_parameters(self) -> Collection[str]:
+        """Norms under sequence parallelism, and what the plan says."""
+        return () if self._sharding is None else self._sharding.partial
 
     def _materialise(self) -> None:
-        """Gives kept units their weights if the module was built on the meta device."""
+        """Gives kept units their weights, if the module was built on the meta device, or a share.
+
+        One unit after the other: only one is whole at a time.
+        """
         for index, unit in self._runs.items():
-            if any(parameter.is_meta for parameter in unit.parameters()):
-                name = self._units[index].name
-                initialise: Any = getattr(self._module, "initialise_unit", None)
-                if initialise is None:
-                    raise ModelError(
-                        f"unit {name} has no weights (it is on the meta device), and the module "
-                        "has no initialise_unit(name) to make them. Build it on a real device."
-                    )
-                initialise(name)
+            self._draw(index, unit)
+            if self._sharding is not None:
+                self._sharding.apply(self._module, self._units[index].name)
+
+    def _draw(self, index: int, unit: nn.Module) -> None:
+        if any(parameter.is_meta for parameter in unit.parameters()):
+            name = self._units[index].name
+            initialise: Any = getattr(self._module, "initialise_unit", None)
+            if initialise is None:
+                raise ModelError(
+                    f"unit {name} has no weights (it is on the meta device), and the module "
+                    "has no initialise_unit(name) to make them. Build it on a real device."
+                )
+            initialise(name)
 
     def forward(
         self,

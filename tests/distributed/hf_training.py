@@ -27,6 +27,7 @@ class HfCase:
     folder: str
     schedule: str = "1f1b"
     pp: int = 2
+    tp: int = 1
     padded: bool = False
 
 
@@ -60,7 +61,7 @@ def train_hf(case: HfCase) -> dict[str, Any]:
         model = Learner(shape_of(Path(case.folder)))
     losses = _Losses()
     strategy = PipelineStrategy(
-        pp=case.pp, schedule=case.schedule, num_microbatches=4, timeout_s=60, seed=0
+        pp=case.pp, tp=case.tp, schedule=case.schedule, num_microbatches=4, timeout_s=60, seed=0
     )
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -78,6 +79,7 @@ def train_hf(case: HfCase) -> dict[str, Any]:
         "losses": losses.losses,
         "parameters": {n: p.detach().clone() for n, p in model.named_parameters()},
     }
+    result["shards"] = dict(strategy.engine.model.shards)
     strategy.engine.close()
     return result
 

@@ -51,3 +51,49 @@ def test_two_ranks_train_as_transformers_does(
             seen.add(theirs)
             assert (value - expected[theirs]).abs().max().item() < TOLERANCE, name
     assert seen >= {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "schedule", "padded"),
+    [
+        ("llama", {}, "1f1b", True),
+        ("llama", {"tie_word_embeddings": True, "pad_token_id": 3}, "zb_h1", False),
+        ("qwen3", {}, "1f1b", False),
+    ],
+    ids=["llama-padded", "llama-tied", "qwen3"],
+)
+def test_two_stages_on_two_sharers_each_train_as_transformers_does(
+    family: str,
+    changes: dict[str, object],
+    schedule: str,
+    padded: bool,
+    ranks: Callable[[int], Ranks],
+    tmp_path: Path,
+) -> None:
+    model = write_model(tmp_path, family, **changes)
+    case = HfCase(str(tmp_path), schedule=schedule, padded=padded, tp=2)
+    losses = reference(model, case)
+    expected = dict(model.named_parameters(remove_duplicate=False))
+    seen = set()
+    cut = set()
+    for rank, result in enumerate(ranks(4).run(train_hf, case=case)):
+        assert result["losses"] == pytest.approx(losses, abs=TOLERANCE)
+        for name, value in result["parameters"].items():
+            theirs = library_name(name)
+            seen.add(theirs)
+            whole = expected[theirs]
+            shard = result["shards"].get(name)
+            if shard is not None:
+                cut.add(theirs.rpartition(".")[0].rpartition(".")[2])
+                whole = shard.local(whole.detach(), rank % 2)
+            assert (value - whole).abs().max().item() < TOLERANCE, name
+    assert seen >= {name for name, _ in model.named_parameters()}
+    assert cut >= {"embed_tokens", "q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"}
+
+
+def test_an_architecture_without_a_plan_is_refused(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    write_model(tmp_path, "gpt2", **NO_DROPOUT)
+    with pytest.raises(AssertionError, match="no tensor-parallel plan for model_type=gpt2"):
+        ranks(2).run(train_hf, case=HfCase(str(tmp_path), pp=1, tp=2))

@@ -76,6 +76,8 @@ class Case:
     schedule: str = "1f1b"
     pp: int = 1
     dp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
     accumulation: int = 1
     rows: int = 8
     microbatches: int = 4
@@ -119,6 +121,8 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
     strategy = PipelineStrategy(
         pp=case.pp,
         dp=case.dp,
+        tp=case.tp,
+        sequence_parallel=case.sequence_parallel,
         schedule=case.schedule,
         num_microbatches=case.microbatches,
         backend=case.backend,  # type: ignore[arg-type]
@@ -155,6 +159,8 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
     result = {
         "pp_rank": rank,
         "dp_rank": strategy.coordinates.dp_rank,
+        "tp_rank": strategy.coordinates.tp_rank,
+        "shards": dict(strategy.engine.model.shards),
         "losses": losses.losses,
         "parameters": {n: p.detach().cpu().clone() for n, p in model.named_parameters()},
         "program": [format_instruction(i) for i in strategy.engine.programs.train.ranks[rank]],
@@ -205,6 +211,8 @@ def evaluate(case: Case) -> dict[str, Any]:
     strategy = PipelineStrategy(
         pp=case.pp,
         dp=case.dp,
+        tp=case.tp,
+        sequence_parallel=case.sequence_parallel,
         schedule=case.schedule,
         num_microbatches=case.microbatches,
         backend=case.backend,  # type: ignore[arg-type]

@@ -221,7 +221,17 @@ def test_nothing_is_suggested_for_gibberish():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["tp=2", "pp=3"], "no tensor parallelism, only pp and dp. Try tp=1 pp=6."),
+        (["tp=3", "pp=2"], "tp=3 does not divide model.heads=4 and model.kv_heads="),
+        (["tp=4", "model.kv_heads=2"], "tp=4 does not divide model.kv_heads=2. Try tp=2."),
+        (
+            ["tp=6", "model.hidden=192", "model.heads=24", "model.kv_heads=8", "model.ffn=512"],
+            "tp=6 does not divide model.kv_heads=8 and model.ffn=512. Try tp=4 or tp=8.",
+        ),
+        (
+            ["tp=2", "sequence_parallel=true", "model.sequence=65"],
+            "tp=2 does not divide model.sequence=65. Try tp=1.",
+        ),
+        (["sequence_parallel=true"], "and tp=1. Try tp=2, or sequence_parallel=false."),
         (["pp=0"], "pp=0: expected a whole number, at least 1."),
         (["schedule.group=3"], "1f1b has no groups"),
         (["schedule=gpipe", "schedule.stages_per_rank=2"], "gpipe runs 1 per rank"),
@@ -271,6 +281,8 @@ def test_a_rule_between_keys_is_told_with_its_numbers_and_a_fix(overrides, messa
         ["trainer.check_val_every_n_epoch=1", "trainer.val_check_interval=0.5"],
         ["mode=simulate", "costs=uniform", "costs.grad_reduce=8", "costs.num_buckets=4"],
         ["mode=eval", "checkpoint=/x"],
+        ["tp=2", "sequence_parallel=true"],
+        ["mode=simulate", "costs=uniform", "tp=3"],
         ["experiment=fold_laptop", "experiment_name=mine"],
     ],
 )

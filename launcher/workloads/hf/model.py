@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import lightning.pytorch as pl
 import torch
@@ -14,9 +15,13 @@ from launcher.workloads.hf.network import HfNetwork
 from launcher.workloads.hf.parts import Part
 from launcher.workloads.hf.shape import NETWORK, HfShape
 from launcher.workloads.hf.skeleton import build_skeleton
+from launcher.workloads.hf.tensor_plan import library_plan
 from launcher.workloads.hf.weights import FreshWeights, StoredWeights, Weights
 from launcher.workloads.language_model import Batch, LanguageModel, Mode
 from launcher.workloads.optimizer_options import OptimizerOptions
+from strategies.runtime.tensor_parallel.layers import ColumnLinear
+from strategies.runtime.tensor_parallel.styles import Style
+from strategies.runtime.tensor_parallel.vocabulary import VocabularyShare
 
 
 class HfLanguageModel(LanguageModel):
@@ -55,6 +60,7 @@ class HfLanguageModel(LanguageModel):
                 if shape.pretrained
                 else FreshWeights(skeleton, seed)
             )
+        self._skeleton = skeleton
         self._costs = _costs(shape, self.network)
         if device.type != "meta":
             for name, _ in self.pipeline_units():
@@ -68,6 +74,23 @@ class HfLanguageModel(LanguageModel):
         """The token ids, and the attention mask if the batch has one; it travels along."""
         mask = batch.get("attention_mask")
         return (batch["tokens"],) if mask is None else (batch["tokens"], mask)
+
+    def tensor_parallel_plan(self) -> dict[str, Style]:
+        """The library's own plan for the layers; embedding and head by token ids.
+
+        Raises:
+            ModelError: The library has none for this architecture.
+        """
+        return library_plan(self._skeleton, cast(HfShape, self.shape))
+
+    @property
+    def _vocabulary(self) -> VocabularyShare | None:
+        head = self.network.head
+        if isinstance(head, Part):
+            for module in head.modules():
+                if isinstance(module, ColumnLinear) and module.vocabulary is not None:
+                    return module.vocabulary
+        return None
 
     def unit_costs(self) -> list[float]:
         """Relative forward cost of each unit: FLOPs, or parameters for an unknown family."""

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from strategies.runtime.split_backward.deferred import Deferred
 from strategies.runtime.split_backward.graph import Graph, walk
 from strategies.runtime.split_backward.heavy import agrees
+from strategies.runtime.split_backward.meanwhile import Meanwhile
 from strategies.runtime.split_backward.pending import PendingWeights
 from strategies.runtime.split_backward.recipe import Recipe, Unit, recipe_of
 from strategies.runtime.split_backward.saved import Access, access_of, is_plain, packs
@@ -29,6 +30,7 @@ def input_backward(
     *,
     exact: bool = False,
     through_engine: bool = False,
+    meanwhile: Meanwhile | None = None,
 ) -> PendingWeights:
     """Computes the gradients of a stage's inputs and leaves those of its heavy weights for later.
 
@@ -45,6 +47,8 @@ def input_backward(
             no memory for the product.
         through_engine: Hand deferred gradients to torch's engine, for parameters whose
             accumulation node was given hooks: Python cannot see those.
+        meanwhile: Gets weight gradients as soon as they can be computed, for nodes further down
+            that have to wait; what is left there in the end is for its own ``run``.
 
     Returns:
         The second half. It refers to its saved operands, to the gradients that met them, and to
@@ -64,7 +68,9 @@ def input_backward(
         if deferred:
             targets: list[Any] = [graph.nodes[number].variable for number in recipe.leaves]
             targets += [GradientEdge(graph.nodes[number], 0) for number in recipe.ends]
-            reached = _run(deferred, roots, incoming, targets)
+            if meanwhile is not None:
+                meanwhile.expect(deferred)
+            reached = _run(deferred, roots, incoming, targets, meanwhile)
         else:
             torch.autograd.backward(roots, incoming)
     return PendingWeights(reached, exact=exact, through_engine=through_engine)
@@ -115,13 +121,14 @@ def _run(
     roots: list[Tensor],
     incoming: list[Tensor | None],
     targets: list[Any],
+    meanwhile: Meanwhile | None,
 ) -> list[Deferred]:
     """Runs the engine; returns what it passed with a gradient, in the order of the backward."""
     handles: list[Any] = []
     reached: list[Deferred] = []
     try:
         for item in deferred:
-            handles.append(item.node.register_prehook(_catch(item, reached)))
+            handles.append(item.node.register_prehook(_catch(item, reached, meanwhile)))
         torch.autograd.backward(roots, incoming, inputs=targets)
     finally:
         # A hook refers to the node that it hangs on: left behind, neither would ever go.
@@ -133,12 +140,13 @@ def _run(
 
 
 def _catch(
-    deferred: Deferred, reached: list[Deferred]
+    deferred: Deferred, reached: list[Deferred], meanwhile: Meanwhile | None
 ) -> Callable[[tuple[Tensor | None, ...]], None]:
     def caught(gradients: tuple[Tensor | None, ...]) -> None:
         incoming = gradients[0]
         if incoming is not None:
             deferred.catch(incoming)
-            reached.append(deferred)
+            if meanwhile is None or not meanwhile.take(deferred):
+                reached.append(deferred)
 
     return caught

@@ -165,3 +165,40 @@ def test_sixteen_bit_weights_are_summed_and_updated_in_thirty_two():
     assert costs.table(program).gather[0] == 0.5 * 10 / 8 + 0.25
     short = AnalyticCosts(STAGES, MACHINE, dp=2, sizes=replace(sizes, wire=2))
     assert short.table(program).reduce[0] == (0.5 * 10 / 8 + 0.25,)
+
+
+SHARED = (
+    Load(100, 5, output_elements=2, saved_elements=7, forward_sums=(6,), backward_sums=(6, 6)),
+    *STAGES[1:],
+)
+
+
+def shared_table(**options):
+    program = compile_program(schedule="1f1b", pp=3, num_microbatches=2)
+    return AnalyticCosts(SHARED, MACHINE, tp=2, **options).table(program)
+
+
+def test_sharers_add_up_tensors_over_their_own_links():
+    # 2 * 1/2 * 6 * 4 B / 8 B/s + 2 * 0.25 s = 3.5 s a tensor, beside 2 s of compute.
+    found = shared_table()
+    assert found.forward[0] == found.recompute[0] == 2 + 3.5
+    assert found.backward_input[0] == 2 + 2 * 3.5
+    assert found.backward_weight[0] == 2
+    # In a whole backward the sums run under the weights' gradients.
+    assert found.backward[0] == 2 + max(2, 2 * 3.5)
+    assert found.forward[1:] == (8, 1)
+
+
+def test_boundary_tensors_travel_in_slices_and_are_gathered():
+    # Two sharers fill a node: both messages go from node to node, half a tensor per sharer.
+    assert shared_table().occupancy == (2 * 4 / 2 / 2, 10 * 4 / 2 / 2)
+    gathered = tuple(0.5 * count * 4 / 8 + 0.25 for count in (2, 10))
+    assert shared_table().latency == tuple(1.0 + more for more in gathered)
+    assert shared_table(sequence_parallel=True).latency == (1.0, 1.0)
+
+
+def test_replicas_of_sharers_lie_apart():
+    # Ranks 0 and 2: other nodes, although dp=2 alone would share one.
+    program = compile_program(schedule="1f1b", pp=3, num_microbatches=2, buckets=1)
+    costs = AnalyticCosts(STAGES, MACHINE, dp=2, tp=2)
+    assert costs.table(program).reduce[0] == (2 * 0.5 * 5 * 4 / 2 + 2 * 1.0,)

@@ -1,0 +1,139 @@
+"""What one of ``tp`` ranks that share a transformer's matrices holds, computes and exchanges.
+
+Torch-free, like the shape. Norms, biases of the layers that end a branch, positions and the
+residual stream are whole on every rank; heads, inner width and vocabulary are cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launcher.workloads.transformer_shape import TransformerShape, UnitSpec, unit_specs
+from strategies.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShare:
+    """One unit on one rank, per sequence of full length.
+
+    Attributes:
+        parameters: That the rank holds, padding included.
+        forward_flops: Matrix products of its share.
+        output_elements: Of the whole tensor behind the unit.
+        saved_elements: That the rank keeps from forward to backward.
+        forward_sums: Tensors of the residual stream that the forward adds up over ranks.
+        backward_sums: The same in the backward.
+    """
+
+    parameters: int
+    forward_flops: float
+    output_elements: int
+    saved_elements: int
+    forward_sums: int
+    backward_sums: int
+
+
+def check_transformer_tp(
+    shape: TransformerShape, tp: int, *, sequence_parallel: bool = False
+) -> None:
+    """Refuses a number of ranks that the heads, the MLP or the sequence cannot be cut into.
+
+    Raises:
+        PlanError: With the nearest numbers that work.
+    """
+    sizes = {
+        "model.heads": shape.heads,
+        "model.kv_heads": shape.kv_heads,
+        "model.ffn": shape.ffn,
+    }
+    if sequence_parallel:
+        sizes["model.sequence"] = shape.sequence
+    refuse_tp(tp, sizes)
+
+
+def refuse_tp(tp: int, sizes: Mapping[str, int]) -> None:
+    """Refuses a number of ranks that does not divide all sizes.
+
+    Raises:
+        PlanError: With the nearest numbers that do.
+    """
+    wrong = [f"{name}={size}" for name, size in sizes.items() if size % tp]
+    if wrong:
+        common = math.gcd(*sizes.values())
+        fitting = [number for number in range(1, common + 1) if common % number == 0]
+        below = max(number for number in fitting if number < tp)
+        above = min((number for number in fitting if number > tp), default=None)
+        choices = f"tp={below}" + (f" or tp={above}" if above is not None else "")
+        raise PlanError(f"tp={tp} does not divide {' and '.join(wrong)}. Try {choices}.")
+
+
+def padded_vocab(vocab: int, tp: int) -> int:
+    """A vocabulary with as many unused ids as make it come out even."""
+    return -(-vocab // tp) * tp
+
+
+def unit_shares(
+    shape: TransformerShape, tp: int, *, sequence_parallel: bool = False
+) -> tuple[UnitShare, ...]:
+    """The units in execution order, on one of ``tp >= 2`` ranks."""
+    specs = unit_specs(shape)
+    last = len(specs) - 1
+    return tuple(
+        _first(shape, spec, tp)
+        if index == 0
+        else _head(shape, spec, tp, sequence_parallel)
+        if index == last
+        else _branch(shape, spec, tp, sequence_parallel, attention=index % 2 == 1)
+        for index, spec in enumerate(specs)
+    )
+
+
+def _first(shape: TransformerShape, spec: UnitSpec, tp: int) -> UnitShare:
+    table = padded_vocab(shape.vocab, tp) // tp * shape.hidden
+    whole = spec.parameters - shape.vocab * shape.hidden
+    return UnitShare(table + whole, 0, spec.output_elements, spec.saved_elements, 1, 0)
+
+
+def _branch(
+    shape: TransformerShape, spec: UnitSpec, tp: int, sequence_parallel: bool, *, attention: bool
+) -> UnitShare:
+    norm = shape.hidden * (2 if shape.norm == "layernorm" else 1)
+    whole = norm + (shape.hidden if shape.biases else 0)
+    boundary = shape.sequence * shape.hidden
+    if attention:
+        inner = 2 * shape.hidden + 2 * shape.kv_hidden + shape.heads
+    else:
+        inner = (4 if shape.activation == "swiglu" else 2) * shape.ffn
+    cut = shape.sequence * inner
+    # Of what is whole, the matrices' input stays so; the rest lies on the stream.
+    on_stream = spec.saved_elements - cut - boundary
+    if attention and shape.position == "rope":
+        on_stream -= shape.sequence * 2 * shape.head_size
+    kept = spec.saved_elements - cut - on_stream
+    return UnitShare(
+        parameters=(spec.parameters - whole) // tp + whole,
+        forward_flops=spec.forward_flops / tp,
+        output_elements=spec.output_elements,
+        saved_elements=cut // tp + kept + on_stream // (tp if sequence_parallel else 1),
+        forward_sums=1,
+        backward_sums=1,
+    )
+
+
+def _head(shape: TransformerShape, spec: UnitSpec, tp: int, sequence_parallel: bool) -> UnitShare:
+    ids = padded_vocab(shape.vocab, tp) // tp
+    norm = shape.hidden * (2 if shape.norm == "layernorm" else 1)
+    boundary = shape.sequence * shape.hidden
+    on_stream = spec.saved_elements - boundary - shape.sequence * (shape.vocab + 1)
+    return UnitShare(
+        parameters=norm + (0 if shape.tie_embeddings else ids * shape.hidden),
+        forward_flops=spec.forward_flops / shape.vocab * ids,
+        output_elements=spec.output_elements,
+        saved_elements=boundary
+        + shape.sequence * (ids + 1)
+        + on_stream // (tp if sequence_parallel else 1),
+        forward_sums=0,
+        backward_sums=1,
+    )

@@ -1,0 +1,117 @@
+"""The ranks that share a stage's matrices, and the collectives between them.
+
+Every rank of such a group runs the same program on the same microbatches, so collectives meet in
+the same order on all of them without further agreement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from strategies.runtime.split_backward.meanwhile import Meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class SumShare:
+    """A sum under way, of which this member gets a share.
+
+    Attributes:
+        work: Ends when ``share`` is there; None if it is.
+        share: The result.
+        parts: What is added up; kept until the end.
+    """
+
+    work: dist.Work | None
+    share: Tensor
+    parts: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The share, complete."""
+        if self.work is not None:
+            self.work.wait()
+        return self.share
+
+
+class TensorRanks:
+    """One tensor-parallel group, as one of its members sees it.
+
+    Attributes:
+        rank: This process in the group.
+        size: Members, tp >= 2.
+        sequence: Whether the stream between matrices is cut along the sequence.
+        meanwhile: Weight gradients that may be computed while a collective is under way.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, sequence: bool = False) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.sequence = sequence
+        self.meanwhile: Meanwhile | None = None
+
+    def start_sum(self, tensor: Tensor) -> dist.Work:
+        """Starts adding up in place, over all members; the tensor is contiguous."""
+        work: dist.Work | None = dist.all_reduce(tensor, group=self._group, async_op=True)
+        if work is None:
+            raise RuntimeError("the sum over tensor-parallel ranks became synchronous")
+        return work
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Adds up in place."""
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Takes the largest of each element, in place."""
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        return tensor
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        """Gives everybody the first member's values."""
+        dist.broadcast(tensor, group=self._group, group_src=0)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All members' tensors of one shape, stacked: ``[size, *shape]``."""
+        stacked = tensor.new_empty((self.size, *tensor.shape))
+        self.gather_into(stacked, tensor.contiguous())
+        return stacked
+
+    def gather_into(self, stacked: Tensor, tensor: Tensor) -> None:
+        """``gather`` into memory that is there, ``size`` times as large."""
+        if self._by_host(tensor):
+            # Gloo gathers host memory only.
+            host = torch.empty(stacked.shape, dtype=stacked.dtype)
+            dist.all_gather_single(host.view(-1), tensor.cpu().view(-1), group=self._group)
+            stacked.copy_(host)
+            return
+        dist.all_gather_single(stacked.view(-1), tensor.view(-1), group=self._group)
+
+    def gather_along(self, tensor: Tensor, dim: int) -> Tensor:
+        """All members' tensors joined along a dimension."""
+        return torch.cat(self.gather(tensor).unbind(0), dim)
+
+    def share_along(self, tensor: Tensor, dim: int) -> Tensor:
+        """This member's equal share of a tensor; a view."""
+        width = tensor.shape[dim] // self.size
+        return tensor.narrow(dim, self.rank * width, width)
+
+    def start_sum_share(self, tensor: Tensor, dim: int) -> SumShare:
+        """Starts adding up over all members; each gets its share along ``dim``."""
+        parts = torch.stack(tensor.chunk(self.size, dim))
+        if self._by_host(parts):
+            self.sum_(parts)
+            return SumShare(None, parts[self.rank])
+        share = torch.empty_like(parts[0])
+        work = dist.reduce_scatter_single(
+            share.view(-1), parts.view(-1), group=self._group, async_op=True
+        )
+        return SumShare(work, share, parts)
+
+    def _by_host(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda and dist.get_backend(self._group) == "gloo"
