@@ -226,7 +226,7 @@ class LastCheckpoint(Checkpoint):
             and trainer.current_epoch + 1 >= trainer.max_epochs
             and loop.epoch_loop.batch_progress.is_last_batch
         )
-        if (enough or last_epoch or trainer.should_stop) and not _saved_anyway(trainer):
+        if enough or last_epoch or trainer.should_stop:
             self._save(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -235,19 +235,9 @@ class LastCheckpoint(Checkpoint):
 
     def _save(self, trainer: pl.Trainer) -> None:
         path = self._folder / checkpoint_name(trainer.global_step)
-        there = trainer.strategy.broadcast(path.exists())
-        if not there:
+        if not pipeline(trainer).has_checkpoint(path):
             trainer.save_checkpoint(path)
         self.path = path
-
-
-def _saved_anyway(trainer: pl.Trainer) -> bool:
-    """Whether a ModelCheckpoint, which comes after all other callbacks, saves this step."""
-    return any(
-        every > 0 and trainer.global_step % every == 0
-        for callback in trainer.checkpoint_callbacks
-        if (every := getattr(callback, "_every_n_train_steps", 0))
-    )
 
 
 def checkpoint_name(step: int) -> str:

@@ -1,18 +1,29 @@
-"""Checkpoints as the parent sees them: found by name, compared with the model, never opened."""
+"""Checkpoints as the parent sees them: found by name, verified, compared with the model."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from launcher.terminal import say
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.errors import CheckpointError
+from strategies.manifest import (
+    MANIFEST,
+    OLD,
+    UNFINISHED,
+    committed,
+    find_damage,
+    find_misfit,
+    read_manifest,
+    total_bytes,
+)
 
-MANIFEST = "manifest.json"
 _ROOTS = ("outputs", "multirun")
-_UNFINISHED = ".tmp"  # a run that was killed while it saved may leave one, with its manifest
+_HASHED_BYTES = 4_000_000_000
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
@@ -74,6 +85,8 @@ def check_run_folder(run_dir: Path, resumed: Path | None) -> None:
     """
     folder = run_dir / "checkpoints"
     there = sorted(path for path in folder.glob("*.ckpt")) if folder.is_dir() else []
+    while resumed is not None and there and there[-1] != resumed and _damage(there[-1]):
+        del there[-1]  # what cannot be read is replaced when the run gets there
     if there and (resumed is None or there[-1] != resumed):
         raise CheckpointError(
             f"{folder} has checkpoints of an earlier run up to {there[-1].name}, which are never "
@@ -81,29 +94,42 @@ def check_run_folder(run_dir: Path, resumed: Path | None) -> None:
         )
 
 
-def newest_checkpoint(experiment_name: str, run_dir: Path, *, optional: bool) -> Path | None:
-    """The newest committed checkpoint of an experiment.
+def newest_checkpoint(
+    experiment_name: str, run_dir: Path, *, optional: bool, skipped: Callable[[str], None] = say
+) -> Path | None:
+    """The newest whole checkpoint of an experiment.
 
     Looked for below outputs/ and multirun/ of the working directory, and in the run folders beside
-    ``run_dir`` (of a user's own ``hydra.run.dir``).
+    ``run_dir`` (of a user's own ``hydra.run.dir``). One that is damaged is skipped: sizes are
+    always compared, hashes up to 4 GB (the ranks compare all of them, each a share, before they
+    load anything).
+
+    Args:
+        experiment_name: As the checkpoint's manifest has it.
+        run_dir: The run's folder.
+        optional: Return None if there is none.
+        skipped: Told of each newer one that does not serve.
 
     Raises:
         CheckpointError: There is none, and it is not optional.
     """
-    found: list[tuple[float, Path]] = []
     files = [file for root in _ROOTS for file in Path(root).glob(f"**/checkpoints/*/{MANIFEST}")]
     files += run_dir.parent.glob(f"*/checkpoints/*/{MANIFEST}")
-    for file in files:
-        if file.parent.suffix == _UNFINISHED:
+    found = {
+        file.parent.absolute(): file.stat().st_mtime
+        for file in files
+        # A run that was killed while it saved may leave one, with its manifest.
+        if file.parent.suffix != UNFINISHED
+    }
+    for path in sorted(found, key=lambda path: (found[path], path), reverse=True):
+        if path.suffix == OLD and committed(path.with_suffix("")) != path:
+            continue  # its successor is there
+        if _name_in(path) not in (None, experiment_name):
             continue
-        try:
-            metadata = manifest_of(file.parent)["metadata"]
-        except CheckpointError:
-            continue  # Damaged: an older one serves.
-        if metadata.get("experiment_name") == experiment_name:
-            found.append((file.stat().st_mtime, file.parent.absolute()))
-    if found:
-        return max(found)[1]
+        problem = _damage(path)
+        if problem is None:
+            return path
+        skipped(f"skips {path}: {problem}")
     if optional:
         return None
     raise CheckpointError(
@@ -111,3 +137,22 @@ def newest_checkpoint(experiment_name: str, run_dir: Path, *, optional: bool) ->
         f"or {run_dir.parent}. "
         "Train first, or name one: checkpoint=PATH."
     )
+
+
+def _name_in(path: Path) -> str | None:
+    """The experiment a checkpoint says to belong to; None where that cannot be read."""
+    try:
+        name = manifest_of(path)["metadata"].get("experiment_name")
+    except CheckpointError:
+        return None
+    return str(name)
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return str(error)
+    if total_bytes(manifest) > _HASHED_BYTES:
+        return find_misfit(path, manifest)
+    return find_misfit(path, manifest) or find_damage(path, manifest)

@@ -17,12 +17,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 
 from launcher.callbacks import KeepSignal, LastCheckpoint, MetricsFile, Progress, pipeline
 from launcher.config import LaunchConfig, from_dict
 from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, optimizer_options, resolve, text_source
+from launcher.rotation import RegularCheckpoints
 from launcher.tracking import build_loggers
 from launcher.workloads.data.module import TextDataModule
 from launcher.workloads.hf.destination import export_folder
@@ -101,6 +102,7 @@ def _strategy(run: Run) -> PipelineStrategy:
         backend=config.cluster.backend,
         timeout_s=config.cluster.timeout_s,
         seed=config.seed,
+        async_save=config.trainer.async_save,
         metadata={
             "model": described(run.shape) if run.describes_model else config.model.name,
             "experiment_name": config.experiment_name,
@@ -175,14 +177,16 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     progress = Progress(MetricsFile(run_dir / "metrics.csv") if rank == 0 else None, tokens)
     callbacks: list[Callback] = [progress]
-    if given.checkpoint_every_n_steps is not None:
+    writes = given.save_last or given.checkpoint_every_n_steps is not None or given.keep_best > 0
+    if writes:
         callbacks.append(
-            ModelCheckpoint(
-                dirpath=folder,
-                filename="step-{step:08d}",
-                auto_insert_metric_name=False,
-                every_n_train_steps=given.checkpoint_every_n_steps,
-                save_top_k=-1,
+            RegularCheckpoints(
+                folder,
+                every=given.checkpoint_every_n_steps,
+                keep_last=given.keep_last,
+                keep_best=given.keep_best,
+                monitor=given.monitor,
+                mode=given.monitor_mode,
             )
         )
     last = LastCheckpoint(folder)
@@ -204,7 +208,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         check_val_every_n_epoch=given.check_val_every_n_epoch,
         num_sanity_val_steps=given.num_sanity_val_steps,
         log_every_n_steps=given.log_every_n_steps,
-        enable_checkpointing=given.save_last or given.checkpoint_every_n_steps is not None,
+        enable_checkpointing=writes,
     )
     trainer.fit(model, datamodule=_data(run), ckpt_path=checkpoint)
     _finish_loggers(config)

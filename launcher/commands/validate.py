@@ -26,6 +26,8 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     result = run_mapping(resolved, "done") | metrics_mapping(metrics)
     write_result(run_dir / "result.json", result)
     say(_plan(resolved))
+    if checkpoint is not None:
+        say(f"continues {checkpoint}")
     print_summary(result)
     words = " ".join(shlex.quote(word) for word in _overrides(run_dir))
     say(f"command on this machine: python -m launcher {words}".rstrip())

@@ -188,6 +188,18 @@ def _check_trainer(config: LaunchConfig) -> None:
             f"trainer.val_check_interval={trainer.val_check_interval} is a part of an epoch, which "
             "needs trainer.check_val_every_n_epoch. Try trainer.check_val_every_n_epoch=1."
         )
+    if trainer.keep_best == 0 and (trainer.monitor, trainer.monitor_mode) != ("val_loss", "min"):
+        raise PlanError(
+            f"trainer.monitor={shorten(trainer.monitor)} trainer.monitor_mode="
+            f"{trainer.monitor_mode} are what trainer.keep_best goes by, which is 0. "
+            "Try trainer.keep_best=1."
+        )
+    if trainer.keep_best and (trainer.limit_val_batches == 0 or config.data.val_fraction == 0):
+        raise PlanError(
+            f"trainer.keep_best={trainer.keep_best} goes by validations, and "
+            f"trainer.limit_val_batches={trainer.limit_val_batches} data.val_fraction="
+            f"{config.data.val_fraction} allow none. Try trainer.keep_best=0."
+        )
     betas = config.optimizer.betas
     if betas is not None and not all(0 <= beta < 1 for beta in betas):
         raise PlanError(

@@ -55,6 +55,15 @@ class TrainerConfig:
         None, "Steps between checkpoints; null = none between.", low=1, example=100
     )
     save_last: bool = key(True, "Whether to write a checkpoint at the end.")
+    keep_last: int | None = key(3, "Newest checkpoints that are kept; null = all.", low=1)
+    keep_best: int = key(
+        0, "Checkpoints with the best monitor kept besides, written after its validation.", low=0
+    )
+    monitor: str = key("val_loss", "What keep_best goes by: a figure that validation logs.")
+    monitor_mode: Literal["min", "max"] = key("min", "Whether keep_best wants it small or large.")
+    async_save: bool = key(
+        True, "Write checkpoints in a thread, from a copy in host memory; false = training waits."
+    )
     resume: str | None = key(
         None,
         "auto = newest checkpoint of this experiment_name, PATH = that one, null = start anew.",

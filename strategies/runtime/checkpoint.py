@@ -1,181 +1,99 @@
-"""Checkpoints: a folder with a file per rank, a manifest with hashes, and a rename at the end.
+"""Checkpoints as Lightning wants them: one nested dict per rank, under names of the uncut module.
 
-``<name>.tmp`` is written and synced beside everything that exists; the rename commits it. A
-committed folder is never written into: where Lightning saves under the same name again, the old
-folder steps aside only when the new one is complete. Names are those of the uncut module and
-optimizer state is keyed by them, so a checkpoint of one layout can be read by another.
+Names are those of the uncut module and optimizer state is keyed by them, so a checkpoint of one
+layout can be read by another. How the tensors come to be on disk, hashed and committed together, is
+``strategies.runtime.storage``'s concern.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import random
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.errors import CheckpointError
+from strategies.manifest import FORMAT, MANIFEST, committed, find_damage, read_manifest
 from strategies.runtime.main_optimizer import MAIN_WEIGHT
 from strategies.runtime.mesh import Coordinates
-from strategies.runtime.tree_io import flatten, unflatten
+from strategies.runtime.storage.commit import remove
+from strategies.runtime.storage.exchange import Exchange
+from strategies.runtime.storage.opened import Opened
+from strategies.runtime.storage.part import Part, split
+from strategies.runtime.storage.piece import Piece
+from strategies.runtime.storage.saver import Saver
+from strategies.runtime.tree_io import flatten
 
-MANIFEST = "manifest.json"
-OLD = ".old"
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "layout_of",
+    "load",
+    "load_optimizer_state",
+    "load_state_dict",
+    "name_optimizer_state",
+    "owned_state",
+    "remove",
+    "restore_random_state",
+    "save",
+]
+
 _HYPER_PARAMETERS = "hyper_parameters"
-FORMAT = 1
 _RANDOM = "foldpipe_random_state"
-_SHARED_BY_REPLICAS = ("state_dict", "optimizer_states")
 
 
 def save(
-    checkpoint: dict[str, Any],
+    saver: Saver,
+    checkpoint: Mapping[str, Any],
     path: Path,
     *,
     coordinates: Coordinates,
-    barrier: Callable[[], None],
-    agree: Callable[[bool], bool],
+    holders: Mapping[str, tuple[int, ...]],
+    optimizer_holders: Mapping[str, tuple[int, ...]],
     metadata: Mapping[str, Any],
+    in_thread: bool,
 ) -> None:
     """Writes all ranks' parts and commits them together; collective.
 
     Args:
-        checkpoint: This rank's part, as Lightning collects it.
+        saver: This rank's.
+        checkpoint: This rank's part, as Lightning collects it. Tensors of model and optimizer may
+            be plain and whole, DTensors, or pieces (``storage.piece.Piece``) of a sharded tensor.
         path: The folder to be.
-        coordinates: Where this process stands; the first sharer in
-            replica 0 writes weights and optimizer state, whole.
-        barrier: Waits for all processes.
-        agree: True if all processes say True.
+        coordinates: Where this process stands.
+        holders: Per parameter, the global ranks that hold the same of it.
+        optimizer_holders: The same for its optimizer state; {} where the first replica has it all.
         metadata: Goes into the manifest.
+        in_thread: Return as soon as the state is copied.
 
     Raises:
         CheckpointError: Some rank cannot write; nothing is committed then.
     """
-    staging = path.with_name(path.name + ".tmp")
-    rank = coordinates.global_rank(coordinates.pp_rank, coordinates.dp_rank)
-    problem: Exception | None = None
-    if rank == 0:
-        try:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-        except Exception as error:
-            problem = error
-    _all_or_nobody(problem, path, agree)
-    try:
+
+    def collect() -> Part:
         part = dict(checkpoint)
         if _HYPER_PARAMETERS in part:
             part[_HYPER_PARAMETERS] = _plain_values(part[_HYPER_PARAMETERS])
-        if coordinates.dp_rank > 0 or coordinates.tp_rank > 0:
-            for key in _SHARED_BY_REPLICAS:
-                part.pop(key, None)
         part[_RANDOM] = _random_state()
-        _write_part(part, staging / _stem(rank))
-    except Exception as error:
-        problem = error
-    _all_or_nobody(problem, path, agree)
-    barrier()
-    if rank == 0:
-        try:
-            _commit(staging, path, coordinates, metadata)
-        except Exception as error:
-            problem = error
-    _all_or_nobody(problem, path, agree)
+        return split(
+            part,
+            rank=coordinates.global_rank(coordinates.pp_rank, coordinates.dp_rank),
+            holders=holders,
+            optimizer_holders=optimizer_holders,
+            first_replica=coordinates.dp_rank == coordinates.tp_rank == 0,
+        )
+
+    saver.save(path, collect, layout=layout_of(coordinates), metadata=metadata, in_thread=in_thread)
 
 
-def _all_or_nobody(problem: Exception | None, path: Path, agree: Callable[[bool], bool]) -> None:
-    if agree(problem is None):
-        return
-    # A full disk must not stay full of what nobody can read.
-    shutil.rmtree(path.with_name(path.name + ".tmp"), ignore_errors=True)
-    if isinstance(problem, CheckpointError):
-        raise problem
-    if isinstance(problem, OSError):
-        free = shutil.disk_usage(_existing(path)).free
-        raise CheckpointError(
-            f"checkpoint {path} was not written: {problem.strerror or problem}; {free:,} bytes are "
-            "free there. Earlier checkpoints are whole."
-        ) from problem
-    if problem is not None:
-        raise problem
-    raise CheckpointError(f"checkpoint {path} was not written: another rank failed; see its log.")
-
-
-def _existing(path: Path) -> Path:
-    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-
-
-def _stem(rank: int) -> str:
-    return f"rank_{rank:05d}"
-
-
-def _write_part(part: dict[str, Any], stem: Path) -> None:
-    tree, tensors = flatten(part)
-    # Views and shared storage (tied weights) are written as what they show.
-    plain = {key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}
-    save_file(plain, stem.with_suffix(".safetensors"))
-    stem.with_suffix(".json").write_text(json.dumps(tree))
-    for suffix in (".safetensors", ".json"):
-        _sync(stem.with_suffix(suffix))
-
-
-def _commit(
-    staging: Path, path: Path, coordinates: Coordinates, metadata: Mapping[str, Any]
-) -> None:
-    files = {
-        file.name: {"sha256": file_hash(file), "bytes": file.stat().st_size}
-        for file in sorted(staging.iterdir())
-    }
-    manifest = {
-        "format": FORMAT,
-        "pp": coordinates.pp,
-        "dp": coordinates.dp,
-        "tp": coordinates.tp,
-        "metadata": dict(metadata),
-        "files": files,
-    }
-    target = staging / MANIFEST
-    target.write_text(json.dumps(manifest, indent=1))
-    _sync(target)
-    _sync(staging)
-    aside = path.with_name(path.name + OLD)
-    if path.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(path, aside)
-    os.rename(staging, path)
-    _sync(path.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _committed(path: Path) -> Path:
-    """The folder itself, or the one that stepped aside if its successor never came."""
-    aside = path.with_name(path.name + OLD)
-    return aside if not path.exists() and aside.exists() else path
+def layout_of(coordinates: Coordinates) -> dict[str, int]:
+    """Degrees of parallelism as the manifest has them."""
+    return {"pp": coordinates.pp, "dp": coordinates.dp, "tp": coordinates.tp}
 
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,123 +108,86 @@ def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a committed checkpoint, its files checked.
-
-    Raises:
-        CheckpointError: It is missing, unfinished or damaged; the message names the file.
-    """
-    target = path / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(target.read_text())
-        files = manifest["files"]
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is no checkpoint: it has no {MANIFEST}. Name a folder below checkpoints/."
-        ) from None
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise CheckpointError(f"{target} is damaged: {error}.") from None
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {manifest.get('format')}, this version reads {FORMAT}."
-        )
-    for name, entry in files.items():
-        file = path / name
-        found = file_hash(file) if file.is_file() else "no file"
-        if found != entry["sha256"]:
-            raise CheckpointError(
-                f"{file} is damaged: expected SHA-256 {entry['sha256']}, found {found}. Resume "
-                "from an earlier checkpoint."
-            )
-    return manifest
-
-
 def load(
     path: Path,
     *,
+    exchange: Exchange,
     coordinates: Coordinates,
-    wanted: set[str],
+    state: Mapping[str, Any],
     parameters: set[str],
+    optimized: Mapping[str, Tensor | Piece],
     strict: bool,
 ) -> dict[str, Any]:
-    """What one rank needs of a checkpoint.
+    """What one rank needs of a checkpoint, read when all of it is verified; collective.
 
     Args:
         path: A committed folder.
+        exchange: All ranks; each verifies a share of the files.
         coordinates: Where this process stands, now.
-        wanted: Names in this rank's module state.
+        state: This rank's module state: names, and the boxes that it wants.
         parameters: Names of the whole model's parameters.
-        strict: Whether the checkpoint may have neither more nor fewer of them.
+        optimized: This rank's parameters whose optimizer state it wants.
+        strict: Whether the checkpoint may have neither more nor fewer parameters.
 
     Raises:
-        CheckpointError: It is damaged, or of another model.
+        CheckpointError: It is damaged, or of another model. All ranks raise.
     """
-    path = _committed(path)
-    manifest = read_manifest(path)
-    written = manifest["metadata"].get("parameters")
-    if strict and written is not None and not set(written) <= parameters:
-        more = sorted(set(written) - parameters)
-        raise CheckpointError(
-            f"{path} is a checkpoint of another model: it has {len(more)} parameters that this one "
-            f"lacks, {more[0]} first. Use the model it was written with."
-        )
-    then = (manifest["pp"], manifest["dp"], manifest.get("tp", 1))
-    same = then == (coordinates.pp, coordinates.dp, coordinates.tp)
-    rank = coordinates.global_rank(coordinates.pp_rank, coordinates.dp_rank)
-    part = _read_part(path / _stem(rank if same else 0))
-    state: dict[str, Tensor] = {}
-    optimizers: list[dict[str, Any]] = []
-    for pp_rank in range(manifest["pp"]):
-        writer = _read_part(path / _stem(pp_rank * manifest["dp"] * manifest.get("tp", 1)))
-        for name, value in writer.get("state_dict", {}).items():
-            if name in wanted:
-                state.setdefault(name, value)  # What several ranks hold is the first one's.
-        optimizers = _merge(optimizers, writer.get("optimizer_states", []))
-    missing = sorted(wanted - set(state))
-    if missing and strict:
-        raise CheckpointError(
-            f"{path} is a checkpoint of another model: it lacks {len(missing)} of "
-            f"{len(wanted)} names, {missing[0]} first. Use the model it was written with."
-        )
-    part["state_dict"] = state
-    part["optimizer_states"] = optimizers
-    if not same:
-        part.pop(_RANDOM, None)  # Drawn by another grid of processes.
-    return part
+    path = committed(path)
+    manifest = _verified(path, exchange)
+    opened: Opened | None = None
+    try:
+        opened = Opened.of(path, manifest)
+        problem = opened.misfit(state, parameters=parameters, strict=strict)
+    except CheckpointError as error:
+        problem = str(error)
+    problems = [said for said in exchange.everyone(problem) if said is not None]
+    if problems or opened is None:
+        raise CheckpointError(problems[0])
+    now = layout_of(coordinates)
+    same = all(manifest[degree] == size for degree, size in now.items())
+    # In another layout: the replica's own, if there was one. What is drawn from its generators
+    # (its data) continues; what is drawn inside the model does not depend on them.
+    source = exchange.rank if same else coordinates.dp_rank % manifest["dp"] * manifest["tp"]
+    return opened.read(rank=source, state=state, optimized=optimized)
+
+
+def _verified(path: Path, exchange: Exchange) -> dict[str, Any]:
+    """The manifest, when each file's hash has been compared by some rank."""
+    manifest: dict[str, Any] | None = None
+    problem: str | None
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        problem = str(error)
+    else:
+        problem = find_damage(path, manifest, _own_files(manifest, exchange))
+    problems = [said for said in exchange.everyone(problem) if said is not None]
+    if problems or manifest is None:
+        raise CheckpointError(problems[0])
+    return manifest
+
+
+def _own_files(manifest: Mapping[str, Any], exchange: Exchange) -> set[str]:
+    """A rank's share of the files, about as many bytes as any other's."""
+    loads = [0] * exchange.size
+    own = set()
+    files = manifest["files"]
+    for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
+        rank = loads.index(min(loads))
+        loads[rank] += files[name]["bytes"]
+        if rank == exchange.rank:
+            own.add(name)
+    return own
 
 
 def load_state_dict(path: Path) -> dict[str, Tensor]:
-    """The weights of the whole model, from all ranks' files.
+    """The weights of the whole model, for a single process.
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged.
     """
-    path = _committed(path)
-    manifest = read_manifest(path)
-    state: dict[str, Tensor] = {}
-    for pp_rank in range(manifest["pp"]):
-        part = _read_part(path / _stem(pp_rank * manifest["dp"] * manifest.get("tp", 1)))
-        state = part["state_dict"] | state
-    return state
-
-
-def _read_part(stem: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(stem.with_suffix(".json").read_text())
-        with safe_open(stem.with_suffix(".safetensors"), framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in list(file.keys())}
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{stem}: cannot be read: {error}.") from None
-    part: dict[str, Any] = unflatten(tree, tensors)
-    return part
-
-
-def _merge(into: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    if not into:
-        return more
-    for have, new in zip(into, more, strict=True):
-        have["state"].update(new["state"])
-    return into
+    path = committed(path)
+    return Opened.of(path, _verified(path, Exchange(None))).whole_model()
 
 
 def owned_state(
@@ -407,7 +288,7 @@ def _random_state() -> dict[str, Any]:
 
 
 def restore_random_state(checkpoint: Mapping[str, Any]) -> None:
-    """Continues the global generators where this rank's stood; nothing after another layout."""
+    """Continues the global generators where they stood."""
     state = checkpoint.get(_RANDOM)
     if state is None:
         return
@@ -418,14 +299,3 @@ def restore_random_state(checkpoint: Mapping[str, Any]) -> None:
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def remove(path: Path) -> None:
-    """Deletes a checkpoint so that a crash in between leaves no half of it under its name."""
-    if path.is_dir():
-        dying = path.with_name(path.name + ".tmp")
-        shutil.rmtree(dying, ignore_errors=True)
-        os.rename(path, dying)
-        shutil.rmtree(dying)
-    elif path.exists():
-        path.unlink()

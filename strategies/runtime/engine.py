@@ -48,6 +48,8 @@ from strategies.runtime.transport import (
     Transport,
 )
 
+_SAVING_S = 3600.0
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -237,15 +239,24 @@ class Engine:
                 wanted.append(("reduce", self._shared_ranks(stages, sharer)))
             wanted += [("metrics", where.replicas((rank,), sharer)) for rank in range(where.pp)]
         self._create(wanted)
+        # Checkpoints: one rank's disk may take much longer than any message between ranks.
+        self._create(
+            [("checkpoint", tuple(range(where.world_size)))],
+            timeout_s=max(self.options.timeout_s, _SAVING_S),
+        )
 
-    def _create(self, wanted: list[tuple[str, tuple[int, ...]]]) -> None:
+    def _create(
+        self, wanted: list[tuple[str, tuple[int, ...]]], *, timeout_s: float | None = None
+    ) -> None:
         if self.coordinates.world_size > 1:
             fast = "nccl" if self.options.backend == "nccl" else "gloo"
             backends = {
                 "control": "gloo", "metrics": "gloo", "messages": fast, "reduce": fast,
-                "tensor": fast,
+                "tensor": fast, "checkpoint": "gloo",
             }  # fmt: skip
-            self.communicators.create(wanted, backends=backends, timeout_s=self.options.timeout_s)
+            self.communicators.create(
+                wanted, backends=backends, timeout_s=timeout_s or self.options.timeout_s
+            )
 
     def _shared_ranks(self, stages: Sequence[int], sharer: int | None = None) -> tuple[int, ...]:
         owners = sorted({rank for stage in stages for rank in self.placement.owners(stage)})
@@ -710,6 +721,30 @@ class Engine:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Owned parameters by global name."""
         return {name: p for named in self._parameters.values() for name, p in named.items()}
+
+    def holders(self, *, share: bool = False) -> dict[str, tuple[int, ...]]:
+        """Global ranks that hold the same of an owned parameter and of its optimizer state.
+
+        Of a parameter that several stages share, only those of the first one: the others may hold
+        less of it, under fewer names.
+
+        Args:
+            share: Those that hold the same share of it, instead of the same whole.
+        """
+        where = self.coordinates
+        sharers = (where.tp_rank,) if share else range(where.tp)
+
+        def ranks_of(stage: int) -> tuple[int, ...]:
+            owners = self.placement.owners(stage)
+            return tuple(rank for sharer in sharers for rank in where.replicas(owners, sharer))
+
+        found = {
+            name: ranks_of(stage) for stage, named in self._parameters.items() for name in named
+        }
+        shared = {
+            name: ranks_of(min(stages)) for name, stages in self._shared.items() if name in found
+        }
+        return found | shared
 
     def drain(self) -> None:
         """Ends all sends; before a barrier or the end of a loop."""

@@ -21,7 +21,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
@@ -39,12 +39,9 @@ from strategies.runtime.main_optimizer import MainOptimizer
 from strategies.runtime.measured import gather_timeline
 from strategies.runtime.mesh import Coordinates
 from strategies.runtime.stage_model import Mode, StageModel
-from strategies.runtime.tensor_parallel.whole_state import (
-    gather_optimizer_state,
-    gather_state,
-    take_optimizer_shares,
-    take_shares,
-)
+from strategies.runtime.storage.exchange import Exchange
+from strategies.runtime.storage.saver import Saver
+from strategies.runtime.tensor_parallel.share_pieces import Shares
 from strategies.runtime.unit_model import HasUnits, UnitModel
 from strategies.runtime.weight_readers import WholeWeights
 from strategies.schedule_file import ScheduleFile, read_schedule_file
@@ -95,6 +92,8 @@ class PipelineStrategy(ParallelStrategy):
         check_batches: Compare the batch between a pipeline's ranks at every step.
         pipeline_layers: Where a module's layers are (``net.layers``), if they are not found.
         metadata: Written into every checkpoint's manifest.
+        async_save: Checkpoints of a running ``fit`` are copied to host memory and written in a
+            thread. ``False`` stops training until they are on disk, and takes no second copy.
     """
 
     def __init__(
@@ -123,6 +122,7 @@ class PipelineStrategy(ParallelStrategy):
         check_batches: bool = True,
         pipeline_layers: str | None = None,
         metadata: Mapping[str, Any] | None = None,
+        async_save: bool = True,
     ) -> None:
         self._num_nodes = 1
         self._dp = dp
@@ -140,6 +140,10 @@ class PipelineStrategy(ParallelStrategy):
         self._seed = seed
         self._layers = pipeline_layers
         self._metadata = dict(metadata or {})
+        self._async_save = async_save
+        self._saver: Saver | None = None
+        self._checkpoints: set[Path] = set()
+        self._random_state: Mapping[str, Any] | None = None
         if isinstance(file, str | Path):
             file = read_schedule_file(str(file))
         if num_microbatches is None:
@@ -280,7 +284,7 @@ class PipelineStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._engine is not None and self._engine_module is not module:
             self._engine.close()  # Another model in the same Trainer.
-            self._engine = None
+            self._engine = self._saver = None
         if self._engine is None:
             if self._plan.file is not None:
                 self._plan = self.broadcast(self._plan)  # It may have changed between two reads.
@@ -466,6 +470,7 @@ class PipelineStrategy(ParallelStrategy):
 
     def training_step(self, batch: Any, batch_idx: int, *_: Any) -> Tensor:
         """Runs the whole program, backwards included, up to the flush."""
+        self.saver.check()
         trainer = self._trainer
         scale = None
         if self._scaler is not None:
@@ -661,18 +666,20 @@ class PipelineStrategy(ParallelStrategy):
             every_parameter=self.engine.model.parameter_names,
             owned_parameters=set(self.engine.named_parameters()),
         )
-        ranks = self.engine.tensor_ranks
-        return state if ranks is None else gather_state(state, self.engine.model.shards, ranks)
+        return self._shares(self.engine.holders(share=True)).pieces(state)
+
+    def _shares(self, holders: Mapping[str, tuple[int, ...]]) -> Shares:
+        where = self.coordinates
+        first = where.dp_rank == 0
+        return Shares(self.engine.model.shards, where.tp_rank, holders, first_replica=first)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part, keyed by parameter names instead of positions; collective."""
         named = self.engine.named_parameters()
+        # Sharded state has been put together on the first replica.
+        holders = {} if self.engine.mains.sharded else self.engine.holders(share=True)
         state = self._named_state(optimizer, named)
-        ranks = self.engine.tensor_ranks
-        if ranks is None:
-            return state
-        shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        return gather_optimizer_state(state, self.engine.model.shards, ranks, shapes=shapes)
+        return self._shares(holders).optimizer_pieces(state, named)
 
     def _named_state(self, optimizer: Optimizer, named: dict[str, nn.Parameter]) -> dict[str, Any]:
         for main in self._main_optimizers:
@@ -683,25 +690,51 @@ class PipelineStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """A folder with a file per rank and a manifest; collective, renamed when complete.
+        """A folder with files per rank and a manifest; collective, renamed when complete.
+
+        Inside ``fit``, with ``async_save``, it returns when the state is copied. What goes wrong
+        later is raised by the next training step, save or load, or at the end of training.
 
         Raises:
             CheckpointError: The folder cannot be written.
         """
         path = Path(self.broadcast(str(filepath)))
+        self._checkpoints.add(path.absolute())
+        state = self._trainer.state
+        holders = self.engine.holders()
+        running = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         checkpoints.save(
+            self.saver,
             checkpoint,
             path,
             coordinates=self.coordinates,
-            barrier=self.barrier,
-            agree=self.reduce_boolean_decision,
+            holders=holders,
+            # Sharded state has been put together on the first replica.
+            optimizer_holders={} if self.engine.mains.sharded else holders,
+            in_thread=self._async_save and running,
             metadata=self._metadata
             | {
                 "schedule": self._plan.schedule,
                 "seed": self.engine.options.seed,
+                "step": checkpoint.get("global_step"),
                 "parameters": sorted(self.engine.model.parameter_names),
             },
         )
+
+    @property
+    def saver(self) -> Saver:
+        """Writes this rank's part of every checkpoint."""
+        if self._saver is None:
+            self._saver = Saver(self._exchange())
+        return self._saver
+
+    def _exchange(self) -> Exchange:
+        everybody = tuple(range(self.world_size))
+        return Exchange(self.engine.communicators.get("checkpoint", everybody))
+
+    def has_checkpoint(self, filepath: str | Path) -> bool:
+        """Whether this run has loaded it, or written it, or is writing it."""
+        return Path(filepath).absolute() in self._checkpoints
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -711,34 +744,34 @@ class PipelineStrategy(ParallelStrategy):
         Raises:
             CheckpointError: It is missing, damaged, or of another model.
         """
+        self.saver.finish()
         path = Path(self.broadcast(str(checkpoint_path)))
         assert self.lightning_module is not None
-        wanted = set(self.lightning_module.state_dict())
+        self._checkpoints.add(path.absolute())
+        fitting = self._trainer.state.fn == TrainerFn.FITTING
+        shares = self._shares({})
         return checkpoints.load(
             path,
+            exchange=self._exchange(),
             coordinates=self.coordinates,
-            wanted=wanted,
+            state=shares.boxes(self.lightning_module.state_dict()),
             parameters=set(self.engine.model.parameter_names),
+            optimized=shares.boxes(self.engine.named_parameters()) if fitting else {},
             strict=self.lightning_module.strict_loading,
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads this rank's names."""
         assert self.lightning_module is not None
-        state = checkpoint["state_dict"]
-        if self._tp > 1:
-            state = take_shares(state, self.engine.model.shards, self.coordinates.tp_rank)
+        state = self._shares({}).padded(checkpoint["state_dict"])
         self.lightning_module.load_state_dict(state, strict=strict)
         self.engine.mains.refresh()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the state of this rank's parameters, by name."""
         named = self.engine.named_parameters()
-        saved = checkpoint["optimizer_states"]
-        if self._tp > 1:
-            shards = self.engine.model.shards
-            rank = self.coordinates.tp_rank
-            saved = [take_optimizer_shares(state, shards, rank) for state in saved]
+        shares = self._shares({})
+        saved = [shares.padded_optimizer(state, named) for state in checkpoint["optimizer_states"]]
         if self._main_optimizers:
             for main, state in zip(self._main_optimizers, saved, strict=True):
                 main.load(state, named)
@@ -749,12 +782,13 @@ class PipelineStrategy(ParallelStrategy):
         # before the loops know where they are. They are made again.
         loop: Any = self._trainer.fit_loop
         loop._combined_loader = None
-        checkpoints.restore_random_state(checkpoint)
+        self._random_state = checkpoint
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Deletes a whole folder, once."""
+        """Deletes a whole folder, once, and not before the one being written is committed."""
+        self._checkpoints.discard(Path(filepath).absolute())
         if self.is_global_zero:
-            checkpoints.remove(Path(filepath))
+            self.saver.remove(Path(filepath))
 
     # ------------------------------------------------------------- the end
 
@@ -779,9 +813,19 @@ class PipelineStrategy(ParallelStrategy):
         """What is run; the number of buckets is known from ``setup`` on."""
         return self._plan if self._engine is None else self._engine.plan
 
+    def on_train_start(self) -> None:
+        """Continues the generators of a checkpoint: the loaders, made anew, have drawn from them.
+
+        Runs after ``on_train_start`` of callbacks and module, which had theirs before it was saved.
+        """
+        if self._random_state is not None:
+            checkpoints.restore_random_state(self._random_state)
+            self._random_state = None
+
     def on_train_end(self) -> None:
-        """Ends all sends, so that no peer is left without its message."""
+        """Ends all sends, so that no peer is left without its message, and the last save."""
         self.engine.drain()
+        self.saver.finish()
 
     def on_validation_end(self) -> None:
         """Ends all sends."""

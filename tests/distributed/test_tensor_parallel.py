@@ -119,6 +119,14 @@ def test_sharded_optimizers_keep_parity(
     check(replace(case, microbatches=2, sequence_parallel=sequence_parallel), ranks)
 
 
+def test_both_copies_of_a_stage_share_its_optimizer_and_its_matrices(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    case = Case("chimera", pp=2, tp=2, steps=4, shape=GROUPED, clip=0.05, overlap="zero1")
+    results = check(replace(case, accumulation=2, sequence_parallel=True), ranks)
+    assert all(any("GATHER" in word for word in result["program"]) for result in results)
+
+
 @pytest.mark.parametrize("shape", [GROUPED, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 1, 2), (2, 1, 2), (1, 2, 2)])
 def test_a_stream_cut_along_the_sequence_keeps_parity(
@@ -185,29 +193,22 @@ class _SaveAtOnce(Callback):
 
 
 def _state(path: Path) -> dict[str, torch.Tensor]:
-    """All weights and all of the optimizer's state, from all files."""
-    import json
+    """All weights and all of the optimizer's state, put together from all files."""
+    from strategies.manifest import read_manifest
+    from strategies.runtime.storage.opened import Opened
 
-    from safetensors.torch import load_file
-
-    from strategies.runtime.tree_io import unflatten
-
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(path.glob("rank_*.json")):
-        tree = json.loads(file.read_text())
-        part = unflatten(tree, load_file(file.with_suffix(".safetensors")))
-        found |= {f"weight {name}": value for name, value in part.get("state_dict", {}).items()}
-        for optimizer in part.get("optimizer_states", []):
-            for name, entry in optimizer["state"].items():
-                found |= {f"{key} {name}": value for key, value in entry.items()}
-    return found
+    opened = Opened.of(path, read_manifest(path))
+    names = opened.metadata.state_dict_metadata
+    pieces = {name: opened._target(name, None) for name in names if not name.startswith("tree.")}
+    opened._fill(pieces)
+    return {name: piece.tensor for name, piece in pieces.items()}
 
 
 def _same_state(one: Path, other: Path) -> None:
     before, after = _state(one), _state(other)
-    names = {"weight net.head.projection.weight"}  # Written where it lies on another rank only.
+    names = {"model:net.head.projection.weight"}  # Written where it lies on another rank only.
     assert before.keys() | names == after.keys() | names
-    assert any(key.startswith("exp_avg ") for key in before)
+    assert any(key.startswith("optimizer.0.exp_avg:") for key in before)
     for key in before.keys() & after.keys():
         assert torch.equal(before[key], after[key]), key
 

@@ -135,6 +135,7 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
     )
     resume = trainer_options.pop("resume", None)
     callbacks = [losses, *trainer_options.pop("callbacks", [])]
+    validation = trainer_options.pop("val_dataloaders", None)
     options = {"max_steps": case.steps, **trainer_options}
     trainer = pl.Trainer(
         accelerator=case.accelerator,
@@ -152,7 +153,7 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
         **options,
     )
     loader = DataLoader(Sentences(case.count), batch_size=case.rows)
-    trainer.fit(model, loader, ckpt_path=resume)
+    trainer.fit(model, loader, validation, ckpt_path=resume)
     timeline = strategy.measured_timeline()
     last = strategy.measured_timeline(median=False)
     rank = strategy.coordinates.pp_rank

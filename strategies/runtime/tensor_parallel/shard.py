@@ -50,6 +50,20 @@ class Shard:
         share.narrow(self.dim, 0, self.held(rank)).copy_(part)
         return share
 
+    def unpadded(self, share: Tensor, rank: int) -> Tensor:
+        """What a rank's share has of the whole; a view."""
+        return share.narrow(self.dim, 0, self.held(rank))
+
+    def padded(self, held: Tensor, rank: int) -> Tensor:
+        """The inverse of ``unpadded``; padding is zero."""
+        if held.shape[self.dim] == self.width:
+            return held
+        shape = list(held.shape)
+        shape[self.dim] = self.width
+        share = torch.zeros(shape, dtype=held.dtype, device=held.device)
+        self.unpadded(share, rank).copy_(held)
+        return share
+
     def whole(self, shares: Sequence[Tensor]) -> Tensor:
         """The inverse of ``local``, from all ranks' shares in order."""
         return torch.cat(list(shares), self.dim).narrow(self.dim, 0, self.size)

@@ -24,6 +24,8 @@ from launcher.workloads.transformer_shape import TransformerShape
 from strategies.errors import ModelError, PlanError, RunError
 from strategies.runtime.checkpoint import save
 from strategies.runtime.mesh import Coordinates
+from strategies.runtime.storage.exchange import Exchange
+from strategies.runtime.storage.saver import Saver
 from tests.tiny_models import batch_of, shape_of, write_model
 
 LLAMA = TransformerShape(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=64, sequence=16)
@@ -43,12 +45,14 @@ def checkpoint_of(module, path):
     """A committed checkpoint with the state that one rank has."""
     coordinates = Coordinates(pp=1, dp=1, pp_rank=0, dp_rank=0)
     save(
+        Saver(Exchange(None)),
         {"state_dict": module.state_dict()},
         path,
         coordinates=coordinates,
-        barrier=lambda: None,
-        agree=lambda fine: fine,
+        holders={},
+        optimizer_holders={},
         metadata={},
+        in_thread=False,
     )
     return path
 

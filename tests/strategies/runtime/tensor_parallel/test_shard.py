@@ -34,3 +34,13 @@ def test_a_share_has_memory_of_its_own():
     share = Shard(0, 4, 2).local(whole, 1)
     share += 1
     assert whole.sum() == 0
+
+
+def test_padding_comes_off_and_on_again():
+    shard = Shard(1, 5, 3)
+    whole = torch.arange(10.0).reshape(2, 5)
+    for rank, held in enumerate((2, 2, 1)):
+        share = shard.local(whole, rank)
+        assert shard.unpadded(share, rank).shape == (2, held)
+        assert torch.equal(shard.padded(shard.unpadded(share, rank).clone(), rank), share)
+        assert shard.padded(share, rank) is share

@@ -1,0 +1,207 @@
+"""All ranks' parts become one committed checkpoint, or none.
+
+``<name>.tmp`` is written and synced beside everything that exists; the rename commits it. A
+committed folder is never written into: where one of the same name exists, it steps aside only when
+the new one is complete, and goes when that is in its place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strategies.errors import CheckpointError
+from strategies.manifest import FORMAT, MANIFEST, OLD, UNFINISHED, seal
+from strategies.runtime.storage.durable import sync_folder, write_durably
+from strategies.runtime.storage.exchange import Exchange
+from strategies.runtime.storage.part import Part
+from strategies.runtime.storage.planners import PieceSavePlanner
+from strategies.runtime.storage.tensor_files import TensorWriter, write_index
+
+VALUES = "values.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One checkpoint to be written.
+
+    Attributes:
+        path: The folder to be, the same on all ranks.
+        part: What this rank writes, or why it cannot.
+        left: Names of what it holds and leaves to other ranks.
+        layout: Degrees of parallelism, for the manifest.
+        metadata: For the manifest, plain data.
+    """
+
+    path: Path
+    part: Part | Exception
+    left: frozenset[str]
+    layout: Mapping[str, int]
+    metadata: Mapping[str, Any]
+
+
+def tree_file(rank: int) -> str:
+    """A rank's own state."""
+    return f"rank_{rank:05d}.json"
+
+
+def write_checkpoint(job: Job, exchange: Exchange) -> None:
+    """Writes all ranks' parts and commits them together; collective.
+
+    Raises:
+        CheckpointError: Some rank cannot write, and nothing is committed. All ranks raise.
+    """
+    staging = job.path.with_name(job.path.name + UNFINISHED)
+    problem: Exception | None = None
+    if exchange.rank == 0:
+        try:
+            _prepare(staging, job.path)
+        except Exception as error:
+            problem = error
+    said = exchange.first_says(_describe(problem, job))
+    if said is not None:
+        _fail(job, problem, 0, said)
+    written = None
+    try:
+        written = _write_part(job, staging, exchange.rank)
+    except Exception as error:
+        problem = error
+    answers = exchange.first_hears([_describe(problem, job), written])
+    verdict: list[Any] | None = None
+    if exchange.rank == 0:
+        failed = [[rank, text] for rank, (text, _) in enumerate(answers) if text is not None]
+        if not failed:
+            try:
+                _commit(job, staging, [found for _, found in answers])
+            except Exception as error:
+                problem = error
+                failed = [[0, _describe(error, job)]]
+        if failed:
+            # A full disk must not stay full of what nobody can read.
+            shutil.rmtree(staging, ignore_errors=True)
+            verdict = failed[0]
+    verdict = exchange.first_says(verdict)
+    if verdict is not None:
+        _fail(job, problem, *verdict)
+
+
+def _describe(problem: Exception | None, job: Job) -> str | None:
+    if problem is None or isinstance(problem, CheckpointError):
+        return None if problem is None else str(problem)
+    if isinstance(problem, OSError):
+        needs = 0
+        if isinstance(job.part, Part):
+            needs = sum(piece.num_bytes for piece in job.part.pieces.values())
+        free = shutil.disk_usage(_existing(job.path)).free
+        return (
+            f"{problem.strerror or problem}; this rank has {needs:,} bytes to write, and {free:,} "
+            "bytes are free there"
+        )
+    return f"{type(problem).__name__}: {problem}"
+
+
+def _fail(job: Job, problem: Exception | None, rank: int, said: str) -> None:
+    own = _describe(problem, job)
+    # "another rank failed" is how the launcher tells consequences from causes.
+    reason = own if own is not None else f"another rank failed, rank {rank}: {said}"
+    raise CheckpointError(
+        f"checkpoint {job.path} was not written: {reason.rstrip('.')}. Earlier checkpoints are "
+        "whole."
+    ) from problem
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+
+
+def _prepare(staging: Path, path: Path) -> None:
+    there = path.exists() or path.is_symlink()
+    if there and not (path / MANIFEST).is_file() and not _is_empty_folder(path):
+        raise CheckpointError(f"{path} exists and is no checkpoint, so it is not replaced")
+    for left in (staging, path.with_name(path.name + OLD + UNFINISHED)):
+        shutil.rmtree(left, ignore_errors=True)
+    staging.mkdir(parents=True)
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _write_part(job: Job, staging: Path, rank: int) -> dict[str, Any]:
+    part = job.part
+    if isinstance(part, Exception):
+        raise part
+    staging.mkdir(exist_ok=True)  # made by rank 0; another host may not have seen it yet
+    name = tree_file(rank)
+    files = {name: write_durably(staging / name, [json.dumps(part.tree).encode()])}
+    planner = PieceSavePlanner()
+    planner.set_up_planner(dict(part.pieces))
+    path = staging / f"rank_{rank:05d}.safetensors"
+    writer = TensorWriter(path)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    results = writer.write_data(planner.finish_plan(plan), planner).value()
+    assert writer.entry is not None
+    files[path.name] = writer.entry
+    return {
+        "files": files,
+        "rows": [result.storage_data for result in results],
+        "values": part.values,
+        "left": sorted(job.left),
+    }
+
+
+def _commit(job: Job, staging: Path, written: list[Any]) -> None:
+    files: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    rows: list[Any] = []
+    for found in written:
+        files |= found["files"]
+        values = found["values"] | values  # what several ranks hold is the first one's
+        rows += found["rows"]
+    names = {row[0] for row in rows}
+    for rank, found in enumerate(written):
+        for name in found["left"]:
+            if name not in names:
+                raise CheckpointError(f"rank {rank} left {name} to another rank, and none wrote it")
+    unseen = [name for name in files if not (staging / name).is_file()]
+    if unseen:
+        raise CheckpointError(
+            f"rank 0 does not see {unseen[0]}, which another rank has written below {staging}: all "
+            "hosts must share this folder"
+        )
+    files["tensors.json"] = write_index(staging, rows)
+    files[VALUES] = write_durably(staging / VALUES, [json.dumps(values).encode()])
+    content = {
+        "format": FORMAT,
+        **job.layout,
+        "world_size": len(written),
+        "metadata": dict(job.metadata),
+        "files": files,
+    }
+    write_durably(staging / MANIFEST, [seal(content).encode()])
+    sync_folder(staging)
+    aside = job.path.with_name(job.path.name + OLD)
+    if (job.path / MANIFEST).is_file():
+        remove(aside)
+        os.rename(job.path, aside)
+    os.rename(staging, job.path)
+    sync_folder(job.path.parent)
+    with suppress(OSError):  # the new one is there, whatever becomes of the old one
+        remove(aside)
+
+
+def remove(path: Path) -> None:
+    """Deletes a checkpoint so that a crash in between leaves no half of it under its name."""
+    if path.is_dir() and not path.is_symlink():
+        dying = path.with_name(path.name + UNFINISHED)
+        shutil.rmtree(dying, ignore_errors=True)
+        os.rename(path, dying)
+        shutil.rmtree(dying)
+    elif path.exists() or path.is_symlink():
+        path.unlink()

@@ -1,0 +1,163 @@
+"""A verified checkpoint, open for reading: compared with a model, read as far as it is needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from strategies.errors import CheckpointError
+from strategies.runtime.storage.commit import VALUES, tree_file
+from strategies.runtime.storage.part import join, tensors_for
+from strategies.runtime.storage.piece import Piece, as_piece, like
+from strategies.runtime.storage.planners import PieceLoadPlanner
+from strategies.runtime.storage.tensor_files import TensorReader
+
+_MODEL = "model:"
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint whose files have been verified.
+
+    Attributes:
+        path: Its folder.
+        manifest: Its manifest.
+        reader: Of its tensors.
+        metadata: Which tensors there are.
+        values: What is no tensor in the state of model and optimizers.
+    """
+
+    path: Path
+    manifest: Mapping[str, Any]
+    reader: TensorReader
+    metadata: Metadata
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, path: Path, manifest: Mapping[str, Any]) -> Opened:
+        """Opens a folder.
+
+        Raises:
+            CheckpointError: A file cannot be read.
+        """
+        reader = TensorReader(path)
+        return cls(path, manifest, reader, reader.read_metadata(), _json(path / VALUES))
+
+    def misfit(self, state: Mapping[str, Any], *, parameters: set[str], strict: bool) -> str | None:
+        """Why this is the checkpoint of another model, with the names that differ; None if not.
+
+        Args:
+            state: What this rank wants.
+            parameters: Names of the whole model.
+            strict: Whether names must agree; shapes must in any case.
+        """
+        written = self.manifest["metadata"].get("parameters")
+        if strict and written is not None and not set(written) <= parameters:
+            more = sorted(set(written) - parameters)
+            return (
+                f"{self.path} is a checkpoint of another model: it has {len(more)} parameters that "
+                f"this one lacks: {_some(more)}. Use the model it was written with."
+            )
+        names = self._written()
+        missing = sorted(set(state) - names)
+        if missing and strict:
+            return (
+                f"{self.path} is a checkpoint of another model: it lacks {len(missing)} of "
+                f"{len(state)} names: {_some(missing)}. Use the model it was written with."
+            )
+        shapes = []
+        for name, value in state.items():
+            found = self.metadata.state_dict_metadata.get(_MODEL + name)
+            if isinstance(found, TensorStorageMetadata) and isinstance(value, Tensor | Piece):
+                shape = as_piece(value).global_shape
+                if tuple(found.size) != shape:
+                    shapes.append(f"{name} is {list(found.size)} there and {list(shape)} here")
+        if shapes:
+            return (
+                f"{self.path} is a checkpoint of another model: {_some(shapes)}. Use the model it "
+                "was written with."
+            )
+        return None
+
+    def read(
+        self, *, rank: int, state: Mapping[str, Any], optimized: Mapping[str, Tensor | Piece]
+    ) -> dict[str, Any]:
+        """One rank's nested state; nothing but what it needs is read.
+
+        Args:
+            rank: Whose tree to take (loops, callbacks, schedulers, generators).
+            state: Names of the module's state, with the boxes that are wanted.
+            optimized: Parameters whose optimizer state is wanted.
+        """
+        wanted, known = set(state), set(optimized)
+        names = tensors_for(
+            self.metadata.state_dict_metadata, rank=rank, wanted=wanted, optimized=known
+        )
+        pieces: dict[str, Piece] = {}
+        for name in names:
+            owner = name.partition(":")[2]
+            source = state if name.startswith(_MODEL) else optimized
+            pieces[name] = self._target(name, source.get(owner))
+        self._fill(pieces)
+        tensors = {}
+        for name, piece in pieces.items():
+            owner = name.partition(":")[2]
+            model = (state if name.startswith(_MODEL) else optimized).get(owner)
+            if isinstance(model, Tensor) and tuple(model.shape) == piece.global_shape:
+                tensors[name] = like(model, piece.tensor)
+            else:
+                tensors[name] = piece.tensor
+        tree = _json(self.path / tree_file(rank))
+        return join(
+            tree, rank=rank, tensors=tensors, values=self.values, wanted=wanted, optimized=known
+        )
+
+    def whole_model(self) -> dict[str, Tensor]:
+        """All tensors of the model's state."""
+        names = [name for name in self.metadata.state_dict_metadata if name.startswith(_MODEL)]
+        pieces = {name: self._target(name, None) for name in names}
+        self._fill(pieces)
+        return {name.removeprefix(_MODEL): piece.tensor for name, piece in pieces.items()}
+
+    def _target(self, name: str, model: Any) -> Piece:
+        """An empty piece: of the same box as the model's tensor, if that has the same shape."""
+        found = self.metadata.state_dict_metadata[name]
+        assert isinstance(found, TensorStorageMetadata)
+        shape = tuple(found.size)
+        sizes, offsets = shape, (0,) * len(shape)
+        if isinstance(model, Tensor | Piece):
+            own = as_piece(model)
+            if own.global_shape == shape:
+                sizes, offsets = own.sizes, own.offsets
+        return Piece(torch.empty(sizes, dtype=found.properties.dtype), shape, offsets)
+
+    def _fill(self, pieces: Mapping[str, Piece]) -> None:
+        planner = PieceLoadPlanner()
+        planner.set_up_planner(dict(pieces), self.metadata, is_coordinator=True)
+        self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+        plan = self.reader.prepare_local_plan(planner.create_local_plan())
+        self.reader.read_data(planner.finish_plan(plan), planner).wait()
+
+    def _written(self) -> set[str]:
+        names: Iterable[str] = (*self.metadata.state_dict_metadata, *self.values)
+        return {name.removeprefix(_MODEL) for name in names if name.startswith(_MODEL)}
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None

@@ -1,0 +1,136 @@
+"""Saves at most one checkpoint at a time, in a thread while training goes on, or at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from strategies.errors import CheckpointError
+from strategies.runtime.storage.commit import Job, remove, write_checkpoint
+from strategies.runtime.storage.exchange import Exchange
+from strategies.runtime.storage.host_copy import HostCopy
+from strategies.runtime.storage.part import Part
+from strategies.runtime.storage.piece import own_share
+
+
+class Saver:
+    """One rank's side of saving. All ranks call ``save`` in the same order.
+
+    In a thread: what this rank writes is copied to host memory first, so parameters may change as
+    soon as ``save`` returns. The thread talks to the other ranks' threads on a communicator of its
+    own. What goes wrong there is raised by the next ``check``, ``finish`` or ``save``.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._host = HostCopy()
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+        self._lock = threading.Lock()
+        self._path: Path | None = None
+        self._doomed: list[Path] = []
+
+    @property
+    def pending(self) -> Path | None:
+        """What is being written and not yet committed."""
+        return self._path
+
+    def save(
+        self,
+        path: Path,
+        collect: Callable[[], Part],
+        *,
+        layout: Mapping[str, int],
+        metadata: Mapping[str, Any],
+        in_thread: bool,
+    ) -> None:
+        """Writes a checkpoint; collective.
+
+        Args:
+            path: The folder to be.
+            collect: What this rank holds. Its errors are raised on all ranks.
+            layout: Degrees of parallelism.
+            metadata: For the manifest.
+            in_thread: Return when this rank's state is copied.
+
+        Raises:
+            CheckpointError: This one was not written, or the one before.
+        """
+        self.finish()
+        part: Part | Exception
+        left: frozenset[str] = frozenset()
+        try:
+            part = collect()
+            mine = own_share(part.pieces, self._exchange.rank)
+            left = frozenset(part.pieces.keys() - mine.keys())
+            part = replace(part, pieces=self._host.of(mine) if in_thread else mine)
+        except Exception as error:
+            part = error
+        job = Job(path, part, left, layout, metadata)
+        if not in_thread:
+            write_checkpoint(job, self._exchange)
+            return
+        self._path = path
+        # A daemon: a rank that fails must not wait for peers that will never answer.
+        self._thread = threading.Thread(
+            target=self._run, args=(job,), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, job: Job) -> None:
+        try:
+            write_checkpoint(job, self._exchange)
+            self._remove_doomed()
+        except BaseException as error:
+            self._problem = error
+        finally:
+            self._path = None
+
+    def _remove_doomed(self) -> None:
+        with self._lock:
+            doomed, self._doomed = self._doomed, []
+            self._path = None
+        for path in doomed:
+            remove(path)
+
+    def remove(self, path: Path) -> None:
+        """Deletes a checkpoint, once the one that is being written is committed; not collective.
+
+        If that fails, the old one stays.
+        """
+        with self._lock:
+            if self._path is not None or self._problem is not None:
+                self._doomed.append(path)
+                return
+        remove(path)
+
+    def check(self) -> None:
+        """Raises what has gone wrong since the last call; waits for nothing.
+
+        Raises:
+            CheckpointError: A checkpoint was not written.
+        """
+        if self._thread is not None and not self._thread.is_alive():
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits until nothing is being written.
+
+        Raises:
+            CheckpointError: A checkpoint was not written.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        self._doomed.clear()
+        problem, self._problem = self._problem, None
+        if isinstance(problem, CheckpointError):
+            raise problem
+        if problem is not None:
+            raise CheckpointError(
+                f"a checkpoint was not written, probably since another rank failed: {problem}"
+            ) from problem

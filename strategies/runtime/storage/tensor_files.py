@@ -1,0 +1,326 @@
+"""Storage of torch.distributed.checkpoint: a hashed safetensors file per rank, and a JSON index.
+
+DCP's own storage pickles its ``.metadata``, which would be executed at every load, and its Hugging
+Face storage (hf_storage.py, torch 2.13) takes one box per tensor and file, takes shapes from the
+boxes that happen to be there, and hashes and syncs nothing. Here the index says which tensors there
+are, so a missing box is noticed, and safetensors gives slices without reading the rest.
+
+The file is written here and not by ``safetensors.torch.save_file``, which would need the whole file
+to be read again for its hash, and holds the interpreter's lock while it writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from strategies.errors import CheckpointError
+from strategies.runtime.storage.durable import write_durably
+
+INDEX = "tensors.json"
+_ALIGNMENT = 8
+
+# Names of the safetensors format.
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class TensorWriter(StorageWriter):
+    """Writes one rank's pieces into one file.
+
+    Attributes:
+        entry: Hash and size of the file, once it is written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Args: path: The file to be."""
+        self._path = path
+        self.entry: dict[str, Any] | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between saves."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The folder is there."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """As they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes header and values, one tensor in memory at a time."""
+        header: dict[str, Any] = {}
+        results = []
+        begin = 0
+        # Wide types first: then every tensor of the file is aligned.
+        items = sorted(plan.items, key=lambda item: -_width(_data(item).properties.dtype))
+        for item in items:
+            data = _data(item)
+            sizes = list(data.chunk.sizes)
+            key = _key(item.index.fqn, data.chunk, data.size)
+            size = math.prod(sizes) * _width(data.properties.dtype)
+            header[key] = {
+                "dtype": dtype_name(data.properties.dtype),
+                "shape": sizes,
+                "data_offsets": [begin, begin + size],
+            }
+            begin += size
+            row = [
+                item.index.fqn, header[key]["dtype"], list(data.size), self._path.name, key,
+                list(data.chunk.offsets), sizes,
+            ]  # fmt: skip
+            results.append(WriteResult(item.index, size, row))
+
+        def blocks() -> Iterator[Any]:
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % _ALIGNMENT)
+            yield len(text).to_bytes(8, "little")
+            yield text
+            for item in items:
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, Tensor)
+                yield _bytes_of(tensor)
+
+        self.entry = write_durably(self._path, blocks())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the index of all ranks' pieces beside the files.
+
+        Raises:
+            CheckpointError: The pieces do not make up their tensors.
+        """
+        rows = [result.storage_data for rank in results for result in rank]
+        write_index(self._path.parent, rows)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Folders of a file system."""
+        return "://" not in str(checkpoint_id)
+
+
+class TensorReader(StorageReader):
+    """Reads slices of a committed checkpoint's files, which somebody has verified."""
+
+    def __init__(self, folder: Path) -> None:
+        """Args: folder: The checkpoint."""
+        self._folder = folder
+        self._files: Mapping[MetadataIndex, tuple[str, str]] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between loads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        path = self._folder / INDEX
+        try:
+            tensors = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}.") from None
+        state: dict[str, Any] = {}
+        files: dict[MetadataIndex, tuple[str, str]] = {}
+        for name, (dtype, shape, boxes) in tensors.items():
+            chunks = []
+            for file, key, offsets, sizes in boxes:
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                files[MetadataIndex(name, offsets)] = (file, key)
+            state[name] = TensorStorageMetadata(
+                TensorProperties(dtype=_DTYPES[dtype]), torch.Size(shape), chunks
+            )
+        return Metadata(state_dict_metadata=state, storage_data=files)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Notes which piece is where."""
+        self._files = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what is asked for, file by file.
+
+        Raises:
+            CheckpointError: A file cannot be read.
+        """
+        by_file: dict[str, list[tuple[str, ReadItem]]] = defaultdict(list)
+        for item in plan.items:
+            file, key = self._files[item.storage_index]
+            by_file[file].append((key, item))
+        for file, wanted in by_file.items():
+            path = self._folder / file
+            try:
+                with safe_open(path, framework="pt") as opened:
+                    for key, item in wanted:
+                        _read(opened, key, item, planner)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}.") from None
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Folders of a file system."""
+        return TensorWriter.validate_checkpoint_id(checkpoint_id)
+
+
+def _read(opened: Any, key: str, item: ReadItem, planner: LoadPlanner) -> None:
+    target = planner.resolve_tensor(item)
+    if item.lengths:
+        place = tuple(
+            slice(start, start + length)
+            for start, length in zip(item.storage_offsets, item.lengths, strict=True)
+        )
+        found = opened.get_slice(key)[place]
+    else:
+        found = opened.get_tensor(key)  # a scalar has no slices
+    target.detach().copy_(found)
+    planner.commit_tensor(item, target)
+
+
+def write_index(folder: Path, rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
+    """Writes what all ranks have written, a row per piece, as the folder's index.
+
+    Args:
+        folder: The checkpoint to be.
+        rows: ``[name, dtype, shape of the whole, file, key, offsets, sizes]``.
+
+    Returns:
+        Hash and size of the index.
+
+    Raises:
+        CheckpointError: The pieces do not make up their tensors.
+    """
+    text = json.dumps(make_index(rows), separators=(",", ":"))
+    return write_durably(folder / INDEX, [text.encode()])
+
+
+def make_index(rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
+    """``{name: [dtype, shape, [[file, key, offsets, sizes], ...]]}``; doubles count once.
+
+    >>> row = ["w", "F32", [4, 2], "a.safetensors", "w[0:2,0:2]", [0, 0], [2, 2]]
+    >>> make_index([row])
+    Traceback (most recent call last):
+    strategies.errors.CheckpointError: of w, F32 [4, 2], 1 pieces with 4 of 8 elements were written.
+
+    Raises:
+        CheckpointError: Pieces are missing, overlap or disagree.
+    """
+    index: dict[str, Any] = {}
+    boxes: dict[str, dict[tuple[int, ...], list[Any]]] = defaultdict(dict)
+    for name, dtype, shape, file, key, offsets, sizes in rows:
+        entry = index.setdefault(name, [dtype, list(shape), []])
+        box = boxes[name].setdefault(tuple(offsets), [file, key, list(offsets), list(sizes)])
+        if entry[:2] != [dtype, list(shape)] or box[3] != list(sizes):
+            raise CheckpointError(
+                f"ranks hold different tensors under the name {name}: {entry[0]} {entry[1]} in a "
+                f"piece of {box[3]}, and {dtype} {list(shape)} in a piece of {list(sizes)}."
+            )
+    for name, entry in index.items():
+        entry[2] = [boxes[name][offsets] for offsets in sorted(boxes[name])]
+        held = sum(math.prod(sizes) for *_, sizes in entry[2])
+        if held != math.prod(entry[1]):
+            raise CheckpointError(
+                f"of {name}, {entry[0]} {entry[1]}, {len(entry[2])} pieces with {held:,} of "
+                f"{math.prod(entry[1]):,} elements were written."
+            )
+    return index
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The safetensors name of a type.
+
+    Raises:
+        CheckpointError: The format has none.
+    """
+    if dtype not in _NAMES:
+        raise CheckpointError(f"a checkpoint cannot hold {dtype}: safetensors has no such type.")
+    return _NAMES[dtype]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The inverse of ``dtype_name``."""
+    return _DTYPES[name]
+
+
+def _data(item: Any) -> Any:
+    assert item.tensor_data is not None
+    return item.tensor_data
+
+
+def _width(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
+def _key(name: str, chunk: ChunkStorageMetadata, size: torch.Size) -> str:
+    if chunk.sizes == size:
+        return name
+    box = ",".join(
+        f"{start}:{start + length}"
+        for start, length in zip(chunk.offsets, chunk.sizes, strict=True)
+    )
+    return f"{name}[{box}]"
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy()

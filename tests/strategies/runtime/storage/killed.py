@@ -1,0 +1,173 @@
+"""Saves, and is killed: ``python -m tests.strategies.runtime.storage.killed FOLDER KIND COUNT``.
+
+A process of its own because it forks: importing torch for every kill would take seconds. Prints a
+JSON summary; fails where what is left behind cannot be loaded, or is a mixture of two steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strategies.runtime.mesh import Communicators, Coordinates
+from strategies.runtime.storage.exchange import Exchange
+from strategies.runtime.storage.saver import Saver
+from tests.strategies.runtime.storage.saving import newest, save, step_in
+
+_CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
+_LARGE = 100_000  # numbers per row of three
+
+
+def forked(work: Callable[[], None]) -> int:
+    """A child that does some work; its process id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException as error:
+            sys.stderr.write(f"{error!r}\n")
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
+def ended(child: int) -> int:
+    """Its exit code, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def die_at(count: int) -> None:
+    """Kills this process at its so-many-th call that changes a file system."""
+    left = [count]
+
+    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **named)
+
+        return counted
+
+    for name in _CALLS:
+        setattr(os, name, wrap(getattr(os, name)))
+
+
+def every_call(folder: Path, target: str) -> int:
+    """Kills a save at each of its calls in turn; returns how many there were."""
+    first, second = folder / "first.ckpt", folder / target
+    count = 0
+    while True:
+        count += 1
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        save(Saver(Exchange(None)), first, 1)
+
+        def work(point: int = count) -> None:
+            die_at(point)
+            save(Saver(Exchange(None)), second, 2)
+
+        code = ended(forked(work))
+        assert code in (0, -signal.SIGKILL), code
+        # The name itself loads, though the folder may have stepped aside that moment.
+        assert step_in(first) in ((1, 2) if target == first.name else (1,))
+        assert newest(folder) in (1, 2), count
+        # The next save does not mind what is left, and clears it away.
+        save(Saver(Exchange(None)), second, 3)
+        assert step_in(second) == 3
+        assert sorted(os.listdir(folder)) == sorted({first.name, target}), os.listdir(folder)
+        if code == 0:
+            return count - 1
+
+
+def at_random(folder: Path, kills: int, seed: int = 0) -> int:
+    """Kills a process that saves again and again, in a thread; returns the newest step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chance = random.Random(seed)
+    reached = 0
+    for _ in range(kills):
+
+        def work(start: int = reached) -> None:
+            saver = Saver(Exchange(None))
+            for step in range(start + 1, start + 1000):
+                name = "last.ckpt" if step % 2 else f"step-{step}.ckpt"
+                save(saver, folder / name, step, size=_LARGE, in_thread=True)
+                if step % 2 == 0:
+                    saver.remove(folder / f"step-{step - 2}.ckpt")
+
+        child = forked(work)
+        time.sleep(chance.uniform(0.02, 0.4))
+        os.kill(child, signal.SIGKILL)
+        assert ended(child) == -signal.SIGKILL
+        found = newest(folder, size=_LARGE)
+        assert found >= reached, (found, reached)
+        reached = found
+    return reached
+
+
+def one_of_two(folder: Path, kills: int, seed: int = 0) -> int:
+    """Kills one of two ranks that save together; the other must hear of it."""
+    import torch.distributed as dist
+
+    folder.mkdir(parents=True, exist_ok=True)
+    chance = random.Random(seed)
+    reached = 0
+    for turn in range(kills):
+        store = folder.with_name(f"store-{turn}")
+
+        def work(rank: int, start: int = reached, store: Path = store) -> None:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+            where = Coordinates.of(rank, pp=1, dp=2)
+            groups = Communicators(where)
+            groups.create([("save", (0, 1))], backends={"save": "gloo"}, timeout_s=20)
+            saver = Saver(Exchange(groups.get("save", (0, 1))))
+            for step in range(start + 1, start + 1000):
+                name = "last.ckpt" if step % 2 else f"step-{step}.ckpt"
+                save(saver, folder / name, step, size=_LARGE, in_thread=True, where=where)
+                store.with_name(f"{store.name}-{rank}").touch()  # it is connected
+                if step % 2 == 0 and rank == 0:
+                    saver.remove(folder / f"step-{step - 2}.ckpt")
+
+        children = [forked(lambda rank=rank: work(rank)) for rank in (0, 1)]
+        until = time.monotonic() + 30
+        while len(list(folder.parent.glob(f"{store.name}-*"))) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0.0, 0.4))
+        victim = chance.randrange(2)
+        os.kill(children[victim], signal.SIGKILL)
+        assert ended(children[victim]) == -signal.SIGKILL
+        killed = time.monotonic()
+        assert ended(children[1 - victim]) == 1, "the other rank went on"
+        assert time.monotonic() - killed < 10
+        found = newest(folder, size=_LARGE)
+        assert found >= reached, (found, reached)
+        reached = found
+        store.unlink(missing_ok=True)
+    return reached
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, kind, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    if kind == "calls":
+        points = [every_call(folder, target) for target in ("first.ckpt", "second.ckpt")]
+        print(json.dumps({"points": points}))  # noqa: T201
+    elif kind == "random":
+        print(json.dumps({"reached": at_random(folder, count)}))  # noqa: T201
+    else:
+        print(json.dumps({"reached": one_of_two(folder, count)}))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
