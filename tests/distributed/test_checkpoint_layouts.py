@@ -137,7 +137,7 @@ def test_without_dropout_the_number_of_replicas_and_sharers_does_not_matter(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     path = str(tmp_path / PATH)
-    case = replace(SAVED, shape=small_shape(tie_embeddings=True))
+    case = replace(SAVED, shape=small_shape(tie_embeddings=True, kv_heads=2))
     whole = ranks(4).run(train_and_save, case=case, path=path)
     model = {name: p for rank in whole for name, p in rank["state"]["model"].items()}
     for pp, dp, tp in ((2, 2, 1), (1, 2, 1), (1, 2, 2)):

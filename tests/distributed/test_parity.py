@@ -55,7 +55,7 @@ def _case(schedule: str, pp: int, dp: int, accumulation: int, ragged: bool) -> C
         schedule,
         pp,
         dp,
-        accumulation,
+        accumulation=accumulation,
         rows=2 * count + (2 if count == 3 else ragged),
         microbatches=count,
         short_last=ragged,
