@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 from strategies.costs.table import Costs, CostTable
 from strategies.costs.uniform import UniformCosts
@@ -29,6 +30,7 @@ from strategies.passes.variants import accumulate_only, first_microbatches, forw
 from strategies.plan import Overlap, Plan
 from strategies.schedule_file import ScheduleFile
 from strategies.schedules import Durations, Rows, Schedule, Shape, find_schedule
+from strategies.schedules.schedule import given_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ def compile_program(
     pp: int = 1,
     num_microbatches: int | None = None,
     stages_per_rank: int | None = None,
-    group: int | None = None,
+    group: int | Literal["auto"] | None = None,
     overlap: Overlap = "grad_reduce",
     buckets: int | tuple[int, ...] = 1,
     split_backward: bool = False,
@@ -155,7 +157,7 @@ def compile_program(
         pp,
         num_microbatches,
         stages_per_rank,
-        group,
+        given_group(group, find_schedule(schedule, file=file, pp=pp)),
         overlap,
         buckets,
         split_backward=split_backward,

@@ -90,6 +90,9 @@ def _beside(
 ) -> dict[str, object]:
     """Measured figures under their own names, next to what was predicted for them."""
     seconds = predicted.time_unit == "s"
+    # Nobody waits at the flush, except for the norm that clipping needs.
+    clips = run.config.trainer.gradient_clip_val is not None
+    steady = predicted.makespan if clips else predicted.period
     accumulation = run.config.trainer.accumulate_grad_batches
     step_time = outcome["step_time_s"]
     mfu = None
@@ -99,7 +102,7 @@ def _beside(
         mfu = per_step / (step_time * run.world_size * run.config.hardware.peak_flops)
     return {
         "mfu": mfu,
-        "predicted_step_time_s": predicted.makespan * accumulation if seconds else None,
+        "predicted_step_time_s": steady * accumulation if seconds else None,
         "measured_makespan_s": None if measured is None else measured.makespan,
         "measured_period_s": None if measured is None else measured.period,
         "measured_bubble_ratio": None if measured is None else measured.bubble_ratio,

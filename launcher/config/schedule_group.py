@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from launcher.config.launch import LaunchConfig
-from strategies.errors import PlanError
-from strategies.schedules.schedule import Schedule
+from strategies.schedules.schedule import Schedule, given_group
 
 
 def schedule_group(config: LaunchConfig, schedule: Schedule) -> int | None:
@@ -13,12 +12,4 @@ def schedule_group(config: LaunchConfig, schedule: Schedule) -> int | None:
     Raises:
         PlanError: ``auto`` for a schedule that does not choose.
     """
-    group = config.schedule.group
-    if group != "auto":
-        return group
-    if not schedule.chooses_group:
-        raise PlanError(
-            f"schedule.group=auto: {schedule.name} does not choose its group. Try schedule=foldx, "
-            f"or schedule.group={config.pp}."
-        )
-    return None
+    return given_group(config.schedule.group, schedule)

@@ -224,6 +224,11 @@ def _check_updates(program: Program) -> None:
                     updated[item.stage] = place
                 elif item.stage in updated:
                     raise ProgramError(f"{program.schedule}: {item} on rank {rank} after its STEP.")
+            if updated and item.kind is not Kind.STEP:
+                raise ProgramError(
+                    f"{program.schedule}: {item} on rank {rank} stands behind a STEP, with which a "
+                    "rank's list ends."
+                )
         if any_step and set(updated) != set(program.placement.stages_of(rank)):
             raise ProgramError(
                 f"{program.schedule}: rank {rank} steps stages {sorted(updated)}, but owns "

@@ -70,9 +70,10 @@ def place_messages(program: Program, end: list[float], when: Callable[[Message],
         [] for _ in program.ranks
     ]
     for node, item in enumerate(program.graph.nodes):
-        # REDUCE and STEP end with their list neighbour; they follow its SEND.
+        # A REDUCE ends with its list neighbour and follows its SEND; a STEP ends the list.
         turn = 0 if item.kind in MICROBATCH_KINDS else 2
-        events[program.graph.rank[node]].append(((end[node], turn, node, 0), item))
+        time = float("inf") if item.kind is Kind.STEP else end[node]
+        events[program.graph.rank[node]].append(((time, turn, node, 0), item))
     for message in messages(program):
         payload, source, target, microbatch = message[:4]
         key = (when(message), 1, position[message.producer], target)

@@ -46,6 +46,7 @@ from strategies.runtime.unit_model import HasUnits, UnitModel
 from strategies.runtime.weight_readers import WholeWeights
 from strategies.schedule_file import ScheduleFile, read_schedule_file
 from strategies.schedules import find_schedule
+from strategies.schedules.schedule import given_group
 from strategies.timeline import Timeline
 
 Backend = Literal["auto", "gloo", "nccl", "staged", "strict"]
@@ -106,7 +107,7 @@ class PipelineStrategy(ParallelStrategy):
         schedule: str = "1f1b",
         num_microbatches: int | None = None,
         stages_per_rank: int | None = None,
-        group: int | None = None,
+        group: int | Literal["auto"] | None = None,
         split_backward: bool = False,
         costs: Costs | None = None,
         memory_bytes: int | None = None,
@@ -154,7 +155,7 @@ class PipelineStrategy(ParallelStrategy):
             pp=pp,
             num_microbatches=num_microbatches,
             stages_per_rank=stages_per_rank,
-            group=group,
+            group=given_group(group, find_schedule(schedule, file=file, pp=pp)),
             overlap=overlap,
             buckets=1 if buckets is None else buckets,
             split_backward=split_backward,
@@ -338,6 +339,13 @@ class PipelineStrategy(ParallelStrategy):
             first = where.global_rank(where.pp_rank, 0)
             for buffer in module.buffers():
                 dist.broadcast(buffer, src=first, group=group)
+        owners = {self.engine.placement.owners(stage) for stage in self.engine.owned}
+        if self.engine.placement.weight_copies > 1 and len(owners) == 1:
+            # Both owners of the same stages; what was made at random differs between them.
+            members = where.replicas(owners.pop())
+            copies = self.engine.communicators.get("reduce", members)
+            for buffer in module.buffers() if copies is not None else ():
+                dist.broadcast(buffer, src=members[0], group=copies)
 
     def _build_optimizers(self, trainer: pl.Trainer) -> None:
         try:
@@ -383,6 +391,16 @@ class PipelineStrategy(ParallelStrategy):
                 f"{type(module).__name__} uses manual optimization, which decides when backward "
                 "runs; the pipeline program decides that here. Remove "
                 "automatic_optimization=False, or use another strategy."
+            )
+        two = (
+            find_schedule(self._plan.schedule, file=self._plan.file, pp=self._pp).weight_copies > 1
+        )
+        running = [n for n, m in module.named_modules() if getattr(m, "track_running_stats", False)]
+        if two and running:
+            raise ModelError(
+                f"{running[0]} keeps running statistics, and schedule={self._plan.schedule} holds "
+                "every stage twice: each copy would see half of the microbatches, and the two would "
+                "differ in evaluation. Try schedule=zb_v, or track_running_stats=False."
             )
         if isinstance(module, torch._dynamo.OptimizedModule):
             raise ModelError("compile the layers inside the module, not the LightningModule.")

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
 from strategies.errors import PlanError
-from strategies.ir.placement import Placement
+from strategies.ir.placement import PLACEMENTS, Placement
 from strategies.schedule_file import ScheduleFile
 from strategies.schedules.chimera import CHIMERA
 from strategies.schedules.custom import NAME as CUSTOM
@@ -98,8 +98,13 @@ def register_schedule(
         rule: Raises PlanError for degrees that it cannot serve.
 
     Raises:
-        PlanError: The name is taken.
+        PlanError: The name is taken, or there is no such placement.
     """
+    if isinstance(placement, str) and placement not in PLACEMENTS:
+        raise PlanError(
+            f"placement={placement} of schedule={name} is unknown. Use {', '.join(PLACEMENTS)}, or a "
+            "function that returns a Placement."
+        )
     copies = 2 if placement == "bidirectional" else 1
 
     def add(order: Order) -> Order:

@@ -56,6 +56,23 @@ class Shape:
     durations: Durations | None = None
 
 
+def given_group(group: int | str | None, schedule: Schedule) -> int | None:
+    """A group as people give it; None where the compiler takes the default, or chooses.
+
+    Raises:
+        PlanError: ``auto`` for a schedule that does not choose.
+    """
+    if group is None or isinstance(group, int):
+        return group
+    if group == "auto" and schedule.chooses_group:
+        return None
+    grouped = "or a number" if schedule.grouped else "or no schedule.group"
+    raise PlanError(
+        f"schedule.group={group}: {schedule.name} does not choose its group. Try schedule=foldx, "
+        f"{grouped}."
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """One entry of the registry.

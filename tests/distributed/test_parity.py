@@ -178,6 +178,15 @@ def test_fused_pairs_keep_parity(
     assert any("OVERLAP_F_B" in word for word in results[0]["program"])
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "looped_bfs", "chimera", "zb_v"])
+def test_the_order_for_waiting_sends_keeps_parity(
+    schedule: str, ranks: Callable[[int], Ranks]
+) -> None:
+    costs = UniformCosts(p2p=0.2, transport="rendezvous")
+    case = replace(_case(schedule, 4, 1, 1, ragged=True), costs=costs, steps=3)
+    check(replace(case, backend="strict"), ranks)
+
+
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "foldx"])
 def test_orders_made_for_unequal_costs_keep_parity(
     schedule: str, ranks: Callable[[int], Ranks]

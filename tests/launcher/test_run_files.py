@@ -98,7 +98,7 @@ class TestATrainingRun:
         times = sorted(row["step_time_s"] for row in rows[1:])
         assert result["step_time_s"] == pytest.approx(times[9])
         assert result["tokens_per_s"] == pytest.approx(4 * 4 * 16 / times[9])
-        assert result["predicted_step_time_s"] == result["makespan"]
+        assert result["predicted_step_time_s"] == result["period"]
         assert 0 < result["measured_bubble_ratio"] < 1
         assert result["measured_exposed_grad_reduce_s"] == 0  # a single replica
         assert len(result["peak_memory_bytes"]) == len(result["predicted_peak_memory_bytes"]) == 2
