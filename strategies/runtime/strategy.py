@@ -392,15 +392,13 @@ class PipelineStrategy(ParallelStrategy):
                 "runs; the pipeline program decides that here. Remove "
                 "automatic_optimization=False, or use another strategy."
             )
-        two = (
-            find_schedule(self._plan.schedule, file=self._plan.file, pp=self._pp).weight_copies > 1
-        )
+        found = find_schedule(self._plan.schedule, file=self._plan.file, pp=self._pp)
         running = [n for n, m in module.named_modules() if getattr(m, "track_running_stats", False)]
-        if two and running:
+        if found.weight_copies > 1 and running:
             raise ModelError(
-                f"{running[0]} keeps running statistics, and schedule={self._plan.schedule} holds "
-                "every stage twice: each copy would see half of the microbatches, and the two would "
-                "differ in evaluation. Try schedule=zb_v, or track_running_stats=False."
+                f"{running[0]} keeps running statistics, and schedule={found.name} holds every stage "
+                "twice: each copy would see half of the microbatches, and the two would differ in "
+                "evaluation. Try schedule=zb_v, or track_running_stats=False."
             )
         if isinstance(module, torch._dynamo.OptimizedModule):
             raise ModelError("compile the layers inside the module, not the LightningModule.")

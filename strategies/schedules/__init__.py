@@ -102,8 +102,8 @@ def register_schedule(
     """
     if isinstance(placement, str) and placement not in PLACEMENTS:
         raise PlanError(
-            f"placement={placement} of schedule={name} is unknown. Use {', '.join(PLACEMENTS)}, or a "
-            "function that returns a Placement."
+            f"placement={placement} of schedule={name} is unknown. Use {', '.join(PLACEMENTS)}, or "
+            "a function that returns a Placement."
         )
     copies = 2 if placement == "bidirectional" else 1
 
