@@ -396,7 +396,7 @@ class PipelineStrategy(ParallelStrategy):
         running = [n for n, m in module.named_modules() if getattr(m, "track_running_stats", False)]
         if found.weight_copies > 1 and running:
             raise ModelError(
-                f"{running[0]} keeps running statistics, and schedule={found.name} holds every stage "
+                f"{running[0]} keeps running statistics; schedule={found.name} holds every stage "
                 "twice: each copy would see half of the microbatches, and the two would differ in "
                 "evaluation. Try schedule=zb_v, or track_running_stats=False."
             )
