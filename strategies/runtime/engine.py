@@ -165,6 +165,7 @@ class Engine:
         self.gradients: dict[int, StageGradients] = {}
         self.mains = AllMainWeights()
         self._shared_gradients: list[tuple[str, nn.Parameter, Tensor]] = []
+        self._hooks: list[Any] = []
         self.executor = Executor(
             model=model,
             rank=coordinates.pp_rank,
@@ -343,8 +344,9 @@ class Engine:
         """Lays out gradient buffers; call when parameters are on their device, before training."""
         buckets = self.plan.buckets
         self._trained = self._which_train()
+        self.remove_hooks()
         for old in self.gradients.values():
-            old.remove_hooks()
+            old.detach()
         self._shared_gradients.clear()
         for stage, named in self._parameters.items():
             trained = [
@@ -372,21 +374,33 @@ class Engine:
                     gradient = torch.zeros_like(parameter, dtype=main_dtype(parameter.dtype))
                     self._shared_gradients.append((name, parameter, gradient))
                     if gradient.dtype != parameter.dtype:
-                        self._widen(parameter, gradient)
+                        self.mains.add_shared(widened_piece(parameter))
         # The same order of reductions everywhere.
         self._shared_gradients.sort(key=lambda entry: entry[0])
+        self.add_hooks()
 
-    def _widen(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Lets a shared weight's gradients add up in a wider type, for a copy of it."""
+    def add_hooks(self) -> None:
+        """Follows the parameters' gradients (again), after ``build_gradients``."""
+        for gradients in self.gradients.values():
+            gradients.add_hooks()
+        if not self._hooks:
+            self._hooks = [
+                _widen(parameter, gradient)
+                for _, parameter, gradient in self._shared_gradients
+                if gradient.dtype != parameter.dtype
+            ]
 
-        def add(_: Tensor) -> None:
-            if parameter.grad is not None:
-                gradient.add_(parameter.grad)
-                parameter.grad = None
+    def remove_hooks(self) -> None:
+        """Leaves the parameters alone, until ``add_hooks``.
 
-        hooked: Any = parameter  # The hook's registration is untyped in torch.
-        hooked.register_post_accumulate_grad_hook(add)
-        self.mains.add_shared(widened_piece(parameter))
+        Python's garbage collector cannot see through a parameter's hooks: left there, they would
+        keep the engine, its weights and its message thread for ever.
+        """
+        for gradients in self.gradients.values():
+            gradients.remove_hooks()
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
 
     def _which_train(self) -> tuple[bool, ...]:
         return tuple(p.requires_grad for named in self._parameters.values() for p in named.values())
@@ -753,7 +767,20 @@ class Engine:
     def close(self) -> None:
         """Ends all sends and gives the communicators back; the engine is of no use afterwards."""
         self.drain()
+        self.remove_hooks()
         self.communicators.destroy()
+
+
+def _widen(parameter: nn.Parameter, gradient: Tensor) -> Any:
+    """Lets a shared weight's gradients add up in a wider type, for a copy of it."""
+
+    def add(_: Tensor) -> None:
+        if parameter.grad is not None:
+            gradient.add_(parameter.grad)
+            parameter.grad = None
+
+    hooked: Any = parameter  # The hook's registration is untyped in torch.
+    return hooked.register_post_accumulate_grad_hook(add)
 
 
 def check_world(*, pp: int, dp: int, tp: int = 1, world_size: int) -> None:

@@ -156,10 +156,16 @@ class StageGradients:
                 mark = marks[index : index + 1]
                 share = _Share(parameter, view, tuple(sorted(covered)), mark)
                 gradients._shares.append(share)
-                hooked: Any = parameter  # The hook's registration is untyped in torch.
-                handle = hooked.register_post_accumulate_grad_hook(gradients._hook(share))
-                gradients._handles.append(handle)
+        gradients.add_hooks()
         return gradients
+
+    def add_hooks(self) -> None:
+        """Follows the parameters' gradients (again); without effect if it does."""
+        if not self._handles:
+            for share in self._shares:
+                hooked: Any = share.parameter  # The hook's registration is untyped in torch.
+                handle = hooked.register_post_accumulate_grad_hook(self._hook(share))
+                self._handles.append(handle)
 
     def _hook(self, share: _Share) -> Callable[[Tensor], None]:
         def ready(parameter: Tensor) -> None:
@@ -270,7 +276,7 @@ class StageGradients:
         """Leaves the parameters alone from now on."""
         for handle in self._handles:
             handle.remove()
-        self.detach()
+        self._handles.clear()
 
     def squared_norm(self, counts: Callable[[Tensor], bool] | None = None) -> Tensor:
         """Sum of squares of the stage's gradient, or of this member's share; a float64 scalar.

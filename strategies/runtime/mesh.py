@@ -6,6 +6,7 @@ other (inside a node), then those that reduce gradients; the pipeline spans node
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -76,6 +77,11 @@ class Communicators:
     coordinates: Coordinates
     _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        # Each gloo group has sockets and threads; a process may train more than once. At the
+        # process's end its peers may be gone, so nothing is done there.
+        weakref.finalize(self, _destroy_gloo, self._groups).atexit = False
+
     def create(
         self,
         wanted: list[tuple[str, tuple[int, ...]]],
@@ -112,3 +118,11 @@ class Communicators:
             if dist.get_rank(group) >= 0:
                 dist.destroy_process_group(group)
         self._groups.clear()
+
+
+def _destroy_gloo(groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]) -> None:
+    """Gives back what no other process has to take part in."""
+    for group in groups.values() if dist.is_initialized() else ():
+        if dist.get_rank(group) >= 0 and dist.get_backend(group) == "gloo":
+            dist.destroy_process_group(group)
+    groups.clear()

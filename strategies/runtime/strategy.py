@@ -315,7 +315,9 @@ class PipelineStrategy(ParallelStrategy):
         self.model_to_device()
         if fitting:
             self._reset_optimizers_and_schedulers()
-            if not self.engine.gradients:
+            if self.engine.gradients:
+                self.engine.add_hooks()
+            else:
                 self.engine.build_gradients()
             self._build_optimizers(trainer)
         self.setup_precision_plugin()
@@ -857,6 +859,8 @@ class PipelineStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Keeps this rank's weights where they are: the base would move them to the CPU."""
+        if self._engine is not None:
+            self._engine.remove_hooks()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
