@@ -11,10 +11,11 @@ second half stands below the first (``-``: still running, ``.``: idle)::
     rank 0 | 2F3 0B1  -   .  2B2  -   .  2B3  -  0B2  -  0B3  -
     rank 1 |  -  3F2 3B2  -  3F3 3B3  -  1B2  -  1B3  -   .   .
 
-Rank r warms up with 2(P-1-r) + (V-1)N forwards, N = ``schedule.group`` (default P; Megatron's
-``microbatch_group_size_per_vp_stage``). Bubble: (P-1)(F+B)/V. Peak on rank r for N = P:
-(2(P-1-r) + (V-1)P + 1)/V microbatches. Any M >= 1 (Megatron wants N to divide M;
-see ``groups.py``).
+Rank r warms up with 2(P-1-r) + (V-1)N forwards, N = ``schedule.group`` (Megatron's
+``microbatch_group_size_per_vp_stage``). Default: the least N >= P that leaves no last group smaller
+than P; then no order with these stages is faster. Bubble: (P-1)(F+B)/V. Peak on rank r:
+(2(P-1-r) + (V-1)N + 1)/V microbatches. Any M >= 1 (Megatron wants N to divide M; see
+``groups.py``).
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class Schedule:
                 )
             return self._ruled(Shape(pp, num_microbatches, stages))
         if group is None:
-            group = pp
+            group = _full_groups(pp, num_microbatches)
         elif group < min(pp, num_microbatches) or group > max(pp, num_microbatches):
             low, high = sorted((pp, num_microbatches))
             raise PlanError(
@@ -175,3 +175,13 @@ class Schedule:
         if self.placement == "v":
             return v(shape.pp, shape.stages_per_rank)
         return bidirectional(shape.pp)
+
+
+def _full_groups(pp: int, num_microbatches: int) -> int:
+    """The least N >= P that leaves no last group smaller than P; P itself where M < P.
+
+    >>> [_full_groups(4, microbatches) for microbatches in (3, 6, 8, 17)]
+    [4, 6, 4, 6]
+    """
+    sizes = range(pp, num_microbatches + 1)
+    return next((n for n in sizes if num_microbatches % n == 0 or num_microbatches % n >= pp), pp)

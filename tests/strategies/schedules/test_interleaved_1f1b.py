@@ -35,7 +35,7 @@ def test_two_stages_per_rank():
 
 
 def test_a_last_group_that_is_not_full_keeps_the_order_of_a_full_one():
-    assert picture(2, 3) == lines(
+    assert picture(2, 3, 2, 2) == lines(
         """
         rank 0 | 0F0 0F1 2F0 2F1 0F2  .  2B0  -   .  2B1  -
         rank 1 |  .  1F0 1F1 3F0 3B0  -  3F1 3B1  -  1F2 1B0
@@ -44,6 +44,15 @@ def test_a_last_group_that_is_not_full_keeps_the_order_of_a_full_one():
         rank 1 |  -  1B1  -  3F2 3B2  -   .   .  1B2  -   .   .
         """
     )
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("pp", [2, 3, 4, 5, 8])
+def test_no_number_of_microbatches_leaves_it_above_the_bound(pp, stages):
+    for microbatches in range(1, 3 * pp + 2):
+        for costs in (UniformCosts(), UniformCosts(forward=1, backward=2.2, backward_input=1.3)):
+            found = measure(simulate(compiled(pp, microbatches, stages), costs), costs)
+            assert found.bound_gap == pytest.approx(0, abs=1e-9)
 
 
 def test_a_group_of_all_microbatches_runs_chunk_after_chunk():
