@@ -94,7 +94,7 @@ def compile_compute(plan: Plan) -> Program:
     durations = None if plan.costs is None else _durations(plan.costs.table(draft))
     if schedule.cost_aware:
         shape = replace(shape, durations=durations)
-    compute = verify(_program(schedule, placement, shape, ranks=schedule.order(shape)))
+    compute = verify(_program(schedule, placement, shape, ranks=schedule.rows(shape)))
     if plan.split_backward:
         if schedule.splits_backward:
             raise PlanError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.commands.predicted import run_mapping
@@ -13,6 +14,7 @@ from launcher.commands.ranks import (
     run_ranks,
 )
 from launcher.config import LaunchConfig
+from launcher.config.pipeline import ScheduleConfig
 from launcher.report.result import write_result
 from launcher.resolve import Run, resolve, text_source
 from launcher.terminal import say
@@ -33,7 +35,8 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
             f"dp={config.dp} tp={config.tp}. Try mode=generate pp=1 dp=1 tp=1 (any checkpoint can "
             "be read so)."
         )
-    resolved = resolve(config)
+    # One process has no order to choose, and some schedules cannot run on one.
+    resolved = resolve(replace(config, schedule=ScheduleConfig()))
     checkpoint = find_checkpoint(
         resolved, config.checkpoint, run_dir, optional=has_weights(resolved)
     )

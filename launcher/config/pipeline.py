@@ -19,7 +19,8 @@ class ScheduleConfig:
     group: Literal["auto"] | int | None = key(
         None,
         "Microbatches that run through all stages of a rank before the next: interleaved_1f1b "
-        "(null = pp) and foldx (auto = the least memory at the shortest simulated time).",
+        "(null = pp or a little more) and foldx (auto = least memory at the shortest simulated "
+        "time).",
         low=1,
         example=4,
     )
@@ -72,22 +73,25 @@ class CostsConfig:
         "analytic",
         "uniform: the numbers below, in any unit; analytic: seconds from model and hardware.",
     )
-    forward: float = key(1.0, "uniform: forward of one microbatch on one rank.", above=0)
-    backward: float = key(2.0, "uniform: its whole backward.", above=0)
+    forward: float = key(1.0, "uniform: forward of one microbatch on one rank.", above=0, high=1e12)
+    backward: float = key(2.0, "uniform: its whole backward.", above=0, high=1e12)
     backward_input: float | None = key(
         None,
         "uniform: the part of backward for the input's gradient; null = half.",
         low=0,
+        high=1e12,
         example=1.0,
     )
     recompute: float | None = key(
-        None, "uniform: recomputing one forward; null = forward.", low=0, example=1.0
+        None, "uniform: recomputing one forward; null = forward.", low=0, high=1e12, example=1.0
     )
-    grad_reduce: float = key(0.0, "uniform: reduction of one rank's whole gradient.", low=0)
+    grad_reduce: float = key(
+        0.0, "uniform: reduction of one rank's whole gradient.", low=0, high=1e12
+    )
     num_buckets: int = key(
         1, "uniform: buckets each stage's gradient is reduced in.", low=1, high=1024
     )
-    p2p: float = key(0.0, "uniform: latency of one message between stages.", low=0)
+    p2p: float = key(0.0, "uniform: latency of one message between stages.", low=0, high=1e12)
     transport: Literal["buffered", "rendezvous"] = key(
         "buffered", "buffered: a send never waits; rendezvous: it waits for its receive."
     )
@@ -95,6 +99,7 @@ class CostsConfig:
         None,
         "uniform: a forward and a backward run as one (dualpipe); null = their sum.",
         above=0,
+        high=1e12,
         example=2.5,
     )
 

@@ -98,12 +98,17 @@ def register_schedule(
         rule: Raises PlanError for degrees that it cannot serve.
 
     Raises:
-        PlanError: The name is taken, or there is no such placement.
+        PlanError: The name is taken, there is no such placement, or less than one stage.
     """
     if isinstance(placement, str) and placement not in PLACEMENTS:
         raise PlanError(
             f"placement={placement} of schedule={name} is unknown. Use {', '.join(PLACEMENTS)}, or "
             "a function that returns a Placement."
+        )
+    if stages_per_rank < 1:
+        raise PlanError(
+            f"stages_per_rank={stages_per_rank} of schedule={name}: a rank holds at least 1 stage. "
+            "Use stages_per_rank=1."
         )
     copies = 2 if placement == "bidirectional" else 1
 

@@ -12,12 +12,12 @@ an F, and the second half stands below the first (``.``: idle)::
     rank 0 | 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3
     rank 1 | 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
 
-Rank r warms up with (V-1)N + P-1-r forwards, N = ``schedule.group`` (default: the least N >= P that leaves no last group smaller than P), then
-runs one F, one I, and from the r-th backward on one W, so its Ws lag r behind. Where F = I = W and
-N = P divides M, that takes M(F+I+W) + (P-1)F/V, the least possible, with P microbatches held on
-every rank; a last group that is not full may leave a gap. For other costs
-F and I keep their order, and the Ws move into the time in which ranks wait (``weight_gaps.py``)
-where that is faster, at the same peak.
+Rank r warms up with (V-1)N + P-1-r forwards, N = ``schedule.group`` (default: the least N >= P that
+leaves no last group smaller than P), then runs one F, one I, and from the r-th backward on one W,
+so its Ws lag r behind. Where F = I = W and N = P divides M, that takes M(F+I+W) + (P-1)F/V, the
+least possible, with P microbatches held on every rank; a last group that is not full may leave a
+gap. For other costs F and I keep their order, and the Ws move into the time in which ranks wait
+(``weight_gaps.py``) where that is faster, at the same peak.
 Any M >= 1: the order is that of the next multiple of N without the microbatches that do not exist,
 as in ``groups.py``.
 """

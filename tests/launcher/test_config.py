@@ -264,6 +264,7 @@ def test_nothing_is_suggested_for_gibberish():
         (["trainer.val_check_interval=0.5"], "Try trainer.check_val_every_n_epoch=1."),
         (["experiment_name=../up"], "Try experiment_name=my_run."),
         (["model.dropout=1.5"], "at most 0.999"),
+        (["costs=uniform", "costs.forward=1e300"], "at most 1000000000000"),
     ],
 )
 def test_a_rule_between_keys_is_told_with_its_numbers_and_a_fix(overrides, message):

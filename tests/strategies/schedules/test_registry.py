@@ -7,7 +7,14 @@ import strategies.schedules as schedules
 from strategies import UniformCosts, compile_program
 from strategies.compiler import compile_plan
 from strategies.errors import PlanError, ProgramError
-from strategies.ir.instruction import backward, forward, input_gradient, weight_gradient
+from strategies.ir.instruction import (
+    Instruction,
+    Kind,
+    backward,
+    forward,
+    input_gradient,
+    weight_gradient,
+)
 from strategies.ir.placement import Placement, bidirectional, loop, v
 from strategies.plan import Plan
 from strategies.schedules import SCHEDULES, find_schedule, register_schedule
@@ -141,6 +148,36 @@ def test_a_registered_function_that_forgets_an_instruction_is_named(registry):
     assert str(error.value) == (
         "forgetful: stage 0, microbatch 0 has F, a train program needs F and B, or F, I and W."
     )
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (None, "odd returned None for pp=1. Return one sequence"),
+        (((), ()), "for pp=1. Return one sequence of instructions per rank"),
+        ((("0F0", "0B0"),), "rank 0 holds '0F0', not an Instruction"),
+        (((forward(0, 0), Instruction(Kind.STEP, 0)),), "rank 0 holds 0STEP. A schedule orders"),
+    ],
+    ids=["nothing", "rows", "text", "step"],
+)
+def test_a_registered_function_that_returns_no_order_is_told_what_to_return(
+    registry, made, message
+):
+    register_schedule("odd")(lambda shape: made)
+    with pytest.raises(ProgramError, match=message):
+        compile_program(schedule="odd", pp=1, num_microbatches=1)
+
+
+def test_a_placement_that_is_none_is_refused(registry):
+    register_schedule("nowhere", placement=lambda shape: None)(SCHEDULES["gpipe"].order)
+    with pytest.raises(PlanError, match="returned None, not a Placement"):
+        compile_program(schedule="nowhere", pp=1, num_microbatches=1)
+
+
+def test_a_default_of_no_stages_is_refused(registry):
+    with pytest.raises(PlanError, match="stages_per_rank=0 of schedule=empty"):
+        register_schedule("empty", stages_per_rank=0)
+    assert "empty" not in registry
 
 
 def test_an_entry_point_is_loaded_when_its_name_is_asked_for(registry, monkeypatch):
