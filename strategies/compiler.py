@@ -17,6 +17,7 @@ from strategies.costs.table import Costs, CostTable
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError, ProgramError
 from strategies.group_choice import GroupChoice, choose_group, group_candidates
+from strategies.ir.instruction import MICROBATCH_KINDS, Instruction
 from strategies.ir.placement import Placement
 from strategies.ir.program import Program, chain
 from strategies.ir.verify import verify
@@ -94,7 +95,9 @@ def compile_compute(plan: Plan) -> Program:
     durations = None if plan.costs is None else _durations(plan.costs.table(draft))
     if schedule.cost_aware:
         shape = replace(shape, durations=durations)
-    compute = verify(_program(schedule, placement, shape, ranks=schedule.rows(shape)))
+    compute = _program(schedule, placement, shape, ranks=schedule.order(shape))
+    _check_compute_only(compute)
+    verify(compute)
     if plan.split_backward:
         if schedule.splits_backward:
             raise PlanError(
@@ -226,6 +229,17 @@ def _program(schedule: Schedule, placement: Placement, shape: Shape, ranks: Rows
         ranks=tuple(tuple(row) for row in ranks),
         boundaries=chain(placement.num_stages),
     )
+
+
+def _check_compute_only(program: Program) -> None:
+    for rank, row in enumerate(program.ranks):
+        for item in row:
+            if isinstance(item, Instruction) and item.kind not in MICROBATCH_KINDS:
+                raise ProgramError(
+                    f"{program.schedule}: rank {rank} has {item}. A schedule orders forwards and "
+                    "backwards; the compiler adds messages, reductions and optimizer steps. Leave "
+                    "them out."
+                )
 
 
 def _durations(table: CostTable) -> Durations:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from strategies.errors import PlanError, ProgramError
-from strategies.ir.instruction import MICROBATCH_KINDS, Instruction
+from strategies.errors import PlanError
+from strategies.ir.instruction import Instruction
 from strategies.ir.placement import Placement, bidirectional, loop, v
-from strategies.ir.text import format_instruction
 
 Rows = tuple[tuple[Instruction, ...], ...]
 
@@ -183,34 +181,6 @@ class Schedule:
         if self.placement == "v":
             return v(shape.pp, shape.stages_per_rank)
         return bidirectional(shape.pp)
-
-    def rows(self, shape: Shape) -> Rows:
-        """The order, checked to hold nothing but compute instructions.
-
-        Raises:
-            ProgramError: Somebody's own function returned something else.
-        """
-        made: object = self.order(shape)
-        rows = made if isinstance(made, Sequence) and not isinstance(made, str) else ()
-        if len(rows) != shape.pp or not all(isinstance(row, Sequence) for row in rows):
-            raise ProgramError(
-                f"schedule={self.name} returned {reprlib.repr(made)} for pp={shape.pp}. Return one "
-                "sequence of instructions per rank."
-            )
-        for rank, row in enumerate(rows):
-            for item in row:
-                if not isinstance(item, Instruction):
-                    raise ProgramError(
-                        f"schedule={self.name}: rank {rank} holds {item!r}, not an Instruction. "
-                        "Use forward(stage, microbatch) and its kin from strategies.ir.instruction."
-                    )
-                if item.kind not in MICROBATCH_KINDS:
-                    raise ProgramError(
-                        f"schedule={self.name}: rank {rank} holds {format_instruction(item)}. A "
-                        "schedule orders forwards and backwards; the compiler adds messages, "
-                        "reductions and optimizer steps. Leave them out."
-                    )
-        return tuple(tuple(row) for row in rows)
 
 
 def _full_groups(pp: int, num_microbatches: int) -> int:

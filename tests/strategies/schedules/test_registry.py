@@ -153,10 +153,10 @@ def test_a_registered_function_that_forgets_an_instruction_is_named(registry):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (None, "odd returned None for pp=1. Return one sequence"),
-        (((), ()), "for pp=1. Return one sequence of instructions per rank"),
-        ((("0F0", "0B0"),), "rank 0 holds '0F0', not an Instruction"),
-        (((forward(0, 0), Instruction(Kind.STEP, 0)),), "rank 0 holds 0STEP. A schedule orders"),
+        (None, "no list of instructions per rank"),
+        (((), ()), "2 rows for 1 ranks"),
+        ((("0F0", "0B0"),), "rank 0 has '0F0', which is no Instruction"),
+        (((forward(0, 0), Instruction(Kind.STEP, 0)),), "rank 0 has 0STEP. A schedule orders"),
     ],
     ids=["nothing", "rows", "text", "step"],
 )
