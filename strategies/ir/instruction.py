@@ -24,6 +24,9 @@ class Kind(Enum):
     STEP = "STEP"  # the optimizer on one stage
     OVERLAP = "OVERLAP_F_B"  # a forward and a backward of two microbatches, run as one
 
+    # Members are singletons; the default hashes a member's name, in Python, millions of times.
+    __hash__ = object.__hash__
+
 
 MICROBATCH_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.OVERLAP})
 MESSAGE_KINDS = frozenset({Kind.SEND, Kind.RECV})
