@@ -114,6 +114,7 @@ def _serve(end: Connection, rank: int, world_size: int, port: int) -> None:
         ".*many workers.*",
         ".*logging interval.*",
         ".*validation_step.*",
+        ".*srun.*",  # a machine with SLURM on it
     ):
         warnings.filterwarnings("ignore", message=message)
     if world_size > 1:
