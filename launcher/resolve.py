@@ -13,6 +13,7 @@ from pathlib import Path
 from launcher.config import LaunchConfig
 from launcher.config.batches import plan_batches
 from launcher.config.given_schedule import given_schedule
+from launcher.config.recompute import recompute_policy
 from launcher.config.schedule_group import schedule_group
 from launcher.config.shape import transformer_shape
 from launcher.installed import installed_names
@@ -137,6 +138,7 @@ def resolve(config: LaunchConfig, file: ScheduleFile | None = None) -> Run:
         overlap=config.overlap.name,
         split_backward=config.schedule.split_backward,
         file=file,
+        recompute=recompute_policy(config.recompute),
     )
     resolved = resolve_shape(plan)
     placement = schedule.place(resolved)
@@ -343,6 +345,7 @@ def _uniform(config: LaunchConfig) -> UniformCosts:
         p2p=costs.p2p,
         transport=costs.transport,
         fused=costs.fused,
+        stage_input=costs.stage_input,
     )
 
 

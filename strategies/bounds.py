@@ -2,8 +2,9 @@
 
 Every instruction has a head (longest path of data dependencies before it) and a tail (longest path
 after it). On each rank the preemptive one-machine relaxation, Jackson's schedule, gives a bound in
-O(n log n); the largest over the ranks counts. Reductions and optimizer steps are left out, which
-keeps the bound valid. For equal stages it is m(F+B) + (p-1)((F+B)/v + 2c), unsplit.
+O(n log n); the largest over the ranks counts. Recomputation, reductions and optimizer steps are
+left out, which keeps the bound valid for orders with less of them. For equal stages it is
+m(F+B) + (p-1)((F+B)/v + 2c), unsplit.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from dataclasses import dataclass
 from strategies.costs.table import CostTable
 from strategies.ir.instruction import MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
+
+# What any order computes; R is a choice.
+_NEEDED = MICROBATCH_KINDS - {Kind.R}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,11 @@ class Bound:
 
     value: float
     name: str
+
+    @property
+    def rank(self) -> int:
+        """Where it binds."""
+        return int(self.name.rpartition(" ")[2])
 
 
 def lower_bound(program: Program, table: CostTable) -> Bound:
@@ -47,7 +56,7 @@ def _jobs(program: Program, table: CostTable) -> list[list[tuple[float, float, f
     }
     duration = [0.0] * len(graph.nodes)
     for node, item in enumerate(graph.nodes):
-        if item.kind in MICROBATCH_KINDS:
+        if item.kind in _NEEDED:
             duration[node] = table.of(item)
         elif item.kind is Kind.RECV:
             assert item.peer is not None
@@ -64,7 +73,7 @@ def _jobs(program: Program, table: CostTable) -> list[list[tuple[float, float, f
             tail[need] = max(tail[need], tail[node] + duration[node])
     jobs: list[list[tuple[float, float, float]]] = [[] for _ in program.ranks]
     for node, item in enumerate(graph.nodes):
-        if item.kind in MICROBATCH_KINDS:
+        if item.kind in _NEEDED:
             jobs[graph.rank[node]].append((head[node], duration[node], tail[node]))
     return jobs
 

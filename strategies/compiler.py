@@ -28,10 +28,12 @@ from strategies.lowering.rendezvous_order import order_messages
 from strategies.lowering.send_recv import add_messages
 from strategies.passes.fused_pairs import separate_pairs
 from strategies.passes.gather_weights import add_gathers
+from strategies.passes.recompute.policy import add_recompute
 from strategies.passes.reduce_grad import add_grad_reduce, add_steps
 from strategies.passes.split_backward import split_backward
 from strategies.passes.variants import accumulate_only, first_microbatches, forward_only
 from strategies.plan import Overlap, Plan
+from strategies.recompute import NO_RECOMPUTE, Recompute
 from strategies.schedule_file import ScheduleFile
 from strategies.schedules import Durations, Rows, Schedule, Shape, find_schedule
 from strategies.schedules.schedule import given_group
@@ -110,6 +112,15 @@ def compile_compute(plan: Plan) -> Program:
                 "Remove schedule.split_backward."
             )
         compute = verify(split_backward(compute, durations or _equal(placement)))
+    if plan.recompute.rewrites:
+        compute = add_recompute(
+            _paired(compute, plan),
+            plan.recompute,
+            plan.costs,
+            memory_bytes=plan.memory_bytes,
+            reorder=plan.file is None,
+            synchronous=schedule.synchronous,
+        )
     return compute
 
 
@@ -149,6 +160,7 @@ def compile_program(
     split_backward: bool = False,
     costs: Costs | None = None,
     file: ScheduleFile | None = None,
+    recompute: Recompute = NO_RECOMPUTE,
 ) -> Program:
     """The training program of a plan given by keywords.
 
@@ -171,6 +183,7 @@ def compile_program(
         split_backward=split_backward,
         costs=costs,
         file=file,
+        recompute=recompute,
     )
     return compile_plan(plan).train
 
@@ -193,11 +206,17 @@ def _train(compute: Program, plan: Plan) -> Program:
     buckets = (plan.buckets,) * stages if isinstance(plan.buckets, int) else plan.buckets
     if len(buckets) != stages:
         raise PlanError(f"buckets={list(buckets)}: one number per stage is needed, here {stages}.")
-    if any(item.halves for row in compute.ranks for item in row) and not _pairs_gain(plan, compute):
-        compute = verify(separate_pairs(compute))
+    compute = _paired(compute, plan)
     reduced = verify(add_grad_reduce(compute, buckets, overlap=plan.overlap != "none"))
     stepped = verify(add_steps(reduced))
     return verify(add_gathers(stepped, buckets)) if plan.overlap == "zero1" else stepped
+
+
+def _paired(compute: Program, plan: Plan) -> Program:
+    """Fused pairs stay where fusing gains something."""
+    if any(item.halves for row in compute.ranks for item in row) and not _pairs_gain(plan, compute):
+        return verify(separate_pairs(compute))
+    return compute
 
 
 def _pairs_gain(plan: Plan, compute: Program) -> bool:
@@ -225,6 +244,9 @@ def _lower(program: Program, costs: Costs | None) -> Program:
 def _choose_group(plan: Plan) -> GroupChoice:
     """The group of least peak whose time is minimal under the plan's costs."""
     costs = plan.costs or UniformCosts()
+    if plan.recompute.policy in ("mario", "optimal"):
+        # These passes search; the groups differ in what they are applied to.
+        plan = replace(plan, recompute=NO_RECOMPUTE)
 
     def build(group: int) -> Program:
         return _lower(_train(compile_compute(replace(plan, group=group)), plan), costs)

@@ -116,7 +116,7 @@ def choose_group(
             Candidate(
                 group=group,
                 makespan=simulate(program, costs).makespan,
-                peak=max(peak_activations(program)),
+                peak=max(peak_activations(program, costs.table(program))),
                 fits=memory_bytes is None or max(held, default=0) <= memory_bytes,
             )
         )

@@ -8,6 +8,7 @@ from typing import Literal
 
 from strategies.costs.table import Costs
 from strategies.errors import PlanError
+from strategies.recompute import NO_RECOMPUTE, Recompute
 from strategies.schedule_file import ScheduleFile
 
 Overlap = Literal["none", "grad_reduce", "zero1"]
@@ -31,8 +32,10 @@ class Plan:
         split_backward: Split every B of a schedule that does not split by itself into I and W.
         costs: What instructions take, for everything that is ordered by time: zero-bubble orders,
             ``foldx``'s group, messages. Hashable; None for F = I = W and free messages.
-        memory_bytes: Limit per rank for ``foldx``'s group; None for no limit.
+        memory_bytes: Limit per rank for ``foldx``'s group and ``recompute=optimal``; None for no
+            limit.
         file: What ``schedule=custom`` takes its order from.
+        recompute: Which forwards keep their input only.
     """
 
     schedule: str = "1f1b"
@@ -46,6 +49,7 @@ class Plan:
     costs: Costs | None = None
     memory_bytes: int | None = None
     file: ScheduleFile | None = None
+    recompute: Recompute = NO_RECOMPUTE
 
     def __post_init__(self) -> None:
         counts = (self.buckets,) if isinstance(self.buckets, int) else self.buckets

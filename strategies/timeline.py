@@ -36,6 +36,8 @@ class Timeline:
         end: When it ended; a SEND and a RECV when the message has arrived.
         time_unit: ``F`` (a rank's forward of one microbatch) or ``s``.
         origin: ``simulated`` or ``measured``.
+        stage_input: Per stage, the share of a full activation that a forward keeps which is
+            recomputed; () for nothing.
     """
 
     program: Program
@@ -43,6 +45,7 @@ class Timeline:
     end: tuple[tuple[float, ...], ...]
     time_unit: str
     origin: Literal["simulated", "measured"]
+    stage_input: tuple[float, ...] = ()
 
     @property
     def makespan(self) -> float:

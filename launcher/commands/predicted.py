@@ -18,7 +18,8 @@ from strategies.timeline import Timeline
 def predict(run: Run) -> tuple[Timeline, Metrics]:
     """The training step as the run's costs have it."""
     timeline = simulate(run.programs.train, run.costs)
-    return timeline, measure(timeline, run.costs)
+    cap = run.plan.recompute.max_full_activations
+    return timeline, measure(timeline, run.costs, cap=cap)
 
 
 def run_mapping(run: Run, status: str) -> dict[str, object]:
@@ -34,7 +35,7 @@ def run_mapping(run: Run, status: str) -> dict[str, object]:
         "sequence_parallel": config.sequence_parallel,
         "stages_per_rank": run.plan.stages_per_rank,
         "num_microbatches": run.num_microbatches,
-        "recompute": "none",
+        "recompute": config.recompute.name,
         "overlap": config.overlap.name,
         "seed": config.seed,
         "versions": versions(),

@@ -9,6 +9,7 @@ from launcher.config.check import check
 from launcher.config.decode import dump, from_dict
 from launcher.config.launch import LaunchConfig, Mode
 from launcher.config.pipeline import CostsConfig, HardwareConfig, OverlapConfig, ScheduleConfig
+from launcher.config.recompute import RecomputeConfig
 from launcher.config.running import ClusterConfig, TrackingConfig, TrainerConfig
 from launcher.config.workload import (
     DataConfig,
@@ -30,6 +31,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "OverlapConfig",
+    "RecomputeConfig",
     "ScheduleConfig",
     "TrackingConfig",
     "TrainerConfig",

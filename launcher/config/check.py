@@ -13,6 +13,7 @@ from launcher.config.key import Key, describe, keys_of, shorten, spell
 from launcher.config.launch import LaunchConfig
 from launcher.config.model_kind import check_model_keys
 from launcher.config.pipeline import CostsConfig
+from launcher.config.recompute import recompute_policy
 from launcher.config.shape import transformer_shape
 from launcher.config.suggest import did_you_mean, nearest
 from launcher.installed import installed_names
@@ -34,6 +35,7 @@ def check(config: LaunchConfig) -> None:
         _check_range(entry, _get(config, entry.path))
     _check_names(config)
     _check_schedule(config)
+    _check_recompute(config)
     shape = transformer_shape(config.model, vocab=256)  # Its checks raise; the data decide later.
     _check_sharing(config, shape)
     _check_unused(config)
@@ -115,6 +117,15 @@ def _check_schedule(config: LaunchConfig) -> None:
             f"schedule.layers_per_stage={spell(counts)} has {len(counts)} counts, but there are "
             f"{stages} stages ({schedule.name} on pp={config.pp}). "
             f"Try schedule.layers_per_stage={_even(config.model.layers, stages)}."
+        )
+
+
+def _check_recompute(config: LaunchConfig) -> None:
+    asked = recompute_policy(config.recompute)
+    if asked.policy == "selective" and config.mode == "simulate" and config.costs.name == "uniform":
+        raise PlanError(
+            "recompute=selective recomputes inside the layers, of which costs=uniform knows "
+            "nothing. Try costs=analytic, or recompute=full."
         )
 
 

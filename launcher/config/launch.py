@@ -7,6 +7,7 @@ from typing import Literal
 
 from launcher.config.key import key
 from launcher.config.pipeline import CostsConfig, HardwareConfig, OverlapConfig, ScheduleConfig
+from launcher.config.recompute import RecomputeConfig
 from launcher.config.running import ClusterConfig, TrackingConfig, TrainerConfig
 from launcher.config.workload import (
     DataConfig,
@@ -56,6 +57,7 @@ class LaunchConfig:
         "experiment_name.",
     )
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     costs: CostsConfig = field(default_factory=CostsConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)

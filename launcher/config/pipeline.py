@@ -102,6 +102,12 @@ class CostsConfig:
         high=1e12,
         example=2.5,
     )
+    stage_input: float = key(
+        0.0,
+        "uniform: what a forward that is recomputed keeps, as a share of its full activation.",
+        low=0,
+        high=0.99,
+    )
 
 
 @dataclass(frozen=True, slots=True)

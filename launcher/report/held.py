@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strategies.ir.instruction import Kind
+from strategies.memory import Holding
 from strategies.timeline import Timeline
 
 Curve = tuple[tuple[float, float], ...]
@@ -12,20 +12,19 @@ def held_over_time(timeline: Timeline, rank: int) -> Curve:
     """(time, held from then on) in full-rank microbatches, wherever the figure changes.
 
     A forward counts from its start, until its backward (or W) ends; in a forward-only program until
-    the forward itself ends. The first point lies at the timeline's origin.
+    the forward itself ends. One that is recomputed counts for its input only until its R begins.
+    The first point lies at the timeline's origin.
     """
     program = timeline.program
     share = 1.0 / program.placement.stages_per_microbatch
-    keeps = program.role != "forward"
-    changes: list[tuple[float, int]] = []
+    count = program.placement.num_stages
+    holding = Holding(program, (1.0,) * count, timeline.stage_input or (0.0,) * count)
+    changes: list[tuple[float, float]] = []
     for event in timeline.compute(rank):
-        for kind in (part.kind for part in event.instruction.parts):
-            if kind is Kind.F:
-                changes.append((event.start, 1))
-            if kind is Kind.B or kind is Kind.W or (kind is Kind.F and not keeps):
-                changes.append((event.end, -1))
-    rank_of = program.placement.rank_of
-    held = sum(rank_of(stage, m) == rank for stage, m in program.entry.in_flight)
+        taken, freed = holding.taken(event.instruction), holding.freed(event.instruction)
+        changes += [(event.start, taken)] if taken else []
+        changes += [(event.end, -freed)] if freed else []
+    held = holding.carried(rank)
     points = [(timeline.origin_time, held * share)]
     # At one moment, what ends is freed before what begins is kept: the order of the list.
     for time, change in sorted(changes):

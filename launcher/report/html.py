@@ -96,11 +96,15 @@ def _figure_items(panel: Panel) -> Iterator[tuple[str, str]]:
     yield "period", format_duration(timeline.period, unit)
     yield "bubble ratio", format_percent(timeline.bubble_ratio)
     if metrics is not None and metrics.time_unit == unit:
-        bound = format_duration(metrics.lower_bound, unit)
-        yield "lower bound", f"{bound} ({metrics.binding_bound})"
+        for name, value, rank in (
+            ("LB1", metrics.lb1, metrics.lb1_rank),
+            ("LB2", metrics.lb2, metrics.lb2_rank),
+        ):
+            binds = ", binds" if metrics.binding_bound.startswith(name) else ""
+            yield f"lower bound {name}", f"{format_duration(value, unit)} (rank {rank}{binds})"
         yield "above the bound", format_percent(timeline.makespan / metrics.lower_bound - 1.0)
     yield "exposed reduction", format_duration(timeline.exposed_grad_reduce, unit)
-    peaks = peak_activations(timeline.program)
+    peaks = peak_activations(timeline.program) if metrics is None else metrics.peak_activations
     yield "peak activations", f"{max(peaks):.4g} microbatches (rank {peaks.index(max(peaks))})"
     if metrics is not None:
         known = [value for value in metrics.peak_memory_bytes if value is not None]

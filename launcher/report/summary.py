@@ -96,7 +96,16 @@ def _seconds(value: object, result: Result) -> tuple[str, str]:
 
 def _bound(value: object, result: Result) -> tuple[str, str]:
     number, unit = _duration(value, result)
-    return number, f"{unit}  {result.get('binding_bound', '')}".rstrip()
+    return number, f"{unit}  {result.get('binding_bound', '')}{_other_bound(result)}".rstrip()
+
+
+def _other_bound(result: Result) -> str:
+    """The bound that does not bind, in brackets."""
+    other = "lb2" if str(result.get("binding_bound", "")).startswith("LB1") else "lb1"
+    if result.get(other) is None:
+        return ""
+    number, unit = _duration(result[other], result)
+    return f" ({other.upper()} rank {result.get(f'{other}_rank')}: {number} {unit})"
 
 
 def _percent(value: object, result: Result) -> tuple[str, str]:
@@ -107,6 +116,10 @@ def _number(value: object, result: Result) -> tuple[str, str]:
     if isinstance(value, float):
         return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"), ""
     return (f"{value:,}" if isinstance(value, int) else str(value)), ""
+
+
+def _count(value: object, result: Result) -> tuple[str, str]:
+    return (f"{value:,}" if value else "none"), ""
 
 
 def _peak(value: object, result: Result) -> tuple[str, str]:
@@ -146,6 +159,7 @@ _SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
             "gap_to_ideal": ("above the ideal", _percent),
             "bubble_ratio": ("bubble ratio", _percent),
             "exposed_grad_reduce": ("exposed reduction", _duration),
+            "recomputed": ("forwards run again", _count),
             "peak_activations": ("peak activations", _peak),
             "peak_memory_bytes": ("peak memory", _gib),
             "predicted_peak_memory_bytes": ("predicted peak memory", _gib),

@@ -134,10 +134,22 @@ class AnalyticCosts:
             activation_bytes=tuple(
                 load.saved_elements * self._sizes.activation for load in self.stages
             ),
+            stage_input=self._stage_inputs(program),
             state_bytes=tuple(
                 self._state_bytes(program, stage, sharded=stage in gathered)
                 for stage in range(len(self.stages))
             ),
+        )
+
+    def _stage_inputs(self, program: Program) -> tuple[float, ...]:
+        """What a stage receives over what it saves; token ids count for nothing."""
+        received = [0.0] * len(self.stages)
+        for boundary in program.boundaries:
+            received[boundary.target] += self.stages[boundary.source].output_elements
+        cut = self.tp if self.sequence_parallel else 1
+        return tuple(
+            min(1.0, count / cut / load.saved_elements) if load.saved_elements else 0.0
+            for count, load in zip(received, self.stages, strict=True)
         )
 
     def _state_bytes(self, program: Program, stage: int, *, sharded: bool) -> int:

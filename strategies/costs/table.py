@@ -33,6 +33,8 @@ class CostTable:
         activation_bytes: Per stage, what one microbatch keeps from F to B; None if unknown.
         state_bytes: Per stage, weights, gradients and optimizer state; None if unknown.
         fused: What a fused F/B pair takes, over the sum of its halves.
+        stage_input: Per stage, the share of its full activation that a checkpointed forward keeps;
+            () for nothing.
         gather: Per stage, the all-gather of its updated weights; () if they are not sharded.
     """
 
@@ -52,6 +54,7 @@ class CostTable:
     state_bytes: tuple[int, ...] | None = None
     fused: float = 1.0
     gather: tuple[float, ...] = ()
+    stage_input: tuple[float, ...] = ()
 
     def on_channel(self, stage: int, bucket: int) -> float:
         """How long a bucket's reduction takes, or with bucket -1 the stage's gather."""

@@ -29,6 +29,7 @@ class UniformCosts:
         p2p: Latency of one message.
         transport: ``buffered`` or ``rendezvous``.
         fused: A fused F/B pair > 0; None for F + B.
+        stage_input: What a checkpointed forward keeps, as a share of a full activation.
     """
 
     forward: float = 1.0
@@ -40,6 +41,7 @@ class UniformCosts:
     p2p: float = 0.0
     transport: Transport = "buffered"
     fused: float | None = None
+    stage_input: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.forward > 0 or not self.backward > 0:
@@ -62,6 +64,11 @@ class UniformCosts:
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise CostError(f"costs.{name} is a duration >= 0. Try costs.{name}=0.")
+        if not 0 <= self.stage_input < 1:
+            raise CostError(
+                f"costs.stage_input={self.stage_input:g} is a share of a full activation, at least "
+                "0 and below 1. Try costs.stage_input=0.1."
+            )
         if self.num_buckets < 1:
             raise CostError(
                 f"costs.num_buckets={self.num_buckets}: at least 1. Try costs.num_buckets=1."
@@ -101,6 +108,7 @@ class UniformCosts:
             occupancy=(0.0,) * len(program.boundaries),
             transport=self.transport,
             fused=1.0 if self.fused is None else self.fused / (self.forward + self.backward),
+            stage_input=(self.stage_input,) * count,
         )
 
 

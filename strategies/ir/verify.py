@@ -15,6 +15,7 @@ from strategies.ir.instruction import (
     Kind,
 )
 from strategies.ir.program import Program
+from strategies.ir.verify_recompute import check_recompute
 
 
 def verify(program: Program) -> Program:
@@ -23,7 +24,8 @@ def verify(program: Program) -> Program:
     The rules: every (stage, microbatch) has one F and, in a training program, one B or one I with
     one W, on the rank that the placement names, unless the entry or exit state says that it is in
     flight; values are made before they are used; every message between ranks has one SEND and one
-    RECV; no deadlock under rendezvous semantics; every activation and received buffer is consumed;
+    RECV; a pair that is recomputed has one R, after its F and before its B or I; no deadlock under
+    rendezvous semantics; every activation and received buffer is consumed;
     reductions follow the stage's last gradient, all owners of a stage reduce the same buckets in
     the same order, weights are gathered before they are used, and each owner steps each stage once.
 
@@ -39,6 +41,7 @@ def verify(program: Program) -> Program:
     _check_once(program)
     _check_ranks(program)
     _check_complete(program)
+    check_recompute(program)
     _check_messages(program)
     # Before the graph, which would call a REDUCE or STEP that stands too early a deadlock.
     _check_updates(program)

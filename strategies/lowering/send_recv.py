@@ -19,6 +19,7 @@ from typing import NamedTuple
 from strategies.costs.table import CostTable
 from strategies.ir.instruction import BACKWARD_KINDS, MICROBATCH_KINDS, Instruction, Kind
 from strategies.ir.program import Program
+from strategies.lowering.remote_edges import on_this_rank
 
 # Durations that order the events where no costs are known; any positive ones are safe.
 _DURATION = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.R: 1.0}
@@ -73,7 +74,9 @@ def place_messages(program: Program, end: list[float], when: Callable[[Message],
         # A REDUCE ends with its list neighbour and follows its SEND; a STEP ends the list.
         turn = 0 if item.kind in MICROBATCH_KINDS else 2
         time = float("inf") if item.kind is Kind.STEP else end[node]
-        events[program.graph.rank[node]].append(((time, turn, node, 0), item))
+        events[program.graph.rank[node]].append(
+            ((time, turn, node, 0), on_this_rank(item, placement))
+        )
     for message in messages(program):
         payload, source, target, microbatch = message[:4]
         key = (when(message), 1, position[message.producer], target)
@@ -107,6 +110,9 @@ def messages(program: Program) -> list[Message]:
                 consumer = made.get((payload, target, microbatch))
                 if producer is None or consumer is None:
                     continue
+                again = made.get((Kind.R, target, microbatch))
+                if again is not None and producer in program.graph.needs[again]:
+                    consumer = again  # It waits for the gradient before its backward does.
                 if rank_of(source, microbatch) != rank_of(target, microbatch):
                     found.append(Message(payload, source, target, microbatch, producer, consumer))
     return found

@@ -23,6 +23,7 @@ from strategies.errors import ProgramError
 from strategies.ir.instruction import Instruction, Kind, overlap
 
 _COMPUTE = re.compile(r"([0-9]{1,7})([FBIW])([0-9]{1,7})")
+_AGAIN = re.compile(r"[0-9]{1,7}R[0-9]{1,7}")
 _MESSAGE = re.compile(r"([0-9]{1,7})(SEND|RECV)_([FB])([0-9]{1,7})")
 _SHARDS = re.compile(r"([0-9]{1,7})(UNSHARD|RESHARD|REDUCE_GRAD)")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
@@ -126,6 +127,8 @@ def _compute(text: str, where: str) -> Instruction:
         hint = _SPELLING
         if _COMPUTE.fullmatch(text.upper()):
             hint = f"Did you mean {text.upper()}?"
+        elif _AGAIN.fullmatch(text.upper()):
+            hint = "Recomputation is no part of a file: leave it out and add recompute=full."
         elif ";" in text or "\t" in text:
             hint = "Cells are separated by commas."
         raise ProgramError(f"{where}: {shown} is not an instruction. {hint}")

@@ -89,6 +89,7 @@ def _timeline(
         tuple(tuple(end[low:high]) for low, high in spans),
         table.time_unit,
         "simulated",
+        table.stage_input,
     )
 
 

@@ -1,0 +1,239 @@
+"""Improves a finished order by small moves on what holds it up.
+
+Generated orders follow rules; the last few percent are exceptions to them. Again and again, an
+instruction of the longest chain moves a few places towards the front of its list, or one before it
+towards the end, or a pair begins or ceases to be recomputed. What is not slower and keeps within
+the room stays, and now and then something a little slower. Bounded by a count and always the same,
+as in ``pace_search``; worth it for programs of a few hundred instructions only.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import exp
+from random import Random
+
+from strategies.costs.table import CostTable
+from strategies.ir.instruction import BACKWARD_KINDS, Instruction, Kind
+from strategies.ir.program import Program
+from strategies.ir.recomputed import recomputed_pairs
+
+# Instructions whose times are computed in all, about a tenth of a second's worth.
+_BUDGET = 500_000
+_LEAST_TRIES = 400  # Programs too long for that many tries are left as they are.
+_FAR = 5
+_HEAT = 0.2  # Of a forward: how much slower a move may be at first.
+_F, _R, _B, _W = range(4)
+
+
+def improve(
+    program: Program, table: CostTable, room: tuple[int, ...], *, goal: float, seed: int = 0
+) -> Program:
+    """The program, or a faster one that holds no more full activations than there is room for.
+
+    Args:
+        program: Compute only: F, R, and B or I and W of every pair; no fused pairs.
+        table: What its instructions take.
+        room: Per rank, in (stage, microbatch) pairs.
+        goal: No order is faster; the search ends when it finds one of that makespan.
+        seed: Which of the ways to go.
+    """
+    tries = _BUDGET // max(1, sum(map(len, program.ranks)))
+    if tries < _LEAST_TRIES or any(item.halves for row in program.ranks for item in row):
+        return program
+    search = _Moves(program, table, room, Random(seed))
+    return search.run(tries, goal * (1 + 1e-9))
+
+
+class _Moves:
+    """Lists of numbers: 4 * pair + what is done; pairs are stage * M + microbatch."""
+
+    def __init__(
+        self, program: Program, table: CostTable, room: tuple[int, ...], random: Random
+    ) -> None:
+        self.program = program
+        self.room = room
+        self.random = random
+        count = program.num_microbatches
+        stages = program.placement.num_stages
+        self.split = [False] * stages * count
+        rank_of = program.placement.rank_of
+        self.rank = [rank_of(s, m) for s in range(stages) for m in range(count)]
+        self.again = [False] * stages * count
+        for stage, microbatch in recomputed_pairs(program):
+            self.again[stage * count + microbatch] = True
+        self.took = [0.0] * (4 * stages * count)
+        self.items: dict[int, Instruction] = {}
+        self.rows: list[list[int]] = []
+        for row in program.ranks:
+            self.rows.append([])
+            for item in row:
+                assert item.microbatch is not None
+                pair = item.stage * count + item.microbatch
+                self.split[pair] |= item.kind is Kind.I
+                number = 4 * pair + _place(item)
+                self.items[number] = Instruction(item.kind, item.stage, item.microbatch)
+                self.took[number] = table.of(item)
+                self.rows[-1].append(number)
+        for pair in range(stages * count):
+            stage, microbatch = divmod(pair, count)
+            self.items[4 * pair + _R] = Instruction(Kind.R, stage, microbatch)
+            self.took[4 * pair + _R] = table.recompute[stage]
+        # What each needs from other stages, and how long that travels; its own stage's list keeps
+        # F, R, B, W in order.
+        self.needs: list[tuple[tuple[int, float], ...]] = [()] * len(self.took)
+        for index, boundary in enumerate(program.boundaries):
+            hop = table.latency[index] + table.occupancy[index]
+            for microbatch in range(count):
+                low = boundary.source * count + microbatch
+                high = boundary.target * count + microbatch
+                there = hop if self.rank[low] != self.rank[high] else 0.0
+                self.needs[4 * high + _F] += ((4 * low + _F, there),)
+                self.needs[4 * low + _B] += ((4 * high + _B, there),)
+        self.start = [0.0] * len(self.took)
+        self.end = [0.0] * len(self.took)
+
+    def run(self, tries: int, goal: float) -> Program:
+        found = self.times()
+        assert found is not None
+        current = best = first = found
+        rows = [list(row) for row in self.rows]
+        chain = self.chain()
+        for turn in range(tries):
+            if best[0] <= goal:
+                break
+            undo = self.move(chain)
+            if undo is None:
+                continue
+            found = self.times()
+            heat = _HEAT * self.took[0] * (1 - turn / tries)
+            worse = None if found is None else found[1] - current[1]
+            if worse is None or (
+                worse > 0 and (heat <= 0 or self.random.random() >= exp(-worse / heat))
+            ):
+                rank, row, pair = undo
+                self.rows[rank] = row
+                if pair >= 0:
+                    self.again[pair] = not self.again[pair]
+                continue
+            assert found is not None
+            current = found
+            chain = self.chain()
+            if current < best:
+                best, rows = current, [list(row) for row in self.rows]
+        if best[0] >= first[0] * (1 - 1e-9):
+            return self.program
+        return self.program.with_ranks(
+            tuple(tuple(self.items[number] for number in row) for row in rows)
+        )
+
+    def move(self, chain: list[int]) -> tuple[int, list[int], int] | None:
+        """Changes one rank's list; how to undo it, None if the rules do not allow it."""
+        random = self.random
+        node = chain[random.randrange(len(chain))]
+        rank = self.rank[node // 4]
+        before = self.rows[rank]
+        row = list(before)
+        place = row.index(node)
+        pair, flipped = node // 4, -1
+        draw = random.random()
+        if draw < 0.2:
+            flipped = pair if node % 4 != _W else row[max(0, place - 1)] // 4
+            self.again[flipped] = not self.again[flipped]
+            if self.again[flipped]:
+                row.insert(row.index(4 * flipped + _B), 4 * flipped + _R)
+            else:
+                row.remove(4 * flipped + _R)
+        elif draw < 0.65:
+            target = max(0, place - random.randint(1, _FAR))
+            row.insert(target, row.pop(place))
+        else:
+            if not place:
+                return None
+            target = min(len(row) - 1, place - 1 + random.randint(1, _FAR))
+            row.insert(target, row.pop(place - 1))
+        if row != before and self.allowed(row, self.room[rank]):
+            self.rows[rank] = row
+            return rank, before, flipped
+        if flipped >= 0:
+            self.again[flipped] = not self.again[flipped]
+        return None
+
+    def allowed(self, row: list[int], room: int) -> bool:
+        """Whether every pair's instructions keep their order, within the room."""
+        held = 0
+        done: dict[int, int] = {}
+        for number in row:
+            pair, what = divmod(number, 4)
+            last = done.get(pair, -1)
+            if what < last or (what and last < 0):
+                return False
+            if what == _R or (what == _F and not self.again[pair]):
+                held += 1
+                if held > room:
+                    return False
+            elif what == (_W if self.split[pair] else _B):
+                held -= 1
+            done[pair] = what
+        return True
+
+    def times(self) -> tuple[float, float] | None:
+        """(makespan, makespan and a little of all ranks' ends); None if the lists cannot run."""
+        end, start, took, needs = self.end, self.start, self.took, self.needs
+        made = bytearray(len(took))
+        place = [0] * len(self.rows)
+        clock = [0.0] * len(self.rows)
+        left = sum(map(len, self.rows))
+        waiting: dict[int, list[int]] = {}
+        ready = list(range(len(self.rows)))
+        while ready:
+            rank = ready.pop()
+            row, index, now = self.rows[rank], place[rank], clock[rank]
+            while index < len(row):
+                node = row[index]
+                time = now
+                for need, hop in needs[node]:
+                    if not made[need]:
+                        waiting.setdefault(need, []).append(rank)
+                        break
+                    if end[need] + hop > time:
+                        time = end[need] + hop
+                else:
+                    start[node] = time
+                    now = end[node] = time + took[node]
+                    made[node] = 1
+                    left -= 1
+                    index += 1
+                    if node in waiting:
+                        ready += waiting.pop(node)
+                    continue
+                break
+            place[rank], clock[rank] = index, now
+        if left:
+            return None
+        span = max(clock)
+        return span, span + 0.1 * sum(clock) / len(clock)
+
+    def chain(self) -> list[int]:
+        """A longest chain: what could not have begun earlier."""
+        before: dict[int, int] = {}
+        for row in self.rows:
+            for first, second in pairwise(row):
+                before[second] = first
+        node = max((row[-1] for row in self.rows if row), key=lambda n: (self.end[n], n))
+        found = [node]
+        while True:
+            time = self.start[node]
+            tight = [n for n, hop in self.needs[node] if self.end[n] + hop >= time - 1e-9]
+            if node in before and self.end[before[node]] >= time - 1e-9:
+                tight.append(before[node])
+            if not tight or time <= 0.0:
+                return found
+            node = tight[self.random.randrange(len(tight))]
+            found.append(node)
+
+
+def _place(item: Instruction) -> int:
+    if item.kind in BACKWARD_KINDS:
+        return _B
+    return {Kind.F: _F, Kind.R: _R, Kind.W: _W}[item.kind]

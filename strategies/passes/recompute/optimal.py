@@ -1,0 +1,173 @@
+"""Recomputes no more than a memory limit demands, in an order made for it.
+
+Two kinds of orders are made and timed: the schedule's own, with as few pairs recomputed as fit
+(``kept_intervals``), and generated ones that know the limit from the start (``pace_search``). The
+fastest one wins, of equal ones the one with less recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from strategies.bounds import lower_bound
+from strategies.costs.table import CostTable
+from strategies.errors import PlanError
+from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.program import Program, chain
+from strategies.ir.recomputed import recomputed_pairs
+from strategies.ir.verify import verify
+from strategies.memory_bound import memory_bound
+from strategies.passes.recompute.capped_walk import Order, R, Work
+from strategies.passes.recompute.critical_moves import improve
+from strategies.passes.recompute.kept_intervals import keep_what_fits
+from strategies.passes.recompute.list_clock import ListClock
+from strategies.passes.recompute.pace_search import best_orders
+from strategies.schedules.lanes import F, I, Lanes, W, lanes_of
+
+# Generated orders that small moves start from, and how often what they have found starts again.
+_GENERATED = 2
+_ROUNDS = 3
+
+
+def recompute_within(
+    program: Program, table: CostTable, room: tuple[int, ...], *, reorder: bool = True
+) -> Program:
+    """The fastest program found that holds no more full activations than there is room for.
+
+    Args:
+        program: Compute only: no messages, no updates, no R. Its own order is one candidate.
+        table: What its instructions take.
+        room: Per rank, full activations it may hold, in (stage, microbatch) pairs; at least 1.
+        reorder: Whether the order may change, or only what is recomputed.
+
+    Raises:
+        PlanError: ``reorder`` is off and the order itself needs more room.
+    """
+    own = keep_what_fits(program, room)
+    if own is None and not reorder:
+        raise _too_small(program, room)
+    candidates = [] if own is None else [own]
+    if own is not None and own.ranks == program.ranks:
+        bound = lower_bound(program, table).value
+        if ListClock(program, table).makespan <= bound * (1 + 1e-9):
+            return program
+    if reorder:
+        candidates += _reordered(program, table, room)
+    ranked = [
+        (round(ListClock(c, table).makespan / max(table.forward), 7), len(recomputed_pairs(c)))
+        for c in candidates
+    ]
+    return verify(candidates[ranked.index(min(ranked))])
+
+
+def _too_small(program: Program, room: tuple[int, ...]) -> PlanError:
+    """For an order that has several backwards under way at once, as late Ws do."""
+    ranks, crossed = len(room), program.placement.stages_per_microbatch
+    asked = min(room)
+    places = next(n for n in count(asked) if keep_what_fits(program, (n,) * ranks) is not None)
+    return PlanError(
+        f"recompute=optimal: {program.schedule} keeps the order of its file, which has "
+        f"{places} backwards under way on a rank at once; each needs its whole activation, and "
+        f"there is room for {asked}. Try recompute.max_full_activations={places / crossed:g}."
+    )
+
+
+def _reordered(program: Program, table: CostTable, room: tuple[int, ...]) -> list[Program]:
+    """Generated orders, and what small moves make of them and of the schedule's own."""
+    share = 1.0 / program.placement.stages_per_microbatch
+    caps = tuple(share * places for places in room)
+    goal = max(lower_bound(program, table).value, memory_bound(program, table, caps).value)
+    found = _generated(program, table, room, goal)
+    own = keep_what_fits(_weights_at_once(program), room)
+    found += [] if own is None else [own]
+
+    def ended(candidate: Program) -> float:
+        return ListClock(candidate, table).makespan
+
+    improved = found
+    for seed in range(_ROUNDS):
+        if min(map(ended, improved)) <= goal * (1 + 1e-9):
+            break
+        improved = [improve(start, table, room, goal=goal, seed=seed) for start in improved]
+        improved = sorted(improved, key=ended)[: max(1, len(improved) - 1)]
+    return found + improved
+
+
+def _weights_at_once(program: Program) -> Program:
+    """Each W right behind its I, where it holds least."""
+    rows = []
+    for row in program.ranks:
+        items: list[Instruction] = []
+        for item in row:
+            if item.kind is not Kind.W:
+                items.append(item)
+            for part in item.parts:
+                if part.kind is Kind.I:
+                    items.append(Instruction(Kind.W, part.stage, part.microbatch))
+        rows.append(tuple(items))
+    return program.with_ranks(tuple(rows))
+
+
+def _generated(
+    program: Program, table: CostTable, room: tuple[int, ...], goal: float
+) -> list[Program]:
+    placement = program.placement
+    assert program.boundaries == chain(placement.num_stages)
+    split = any(part.kind is Kind.I for row in program.ranks for i in row for part in i.parts)
+    turns = _turns(program, table)
+    hops = [table.latency[i] + table.occupancy[i] for i in range(len(program.boundaries))]
+
+    def make(num_microbatches: int) -> Work:
+        lanes = lanes_of(placement, num_microbatches)
+        backward = table.backward_input if split else table.backward
+        kinds = (table.forward, backward, table.backward_weight, table.recompute)
+        return Work(
+            lanes=lanes,
+            took=tuple(tuple(kind[stage] for stage in lanes.stage) for kind in kinds),
+            hop=tuple((*hops, 0.0)[stage] for stage in lanes.stage),
+            turn=tuple(turns[lane][:size] for lane, size in enumerate(lanes.size)),
+            room=room,
+            split=split,
+        )
+
+    lanes = lanes_of(placement, program.num_microbatches)
+    orders = best_orders(make, program.num_microbatches, goal=goal)
+    return [program.with_ranks(_rows(lanes, order)) for order in orders[:_GENERATED]]
+
+
+def _turns(program: Program, table: CostTable) -> list[tuple[float, ...]]:
+    """When each forward begins in the schedule's own order, per lane and index."""
+    clock = ListClock(program, table)
+    starts: dict[tuple[int, int], float] = {}
+    for node, item in enumerate(clock.items):
+        for part in item.parts:
+            if part.kind is Kind.F:
+                assert part.microbatch is not None
+                starts[part.stage, part.microbatch] = clock.start[node]
+    lanes = lanes_of(program.placement, program.num_microbatches)
+    copies = program.placement.weight_copies
+    return [
+        tuple(
+            starts[lanes.stage[lane], index * copies + lane // lanes.num_stages]
+            for index in range(size)
+        )
+        for lane, size in enumerate(lanes.size)
+    ]
+
+
+def _rows(lanes: Lanes, order: Order) -> tuple[tuple[Instruction, ...], ...]:
+    """As instructions; an R right behind its F goes, as in ``remove_redundancy``."""
+    whole = not any(kind == W for row in order.steps for kind, _, _ in row)
+    kinds = {F: Kind.F, I: Kind.B if whole else Kind.I, W: Kind.W, R: Kind.R}
+    rows = []
+    for row in order.steps:
+        items: list[Instruction] = []
+        before: Sequence[int] = ()
+        for kind, lane, index in row:
+            if kind != R or before != (F, lane, index):
+                microbatch = index * lanes.num_copies + lane // lanes.num_stages
+                items.append(Instruction(kinds[kind], lanes.stage[lane], microbatch))
+            before = (kind, lane, index)
+        rows.append(tuple(items))
+    return tuple(rows)
