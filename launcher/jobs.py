@@ -91,6 +91,7 @@ def _strategy(run: Run) -> PipelineStrategy:
         stages_per_rank=plan.stages_per_rank,
         group=plan.group,
         split_backward=plan.split_backward,
+        recompute=plan.recompute,
         costs=plan.costs,
         file=plan.file,
         memory_bytes=plan.memory_bytes,

@@ -22,12 +22,20 @@ class Holding:
         program: Any; in a forward program nothing outlasts its forward.
         full: Per stage, one microbatch's activations.
         inputs: Per stage, what a checkpointed forward keeps of them.
+        waiting: Per stage, what its I leaves for its W; None for all.
     """
 
-    def __init__(self, program: Program, full: Sequence[float], inputs: Sequence[float]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        full: Sequence[float],
+        inputs: Sequence[float],
+        waiting: Sequence[float] | None = None,
+    ) -> None:
         self._program = program
         self._full = full
         self._inputs = inputs
+        self._waiting = full if waiting is None else waiting
         self._again = recomputed_pairs(program)
         self._keeps = program.role != "forward"
 
@@ -43,8 +51,7 @@ class Holding:
 
     def freed(self, item: Instruction) -> float:
         """What it gives back when it ends."""
-        ends = (Kind.B, Kind.W) if self._keeps else (Kind.F,)
-        return sum(self._full[part.stage] for part in item.parts if part.kind in ends)
+        return sum(map(self._freed, item.parts))
 
     def peak(self, rank: int) -> float:
         """What a rank holds at its worst moment."""
@@ -64,6 +71,14 @@ class Holding:
         if part.kind is Kind.R:
             return self._full[part.stage] - self._inputs[part.stage]
         return 0.0
+
+    def _freed(self, part: Instruction) -> float:
+        full, waiting = self._full[part.stage], self._waiting[part.stage]
+        if not self._keeps:
+            return full if part.kind is Kind.F else 0.0
+        if part.kind is Kind.I:
+            return full - waiting
+        return {Kind.B: full, Kind.W: waiting}.get(part.kind, 0.0)
 
     def _kept(self, stage: int, microbatch: int) -> float:
         checkpointed = (stage, microbatch) in self._again

@@ -12,6 +12,9 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 NUM_PASSES = 4
 
+Family = Literal["matmul", "attention", "norm", "activation"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
@@ -26,11 +29,15 @@ class Recompute:
             3 remove-redundancy, 4 prepose-forward.
         max_full_activations: For ``optimal``, how many full activations a rank may hold, in
             full-rank microbatches; None for what fits into the rank's memory.
+        layers: For ``selective``, type names of layers and what is recomputed in them; elsewhere
+            it is everything but ``matmul``, products with weights. ``attention`` is its core,
+            ``activation`` all that is cheap: elementwise operations, dropout.
     """
 
     policy: Policy = "none"
     passes: int = NUM_PASSES
     max_full_activations: float | None = None
+    layers: tuple[tuple[str, tuple[Family, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -48,6 +55,7 @@ class Recompute:
                 f"recompute.passes={self.passes} are the passes of recompute=mario, but "
                 f"recompute={self.policy}. Try recompute=mario recompute.passes={self.passes}."
             )
+        self._check_layers()
         cap = self.max_full_activations
         if cap is None:
             return
@@ -62,6 +70,21 @@ class Recompute:
                 f"recompute.max_full_activations={cap:g}: a backward needs one full activation. "
                 "Try recompute.max_full_activations=1."
             )
+
+    def _check_layers(self) -> None:
+        if self.layers and self.policy != "selective":
+            name = self.layers[0][0]
+            raise PlanError(
+                f"recompute.layers=[{name}:...] says what recompute=selective does in a layer, but "
+                f"recompute={self.policy}. Try recompute=selective, or leave recompute.layers out."
+            )
+        for name, families in self.layers:
+            for family in families:
+                if family not in FAMILIES:
+                    raise PlanError(
+                        f"recompute.layers=[{name}:{family}]: {family} is none of "
+                        f"{', '.join(FAMILIES)}. Try recompute.layers=[{name}:activation]."
+                    )
 
     @property
     def rewrites(self) -> bool:

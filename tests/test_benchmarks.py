@@ -11,8 +11,9 @@ import pytest
 from strategies.compiler import compile_program
 from strategies.costs.uniform import UniformCosts
 from strategies.simulator.engine import simulate
-from tests.benchmarks import pipeline_overhead
+from tests.benchmarks import pipeline_overhead, recompute_cost
 from tests.benchmarks.overhead_paths import critical_path
+from tests.benchmarks.split_backward_cost import Size
 
 ENGINES = ["ours", "torch", "bare", "autograd"]
 
@@ -60,3 +61,14 @@ def test_the_path_of_torchs_order_has_the_first_stages_whole_backward_in_its_w()
     """Two stages: both F, the last one's I, then its W beside the first one's of twice the time."""
     order = "0F0,,0I0,0W0\n,1F0,1I0,1W0\n"
     assert critical_path("any", ranks=2, num_microbatches=1, forward=1.0, order=order) == 5.0
+
+
+def test_the_cost_of_recomputing_is_measured_in_time_and_bytes(
+    capsys: pytest.CaptureFixture[str],
+):
+    recompute_cost.measure(Size("tiny", 16, 4, 2))
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    held = {row[1]: int(row[4].removesuffix(" |")) for row in rows}
+    assert list(held) == ["plain", "twice", "R", "torch", "selective"]
+    assert held["plain"] == held["twice"] == held["R"]
+    assert held["torch"] < held["selective"] < held["plain"]

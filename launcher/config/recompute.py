@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from launcher.config.key import key
-from strategies.recompute import NUM_PASSES, Recompute
+from strategies.errors import PlanError
+from strategies.recompute import FAMILIES, NUM_PASSES, Family, Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,12 @@ class RecomputeConfig:
         above=0,
         example=1,
     )
+    layers: tuple[str, ...] = key(
+        (),
+        "selective: types of layers and what is recomputed in them (attention, norm, activation, "
+        "matmul, or none), joined by +; in others all but matmul.",
+        example=["Mlp:activation", "Attention:attention+norm", "Head:none"],
+    )
 
 
 def recompute_policy(config: RecomputeConfig) -> Recompute:
@@ -41,4 +48,24 @@ def recompute_policy(config: RecomputeConfig) -> Recompute:
     Raises:
         PlanError: A key that the policy would ignore, or a value out of range.
     """
-    return Recompute(config.name, config.passes, config.max_full_activations)
+    layers = tuple(map(_layer, config.layers))
+    return Recompute(config.name, config.passes, config.max_full_activations, layers)
+
+
+def _layer(entry: str) -> tuple[str, tuple[Family, ...]]:
+    name, colon, families = entry.partition(":")
+    if not name or not colon or not families:
+        raise PlanError(
+            f"recompute.layers=[{entry}]: an entry is a type of layers, a colon, and what is "
+            "recomputed in them. Try recompute.layers=[Mlp:activation]."
+        )
+    if families == "none":
+        return name, ()
+    found = families.split("+")
+    for family in found:
+        if family not in FAMILIES:
+            raise PlanError(
+                f"recompute.layers=[{entry}]: {family} is none of {', '.join(FAMILIES)}, none. "
+                f"Try recompute.layers=[{name}:{'+'.join(FAMILIES[1:])}]."
+            )
+    return name, cast(tuple[Family, ...], tuple(found))

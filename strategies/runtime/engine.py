@@ -22,6 +22,7 @@ from strategies.ir.instruction import Kind
 from strategies.ir.placement import Placement
 from strategies.partition import balance, by_counts
 from strategies.plan import Plan, num_buckets
+from strategies.runtime.activation_bytes import ActivationBytes
 from strategies.runtime.control import Bulletin
 from strategies.runtime.executor import Executor, StepResult
 from strategies.runtime.grad_sync import StageGradients, clip_, main_dtype
@@ -37,6 +38,7 @@ from strategies.runtime.mesh import Communicators, Coordinates
 from strategies.runtime.microbatch import checksum, split_batch
 from strategies.runtime.recorder import Recorder, StepRecord
 from strategies.runtime.rng import kept_generators
+from strategies.runtime.selective import Selection
 from strategies.runtime.stage_model import LogCall, Mode, StageModel
 from strategies.runtime.tensor_parallel import TensorRanks
 from strategies.runtime.tensor_parallel.sliced_transport import SlicedTransport
@@ -148,6 +150,8 @@ class Engine:
         self.tensor_ranks = self._tensor_ranks()
         if self.tensor_ranks is not None:
             model.shard(self.tensor_ranks)
+        if plan.recompute.policy == "selective":
+            model.select(Selection(layers={n: frozenset(f) for n, f in plan.recompute.layers}))
         self.stages = self._cut()
         self._create_communicators(shards=plan.overlap == "zero1")
         self._shared = {name: stages for name, stages in model.shared_parameters()}
@@ -410,6 +414,12 @@ class Engine:
         if self._which_train() != self._trained:
             refuse_freezing(self.mains)
             self.build_gradients()
+
+    def measure_activations(self) -> ActivationBytes:
+        """Counts, from the next pass on, what this rank holds for its backwards; takes time."""
+        if self.executor.activations is None:
+            self.executor.activations = ActivationBytes(self.model.module)
+        return self.executor.activations
 
     # ---------------------------------------------------------------- training
 

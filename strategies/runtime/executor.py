@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,15 @@ from torch import Tensor
 from strategies.ir.instruction import CHANNEL_KINDS, MICROBATCH_KINDS, Instruction, Kind
 from strategies.ir.program import Program
 from strategies.lowering.release import release_points
+from strategies.runtime.activation_bytes import ActivationBytes
 from strategies.runtime.grad_sync import StageGradients
 from strategies.runtime.logs import LogEntry
 from strategies.runtime.mailbox import Mailbox
 from strategies.runtime.main_weights import AllMainWeights
 from strategies.runtime.microbatch import Microbatch
+from strategies.runtime.recompute import KeptForward, Recomputation
 from strategies.runtime.recorder import Recorder, StepRecord
+from strategies.runtime.replay.structure import tensors as tensors_in
 from strategies.runtime.split_backward import Meanwhile, PendingWeights, input_backward
 from strategies.runtime.stage_model import Mode, StageModel, StageOutput
 from strategies.runtime.tensor_parallel import TensorRanks
@@ -57,6 +61,7 @@ class _Route:
     release: dict[int, tuple[Instruction, ...]]
     arming: frozenset[tuple[int, int]]  # (place, stage) of last gradients, where REDUCE overlaps
     last_forward: int
+    recomputed: frozenset[tuple[int, int | None]]  # pairs whose forward keeps its input only
 
 
 def _route(program: Program, rank: int) -> _Route:
@@ -78,6 +83,7 @@ def _route(program: Program, rank: int) -> _Route:
         release=release_points(program, rank),
         arming=frozenset((place, stage) for stage, place in last.items() if stage in overlapped),
         last_forward=last_forward,
+        recomputed=frozenset((i.stage, i.microbatch) for i in row if i.kind is Kind.R),
     )
 
 
@@ -105,6 +111,8 @@ class Executor:
         self._routes: dict[int, tuple[Program, _Route]] = {}
         self._places: dict[tuple[int, int | None], int] = {}
         self.begins_in_place: set[int] = set()
+        self._recomputation = Recomputation(model.module)
+        self.activations: ActivationBytes | None = None  # measured if there
 
     def run(
         self,
@@ -137,11 +145,14 @@ class Executor:
         route = self._route_of(program)
         run = _Run(self, program, microbatches, batch_idx, mode, scale, seed, dataloader_idx)
         run.loss_scale = loss_scale
+        run.recomputed = route.recomputed
         record = self._recorder.begin(step, program)
         self._index_channel(route.row)
         stamp = self._recorder.stamp
         start, end = record.start, record.end
         self._mailbox.begin(program, mode, [m.signature for m in microbatches])
+        if self.activations is not None:
+            self.activations.begin(len(route.row), tensors_in([m.data for m in microbatches]))
         posted = 0
         passed = 0
         for place, item in enumerate(route.row):
@@ -163,8 +174,8 @@ class Executor:
                     if part.kind is Kind.F:
                         self._mains.wait(part.stage)
                 start[place] = stamp()
-                for part, tensors in zip(item.parts, inputs, strict=True):
-                    run.compute(part, tensors, final=(place, part.stage) in route.arming)
+                for part in item.parts:
+                    run.compute(part, inputs.pop(0), final=(place, part.stage) in route.arming)
                 end[place] = stamp()
                 if place == route.last_forward:
                     forwards_done(run.result)
@@ -189,6 +200,8 @@ class Executor:
                 self._mains.gather(item.stage, self.gather_started)
             else:
                 raise NotImplementedError(f"{item}: the runtime has no {kind.value}")
+            if self.activations is not None:
+                self.activations.sample(place)
         self._mailbox.finish()
         return run.result
 
@@ -268,6 +281,10 @@ class _Run:
         self._seed = seed
         self._last = program.placement.num_stages - 1
         self._learns = program.role != "forward"
+        self.recomputed: frozenset[tuple[int, int | None]] = frozenset()
+        self._recomputation = executor._recomputation
+        self._activations = executor.activations
+        self._kept: dict[tuple[int, int], KeptForward] = {}
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pending: dict[tuple[int, int], PendingWeights] = {}
         self._values: dict[tuple[Kind, int, int], tuple[Tensor, ...]] = {}
@@ -279,13 +296,22 @@ class _Run:
         assert item.microbatch is not None
         if item.kind is Kind.W:
             return ()
+        if item.kind is Kind.R:
+            if any(edge.payload is Kind.B for edge in item.after):
+                # It waits for its gradient, which its backward will ask for.
+                gradient = Instruction(Kind.B, item.stage, item.microbatch)
+                here = (Kind.B, item.stage + 1, item.microbatch)
+                self._values[here] = self.collect(gradient, record, stamp)
+            return ()
         payload = Kind.F if item.kind is Kind.F else Kind.B
         other = item.stage - 1 if payload is Kind.F else item.stage + 1
         if not 0 <= other <= self._last:
             return ()
         rank_of = self._program.placement.rank_of
-        if rank_of(other, item.microbatch) == rank_of(item.stage, item.microbatch):
-            return self._values.pop((payload, other, item.microbatch))
+        known = self._values.pop((payload, other, item.microbatch), None)
+        if known is not None:
+            return known
+        assert rank_of(other, item.microbatch) != rank_of(item.stage, item.microbatch)
         receive = Instruction(Kind.RECV, item.stage, item.microbatch, payload=payload, peer=other)
         tensors = self._mailbox.wait(receive)
         place = self.places[receive]
@@ -295,7 +321,7 @@ class _Run:
         return tensors
 
     def compute(self, item: Instruction, inputs: tuple[Tensor, ...], *, final: bool) -> None:
-        """Runs one F, B, I or W.
+        """Runs one F, B, I, W or R.
 
         Args:
             item: No fused pair.
@@ -314,6 +340,8 @@ class _Run:
                 self.input_gradient(item, inputs)
         elif item.kind is Kind.W:
             self.weight_gradient(item, final=final)
+        elif item.kind is Kind.R:
+            self.rebuild(item)
         else:
             raise NotImplementedError(f"{item}: the runtime has no {item.kind.value}")
 
@@ -335,8 +363,15 @@ class _Run:
             )
         else:
             leaves = inputs
-        output = self._call(item, leaves)
         here = (item.stage, item.microbatch)
+        if here in self.recomputed:
+            self._kept[here], output = self._recomputation.forward(
+                item.stage, leaves, microbatch.data, partial(self._call, item)
+            )
+            if self._activations is not None:
+                self._activations.note("inputs", *here, leaves)
+        else:
+            output = self._call(item, leaves, microbatch.data)
         copy = item.microbatch % self._program.placement.weight_copies
         self.result.logs.extend(
             LogEntry(call, microbatch.share, item.stage, copy) for call in output.logs
@@ -347,10 +382,24 @@ class _Run:
             self._mailbox.describe(item.stage, item.microbatch, output.tensors)
             detached = tuple(tensor.detach() for tensor in output.tensors)
             self._values[Kind.F, *here] = detached
-        if self._learns:
-            self._graphs[here] = _Graph(leaves, output.tensors, output.loss)
+        if self._learns and here not in self.recomputed:
+            self._keep_graph(here, leaves, output)
 
-    def _call(self, item: Instruction, leaves: tuple[Tensor, ...]) -> StageOutput:
+    def rebuild(self, item: Instruction) -> None:
+        """The graph of a checkpointed forward; its results have been handed on and logged."""
+        assert item.microbatch is not None
+        here = (item.stage, item.microbatch)
+        leaves, output = self._recomputation.again(self._kept.pop(here), partial(self._call, item))
+        self._keep_graph(here, leaves, output)
+
+    def _keep_graph(
+        self, here: tuple[int, int], leaves: tuple[Tensor, ...], output: StageOutput
+    ) -> None:
+        self._graphs[here] = _Graph(leaves, output.tensors, output.loss)
+        if self._activations is not None:
+            self._activations.graph(*here, leaves, (*output.tensors, output.loss))
+
+    def _call(self, item: Instruction, leaves: tuple[Tensor, ...], data: Any) -> StageOutput:
         """Runs the stage; one that begins in place gets copies, which autograd lets it change."""
         assert item.microbatch is not None
         copies = self._executor.begins_in_place
@@ -364,7 +413,7 @@ class _Run:
                     return self._model.forward(
                         item.stage,
                         inputs,
-                        batch=self._microbatches[item.microbatch].data,
+                        batch=data,
                         batch_idx=self._batch_idx,
                         microbatch=item.microbatch,
                         mode=self._mode,
@@ -401,6 +450,8 @@ class _Run:
             inputs = [leaf for leaf in graph.inputs if leaf.requires_grad]
             pending = input_backward(outputs, incoming, inputs)
             self._pending[item.stage, item.microbatch] = pending
+            if self._activations is not None:
+                self._activations.note("waiting", item.stage, item.microbatch, pending.held)
         self._hand_back(item, graph)
 
     def weight_gradient(self, item: Instruction, *, final: bool) -> None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
 from strategies.runtime.tensor_parallel import Shard, TensorRanks
+
+if TYPE_CHECKING:
+    from strategies.runtime.selective import Selection
 
 Mode = Literal["train", "validate", "test", "predict"]
 
@@ -72,6 +75,11 @@ class StageOutput:
 
 class StageModel(ABC):
     """A model seen as an ordered list of units, able to run any contiguous range of them."""
+
+    @property
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """The module that is cut."""
 
     @property
     @abstractmethod
@@ -138,6 +146,14 @@ class StageModel(ABC):
             "give it pipeline_units(), pipeline_inputs(), pipeline_result() and "
             "tensor_parallel_plan() (see strategies/runtime/unit_model.py), or use tp=1."
         )
+
+    def select(self, selection: Selection) -> None:
+        """Recomputes inside units from now on; called at most once, before ``cut``.
+
+        Raises:
+            ModelError: The selection does not fit the units, or they cannot do it.
+        """
+        raise ModelError(f"{type(self).__name__} cannot recompute inside units: recompute=full.")
 
     @property
     def shards(self) -> Mapping[str, Shard]:

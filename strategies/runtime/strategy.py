@@ -31,6 +31,7 @@ from strategies.costs.table import Costs
 from strategies.errors import ModelError
 from strategies.ir.placement import Placement
 from strategies.plan import Overlap, Plan
+from strategies.recompute import Policy, Recompute
 from strategies.runtime import checkpoint as checkpoints
 from strategies.runtime.data_order import first_batch, shard
 from strategies.runtime.engine import Engine, Options, PassResult, StepStats, check_world
@@ -72,6 +73,8 @@ class PipelineStrategy(ParallelStrategy):
         stages_per_rank: V; None for the schedule's default.
         group: N microbatches per round; None for the schedule's default.
         split_backward: Split every backward of a schedule that does not split by itself.
+        recompute: Which forwards keep only their input, to be run again before their backward;
+            ``selective`` recomputes inside the layers.
         costs: What instructions take (``UniformCosts``), for orders that depend on it.
         memory_bytes: Limit per rank for the group that ``foldx`` chooses.
         file: For ``schedule="custom"``: the path of its CSV, a line per rank. Every process reads
@@ -109,6 +112,7 @@ class PipelineStrategy(ParallelStrategy):
         stages_per_rank: int | None = None,
         group: int | Literal["auto"] | None = None,
         split_backward: bool = False,
+        recompute: Recompute | Policy = "none",
         costs: Costs | None = None,
         memory_bytes: int | None = None,
         file: str | Path | ScheduleFile | None = None,
@@ -159,6 +163,7 @@ class PipelineStrategy(ParallelStrategy):
             overlap=overlap,
             buckets=1 if buckets is None else buckets,
             split_backward=split_backward,
+            recompute=Recompute(recompute) if isinstance(recompute, str) else recompute,
             costs=costs,
             memory_bytes=memory_bytes,
             file=file,

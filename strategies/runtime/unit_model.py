@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.runtime.logs import captured_logs
 from strategies.runtime.rng import reseed
+from strategies.runtime.selective import Selection, SelectiveLayer
 from strategies.runtime.stage_model import Mode, StageModel, StageOutput, Unit
 from strategies.runtime.tensor_parallel import Shard, TensorRanks
 from strategies.runtime.tensor_parallel.sharding import Sharding
@@ -106,6 +107,12 @@ class UnitModel(StageModel):
         self._users, self._canonical = _users(declared)
         self._stages: tuple[range, ...] = (range(len(declared)),)
         self._sharding: Sharding | None = None
+        self._selective: dict[int, SelectiveLayer] = {}
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is cut."""
+        return self._module
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -126,9 +133,14 @@ class UnitModel(StageModel):
                 parent, _, child = self._units[index].name.rpartition(".")
                 setattr(self._module.get_submodule(parent), child, Elsewhere())
                 del self._runs[index]
+                self._selective.pop(index, None)
         self._materialise()
         if self._sharding is not None:
             self._sharding.finish(self._canonical)
+
+    def select(self, selection: Selection) -> None:
+        """Recomputes inside the units."""
+        self._selective = selection.layers_of(self._runs)
 
     def shard(self, ranks: TensorRanks) -> None:
         """Reads the module's plan, which ``cut`` will follow."""
@@ -184,7 +196,9 @@ class UnitModel(StageModel):
         for index in self._stages[stage]:
             if seed is not None:
                 reseed(seed, index)
-            result = self._runs[index](*tensors)
+            layer = self._selective.get(index)
+            unit = self._runs[index]
+            result = unit(*tensors) if layer is None else layer.run(unit, tensors, {})
             tensors = result if isinstance(result, tuple) else (result,)
         if stage + 1 < len(self._stages):
             return StageOutput(tensors)

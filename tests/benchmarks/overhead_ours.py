@@ -28,6 +28,10 @@ class SleepingModel(StageModel):
         self._stages: dict[int, SleepingStage] = {}
 
     @property
+    def module(self) -> nn.Module:
+        return nn.ModuleList(self._stages.values())
+
+    @property
     def units(self) -> tuple[Unit, ...]:
         return self._units
 

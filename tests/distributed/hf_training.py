@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from launcher.workloads.hf.model import HfLanguageModel
+from strategies.recompute import Policy
 from strategies.runtime.strategy import PipelineStrategy
 from tests.tiny_models import batch_of, shape_of
 
@@ -29,6 +30,7 @@ class HfCase:
     pp: int = 2
     tp: int = 1
     padded: bool = False
+    recompute: Policy = "none"
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -61,7 +63,13 @@ def train_hf(case: HfCase) -> dict[str, Any]:
         model = Learner(shape_of(Path(case.folder)))
     losses = _Losses()
     strategy = PipelineStrategy(
-        pp=case.pp, tp=case.tp, schedule=case.schedule, num_microbatches=4, timeout_s=60, seed=0
+        pp=case.pp,
+        tp=case.tp,
+        schedule=case.schedule,
+        num_microbatches=4,
+        recompute=case.recompute,
+        timeout_s=60,
+        seed=0,
     )
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.workloads.hf.convert import library_name
+from strategies.recompute import Policy
 from tests.distributed.hf_training import HfCase, reference, train_hf
 from tests.distributed.pool import Ranks
 from tests.tiny_models import write_model
@@ -20,26 +21,39 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "schedule", "padded"),
+    ("family", "changes", "schedule", "padded", "recompute"),
     [
-        ("llama", {}, "1f1b", False),
-        ("llama", {"tie_word_embeddings": True}, "interleaved_1f1b", True),
-        ("gpt2", NO_DROPOUT, "foldx_fifo", False),
-        ("qwen2", {}, "zb_h1", True),
-        ("qwen3", {"tie_word_embeddings": True}, "1f1b", False),
+        ("llama", {}, "1f1b", False, "none"),
+        ("llama", {"tie_word_embeddings": True}, "interleaved_1f1b", True, "none"),
+        ("gpt2", NO_DROPOUT, "foldx_fifo", False, "none"),
+        ("qwen2", {}, "zb_h1", True, "none"),
+        ("qwen3", {"tie_word_embeddings": True}, "1f1b", False, "none"),
+        ("llama", {}, "zb_h1", True, "full"),
+        ("gpt2", NO_DROPOUT, "1f1b", False, "selective"),
+        ("llama", {}, "zb_h1", True, "selective"),
     ],
-    ids=["llama", "llama-tied-padded", "gpt2", "qwen2-padded", "qwen3-tied"],
+    ids=[
+        "llama",
+        "llama-tied-padded",
+        "gpt2",
+        "qwen2-padded",
+        "qwen3-tied",
+        "llama-recomputed",
+        "gpt2-selective",
+        "llama-split-selective",
+    ],
 )
 def test_two_ranks_train_as_transformers_does(
     family: str,
     changes: dict[str, object],
     schedule: str,
     padded: bool,
+    recompute: Policy,
     ranks: Callable[[int], Ranks],
     tmp_path: Path,
 ) -> None:
     model = write_model(tmp_path, family, **changes)
-    case = HfCase(str(tmp_path), schedule=schedule, padded=padded)
+    case = HfCase(str(tmp_path), schedule=schedule, padded=padded, recompute=recompute)
     losses = reference(model, case)
     results = ranks(2).run(train_hf, case=case)
     expected = dict(model.named_parameters(remove_duplicate=False))

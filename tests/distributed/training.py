@@ -17,6 +17,7 @@ from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.costs.table import Costs
 from strategies.ir.text import format_instruction
+from strategies.recompute import Recompute
 from strategies.runtime.strategy import PipelineStrategy
 
 SEQUENCE = 6
@@ -90,6 +91,7 @@ class Case:
     accelerator: str = "cpu"
     split_backward: bool = False
     costs: Costs | None = None
+    recompute: Recompute = field(default_factory=Recompute)
     optimizer: str = "Adam"
     shape: TransformerShape = field(default_factory=small_shape)
 
@@ -130,6 +132,7 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
         bucket_mb=case.buckets_mb,
         split_backward=case.split_backward,
         costs=case.costs,
+        recompute=case.recompute,
         timeout_s=60,
         seed=0,
     )

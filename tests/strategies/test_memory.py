@@ -4,7 +4,7 @@ from hypothesis import given
 from strategies import UniformCosts, compile_program
 from strategies.compiler import compile_plan
 from strategies.ir.placement import bidirectional, v
-from strategies.memory import peak_activations, peak_bytes
+from strategies.memory import Holding, peak_activations, peak_bytes
 from strategies.schedules import find_schedule
 from tests.strategies.programs import plans, uneven, written
 
@@ -22,6 +22,13 @@ def test_a_forward_is_held_until_its_backward_has_ended():
 def test_a_split_backward_holds_until_the_weight_gradient():
     assert peaks("0F0 0I0 0F1 0I1 0W0 0W1", num_microbatches=2) == (2,)
     assert peaks("0F0 0I0 0W0 0F1 0I1 0W1", num_microbatches=2) == (1,)
+
+
+def test_between_i_and_w_less_may_be_held():
+    program = written("0F0 0F1 0I0 0F2 0W0 0I1 0W1 0I2 0W2", num_microbatches=3)
+    # Two whole ones and what waits for one W; all of it where nothing else is said.
+    assert Holding(program, [10.0], [0.0], [4.0]).peak(0) == 24
+    assert Holding(program, [10.0], [0.0]).peak(0) == 30
 
 
 def test_a_virtual_stage_holds_its_share():

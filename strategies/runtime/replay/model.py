@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from strategies.runtime.stage_model import (
     StageOutput,
     Unit,
 )
+
+if TYPE_CHECKING:
+    from strategies.runtime.selective import Selection, SelectiveLayer
 
 
 class ReplayModel(StageModel):
@@ -66,6 +69,7 @@ class ReplayModel(StageModel):
         self._groups = group_calls(path)
         self._layouts: dict[Mode, Layout] = {}
         self._owned: frozenset[int] = frozenset()
+        self._selective: dict[int, SelectiveLayer] = {}
 
     @classmethod
     def probe(
@@ -113,6 +117,11 @@ class ReplayModel(StageModel):
                 "parameters, so there is nothing to cut. Use pp=1."
             )
         return cls(module, units, table, mode, path, cache)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is cut."""
+        return self._module
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -176,11 +185,16 @@ class ReplayModel(StageModel):
             modules=self._by_name,
             device=batch_device(batch, self._module),
             cache=self._caches[mode],
+            selective=self._selective,
         )
         if seed is None:
             return self._run(run, mode, batch, batch_idx, dataloader_idx)
         with kept_generators():
             return self._run(run, mode, batch, batch_idx, dataloader_idx)
+
+    def select(self, selection: Selection) -> None:
+        """Recomputes inside the units; what the step does between them is kept."""
+        self._selective = selection.layers_of(dict(enumerate(self._modules)))
 
     def stage_parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
         """See ``StageModel.stage_parameters``.

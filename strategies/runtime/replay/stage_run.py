@@ -5,8 +5,8 @@ Nothing survives a run but its result: microbatches interleave and a rank may ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from strategies.runtime.replay.snapshot import KeptObjects, unchanged
 from strategies.runtime.replay.source import operation_name, user_line
 from strategies.runtime.replay.structure import leaves, signature, tensors
 from strategies.runtime.rng import reseed
+
+if TYPE_CHECKING:
+    from strategies.runtime.selective import SelectiveLayer
 
 
 class StageRun(ShapeMode):
@@ -37,6 +40,7 @@ class StageRun(ShapeMode):
         modules: The LightningModule's submodules by global name.
         device: Where holes live that stand on no other device.
         cache: Outcomes by signature.
+        selective: Units that recompute, by index.
     """
 
     def __init__(
@@ -52,10 +56,12 @@ class StageRun(ShapeMode):
         modules: dict[str, nn.Module],
         device: torch.device,
         cache: dict[Hashable, Outcome],
+        selective: Mapping[int, SelectiveLayer],
     ) -> None:
         super().__init__(units, device, cache)
         self.left = False
         self._path = path
+        self._selective = selective
         self._entry = entry
         self._leave = leave
         self._inputs = inputs
@@ -119,7 +125,8 @@ class StageRun(ShapeMode):
         call = self._position[0]
         self._check_call(call, index)
         if self._active:
-            result = forward(*args, **kwargs)
+            layer = self._selective.get(index)
+            result = forward(*args, **kwargs) if layer is None else layer.run(forward, args, kwargs)
             produced = tensors(result)
             for module, attribute in self._path.calls[call].effects:
                 produced += tensors(getattr(self._modules[module], attribute))

@@ -33,6 +33,13 @@ class PendingWeights:
         found = {key: leaf for group in self._groups or () for key, leaf in group.leaves.items()}
         return tuple(found.values())
 
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        """What ``run`` will compute from: saved operands, and the gradients that met them."""
+        members = [deferred for group in self._groups or () for deferred in group.members]
+        operands = [deferred.operands() for deferred in members]
+        return tuple(t for saved, incoming in operands for t in (incoming, *saved.tensors.values()))
+
     def run(self, ready: Ready | None = None) -> None:
         """Adds the weight gradients to ``parameter.grad`` and lets go of all that they needed.
 

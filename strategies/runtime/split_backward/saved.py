@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
+from strategies.runtime.selective.packed import Computed, Kept
 from strategies.runtime.split_backward.graph import Kind, Node
 from strategies.runtime.split_backward.rule import Rule, Saved
 
@@ -35,18 +36,24 @@ class Access(enum.Enum):
 def access_of(node: Node, names: Sequence[str]) -> Access:
     """How the named saved tensors can be read; prepares checkpointed ones to be read twice."""
     holders = []
+    later = False
     for name in names:
         raw = getattr(node, "_raw_saved_" + name)
         if raw.unpack_hook is None:
             continue
         packed = raw.data
+        if type(packed) is Kept:
+            continue
+        if type(packed) is Computed:
+            later = True
+            continue
         if _Holder is None or type(packed) is not _Holder:
             return Access.NEVER
         holders.append(packed)
     for holder in holders:
         if type(holder.handles) is not _KeptHandles:
             holder.handles = _KeptHandles(holder.handles)
-    return Access.LATER if holders else Access.NOW
+    return Access.LATER if holders or later else Access.NOW
 
 
 class _KeptHandles(dict[int, Any]):
@@ -87,7 +94,8 @@ def read_saved(
     flipped: Sequence[int],
 ) -> Saved:
     """Takes the named tensors and the rule's settings from a node."""
-    tensors = {name: getattr(node, "_saved_" + name) for name in names}
+    # With its history a tensor would keep the graph's nodes, and those the stage's inputs.
+    tensors = {name: getattr(node, "_saved_" + name).detach() for name in names}
     settings = {name: signed(getattr(node, name)) for name in rule.settings}
     return Saved(tensors, settings, shapes, flipped)
 

@@ -1,0 +1,32 @@
+"""``recompute.*`` on the command line becomes what the compiler takes, or one message."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.config.recompute import RecomputeConfig, recompute_policy
+from strategies.errors import PlanError
+from strategies.recompute import Recompute
+
+
+def test_layers_name_types_and_what_is_recomputed_in_them():
+    config = RecomputeConfig(
+        "selective", layers=("Mlp:activation", "A:attention+norm", "Head:none")
+    )
+    assert recompute_policy(config) == Recompute(
+        "selective",
+        layers=(("Mlp", ("activation",)), ("A", ("attention", "norm")), ("Head", ())),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "message"),
+    [
+        ("selective", "Mlp", r"recompute\.layers=\[Mlp\]: .* Try recompute\.layers=\[Mlp:act"),
+        ("selective", "Mlp:gelu", r"gelu is none of matmul, .* Try recompute\.layers=\[Mlp:atten"),
+        ("full", "Mlp:activation", "recompute=full. Try recompute=selective"),
+    ],
+)
+def test_a_wrong_entry_is_named_with_its_remedy(name, entry, message):
+    with pytest.raises(PlanError, match=message):
+        recompute_policy(RecomputeConfig(name, layers=(entry,)))
