@@ -22,7 +22,7 @@ ifneq ($(shell cat '$(STAMP)' 2>/dev/null),$(CURDIR))
 $(STAMP): FORCE
 endif
 
-.PHONY: FORCE help install lock run test test-all test-distributed test-gpu golden check format clean
+.PHONY: FORCE help install lock run test test-all test-distributed test-gpu bench-links golden check format clean
 FORCE:
 
 help: ## List the targets
@@ -65,6 +65,9 @@ test-gpu: install ## Only the tests that need a GPU
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	then $(PYTEST) -m gpu $(ARGS); \
 	else echo 'make test-gpu: torch sees no GPU on this machine, so NO test was run.'; fi
+
+bench-links: install ## Fold on slow links beside torch + DDP and the simulator (Linux, root; 12 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.fold_on_links $(ARGS)
 
 golden: install ## Rewrite tests/golden/ from what the code produces now; read the diff before you commit
 	$(PYTEST) --golden $(ARGS)

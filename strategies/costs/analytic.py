@@ -68,6 +68,8 @@ class AnalyticCosts:
         transport: ``buffered`` or ``rendezvous``.
         tp: Ranks that share the matrices of a stage.
         sequence_parallel: Whether boundary tensors are cut between those ranks anyway.
+        one_link: Messages and reductions leave a rank through one interface, which they share;
+            else nothing slows them but others of their kind. Only for ``buffered``.
     """
 
     stages: tuple[Load, ...]
@@ -79,6 +81,14 @@ class AnalyticCosts:
     sizes: ElementSizes | None = None
     tp: int = 1
     sequence_parallel: bool = False
+    one_link: bool = False
+
+    def __post_init__(self) -> None:
+        if self.one_link and self.transport != "buffered":
+            raise CostError(
+                f"one link for messages and reductions with costs.transport={self.transport}: only "
+                "buffered messages share it. Try costs.transport=buffered."
+            )
 
     def table(self, program: Program) -> CostTable:
         """Durations in seconds.
@@ -131,6 +141,7 @@ class AnalyticCosts:
                 for count, (bandwidth, _) in zip(sent, links, strict=True)
             ),
             transport=self.transport,
+            one_link=self.one_link,
             activation_bytes=tuple(
                 load.saved_elements * self._sizes.activation for load in self.stages
             ),

@@ -36,6 +36,7 @@ class CostTable:
         stage_input: Per stage, the share of its full activation that a checkpointed forward keeps;
             () for nothing.
         gather: Per stage, the all-gather of its updated weights; () if they are not sharded.
+        one_link: Messages and reductions share one interface per rank; only for ``buffered``.
     """
 
     name: str
@@ -55,6 +56,7 @@ class CostTable:
     fused: float = 1.0
     gather: tuple[float, ...] = ()
     stage_input: tuple[float, ...] = ()
+    one_link: bool = False
 
     def on_channel(self, stage: int, bucket: int) -> float:
         """How long a bucket's reduction takes, or with bucket -1 the stage's gather."""

@@ -17,6 +17,8 @@ class FlatLayout:
         sizes: Elements of each part.
         count: Number of buckets, >= 1.
         shares: Members of the group that share every bucket; 1 where nothing is shared.
+        tail: Elements behind all parts that belong to the last bucket, so that they move no other
+            bucket's end into a part that is ready later; only where nothing is shared.
 
     >>> layout = FlatLayout((5, 2), count=2, shares=2)
     >>> layout.bounds, layout.owned(1)
@@ -28,6 +30,7 @@ class FlatLayout:
     sizes: tuple[int, ...]
     count: int
     shares: int = 1
+    tail: int = 0
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -38,7 +41,9 @@ class FlatLayout:
     def bounds(self) -> tuple[int, ...]:
         """Bucket k is ``bounds[k]`` to ``bounds[k + 1]``; the last one is the buffer's length."""
         rows = -(-sum(self.sizes) // self.shares)
-        return tuple(self.shares * (rows * k // self.count) for k in range(self.count + 1))
+        bounds = [self.shares * (rows * k // self.count) for k in range(self.count + 1)]
+        bounds[-1] += self.tail
+        return tuple(bounds)
 
     def owned(self, member: int) -> tuple[tuple[int, int], ...]:
         """The member's (start, stop) in each bucket."""

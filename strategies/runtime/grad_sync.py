@@ -142,7 +142,7 @@ class StageGradients:
                 layout = FlatLayout(sizes, count, group.size())
                 marks = torch.zeros(len(sizes), dtype=main_dtype(dtype), device=device)
             else:
-                layout = FlatLayout((*sizes, len(sizes)), count)
+                layout = FlatLayout(sizes, count, tail=len(sizes))
             flat = torch.zeros(layout.bounds[-1], dtype=main_dtype(dtype), device=device)
             if not sharded:
                 marks = flat[whole : whole + len(sizes)]

@@ -7,7 +7,8 @@ value is there, keeps its link (one per ordered pair of ranks) for ``occupancy``
 reduction is released when (k+1)/K of the stage's last backward has passed. STEP waits for its
 stage's reductions. A GATHER goes onto the channel when its rank comes to it (in the next step: when
 the rank has ended this one), and the stage's first forward waits for it. With
-``transport="rendezvous"`` a SEND and its RECV are one event that holds both ranks.
+``transport="rendezvous"`` a SEND and its RECV are one event that holds both ranks. Where messages
+and reductions share an interface (``one_link``), see the file of that name.
 
 The order of instructions comes from the program alone; the engine only adds times, so it is
 deterministic and needs no event queue: the program's own linear extension is walked once.
@@ -23,6 +24,7 @@ from strategies.costs.table import Costs, CostTable
 from strategies.errors import ProgramError
 from strategies.ir.program import Program
 from strategies.ir.walk import Channel, Compute
+from strategies.simulator.one_link import OneLink
 from strategies.timeline import Timeline
 
 
@@ -74,6 +76,8 @@ def _at_zero(program: Program) -> Clocks:
 def _run(
     program: Program, table: CostTable, clocks: Clocks
 ) -> tuple[list[float], list[float], Clocks]:
+    if table.one_link:
+        return _run_one_link(program, table, clocks)
     run = _run_rendezvous if table.transport == "rendezvous" else _run_buffered
     return run(program, table, clocks)
 
@@ -105,6 +109,20 @@ def _flat_durations(program: Program, table: CostTable) -> list[float]:
     ]
     pairs = program.walk.fused
     return single + [table.fused * (single[first] + single[second]) for first, second in pairs]
+
+
+def _run_one_link(
+    program: Program, table: CostTable, clocks: Clocks
+) -> tuple[list[float], list[float], Clocks]:
+    run = OneLink(
+        program,
+        table,
+        _flat_durations(program, table),
+        ranks=clocks.ranks,
+        channels=clocks.channels,
+        links=clocks.links,
+    )
+    return run.start, run.end, Clocks(tuple(run.ranks), tuple(run.channels), tuple(run.links))
 
 
 def _run_buffered(

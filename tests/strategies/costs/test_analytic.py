@@ -202,3 +202,10 @@ def test_replicas_of_sharers_lie_apart():
     program = compile_program(schedule="1f1b", pp=3, num_microbatches=2, buckets=1)
     costs = AnalyticCosts(STAGES, MACHINE, dp=2, tp=2)
     assert costs.table(program).reduce[0] == (2 * 0.5 * 5 * 4 / 2 + 2 * 1.0,)
+
+
+def test_one_link_for_messages_and_reductions_is_for_buffered_messages():
+    assert not table().one_link
+    assert table(one_link=True).one_link
+    with pytest.raises(CostError, match=r"Try costs\.transport=buffered"):
+        table(one_link=True, transport="rendezvous")

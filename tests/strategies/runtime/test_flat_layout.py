@@ -51,3 +51,11 @@ def test_without_shares_nothing_is_padded():
     layout = FlatLayout((7, 4), count=3)
     assert layout.bounds == (0, 3, 7, 11)
     assert layout.owned(0) == ((0, 3), (3, 7), (7, 11))
+
+
+def test_a_tail_lengthens_the_last_bucket_and_moves_no_other():
+    layout = FlatLayout((4, 4), count=2, tail=2)
+    assert layout.bounds == (0, 4, 10)
+    assert layout.starts == (0, 4)
+    assert layout.buckets_of(8, 10) == (1,)
+    assert layout.pieces(1, 0) == ((4, 8),)

@@ -76,3 +76,23 @@ def test_a_weight_without_a_gradient_keeps_what_others_wrote():
     parameter.detach().fill_(5.0)
     mains.updated()
     assert parameter.tolist() == [5.0, 5.0]
+
+
+def test_a_bucket_goes_with_the_last_gradient_in_it_and_waits_for_no_other():
+    weights = [nn.Parameter(torch.zeros(6)) for _ in range(4)]
+    started = []
+    gradients = StageGradients.build(
+        0,
+        weights,
+        count=2,
+        group=None,
+        launched=lambda stage, bucket, work: started.append((bucket, len(done))),
+    )
+    gradients.attach(zero=True)
+    gradients.arm()
+    done = []
+    for weight in reversed(weights):
+        done.append(weight)
+        weight.sum().backward()
+    # Two of the four equal weights fill a bucket.
+    assert started == [(0, 2), (1, 4)]
