@@ -22,7 +22,8 @@ from strategies.runtime.engine import StepStats
 from strategies.runtime.strategy import PipelineStrategy
 
 _FIRST_COLUMNS = ("step", "epoch", "train_loss", "val_loss", "lr", "grad_norm", "step_time_s",
-                  "tokens_per_s", "bubble_ratio")  # fmt: skip
+                  "tokens_per_s", "mfu", "bubble_ratio", "exposed_grad_reduce_s",
+                  "peak_memory_bytes_max")  # fmt: skip
 
 
 def pipeline(trainer: pl.Trainer) -> PipelineStrategy:
@@ -83,11 +84,13 @@ class Progress(pl.Callback):
     Attributes:
         file: Where rows go; None on all ranks but the first.
         tokens_per_step: Tokens of one optimizer step over all replicas; None if unknown.
+        peak_share_s: Seconds that a step would take at the hardware's peak; None if unknown.
     """
 
     reads_weights: ClassVar[bool] = False
     file: MetricsFile | None
     tokens_per_step: int | None
+    peak_share_s: float | None = None
     step_times: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     val_loss: float | None = None
@@ -129,6 +132,7 @@ class Progress(pl.Callback):
             "epoch": trainer.current_epoch,
             "step_time_s": took,
             "tokens_per_s": rate,
+            "mfu": None if self.peak_share_s is None else self.peak_share_s / took,
             "lr": self._rate,
         }
         row |= {k: v for k, v in logged.items() if not k.startswith("val_") and k != "epoch"}
@@ -174,6 +178,8 @@ class Progress(pl.Callback):
         if stats is not None and stats.step == self._pending_pass:
             self._pending["bubble_ratio"] = stats.bubble_ratio
             self._pending["grad_norm"] = stats.gradient_norm
+            self._pending["exposed_grad_reduce_s"] = stats.exposed_grad_reduce_s
+            self._pending["peak_memory_bytes_max"] = max(stats.peak_memory_bytes, default=None)
         self._write()
 
     def _write(self) -> None:

@@ -6,7 +6,6 @@ The launcher's only module that brings Lightning's Trainer and the workloads tog
 from __future__ import annotations
 
 import os
-import resource
 import statistics
 import warnings
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from lightning.pytorch.callbacks import Callback
 
 from launcher.callbacks import KeepSignal, LastCheckpoint, MetricsFile, Progress, pipeline
 from launcher.config import LaunchConfig, from_dict
+from launcher.model_flops import ideal_step_s
 from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, optimizer_options, resolve, text_source
 from launcher.rotation import RegularCheckpoints
@@ -32,11 +32,14 @@ from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.registry import DATA, MODELS, load
 from launcher.workloads.specs import described
 from strategies.runtime.checkpoint import load_state_dict
+from strategies.runtime.memory_use import MemoryUse
 from strategies.runtime.strategy import PipelineStrategy
 from strategies.schedule_file import ScheduleFile
 from strategies.timeline import Timeline
 
 OUTCOME = "outcome.json"
+# The first forwards and backwards of a pipeline's ranks compile one after the other.
+_COMPILING_S = 1800.0
 
 
 def run(task: dict[str, Any], run_dir: Path) -> None:
@@ -101,8 +104,9 @@ def _strategy(run: Run) -> PipelineStrategy:
         bucket_mb=config.overlap.bucket_mb,
         grad_dtype=config.overlap.grad_dtype,
         backend=config.cluster.backend,
-        timeout_s=config.cluster.timeout_s,
+        timeout_s=max(config.cluster.timeout_s, _COMPILING_S if config.compile else 0.0),
         seed=config.seed,
+        compile=config.compile,
         async_save=config.trainer.async_save,
         metadata={
             "model": described(run.shape) if run.describes_model else config.model.name,
@@ -176,7 +180,9 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     tokens = None if run.own_data else rows * run.shape.sequence
     model = _model(run)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    progress = Progress(MetricsFile(run_dir / "metrics.csv") if rank == 0 else None, tokens)
+    ideal = ideal_step_s(run)
+    file = MetricsFile(run_dir / "metrics.csv") if rank == 0 else None
+    progress = Progress(file, tokens, ideal)
     callbacks: list[Callback] = [progress]
     writes = given.save_last or given.checkpoint_every_n_steps is not None or given.keep_best > 0
     if writes:
@@ -225,11 +231,13 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         "val_loss": progress.val_loss,
         "step_time_s": step_time,
         "tokens_per_s": tokens / step_time if step_time and tokens else None,
+        "mfu": ideal / step_time if step_time and ideal else None,
         "peak_memory_bytes": closing.peaks,
         "measured_norm_sync_s": closing.norm_sync_s,
         "checkpoint": None if last.path is None else str(last.path),
         "timeline": None if closing.timeline is None else _plain(closing.timeline),
         "buckets": _buckets(pipeline(trainer)),
+        "skips": [list(ends) for ends in pipeline(trainer).plan.skips],
     }
 
 
@@ -244,7 +252,7 @@ class _Closing(Callback):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._idle = _largest_resident()
+        self._memory = MemoryUse(torch.device("cpu"))
         self.timeline: Timeline | None = None
         self.peaks: list[int] = []
         self.norm_sync_s: float | None = None
@@ -253,7 +261,9 @@ class _Closing(Callback):
         """Collective."""
         self.timeline = pipeline(trainer).measured_timeline()
         waits = pipeline(trainer).engine.norm_waits_s
-        own = (_peak_memory(self._idle), statistics.median(waits) if waits else None)
+        device = pipeline(trainer).root_device
+        memory = self._memory if device.type == "cpu" else MemoryUse(device)
+        own = (memory.peak_bytes(), statistics.median(waits) if waits else None)
         gathered = [own]
         if dist.is_initialized():
             gathered = [own] * self._run.world_size
@@ -264,17 +274,6 @@ class _Closing(Callback):
         self.peaks = [max(peaks[i : i + size]) for i in range(0, len(peaks), size)]
         # The rank that is done first waits longest.
         self.norm_sync_s = max((wait for _, wait in gathered if wait is not None), default=None)
-
-
-def _peak_memory(idle: int) -> int:
-    """Bytes: the allocator's peak on a GPU; on a CPU what the process has grown since ``idle``."""
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        return int(torch.cuda.max_memory_allocated())
-    return max(0, _largest_resident() - idle)
-
-
-def _largest_resident() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _plain(timeline: Timeline) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from launcher.workloads.hf.shape import HfShape, read_shape
 from launcher.workloads.model_share import check_tp, model_shares, vocabulary_note
 from launcher.workloads.optimizer_options import OptimizerOptions
 from launcher.workloads.specs import ModelShape, model_costs, units_per_layer
+from strategies.compiled_units import refuse_split_backward
 from strategies.compiler import Programs, compile_plan, resolve_shape
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
 from strategies.costs.element_sizes import ElementSizes
@@ -127,6 +128,9 @@ def resolve(config: LaunchConfig, file: ScheduleFile | None = None) -> Run:
         )
     dp = _replicas(config)
     schedule, file = given_schedule(config, file)
+    if config.compile and config.mode in ("train", "validate"):
+        asked = config.schedule.split_backward
+        refuse_split_backward(schedule.name, own=schedule.splits_backward, asked=asked)
     num_microbatches, batch_size = plan_batches(config, dp, schedule.num_microbatches)
     shape = model_shape(config)
     plan = Plan(

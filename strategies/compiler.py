@@ -22,7 +22,7 @@ from strategies.errors import PlanError, ProgramError
 from strategies.group_choice import GroupChoice, choose_group, group_candidates
 from strategies.ir.instruction import MICROBATCH_KINDS, Instruction
 from strategies.ir.placement import Placement
-from strategies.ir.program import Program, chain
+from strategies.ir.program import Boundary, Program, chain
 from strategies.ir.verify import verify
 from strategies.lowering.rendezvous_order import order_messages
 from strategies.lowering.send_recv import add_messages
@@ -98,11 +98,13 @@ def compile_compute(plan: Plan) -> Program:
     schedule = schedule_of(plan)
     shape = resolve_shape(plan)
     placement = schedule.place(shape)
-    draft = _program(schedule, placement, shape, ranks=((),) * placement.num_ranks)
+    assert all(a + 1 < b < placement.num_stages for a, b in plan.skips)
+    links = chain(placement.num_stages) + tuple(Boundary(*ends) for ends in plan.skips)
+    draft = _program(schedule, placement, shape, links, ranks=((),) * placement.num_ranks)
     durations = None if plan.costs is None else _durations(plan.costs.table(draft))
     if schedule.cost_aware:
         shape = replace(shape, durations=durations)
-    compute = _program(schedule, placement, shape, ranks=schedule.order(shape))
+    compute = _program(schedule, placement, shape, links, ranks=schedule.order(shape))
     _check_compute_only(compute)
     verify(compute)
     if plan.split_backward:
@@ -190,7 +192,7 @@ def compile_program(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Programs are hundreds of thousands of tuples without a cycle; walking them halves the speed."""
+    """Programs are many tuples without a cycle: the collector would walk them for nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -255,7 +257,13 @@ def _choose_group(plan: Plan) -> GroupChoice:
     return choose_group(groups, build, costs, memory_bytes=plan.memory_bytes)
 
 
-def _program(schedule: Schedule, placement: Placement, shape: Shape, ranks: Rows) -> Program:
+def _program(
+    schedule: Schedule,
+    placement: Placement,
+    shape: Shape,
+    links: tuple[Boundary, ...],
+    ranks: Rows,
+) -> Program:
     if not isinstance(ranks, list | tuple) or not all(isinstance(r, list | tuple) for r in ranks):
         raise ProgramError(
             f"{schedule.name}: its order is no list of instructions per rank. Return a tuple with "
@@ -266,7 +274,7 @@ def _program(schedule: Schedule, placement: Placement, shape: Shape, ranks: Rows
         placement=placement,
         num_microbatches=shape.num_microbatches,
         ranks=tuple(tuple(row) for row in ranks),
-        boundaries=chain(placement.num_stages),
+        boundaries=links,
     )
 
 

@@ -36,6 +36,7 @@ class Plan:
             limit.
         file: What ``schedule=custom`` takes its order from.
         recompute: Which forwards keep their input only.
+        skips: Pairs of stages that are no neighbours, between which the model sends tensors.
     """
 
     schedule: str = "1f1b"
@@ -50,6 +51,7 @@ class Plan:
     memory_bytes: int | None = None
     file: ScheduleFile | None = None
     recompute: Recompute = NO_RECOMPUTE
+    skips: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         counts = (self.buckets,) if isinstance(self.buckets, int) else self.buckets

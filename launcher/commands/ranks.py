@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from launcher.c_compiler import check_compiler
 from launcher.checkpoints import check_model, manifest_of, newest_checkpoint
 from launcher.config import LaunchConfig, dump
 from launcher.processes.local import Listener, LocalRanks
@@ -106,6 +107,8 @@ def check_machine(run: Run) -> None:
         raise PlanError(
             "trainer.accelerator=gpu, but this machine has no GPU. Try trainer.accelerator=cpu."
         )
+    if config.compile:
+        check_compiler(gpu=uses_gpu(config))
     if config.cluster.backend in ("nccl", "staged") and not uses_gpu(config):
         raise PlanError(
             f"cluster.backend={config.cluster.backend} moves GPU memory, but the ranks run on CPU. "

@@ -16,15 +16,16 @@ from launcher.commands.ranks import (
     run_ranks,
 )
 from launcher.config import LaunchConfig
+from launcher.model_flops import step_flops
 from launcher.progress import ProgressView
 from launcher.report.html import Panel
 from launcher.report.result import metrics_mapping, write_result
 from launcher.report.summary import print_summary
-from launcher.resolve import Run, resolve, uses_gpu
+from launcher.resolve import Run, resolve
 from launcher.terminal import say
-from launcher.workloads.specs import model_units
 from strategies.compiler import compile_plan
 from strategies.metrics import Metrics
+from strategies.plan import Plan
 from strategies.timeline import Timeline
 
 
@@ -46,10 +47,11 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
         ProgressView(enabled=config.trainer.enable_progress_bar) as view,
     ):
         outcome = run_ranks(resolved, run_dir, checkpoint, view)
-    measured = _measured(resolved, outcome.pop("timeline"), outcome.pop("buckets"))
+    ran = _ran(resolved, outcome.pop("buckets"), outcome.pop("skips"))
+    measured = _measured(ran, outcome.pop("timeline"))
     if measured is not None:
         write_pictures(run_dir, [Panel("measured", measured), predicted][::-1], resolved)
-    figures = common | outcome | _beside(resolved, metrics, measured, outcome)
+    figures = common | outcome | _beside(resolved, metrics, measured)
     write_result(result, figures)
     print_summary(figures)
     say(f"files: {run_dir}")
@@ -75,33 +77,29 @@ def _announce(run: Run, checkpoint: Path | None, run_dir: Path) -> None:
     say(f"logs: {run_dir / 'logs'}")
 
 
-def _measured(run: Run, rows: dict[str, Any] | None, buckets: list[int]) -> Timeline | None:
+def _ran(run: Run, buckets: list[int], skips: list[list[int]]) -> Plan:
+    """The plan with what only the ranks know of a user's own model."""
+    ends = tuple((source, target) for source, target in skips)
+    return replace(run.plan, buckets=tuple(buckets), skips=ends)
+
+
+def _measured(plan: Plan, rows: dict[str, Any] | None) -> Timeline | None:
     if rows is None:
         return None
-    # The ranks' own number of buckets, where only they know the model.
-    program = compile_plan(replace(run.plan, buckets=tuple(buckets))).train
     start = tuple(tuple(row) for row in rows["start"])
     end = tuple(tuple(row) for row in rows["end"])
-    return Timeline(program, start, end, "s", "measured")
+    return Timeline(compile_plan(plan).train, start, end, "s", "measured")
 
 
-def _beside(
-    run: Run, predicted: Metrics, measured: Timeline | None, outcome: dict[str, Any]
-) -> dict[str, object]:
+def _beside(run: Run, predicted: Metrics, measured: Timeline | None) -> dict[str, object]:
     """Measured figures under their own names, next to what was predicted for them."""
     seconds = predicted.time_unit == "s"
     # Nobody waits at the flush, except for the norm that clipping needs.
     clips = run.config.trainer.gradient_clip_val is not None
     steady = predicted.makespan if clips else predicted.period
     accumulation = run.config.trainer.accumulate_grad_batches
-    step_time = outcome["step_time_s"]
-    mfu = None
-    if step_time and uses_gpu(run.config) and not run.own_model:
-        flops = sum(unit.forward_flops for unit in model_units(run.shape))
-        per_step = 3 * flops * run.batch_size * run.dp * accumulation
-        mfu = per_step / (step_time * run.world_size * run.config.hardware.peak_flops)
     return {
-        "mfu": mfu,
+        "model_flops_per_step": step_flops(run),
         "predicted_step_time_s": steady * accumulation if seconds else None,
         "measured_makespan_s": None if measured is None else measured.makespan,
         "measured_period_s": None if measured is None else measured.period,

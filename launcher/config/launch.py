@@ -47,6 +47,11 @@ class LaunchConfig:
         example=8,
     )
     seed: int = key(0, "Seed of weights, data order and dropout.", low=0, high=2**32 - 1)
+    compile: bool = key(
+        False,
+        "Run each unit of the model (attention, MLP, layer) through torch.compile; the first steps "
+        "take minutes. Not with split backwards.",
+    )
     experiment_name: str = key(
         "default",
         "Runs of one name share checkpoints for resume=auto; null = the chosen experiment=.",

@@ -6,7 +6,7 @@ The columns of sweep.csv, in this order:
   refused preempted interrupted``), and the overrides that tell it from the others;
 - a column per varied override, under its key, with the value as typed. Keys that have a column
   below, ``schedule`` or ``pp`` say, get none of their own;
-- ``schedule pp dp stages_per_rank num_microbatches``;
+- ``schedule pp dp tp stages_per_rank num_microbatches``;
 - predicted: ``makespan period bubble_ratio peak_activations_max peak_memory_bytes_max
   exposed_grad_reduce bound_gap gap_to_ideal weight_copies`` and their ``time_unit``; ``_max`` is
   the largest of all ranks;
@@ -32,7 +32,7 @@ from launcher.report.sweep_job import SweepJob
 from launcher.report.sweep_labels import Sweep, override_values
 
 _JOB = ("job", "folder", "status", "label")
-_SHAPE = ("schedule", "pp", "dp", "stages_per_rank", "num_microbatches")
+_SHAPE = ("schedule", "pp", "dp", "tp", "stages_per_rank", "num_microbatches")
 _PREDICTED = tuple(figure.name for figure in PREDICTED)
 _MEASURED = tuple(name for name in FIGURES if name not in _PREDICTED)
 FIXED = (*_JOB, *_SHAPE, *_PREDICTED, "time_unit", *_MEASURED, "error")

@@ -34,6 +34,7 @@ from strategies.runtime.main_weights import (
     refuse_freezing,
     widened_piece,
 )
+from strategies.runtime.memory_use import MemoryUse
 from strategies.runtime.mesh import Communicators, Coordinates
 from strategies.runtime.microbatch import checksum, split_batch
 from strategies.runtime.recorder import Recorder, StepRecord
@@ -66,6 +67,7 @@ class Options:
         timeout_s: How long any communicator waits.
         sequence_parallel: With tp > 1, cut the stream between matrices along the sequence.
         gradient_dtype: Type in which gradients travel to be reduced; None for that of their sum.
+        compile: Run each unit through ``torch.compile``.
     """
 
     units_per_stage: tuple[int, ...] | None = None
@@ -76,6 +78,7 @@ class Options:
     timeout_s: float = 1800.0
     sequence_parallel: bool = False
     gradient_dtype: torch.dtype | None = None
+    compile: bool = False
 
 
 @dataclass
@@ -103,6 +106,9 @@ class StepStats:
         busy_s: Compute of all ranks together.
         bubble_ratio: Idle over P * makespan.
         gradient_norm: 2-norm of the whole model's gradient, before clipping.
+        exposed_grad_reduce_s: How long the last reduction outlasted the last compute; 0 when
+            hidden, None where nothing is reduced.
+        peak_memory_bytes: Per pipeline rank, of its sharers the largest; since the engine was made.
     """
 
     step: int
@@ -110,6 +116,8 @@ class StepStats:
     busy_s: float
     bubble_ratio: float
     gradient_norm: float
+    exposed_grad_reduce_s: float | None = None
+    peak_memory_bytes: tuple[int, ...] = ()
 
 
 def resolve_placement(plan: Plan) -> Placement:
@@ -144,6 +152,7 @@ class Engine:
         self.options = options
         self.coordinates = coordinates
         self.device = device
+        self._memory = MemoryUse(device)
         self.placement = resolve_placement(plan)
         self.owned = self.placement.stages_of(coordinates.pp_rank)
         self.communicators = Communicators(coordinates)
@@ -159,13 +168,15 @@ class Engine:
         self._parameters = parameters
         if buckets_open:
             plan = replace(plan, buckets=self._open_buckets(parameters))
-        self.plan = plan
+        self.plan = plan = replace(plan, skips=model.skips)
         self.programs = compile_plan(plan)
         pipeline = coordinates.pipeline(coordinates.dp_rank)
         self._control = self.control_group
         self._bulletin = Bulletin(self._control, coordinates.pp * coordinates.tp)
         self.mailbox = Mailbox(self._transport(pipeline), coordinates.pp_rank, device)
-        self.recorder = Recorder(coordinates.pp_rank, device)
+        self.recorder = Recorder(
+            coordinates.pp_rank, device, collectives_on_device=options.backend == "nccl"
+        )
         self.gradients: dict[int, StageGradients] = {}
         self.mains = AllMainWeights()
         self._shared_gradients: list[tuple[str, nn.Parameter, Tensor]] = []
@@ -200,6 +211,8 @@ class Engine:
         else:
             stages = balance(costs, count)
         self.model.cut(stages, self.owned)
+        if self.options.compile:
+            self.model.compile_units()
         return stages
 
     @property
@@ -561,26 +574,32 @@ class Engine:
         self._note_stats(self._bulletin.read())
         return self.stats
 
-    def _times(self, record: StepRecord | None) -> list[float] | None:
+    def _times(self, record: StepRecord | None) -> list[Any] | None:
         if record is None:
             return None
-        busy = self.recorder.busy(record)
+        spans = self.recorder.spans(record)
         if self._norm_work is not None:
             self._norm_work.wait()  # It was started a step ago.
             self._norm_work = None
-        return [record.step, record.begun, record.finished, busy, float(self._norm)]
+        norm = float(self._norm)
+        return [record.step, record.begun, record.finished, norm, *spans, self._memory.peak_bytes()]
 
-    def _note_stats(self, times: list[list[float] | None]) -> None:
+    def _note_stats(self, times: list[list[Any] | None]) -> None:
         known = [entry for entry in times if entry is not None]
         if len(known) == len(times) and len({entry[0] for entry in known}) == 1:
             makespan = max(entry[2] for entry in known) - min(entry[1] for entry in known)
-            busy = sum(entry[3] for entry in known)
+            norms, busy_s, computed, reduced, peaks = zip(*(e[3:] for e in known), strict=True)
+            busy = sum(busy_s)
+            ends = [end for end in reduced if end is not None]
+            tp = self.coordinates.tp
             self.stats = StepStats(
                 step=int(known[0][0]),
                 makespan_s=makespan,
                 busy_s=busy,
                 bubble_ratio=1.0 - busy / (len(known) * makespan),
-                gradient_norm=math.sqrt(sum(entry[4] for entry in known)),
+                gradient_norm=math.sqrt(sum(norms)),
+                exposed_grad_reduce_s=max(0.0, max(ends) - max(computed)) if ends else None,
+                peak_memory_bytes=tuple(max(peaks[i : i + tp]) for i in range(0, len(peaks), tp)),
             )
 
     # ---------------------------------------------------------------- the flush

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from strategies.ir.program import Program
 from strategies.lowering.release import release_points
 from strategies.runtime.activation_bytes import ActivationBytes
 from strategies.runtime.grad_sync import StageGradients
+from strategies.runtime.links import Links
 from strategies.runtime.logs import LogEntry
 from strategies.runtime.mailbox import Mailbox
 from strategies.runtime.main_weights import AllMainWeights
@@ -219,12 +221,8 @@ class Executor:
             return
         stamp = self._recorder.stamp
         record.start[place] = record.end[place] = stamp()
-        if work is not None and self._recorder.device.type == "cpu":
-
-            def ended(_: Any) -> None:
-                record.end[place] = stamp()
-
-            work.get_future().add_done_callback(ended)
+        if work is not None:
+            self._recorder.stamp_end_of(work, record, place)
 
     def _index_channel(self, row: Sequence[Instruction]) -> None:
         self._places = {
@@ -287,7 +285,9 @@ class _Run:
         self._kept: dict[tuple[int, int], KeptForward] = {}
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pending: dict[tuple[int, int], PendingWeights] = {}
-        self._values: dict[tuple[Kind, int, int], tuple[Tensor, ...]] = {}
+        # By payload, the stage that made them and the one that they are for, and microbatch.
+        self._values: dict[tuple[Kind, int, int, int], tuple[Tensor, ...]] = {}
+        self._links = Links.of(program)
 
     def collect(
         self, item: Instruction, record: StepRecord, stamp: Callable[[], Any]
@@ -297,18 +297,30 @@ class _Run:
         if item.kind is Kind.W:
             return ()
         if item.kind is Kind.R:
-            if any(edge.payload is Kind.B for edge in item.after):
-                # It waits for its gradient, which its backward will ask for.
-                gradient = Instruction(Kind.B, item.stage, item.microbatch)
-                here = (Kind.B, item.stage + 1, item.microbatch)
-                self._values[here] = self.collect(gradient, record, stamp)
+            gradient = Instruction(Kind.B, item.stage, item.microbatch)
+            for edge in item.after:
+                if edge.payload is Kind.B and edge.peer is not None:
+                    # It waits for its gradient, which its backward will ask for.
+                    here = (Kind.B, edge.peer, item.stage, item.microbatch)
+                    self._values[here] = self._value(gradient, Kind.B, edge.peer, record, stamp)
             return ()
         payload = Kind.F if item.kind is Kind.F else Kind.B
-        other = item.stage - 1 if payload is Kind.F else item.stage + 1
-        if not 0 <= other <= self._last:
-            return ()
+        others = (self._links.sources if payload is Kind.F else self._links.targets)[item.stage]
+        parts = [self._value(item, payload, other, record, stamp) for other in others]
+        return tuple(tensor for part in parts for tensor in part)
+
+    def _value(
+        self,
+        item: Instruction,
+        payload: Kind,
+        other: int,
+        record: StepRecord,
+        stamp: Callable[[], Any],
+    ) -> tuple[Tensor, ...]:
+        """What one other stage hands to ``item``."""
+        assert item.microbatch is not None
         rank_of = self._program.placement.rank_of
-        known = self._values.pop((payload, other, item.microbatch), None)
+        known = self._values.pop((payload, other, item.stage, item.microbatch), None)
         if known is not None:
             return known
         assert rank_of(other, item.microbatch) != rank_of(item.stage, item.microbatch)
@@ -355,7 +367,7 @@ class _Run:
     def forward(self, item: Instruction, inputs: tuple[Tensor, ...]) -> None:
         assert item.microbatch is not None
         microbatch = self._microbatches[item.microbatch]
-        flags = self._mailbox.gradient_flags(item.stage - 1, item.microbatch)
+        flags = [flag for part in self._flags(item) for flag in part]
         if self._learns:
             leaves = tuple(
                 tensor.detach().requires_grad_(flag)
@@ -379,9 +391,10 @@ class _Run:
         if item.stage == self._last:
             self._end_of_pipeline(item.microbatch, output.loss, output.result)
         else:
-            self._mailbox.describe(item.stage, item.microbatch, output.tensors)
-            detached = tuple(tensor.detach() for tensor in output.tensors)
-            self._values[Kind.F, *here] = detached
+            for target, part in self._links.deal(item.stage, output):
+                self._mailbox.describe(item.stage, target, item.microbatch, part)
+                detached = tuple(tensor.detach() for tensor in part)
+                self._values[Kind.F, item.stage, target, item.microbatch] = detached
         if self._learns and here not in self.recomputed:
             self._keep_graph(here, leaves, output)
 
@@ -486,17 +499,28 @@ class _Run:
     def _hand_back(self, item: Instruction, graph: _Graph) -> None:
         """Keeps the gradients of the stage's inputs for the stage before."""
         assert item.microbatch is not None
-        if item.stage > 0:
-            self._values[Kind.B, item.stage, item.microbatch] = tuple(
+        leaves = iter(graph.inputs)
+        for source, flags in zip(self._links.sources[item.stage], self._flags(item), strict=True):
+            part = islice(leaves, len(flags))
+            self._values[Kind.B, item.stage, source, item.microbatch] = tuple(
                 torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                for leaf in graph.inputs
+                for leaf in part
                 if leaf.requires_grad
             )
+
+    def _flags(self, item: Instruction) -> list[tuple[bool, ...]]:
+        """Per stage that hands tensors to this one, which of them want a gradient."""
+        assert item.microbatch is not None
+        return [
+            self._mailbox.gradient_flags(source, item.stage, item.microbatch)
+            for source in self._links.sources[item.stage]
+        ]
 
     def send(self, item: Instruction) -> None:
         assert item.payload is not None
         assert item.microbatch is not None
-        tensors = self._values.pop((item.payload, item.stage, item.microbatch))
+        assert item.peer is not None
+        tensors = self._values.pop((item.payload, item.stage, item.peer, item.microbatch))
         self._mailbox.send(item, tensors)
 
 

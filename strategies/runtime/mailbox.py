@@ -23,7 +23,7 @@ from strategies.runtime.transport import Handle, Transport
 _HEADER_BYTES = 4096
 _TENSORS = 64  # tags per message; the last one is the header's
 _Signature = tuple[Any, ...]
-_Key = tuple[int, int]  # source stage; number of the mode and signature
+_Key = tuple[int, int, int]  # both stages, the earlier first; number of the mode and signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ class Mailbox:
         self._sent: dict[Instruction, list[tuple[Handle, Tensor]]] = {}
         self._previous: list[tuple[Handle, Tensor]] = []
         self._program: Program | None = None
+        self._boundaries: dict[tuple[int, int], int] = {}
         self._numbers: dict[tuple[str, _Signature], int] = {}
         self._shapes: tuple[int, ...] = ()
         self._known: frozenset[_Key] = frozenset()
@@ -86,6 +87,9 @@ class Mailbox:
 
     def begin(self, program: Program, mode: str, signatures: Sequence[_Signature]) -> None:
         """Starts a pass over ``program`` with one signature per microbatch."""
+        if self._program is None or program.boundaries is not self._program.boundaries:
+            ends = ((b.source, b.target) for b in program.boundaries)
+            self._boundaries = {pair: number for number, pair in enumerate(ends)}
         self._program = program
         role = f"{mode}:{program.role == 'forward'}"
         # Hashed here, once per pass: keys are looked up several times per instruction.
@@ -95,8 +99,10 @@ class Mailbox:
         )
         self._known = frozenset(self._specs)
 
-    def describe(self, stage: int, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
-        """Notes what ``stage`` hands on.
+    def describe(
+        self, stage: int, target: int, microbatch: int, tensors: tuple[Tensor, ...]
+    ) -> None:
+        """Notes what ``stage`` hands to ``target``.
 
         Raises:
             ModelError: The shapes differ from those of an earlier microbatch of equal shape.
@@ -106,7 +112,7 @@ class Mailbox:
             tuple(tensor.dtype for tensor in tensors),
             tuple(tensor.requires_grad for tensor in tensors),
         )
-        key = self._key(stage, microbatch)
+        key = self._key(stage, target, microbatch)
         if self._transport is not None and key not in self._specs:
             self._transport.check_whole(stage, tensors)
         known = self._specs.setdefault(key, spec)
@@ -123,9 +129,9 @@ class Mailbox:
                 "the batch's shape only; pad, or cut elsewhere with schedule.layers_per_stage."
             )
 
-    def gradient_flags(self, stage: int, microbatch: int) -> tuple[bool, ...]:
-        """Which of the tensors that ``stage`` hands on want a gradient."""
-        return () if stage < 0 else self._specs[self._key(stage, microbatch)].flags
+    def gradient_flags(self, stage: int, target: int, microbatch: int) -> tuple[bool, ...]:
+        """Which of the tensors that ``stage`` hands to ``target`` want a gradient."""
+        return self._specs[self._key(stage, target, microbatch)].flags
 
     def post(self, item: Instruction) -> None:
         """Starts the RECV (and ends it where the backend matches by order and blocks)."""
@@ -133,8 +139,7 @@ class Mailbox:
         assert self._program is not None
         assert item.peer is not None
         assert item.microbatch is not None
-        source = min(item.stage, item.peer)
-        key = self._key(source, item.microbatch)
+        key = self._key(item.stage, item.peer, item.microbatch)
         peer = self._program.placement.rank_of(item.peer, item.microbatch)
         incoming = _Incoming(key, peer, self._tag(item))
         self._incoming[item] = incoming
@@ -177,7 +182,7 @@ class Mailbox:
         peer = self._program.placement.rank_of(item.peer, item.microbatch)
         tag = self._tag(item)
         kept = self._sent.setdefault(item, [])
-        key = self._key(item.stage, item.microbatch)
+        key = self._key(item.stage, item.peer, item.microbatch)
         if item.payload is Kind.F and (key, peer) not in self._announced:
             self._announced.add((key, peer))
             header = self._header(self._specs[key])
@@ -197,7 +202,7 @@ class Mailbox:
         """
         assert item.peer is not None
         assert item.microbatch is not None
-        if self._key(min(item.stage, item.peer), item.microbatch) not in self._known:
+        if self._key(item.stage, item.peer, item.microbatch) not in self._known:
             return
         for handle, _ in self._sent.pop(item, ()):
             handle.wait()
@@ -219,14 +224,14 @@ class Mailbox:
             handle.wait()
         self._previous.clear()
 
-    def _key(self, stage: int, microbatch: int) -> _Key:
-        return stage, self._shapes[microbatch]
+    def _key(self, stage: int, peer: int, microbatch: int) -> _Key:
+        return min(stage, peer), max(stage, peer), self._shapes[microbatch]
 
     def _tag(self, item: Instruction) -> int:
         assert self._program is not None
         assert item.peer is not None
         assert item.microbatch is not None
-        boundary = min(item.stage, item.peer)
+        boundary = self._boundaries[min(item.stage, item.peer), max(item.stage, item.peer)]
         message = (boundary * self._program.num_microbatches + item.microbatch) * 2
         return (message + (item.payload is Kind.B)) * _TENSORS + 1
 

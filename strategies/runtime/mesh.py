@@ -112,6 +112,20 @@ class Communicators:
         """The group, None for a single process."""
         return None if len(ranks) < 2 else self._groups[purpose, ranks]
 
+    def has(self, purpose: str, ranks: tuple[int, ...]) -> bool:
+        """Whether ``get`` would give a group."""
+        return (purpose, ranks) in self._groups
+
+    def alone(self) -> dist.ProcessGroup:
+        """A group of this process only; no other takes part in making it."""
+        rank = dist.get_rank()
+        key = ("alone", (rank,))
+        if key not in self._groups:
+            group = dist.new_group([rank], backend="gloo", use_local_synchronization=True)
+            assert isinstance(group, dist.ProcessGroup)
+            self._groups[key] = group
+        return self._groups[key]
+
     def destroy(self) -> None:
         """Gives all groups back; collective, in the order of their making."""
         for group in self._groups.values():

@@ -10,11 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from strategies.ir.instruction import MICROBATCH_KINDS
+from strategies.ir.instruction import MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
 
 _KEPT_STEPS = 32
@@ -32,6 +32,20 @@ class StepRecord:
     finished: float = 0.0
 
 
+class Spans(NamedTuple):
+    """A step of one rank in short, on the host clock.
+
+    Attributes:
+        busy: Seconds of compute.
+        computed: When the last compute ended.
+        reduced: When the last reduction ended; None where nothing was reduced.
+    """
+
+    busy: float
+    computed: float
+    reduced: float | None
+
+
 @dataclass
 class Recorder:
     """Stamps instructions of the running step and keeps the last few steps.
@@ -39,12 +53,16 @@ class Recorder:
     Attributes:
         rank: Pipeline rank, whose list is stamped.
         device: Where the compute runs.
+        collectives_on_device: Whether collectives end on a stream of the device (NCCL), not in a
+            thread of the host (gloo).
     """
 
     rank: int
     device: torch.device
+    collectives_on_device: bool = False
     kept: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
     _current: StepRecord | None = None
+    _side: Any = None
 
     @property
     def stamp(self) -> Callable[[], Any]:
@@ -66,6 +84,29 @@ class Recorder:
             if keep:
                 self.kept.append(self._current)
             self._current = None
+
+    def stamp_end_of(self, work: Any, record: StepRecord, place: int) -> None:
+        """Stamps a collective when it ends; nobody waits for that.
+
+        Args:
+            work: Its handle; whoever needs the result waits for it as well.
+            record: The step that it belongs to.
+            place: Of its instruction.
+        """
+        if not self.collectives_on_device:
+
+            def ended(_: Any) -> None:
+                record.end[place] = time.perf_counter()
+
+            work.get_future().add_done_callback(ended)
+            return
+        if self._side is None:
+            make: Any = torch.cuda.Stream  # Untyped in torch.
+            self._side = make(self.device)
+        # A stream of its own waits for the collective's, so that compute does not.
+        with torch.cuda.stream(self._side):
+            work.wait()
+            record.end[place] = _cuda_stamp()
 
     @property
     def current(self) -> StepRecord | None:
@@ -91,14 +132,20 @@ class Recorder:
 
         return list(map(on_host, record.start)), list(map(on_host, record.end))
 
-    def busy(self, record: StepRecord) -> float:
-        """Seconds of compute in a step."""
+    def spans(self, record: StepRecord) -> Spans:
+        """How long a step computed, and when compute and reductions ended."""
         start, end = self.seconds(record)
         row = record.program.ranks[self.rank]
-        return sum(
-            e - s
+        computed = [
+            (s, e)
             for item, s, e in zip(row, start, end, strict=True)
             if item.kind in MICROBATCH_KINDS
+        ]
+        reduced = [e for item, e in zip(row, end, strict=True) if item.kind is Kind.REDUCE and e]
+        return Spans(
+            busy=sum(e - s for s, e in computed),
+            computed=max((e for _, e in computed), default=0.0),
+            reduced=max(reduced, default=None),
         )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
+from strategies.runtime.compiled import compile_units
 from strategies.runtime.tensor_parallel import Shard, TensorRanks
 
 if TYPE_CHECKING:
@@ -65,12 +66,15 @@ class StageOutput:
         loss: The scalar loss, on the last stage of a training step only.
         result: The return value of the user's step on the last stage (predictions).
         logs: The user's log calls whose values were real on this stage.
+        groups: How many of the tensors go to which stage, in the order of ``tensors``; None where
+            all go to the next one.
     """
 
     tensors: tuple[Tensor, ...] = ()
     loss: Tensor | None = None
     result: Any = None
     logs: tuple[LogCall, ...] = field(default_factory=tuple)
+    groups: tuple[tuple[int, int], ...] | None = None
 
 
 class StageModel(ABC):
@@ -111,8 +115,9 @@ class StageModel(ABC):
 
         Args:
             stage: Global stage index; must be owned.
-            inputs: Boundary tensors of the previous stage, leaves that require grad where a
-                gradient is wanted; empty for stage 0.
+            inputs: Boundary tensors of the stages before, the earliest first, each one's in the
+                order in which it gave them; leaves that require grad where a gradient is wanted;
+                empty for stage 0.
             batch: The microbatch, as the user's data loader made it; the same on every stage.
             batch_idx: Index of the batch (not of the microbatch), as Lightning counts.
             microbatch: Index inside the batch.
@@ -129,6 +134,14 @@ class StageModel(ABC):
     @abstractmethod
     def shared_parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Parameters that several stages use, with those stages; their gradients are summed."""
+
+    @property
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (source, target) of stages, target > source + 1, between which tensors travel.
+
+        Known after ``cut``. Tensors that skip stages are not seen by those between.
+        """
+        return ()
 
     @property
     @abstractmethod
@@ -154,6 +167,14 @@ class StageModel(ABC):
             ModelError: The selection does not fit the units, or they cannot do it.
         """
         raise ModelError(f"{type(self).__name__} cannot recompute inside units: recompute=full.")
+
+    def compile_units(self) -> None:
+        """Lets the units of owned stages run compiled; called once, after ``cut``."""
+        compile_units(self.owned_modules())
+
+    def owned_modules(self) -> Iterator[nn.Module]:
+        """The modules of the units that run on this rank, each once; known after ``cut``."""
+        raise ModelError(f"{type(self).__name__} has no modules to compile. Use compile=false.")
 
     @property
     def shards(self) -> Mapping[str, Shard]:

@@ -25,8 +25,10 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from strategies.compiled_units import refuse_split_backward
 from strategies.costs.table import Costs
 from strategies.errors import ModelError
 from strategies.ir.placement import Placement
@@ -34,6 +36,7 @@ from strategies.plan import Overlap, Plan
 from strategies.recompute import Policy, Recompute
 from strategies.runtime import checkpoint as checkpoints
 from strategies.runtime.data_order import first_batch, shard
+from strategies.runtime.device_mesh import make_device_mesh
 from strategies.runtime.engine import Engine, Options, PassResult, StepStats, check_world
 from strategies.runtime.loss_scale import SharedGradScaler
 from strategies.runtime.main_optimizer import MainOptimizer
@@ -98,6 +101,7 @@ class PipelineStrategy(ParallelStrategy):
         metadata: Written into every checkpoint's manifest.
         async_save: Checkpoints of a running ``fit`` are copied to host memory and written in a
             thread. ``False`` stops training until they are on disk, and takes no second copy.
+        compile: Run each unit through ``torch.compile``; not with split backwards.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class PipelineStrategy(ParallelStrategy):
         pipeline_layers: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         async_save: bool = True,
+        compile: bool = False,
     ) -> None:
         self._num_nodes = 1
         self._dp = dp
@@ -146,6 +151,7 @@ class PipelineStrategy(ParallelStrategy):
         self._layers = pipeline_layers
         self._metadata = dict(metadata or {})
         self._async_save = async_save
+        self._compile = compile
         self._saver: Saver | None = None
         self._checkpoints: set[Path] = set()
         self._random_state: Mapping[str, Any] | None = None
@@ -169,6 +175,7 @@ class PipelineStrategy(ParallelStrategy):
             file=file,
         )
         self._engine: Engine | None = None
+        self._device_mesh: DeviceMesh | None = None
         self._engine_module: pl.LightningModule | None = None
         self._accumulating = False
         self._last_norm: Tensor | None = None
@@ -224,6 +231,16 @@ class PipelineStrategy(ParallelStrategy):
     def coordinates(self) -> Coordinates:
         """Where this process stands."""
         return Coordinates.of(self.global_rank, pp=self._pp, dp=self.dp, tp=self._tp)
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The ranks as ``[pp, dp, tp]``; from ``setup`` on, None for a single process."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return None
+        if self._device_mesh is None:
+            where = self.coordinates
+            self._device_mesh = make_device_mesh(where, self.engine.communicators, self.root_device)
+        return self._device_mesh
 
     @property
     def root_device(self) -> torch.device:
@@ -290,7 +307,7 @@ class PipelineStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._engine is not None and self._engine_module is not module:
             self._engine.close()  # Another model in the same Trainer.
-            self._engine = self._saver = None
+            self._engine = self._saver = self._device_mesh = None
         if self._engine is None:
             if self._plan.file is not None:
                 self._plan = self.broadcast(self._plan)  # It may have changed between two reads.
@@ -311,6 +328,7 @@ class PipelineStrategy(ParallelStrategy):
                     timeout_s=self._timeout.total_seconds(),
                     gradient_dtype=self._grad_dtype,
                     sequence_parallel=self._sequence_parallel,
+                    compile=self._compile,
                 ),
                 coordinates=self.coordinates,
                 device=self.root_device,
@@ -407,6 +425,9 @@ class PipelineStrategy(ParallelStrategy):
                 "twice: each copy would see half of the microbatches, and the two would differ in "
                 "evaluation. Try schedule=zb_v, or track_running_stats=False."
             )
+        if self._compile and trainer.state.fn == TrainerFn.FITTING:
+            asked = self._plan.split_backward
+            refuse_split_backward(found.name, own=found.splits_backward, asked=asked)
         if isinstance(module, torch._dynamo.OptimizedModule):
             raise ModelError("compile the layers inside the module, not the LightningModule.")
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

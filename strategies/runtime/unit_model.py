@@ -209,6 +209,10 @@ class UnitModel(StageModel):
             raise ModelError("pipeline_result() must return a scalar loss when mode is 'train'.")
         return StageOutput(loss=loss, result=result, logs=logs.calls())
 
+    def owned_modules(self) -> Iterator[nn.Module]:
+        """The declared units that were kept."""
+        yield from self._runs.values()
+
     def stage_parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of an owned stage, each once."""
         seen: set[int] = set()

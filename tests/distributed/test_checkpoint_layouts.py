@@ -140,7 +140,8 @@ def test_without_dropout_the_number_of_replicas_and_sharers_does_not_matter(
     case = replace(SAVED, shape=small_shape(tie_embeddings=True, kv_heads=2))
     whole = ranks(4).run(train_and_save, case=case, path=path)
     model = {name: p for rank in whole for name, p in rank["state"]["model"].items()}
-    for pp, dp, tp in ((2, 2, 1), (1, 2, 1), (1, 2, 2)):
+    moments = {name: m for rank in whole for name, m in rank["state"]["optimizer"].items()}
+    for pp, dp, tp in ((2, 2, 1), (1, 2, 1), (1, 2, 2), (1, 1, 1)):
         other = replace(case, pp=pp, dp=dp, tp=tp, rows=case.rows // dp)
         resumed = ranks(pp * dp * tp).run(train_resumed, case=other, path=path)
         for rank in resumed:
@@ -151,6 +152,11 @@ def test_without_dropout_the_number_of_replicas_and_sharers_does_not_matter(
                     model[name] if shard is None else shard.local(model[name], rank["tp_rank"])
                 )
                 assert torch.equal(value, expected), name
+                for key, moment in rank["state"]["optimizer"][name].items():
+                    expected = moments[name][key]
+                    if shard is not None and expected.dim():
+                        expected = shard.local(expected, rank["tp_rank"])
+                    assert torch.equal(moment, expected), (name, key)
         firsts = [rank["losses"] for rank in resumed if rank["pp_rank"] == rank["tp_rank"] == 0]
         for step in range(AFTER):
             mean = sum(losses[step] for losses in firsts) / dp

@@ -93,6 +93,7 @@ class Case:
     costs: Costs | None = None
     recompute: Recompute = field(default_factory=Recompute)
     optimizer: str = "Adam"
+    compile: bool = False
     shape: TransformerShape = field(default_factory=small_shape)
 
     @property
@@ -135,8 +136,10 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
         recompute=case.recompute,
         timeout_s=60,
         seed=0,
+        compile=case.compile,
     )
     resume = trainer_options.pop("resume", None)
+    precision = trainer_options.pop("precision", "64-true")
     callbacks = [losses, *trainer_options.pop("callbacks", [])]
     validation = trainer_options.pop("val_dataloaders", None)
     options = {"max_steps": case.steps, **trainer_options}
@@ -144,7 +147,7 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
         accelerator=case.accelerator,
         devices=1 if case.accelerator == "gpu" else "auto",
         strategy=strategy,
-        precision="64-true",
+        precision=precision,
         accumulate_grad_batches=case.accumulation,
         gradient_clip_val=case.clip,
         logger=False,

@@ -29,6 +29,7 @@ TRAINED = (
     "tokens_per_s", "mfu", "predicted_step_time_s", "measured_bubble_ratio",
     "measured_exposed_grad_reduce_s", "peak_memory_bytes", "predicted_peak_memory_bytes",
     "checkpoint", "measured_makespan_s", "measured_period_s", "measured_norm_sync_s",
+    "model_flops_per_step",
 )  # fmt: skip
 PICTURES = ("schedule.txt", "schedule.csv", "timeline.html", "trace.json")
 
@@ -82,7 +83,6 @@ class TestATrainingRun:
             "stages_per_rank": 1, "num_microbatches": 4, "recompute": "none", "seed": 3,
             "overlap": "grad_reduce", "weight_copies": 1, "synchronous": True, "time_unit": "s",
             "costs": "analytic", "world_size": 2, "num_parameters": 12112, "steps": 20,
-            "mfu": None,
         }  # fmt: skip
         assert {key: result[key] for key in expected} == expected
         assert result["checkpoint"] == str(trained.folder / "checkpoints" / "step-00000020.ckpt")
@@ -98,6 +98,8 @@ class TestATrainingRun:
         times = sorted(row["step_time_s"] for row in rows[1:])
         assert result["step_time_s"] == pytest.approx(times[9])
         assert result["tokens_per_s"] == pytest.approx(4 * 4 * 16 / times[9])
+        peak = 2 * 9.6e10  # two ranks of hardware=cpu_laptop
+        assert result["mfu"] == pytest.approx(result["model_flops_per_step"] / times[9] / peak)
         assert result["predicted_step_time_s"] == result["period"]
         assert 0 < result["measured_bubble_ratio"] < 1
         assert result["measured_exposed_grad_reduce_s"] == 0  # a single replica
@@ -127,7 +129,8 @@ class TestATrainingRun:
     def test_has_a_row_of_metrics_per_step(self, trained):
         rows = read_metrics(trained.folder)
         assert [row["step"] for row in rows] == list(range(1, 21))
-        for name in ("epoch", "train_loss", "lr", "grad_norm", "step_time_s", "tokens_per_s"):
+        for name in ("epoch", "train_loss", "lr", "grad_norm", "step_time_s", "tokens_per_s", "mfu",
+                     "peak_memory_bytes_max"):  # fmt: skip
             assert all(row[name] is not None and math.isfinite(row[name]) for row in rows), name
         assert all(0 < row["bubble_ratio"] < 1 for row in rows)
         assert all(row["grad_norm"] > 0 for row in rows)

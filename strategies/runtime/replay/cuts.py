@@ -59,7 +59,7 @@ def _choose(record: Record, call: int, *, last: bool = False) -> Cut | str:
         num_bytes = sum(value.spec.num_bytes for value in alive)
         if best is None or num_bytes < fewest:
             boundaries = tuple(_boundary(record, place, value) for value in alive)
-            best, fewest = Cut((call, place.event), boundaries), num_bytes
+            best, fewest = Cut((call, place.event), boundaries, place.clock), num_bytes
     return reason if best is None else best
 
 
@@ -84,7 +84,15 @@ def _aliased(record: Record, place: Place, alive: list[Value]) -> bool:
 
 def _boundary(record: Record, place: Place, value: Value) -> Boundary:
     order = _contiguous_order(value.spec)
-    return Boundary(value.key, value.spec, order, _written_after(record, place, value))
+    written = [clock for clock, storage in record.writes if storage is value.storage]
+    return Boundary(
+        value.key,
+        value.spec,
+        order,
+        written=_written_after(record, place, value),
+        uses=tuple(value.uses),
+        changed=any(clock > value.born for clock in written),
+    )
 
 
 def _contiguous_order(spec: Spec) -> tuple[int, ...] | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strategies.errors import ModelError
 from strategies.runtime.replay.ownership import used_parameters
 from strategies.runtime.replay.path import Cut, Path
+from strategies.runtime.replay.routes import make_routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +19,15 @@ class Layout:
         calls: Unit calls of every stage.
         cuts: Per stage the cut where it begins and the one where it ends (None: the step's end).
         parameters: Per stage the global names of its parameters, in order of use.
+        groups: Per stage, how many of the tensors that it hands on go to which stage.
+        skips: Pairs of stages that are no neighbours and between which tensors travel.
     """
 
     calls: tuple[range, ...]
     cuts: tuple[tuple[Cut, Cut | None], ...]
     parameters: tuple[tuple[str, ...], ...]
+    groups: tuple[tuple[tuple[int, int], ...], ...]
+    skips: tuple[tuple[int, int], ...]
 
 
 def group_calls(path: Path) -> tuple[range, ...]:
@@ -60,7 +65,7 @@ def first_layout(
             owner = users[0]
         else:
             parameters[owner][name] = None
-    return Layout(layout.calls, layout.cuts, tuple(tuple(used) for used in parameters))
+    return replace(layout, parameters=tuple(tuple(used) for used in parameters))
 
 
 def follow_layout(path: Path, first: Path, layout: Layout, step: str) -> Layout:
@@ -92,7 +97,7 @@ def follow_layout(path: Path, first: Path, layout: Layout, step: str) -> Layout:
             end = len(path.calls)
         calls.append(range(position, end))
         position = end
-    divided = _layout(path, calls, step)
+    divided = _layout(path, calls, step, allowed=layout.skips)
     for number, names in enumerate(divided.parameters):
         missing = [name for name in names if name not in owners[number]]
         if missing:
@@ -101,10 +106,16 @@ def follow_layout(path: Path, first: Path, layout: Layout, step: str) -> Layout:
                 "its layers are on other stages only. Use it between the same layers in "
                 "every step, or pp=1."
             )
-    return Layout(divided.calls, divided.cuts, layout.parameters)
+    return replace(divided, parameters=layout.parameters)
 
 
-def _layout(path: Path, calls: Sequence[range], step: str) -> Layout:
+def _layout(
+    path: Path,
+    calls: Sequence[range],
+    step: str,
+    *,
+    allowed: Sequence[tuple[int, int]] | None = None,
+) -> Layout:
     num_calls = len(path.calls)
     last = len(calls) - 1
     cuts: list[tuple[Cut, Cut | None]] = []
@@ -116,7 +127,8 @@ def _layout(path: Path, calls: Sequence[range], step: str) -> Layout:
         end = (num_calls, len(path.events[num_calls])) if leave is None else leave.position
         start = (0, -1) if stage == 0 else entry.position
         parameters.append(used_parameters(path, start, end, own))
-    return Layout(tuple(calls), tuple(cuts), tuple(parameters))
+    routes = make_routes(cuts, allowed=allowed)
+    return Layout(tuple(calls), routes.cuts, tuple(parameters), routes.groups, routes.skips)
 
 
 def _cut(path: Path, call: int, step: str) -> Cut:

@@ -171,7 +171,9 @@ class ReplayModel(StageModel):
         path = self._path(mode, batch, batch_idx)
         entry, leave = self._layouts[mode].cuts[stage]
         if leave is not None and entry.position == leave.position:
-            return StageOutput(tuple(tensor.view_as(tensor) for tensor in inputs))
+            given = {b.key: tensor for b, tensor in zip(entry.tensors, inputs, strict=True)}
+            passed = tuple(given[b.key].view_as(given[b.key]) for b in leave.tensors)
+            return StageOutput(passed, groups=self._layouts[mode].groups[stage])
         if path.clones_batch:
             batch = rebuild(batch, _clone)
         run = StageRun(
@@ -188,9 +190,15 @@ class ReplayModel(StageModel):
             selective=self._selective,
         )
         if seed is None:
-            return self._run(run, mode, batch, batch_idx, dataloader_idx)
+            return self._run(run, stage, mode, batch, batch_idx, dataloader_idx)
         with kept_generators():
-            return self._run(run, mode, batch, batch_idx, dataloader_idx)
+            return self._run(run, stage, mode, batch, batch_idx, dataloader_idx)
+
+    def owned_modules(self) -> Iterator[nn.Module]:
+        """Modules that the owned stages call in the step that was probed first."""
+        path, layout = self._paths[self._mode], self._layouts[self._mode]
+        called = {path.calls[call].unit for stage in self._owned for call in layout.calls[stage]}
+        yield from (self._modules[index] for index in sorted(called))
 
     def select(self, selection: Selection) -> None:
         """Recomputes inside the units; what the step does between them is kept."""
@@ -220,13 +228,24 @@ class ReplayModel(StageModel):
         """Global names of all parameters of the uncut module; tied ones under their first."""
         return self._table.names
 
+    @property
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """See ``StageModel.skips``."""
+        return self._layouts[self._mode].skips
+
     def boundaries(self, stage: int, mode: Mode = "train") -> tuple[Boundary, ...]:
         """What ``stage`` sends on: shapes, dtypes and requires_grad, as the probe saw them."""
         leave = self._layouts[mode].cuts[stage][1]
         return () if leave is None else leave.tensors
 
     def _run(
-        self, run: StageRun, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int
+        self,
+        run: StageRun,
+        stage: int,
+        mode: Mode,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
     ) -> StageOutput:
         logs = LogCapture(lambda value: run.on_log())
         run.begin()
@@ -237,7 +256,8 @@ class ReplayModel(StageModel):
                 result = call_step(self._module, mode, batch, batch_idx, dataloader_idx)
             run.on_return()
         except StageDone:
-            return StageOutput(run.outputs(), logs=logs.calls())
+            groups = self._layouts[mode].groups[stage]
+            return StageOutput(run.outputs(), logs=logs.calls(), groups=groups)
         finally:
             run.close()
         return _final_output(result, mode, logs.calls(), self._module)

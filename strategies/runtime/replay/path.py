@@ -64,20 +64,31 @@ class Boundary:
         order: Permutation of its dimensions that makes it contiguous; None where it is already
             or where none does.
         written: Whether the step changes it in place after the cut.
+        uses: Moments at which the step uses it, on the clock of the probe.
+        changed: Whether the step ever changes it, or what shares its memory, in place.
     """
 
     key: Key
     spec: Spec
     order: tuple[int, ...] | None
     written: bool
+    uses: tuple[int, ...] = ()
+    changed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A place where the step can be left and taken up again: right after ``position``."""
+    """A place where the step can be left and taken up again: right after ``position``.
+
+    Attributes:
+        position: Of the operation or call before it.
+        tensors: What crosses it.
+        clock: When that was, on the clock of the probe.
+    """
 
     position: Position
     tensors: tuple[Boundary, ...]
+    clock: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,14 @@ from strategies.runtime.replay.structure import leaves, signature, tensors
 
 @dataclass(slots=True)
 class Value:
-    """Life of one value: made at ``born``, used last at ``used`` (clock ticks)."""
+    """Life of one value: made at ``born``, used at ``uses`` and last at ``used`` (clock ticks)."""
 
     key: Key
     born: int
     spec: Spec
     storage: Any
     used: int = -1
+    uses: list[int] = field(default_factory=list)
     region: FrameType | None = None
 
 
@@ -247,7 +248,9 @@ class Probe(ShapeMode):
                 names[self._parameters[id(tensor)]] = None
             elif isinstance(tensor, Hole):
                 if tensor.value is not None:
-                    self.record.values[tensor.value].used = self._clock
+                    value = self.record.values[tensor.value]
+                    value.used = self._clock
+                    value.uses.append(self._clock)
                 elif tensor.unit is not None and tensor.unit != self._inside:
                     self._note_hidden(tensor.unit)
             elif (maker := made_up_by(tensor)) is not None:

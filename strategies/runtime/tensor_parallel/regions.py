@@ -8,17 +8,29 @@ et al., 2022, https://arxiv.org/abs/2205.05198).
 
 Losses are the same number on every rank, and each rank starts its backward from it: whatever is
 replicated has the whole gradient everywhere, so only the entrance adds up.
+
+In a compiled unit these run as they stand here, between two compiled pieces.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from strategies.errors import DataError
 from strategies.runtime.tensor_parallel.ranks import TensorRanks
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _as_written(function: _Function) -> _Function:
+    """A function that torch.compile leaves alone."""
+    disable: Any = torch.compiler.disable  # Untyped in torch.
+    return cast(_Function, disable(function))
+
 
 TIME = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism cuts
 
@@ -34,6 +46,7 @@ class Entrance:
         """Lets go of what was entered when the unit has run, or it would keep activations alive."""
         unit.register_forward_hook(self._forget, always_call=True)
 
+    @_as_written
     def __call__(self, tensor: Tensor) -> Tensor:
         """The tensor for column layers; one collective however many of them there are."""
         if not (self._ranks.sequence or (tensor.requires_grad and torch.is_grad_enabled())):
@@ -48,6 +61,7 @@ class Entrance:
         self._last = None
 
 
+@_as_written
 def leave(partial: Tensor, ranks: TensorRanks, *, whole: bool = False) -> Tensor:
     """The sum over ranks of a tensor that nobody else uses (its memory is taken).
 
@@ -61,12 +75,14 @@ def leave(partial: Tensor, ranks: TensorRanks, *, whole: bool = False) -> Tensor
     return result
 
 
+@_as_written
 def gather_outputs(share: Tensor, ranks: TensorRanks) -> Tensor:
     """All ranks' columns, on every rank."""
     result: Tensor = _GatherOutputs.apply(share, ranks)  # type: ignore[no-untyped-call]
     return result
 
 
+@_as_written
 def split_stream(stream: Tensor, ranks: TensorRanks) -> Tensor:
     """This rank's share of the sequence.
 

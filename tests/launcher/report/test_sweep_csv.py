@@ -7,7 +7,7 @@ from launcher.report.sweep_labels import make_sweep
 from .sweeps import job, simulated, trained
 
 HEADER = (
-    "job folder status label schedule pp dp stages_per_rank num_microbatches makespan period "
+    "job folder status label schedule pp dp tp stages_per_rank num_microbatches makespan period "
     "bubble_ratio peak_activations_max peak_memory_bytes_max exposed_grad_reduce bound_gap "
     "gap_to_ideal weight_copies time_unit step_time_s predicted_step_time_s measured_bubble_ratio "
     "measured_makespan_s measured_period_s measured_exposed_grad_reduce_s "

@@ -20,6 +20,7 @@ class Result:
     losses: list[float] = field(default_factory=list)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     num_boundaries: list[int] = field(default_factory=list)
+    links: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 def uncut(module: LightningModule, batches: list[Any]) -> Result:
@@ -69,14 +70,16 @@ def run_pipeline(
     """All forwards first, microbatches interleaved by stage, then all backwards."""
     result = Result({})
     saved: dict[tuple[int, int], tuple[Any, Any]] = {}
-    received: dict[int, tuple[torch.Tensor, ...]] = dict.fromkeys(range(len(batches)), ())
+    # By (target, source, microbatch): what one stage gave to another, and its tensors' gradients.
+    mail: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
     logs: dict[int, list[tuple[str, float]]] = {m: [] for m in range(len(batches))}
     for stage, m in itertools.product(range(num_stages), range(len(batches))):
         leaves = tuple(
             t.detach()
             .clone(memory_format=torch.contiguous_format)
             .requires_grad_(t.is_floating_point())
-            for t in received[m]
+            for source in range(stage)
+            for t in mail.get((stage, source, m), ())
         )
         output = owners[stage % len(owners)].forward(
             stage,
@@ -88,7 +91,15 @@ def run_pipeline(
             seed=None if seed is None else seed + m,
         )
         saved[stage, m] = (leaves, output)
-        received[m] = output.tensors
+        groups = output.groups
+        assert groups is not None or stage == num_stages - 1
+        rest = list(output.tensors)
+        for target, count in groups or ():
+            mail[target, stage, m] = tuple(rest[:count])
+            rest = rest[count:]
+            if m == 0:
+                result.links[stage, target] = count
+        assert not rest
         logs[m] += [(log.name, log.value) for log in output.logs]
         if m == 0 and stage < num_stages - 1:
             result.num_boundaries.append(len(output.tensors))
@@ -100,10 +111,15 @@ def run_pipeline(
             output.loss.backward()
             continue
         assert output.loss is None
+        gradients_of = [
+            leaf.grad
+            for target, _ in output.groups or ()
+            for leaf in _leaves_from(stage, saved[target, m][0], target, m, mail)
+        ]
         pairs = [
-            (tensor, leaf.grad)
-            for tensor, leaf in zip(output.tensors, saved[stage + 1, m][0], strict=True)
-            if tensor.requires_grad and leaf.grad is not None
+            (tensor, grad)
+            for tensor, grad in zip(output.tensors, gradients_of, strict=True)
+            if tensor.requires_grad and grad is not None
         ]
         if pairs:
             torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
@@ -112,6 +128,11 @@ def run_pipeline(
     for module in modules:
         result.buffers.update((n, b.clone()) for n, b in module.named_buffers())
     return result
+
+
+def _leaves_from(source, leaves, target, m, mail):
+    before = sum(len(mail.get((target, other, m), ())) for other in range(source))
+    return leaves[before : before + len(mail[target, source, m])]
 
 
 def assert_same(got: Result, expected: Result, tolerance: float = 1e-12) -> None:

@@ -249,13 +249,48 @@ def test_empty_stages_pass_everything_on():
     assert_same(run_pipeline([model], [module], 5, batches), expected)
 
 
-def test_skips_travel_through_stages_that_do_not_use_them():
+def test_long_skips_go_straight_from_the_stage_that_makes_them_to_the_one_that_uses_them():
     module, batches = build("unet")
+    expected = uncut(copy.deepcopy(module), batches)
     model = ReplayModel.probe(module, batches[0])
     model.cut(stage_ranges((1, 2, 3, 4, 5), 6), range(6))
-    assert run_pipeline([model], [module], 6, batches).num_boundaries == [1, 2, 3, 2, 1]
-    shapes = [[tuple(b.spec.shape) for b in model.boundaries(s)] for s in range(6)]
-    assert shapes[0] == [(2, 4, 8, 8)] and shapes[5] == []
+    result = run_pipeline([model], [module], 6, batches)
+    assert_same(result, expected)
+    # Stages 1 and 2 pool what they get, and keep the large tensor for the other arm.
+    chain = {(0, 1): 1, (1, 2): 1, (2, 3): 2, (3, 4): 1, (4, 5): 1}
+    assert result.links == chain | {(1, 4): 1}
+    assert model.skips == ((1, 4),)
+    # Stage 2 does not see the one that stage 1 gives to stage 4, nor does stage 3.
+    shapes = [[tuple(b.spec.shape) for b in model.boundaries(stage)] for stage in range(6)]
+    assert shapes[1] == [(2, 6, 4, 4), (2, 4, 8, 8)]
+    assert (2, 4, 8, 8) not in shapes[2] + shapes[3]
+    assert shapes[5] == []
+
+
+def test_what_every_stage_uses_goes_along_the_chain():
+    module, batches = build("side_inputs_mask_rotary")
+    model = ReplayModel.probe(module, batches[0])
+    model.cut(stage_ranges((1, 2, 3), len(model.units)), range(4))
+    assert model.skips == ()
+
+
+def test_other_modes_keep_to_the_links_that_training_has():
+    module, batches = build("unet")
+    whole = copy.deepcopy(module)
+    model = ReplayModel.probe(module, batches[0])
+    # The whole first arm is on one stage, the second on another: no skip in training.
+    model.cut([range(3), range(3, 6)], range(2))
+    assert model.skips == ()
+    for owner in (whole, module):
+        owner.eval()
+        owner.__dict__["log_dict"] = lambda *_, **__: None
+    batch = batches[0]
+    first = model.forward(0, (), batch=batch, batch_idx=0, microbatch=0, mode="validate", seed=None)
+    last = model.forward(
+        1, first.tensors, batch=batch, batch_idx=0, microbatch=0, mode="validate", seed=None
+    )
+    assert torch.equal(last.result, whole.validation_step(batch, 0))
+    assert first.groups == ((1, 3),)
 
 
 def test_a_named_chain_makes_its_children_units():

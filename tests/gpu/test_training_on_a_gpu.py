@@ -1,0 +1,100 @@
+"""What only a GPU can show: speed, memory, and short types on its own kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.pool import Ranks
+from tests.distributed.test_parity import check
+from tests.distributed.test_tensor_parallel import check as check_shared
+from tests.distributed.training import Case, small_shape
+from tests.gpu.measure import GPU, Device, flops_per_s, matmul_peak, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
+
+TARGET = 0.5  # of the measured matmul peak
+SMALL = Device(
+    "gpu",
+    "h200",
+    ("model=tiny", "model.layers=8", "model.hidden=512", "model.heads=8", "model.kv_heads=8",
+     "model.ffn=1536", "model.sequence=512"),
+)  # fmt: skip
+
+
+def test_a_compiled_llama_of_a_billion_weights_uses_half_of_the_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peak = matmul_peak(torch.device("cuda"), torch.bfloat16, size=8192, seconds=3)
+    result = train(
+        GPU, tmp_path, "compile=true", "trainer.precision=bf16-true", "num_microbatches=2",
+        "data.microbatch_size=8", "trainer.max_steps=20",
+    )  # fmt: skip
+    reached = flops_per_s(result)
+    with capsys.disabled():
+        print(  # noqa: T201 -- the figure is what the test is for
+            f"\n{torch.cuda.get_device_name()}: {reached / 1e12:.0f} TFLOP/s of the model, matrix "
+            f"products reach {peak / 1e12:.0f}: {reached / peak:.2f}, target {TARGET}; "
+            f"MFU {result['mfu']:.2f} of hardware={GPU.hardware}, "
+            f"{result['tokens_per_s']:,.0f} tokens/s, "
+            f"{max(result['peak_memory_bytes']) / 2**30:.0f} GiB"
+        )
+    assert result["num_parameters"] > 1e9
+    assert result["loss_last"] < result["loss_first"]
+    assert reached > TARGET * peak
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
+def test_peak_memory_is_near_the_prediction(precision: str, tmp_path: Path) -> None:
+    result = train(
+        SMALL, tmp_path, f"trainer.precision={precision}", "num_microbatches=4",
+        "data.microbatch_size=8", "trainer.max_steps=5",
+    )  # fmt: skip
+    (measured,), (predicted,) = result["peak_memory_bytes"], result["predicted_peak_memory_bytes"]
+    assert 0.6 * predicted < measured < 1.6 * predicted
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+@pytest.mark.parametrize("layout", [("pp=1",), ("pp=2", "cluster.backend=staged")], ids=str)
+def test_short_types_learn_as_32_bits_do(
+    precision: str, layout: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = ("num_microbatches=4", "trainer.max_steps=30", "trainer.gradient_clip_val=1.0")
+    whole = train(SMALL, tmp_path / "whole", *words)
+    short = train(SMALL, tmp_path / "short", *words, *layout, f"trainer.precision={precision}")
+    assert short["loss_first"] == pytest.approx(whole["loss_first"], rel=0.01)
+    assert short["loss_last"] == pytest.approx(whole["loss_last"], rel=0.1)
+    assert short["loss_last"] < 0.8 * short["loss_first"]
+
+
+def test_ranks_that_share_a_gpu_report_reductions_and_memory(tmp_path: Path) -> None:
+    result = train(
+        SMALL, tmp_path, "pp=2", "dp=2", "cluster.backend=staged", "num_microbatches=4",
+        "trainer.max_steps=5",
+    )  # fmt: skip
+    assert result["measured_exposed_grad_reduce_s"] > 0
+    assert len(result["peak_memory_bytes"]) == 2
+    assert all(peak > 0 for peak in result["peak_memory_bytes"])
+
+
+SHAPE = small_shape(layers=2, hidden=16, heads=4, kv_heads=4, tie_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("zb_v", pp=2, accelerator="gpu"),
+        Case("1f1b", pp=2, split_backward=True, accumulation=2, accelerator="gpu"),
+        Case("foldx_aiao", pp=2, dp=2, overlap="zero1", clip=0.05, accelerator="gpu"),
+        Case("1f1b", pp=2, tp=2, shape=SHAPE, clip=0.05, accelerator="gpu"),
+        Case("1f1b", tp=2, shape=SHAPE, sequence_parallel=True, accelerator="gpu"),
+    ],
+    ids=["zb", "split", "zero1", "tp", "sequence"],
+)
+def test_ranks_that_share_a_gpu_equal_plain_torch(
+    case: Case, ranks: Callable[[int], Ranks]
+) -> None:
+    (check_shared if case.tp > 1 else check)(case, ranks)
