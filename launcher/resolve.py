@@ -21,6 +21,7 @@ from launcher.workloads.data.source import SourceKind, TextSource
 from launcher.workloads.hf.shape import HfShape, read_shape
 from launcher.workloads.model_share import check_tp, model_shares, vocabulary_note
 from launcher.workloads.optimizer_options import OptimizerOptions
+from launcher.workloads.selective import selective_shares
 from launcher.workloads.specs import ModelShape, model_costs, units_per_layer
 from strategies.compiled_units import refuse_split_backward
 from strategies.compiler import Programs, compile_plan, resolve_shape
@@ -310,6 +311,16 @@ def _loads(config: LaunchConfig, shape: ModelShape, stages: tuple[range, ...]) -
         )
         for unit in model_shares(shape, config.tp, sequence_parallel=config.sequence_parallel)
     ]
+    if config.recompute.name == "selective":
+        kept = selective_shares(shape, config.tp, sequence_parallel=config.sequence_parallel)
+        units = [
+            replace(
+                unit,
+                saved_elements=share.saved_elements * size,
+                again_flops=share.again_flops * size,
+            )
+            for unit, share in zip(units, kept, strict=True)
+        ]
     return tuple(sum_loads([units[index] for index in stage]) for stage in stages)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from strategies.errors import PlanError
+from strategies.recompute import Policy
 
 
 def refuse_split_backward(schedule: str, *, own: bool, asked: bool) -> None:
@@ -27,4 +28,18 @@ def refuse_split_backward(schedule: str, *, own: bool, asked: bool) -> None:
             f"compile=true with {what}: the program runs every backward in two halves, I and W, "
             "but a compiled unit has one backward that cannot be cut: I would take the time of "
             f"both. Try {fix}, or compile=false."
+        )
+
+
+def refuse_selective(policy: Policy) -> None:
+    """Refuses compiled units that are to recompute operation by operation.
+
+    Raises:
+        PlanError: ``policy`` is selective.
+    """
+    if policy == "selective":
+        raise PlanError(
+            "compile=true with recompute=selective: what is computed again is decided operation by "
+            "operation, and a compiled unit hides its operations. Try recompute=full, or "
+            "compile=false."
         )

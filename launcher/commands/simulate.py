@@ -8,7 +8,7 @@ from launcher.commands.predicted import predict, run_mapping, write_pictures
 from launcher.config import LaunchConfig
 from launcher.report.ascii import draw
 from launcher.report.html import Panel
-from launcher.report.result import metrics_mapping, write_result
+from launcher.report.result import metrics_mapping, recompute_mapping, write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import resolve
 from launcher.terminal import say, terminal_width
@@ -20,7 +20,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     timeline, metrics = predict(resolved)
     panel = Panel("predicted", timeline, metrics)
     write_pictures(run_dir, [panel], resolved)
-    result = run_mapping(resolved, "done") | metrics_mapping(metrics)
+    result = run_mapping(resolved, "done") | metrics_mapping(metrics) | recompute_mapping(metrics)
     write_result(run_dir / "result.json", result)
     say(draw(timeline, width=terminal_width()))
     print_summary(result)

@@ -19,7 +19,7 @@ from launcher.config import LaunchConfig
 from launcher.model_flops import step_flops
 from launcher.progress import ProgressView
 from launcher.report.html import Panel
-from launcher.report.result import metrics_mapping, write_result
+from launcher.report.result import metrics_mapping, recompute_mapping, write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve
 from launcher.terminal import say
@@ -40,7 +40,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     predicted = Panel("predicted", timeline, metrics)
     write_pictures(run_dir, [predicted], resolved)
     _announce(resolved, checkpoint, run_dir)
-    common = run_mapping(resolved, "done") | metrics_mapping(metrics)
+    common = run_mapping(resolved, "done") | metrics_mapping(metrics) | recompute_mapping(metrics)
     result = run_dir / "result.json"
     with (
         failure_recorded(result, common),

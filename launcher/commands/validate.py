@@ -9,7 +9,7 @@ from launcher.commands.predicted import predict, run_mapping, write_pictures
 from launcher.commands.ranks import check_before_start, check_world, find_checkpoint
 from launcher.config import LaunchConfig
 from launcher.report.html import Panel
-from launcher.report.result import metrics_mapping, write_result
+from launcher.report.result import metrics_mapping, recompute_mapping, write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve
 from launcher.terminal import say
@@ -23,7 +23,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     check_before_start(resolved, checkpoint)
     timeline, metrics = predict(resolved)
     write_pictures(run_dir, [Panel("predicted", timeline, metrics)], resolved)
-    result = run_mapping(resolved, "done") | metrics_mapping(metrics)
+    result = run_mapping(resolved, "done") | metrics_mapping(metrics) | recompute_mapping(metrics)
     write_result(run_dir / "result.json", result)
     say(_plan(resolved))
     if checkpoint is not None:

@@ -19,6 +19,7 @@ from launcher.config.suggest import did_you_mean, nearest
 from launcher.installed import installed_names
 from launcher.workloads.transformer_shape import TransformerShape
 from launcher.workloads.transformer_share import check_transformer_tp
+from strategies.compiled_units import refuse_selective
 from strategies.errors import PlanError
 
 _MAX_TIME = re.compile(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}")
@@ -122,6 +123,8 @@ def _check_schedule(config: LaunchConfig) -> None:
 
 def _check_recompute(config: LaunchConfig) -> None:
     asked = recompute_policy(config.recompute)
+    if config.compile and config.mode in ("train", "validate"):
+        refuse_selective(asked.policy)
     if asked.policy == "selective" and config.mode == "simulate" and config.costs.name == "uniform":
         raise PlanError(
             "recompute=selective recomputes inside the layers, of which costs=uniform knows "

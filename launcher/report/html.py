@@ -96,12 +96,10 @@ def _figure_items(panel: Panel) -> Iterator[tuple[str, str]]:
     yield "period", format_duration(timeline.period, unit)
     yield "bubble ratio", format_percent(timeline.bubble_ratio)
     if metrics is not None and metrics.time_unit == unit:
-        for name, value, rank in (
-            ("LB1", metrics.lb1, metrics.lb1_rank),
-            ("LB2", metrics.lb2, metrics.lb2_rank),
-        ):
-            binds = ", binds" if metrics.binding_bound.startswith(name) else ""
-            yield f"lower bound {name}", f"{format_duration(value, unit)} (rank {rank}{binds})"
+        bound = format_duration(metrics.lower_bound, unit)
+        yield "lower bound", f"{bound} ({metrics.binding_bound})"
+        yield "LB1, time", f"{format_duration(metrics.lb1, unit)} (rank {metrics.lb1_rank})"
+        yield "LB2, memory", f"{format_duration(metrics.lb2, unit)} (rank {metrics.lb2_rank})"
         yield "above the bound", format_percent(timeline.makespan / metrics.lower_bound - 1.0)
     yield "exposed reduction", format_duration(timeline.exposed_grad_reduce, unit)
     peaks = peak_activations(timeline.program) if metrics is None else metrics.peak_activations

@@ -13,6 +13,7 @@ from pathlib import Path
 from launcher.report.atomic import write_atomically
 from strategies.metrics import Metrics
 
+_BESIDE = ("lb1", "lb1_rank", "lb2", "lb2_rank", "recomputed")
 _DISTRIBUTIONS = ("foldpipe", "torch", "lightning", "hydra-core")
 
 
@@ -41,11 +42,18 @@ def metrics_mapping(metrics: Metrics) -> dict[str, object]:
     """
     mapping: dict[str, object] = {}
     for item in fields(metrics):
+        if item.name in _BESIDE:
+            continue
         value = getattr(metrics, item.name)
         mapping[item.name] = list(value) if isinstance(value, tuple) else value
     if all(value is None for value in metrics.peak_memory_bytes):
         mapping["peak_memory_bytes"] = None
     return mapping
+
+
+def recompute_mapping(metrics: Metrics) -> dict[str, object]:
+    """Both bounds with the ranks that they bind on, and how many forwards are run again."""
+    return {name: getattr(metrics, name) for name in _BESIDE}
 
 
 def versions() -> dict[str, str | None]:

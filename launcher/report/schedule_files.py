@@ -37,10 +37,15 @@ def schedule_text(timeline: Timeline, metrics: Metrics) -> str:
     if metrics.time_unit == unit:
         lines.append(
             f"# lower bound {format_duration(metrics.lower_bound, unit)} "
-            f"({metrics.binding_bound}; LB1 {format_duration(metrics.lb1, unit)}, LB2 "
-            f"{format_duration(metrics.lb2, unit)}), {format_percent(metrics.bound_gap)} above it; "
-            f"exposed reduction {format_duration(metrics.exposed_grad_reduce, unit)}"
+            f"({metrics.binding_bound}), {format_percent(metrics.bound_gap)} above it; exposed "
+            f"reduction {format_duration(metrics.exposed_grad_reduce, unit)}"
         )
+        if metrics.recomputed or metrics.binding_bound.startswith("LB2"):
+            lines.append(
+                f"# LB1 {format_duration(metrics.lb1, unit)} (rank {metrics.lb1_rank}), "
+                f"LB2 {format_duration(metrics.lb2, unit)} (rank {metrics.lb2_rank}); "
+                f"{metrics.recomputed} forwards run again"
+            )
     lines += [
         f"# peak activations per rank, in microbatches: {peaks}",
         f"# {legend(timeline)}",

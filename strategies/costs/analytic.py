@@ -32,6 +32,7 @@ class Load:
         saved_elements: Elements kept from forward to backward.
         forward_sums: Elements that a forward adds up over tensor-parallel ranks, tensor by tensor.
         backward_sums: The same for a backward.
+        again_flops: What a backward computes again inside its layers.
     """
 
     forward_flops: float
@@ -40,6 +41,7 @@ class Load:
     saved_elements: int
     forward_sums: tuple[int, ...] = ()
     backward_sums: tuple[int, ...] = ()
+    again_flops: float = 0.0
 
 
 def sum_loads(loads: list[Load]) -> Load:
@@ -51,6 +53,7 @@ def sum_loads(loads: list[Load]) -> Load:
         sum(load.saved_elements for load in loads),
         tuple(size for load in loads for size in load.forward_sums),
         tuple(size for load in loads for size in load.backward_sums),
+        sum(load.again_flops for load in loads),
     )
 
 
@@ -105,6 +108,7 @@ class AnalyticCosts:
         sums = [self._sums(load.forward_sums) for load in self.stages]
         back = [self._sums(load.backward_sums) for load in self.stages]
         forward = tuple(map(sum, zip(computed, sums, strict=True)))
+        again = [self._computing(load.again_flops) for load in self.stages]
         links = [self._link(program, b.source, b.target) for b in program.boundaries]
         sent = [self.stages[b.source].output_elements for b in program.boundaries]
         gathered = gathered_stages(program)
@@ -112,8 +116,10 @@ class AnalyticCosts:
             name="analytic",
             time_unit="s",
             forward=forward,
-            backward=tuple(c + max(c, b) for c, b in zip(computed, back, strict=True)),
-            backward_input=tuple(map(sum, zip(computed, back, strict=True))),
+            backward=tuple(
+                a + c + max(c, b) for a, c, b in zip(again, computed, back, strict=True)
+            ),
+            backward_input=tuple(map(sum, zip(again, computed, back, strict=True))),
             backward_weight=computed,
             recompute=forward,
             step=tuple(
@@ -184,10 +190,11 @@ class AnalyticCosts:
         return ElementSizes.all(self.element_bytes) if self.sizes is None else self.sizes
 
     def _forward(self, load: Load) -> float:
-        machine = self.hardware
-        computed = load.forward_flops / (machine.peak_flops * machine.efficiency)
-        moved = 2 * load.output_elements * self._sizes.activation / machine.memory_bandwidth
-        return max(computed, moved)
+        moved = 2 * load.output_elements * self._sizes.activation / self.hardware.memory_bandwidth
+        return max(self._computing(load.forward_flops), moved)
+
+    def _computing(self, flops: float) -> float:
+        return flops / (self.hardware.peak_flops * self.hardware.efficiency)
 
     def _sums(self, sizes: tuple[int, ...]) -> float:
         """Adding up tensors over tensor-parallel ranks, one after the other."""

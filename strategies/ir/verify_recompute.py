@@ -32,11 +32,13 @@ def check_recompute(program: Program) -> None:
                     if pair not in made:
                         raise ProgramError(
                             f"{program.schedule}: {part} on rank {rank} stands before "
-                            f"{part.stage}F{part.microbatch}, which keeps the input that it reads."
+                            f"{part.stage}F{part.microbatch}, which keeps the input that it reads: "
+                            "the list deadlocks."
                         )
                     rebuilt.add(pair)
                 elif part.kind in _READERS and pair in pairs and pair not in rebuilt:
                     raise ProgramError(
                         f"{program.schedule}: {part} on rank {rank} stands before "
-                        f"{part.stage}R{part.microbatch}, which rebuilds the graph that it reads."
+                        f"{part.stage}R{part.microbatch}, which rebuilds the graph that it reads: "
+                        "the list deadlocks."
                     )

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from strategies.compiled_units import refuse_split_backward
+from strategies.compiled_units import refuse_selective, refuse_split_backward
 from strategies.costs.table import Costs
 from strategies.errors import ModelError
 from strategies.ir.placement import Placement
@@ -428,6 +428,7 @@ class PipelineStrategy(ParallelStrategy):
         if self._compile and trainer.state.fn == TrainerFn.FITTING:
             asked = self._plan.split_backward
             refuse_split_backward(found.name, own=found.splits_backward, asked=asked)
+            refuse_selective(self._plan.recompute.policy)
         if isinstance(module, torch._dynamo.OptimizedModule):
             raise ModelError("compile the layers inside the module, not the LightningModule.")
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

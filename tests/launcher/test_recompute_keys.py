@@ -8,6 +8,8 @@ from launcher.config.recompute import RecomputeConfig, recompute_policy
 from strategies.errors import PlanError
 from strategies.recompute import Recompute
 
+from .command_line import run_here
+
 
 def test_layers_name_types_and_what_is_recomputed_in_them():
     config = RecomputeConfig(
@@ -30,3 +32,11 @@ def test_layers_name_types_and_what_is_recomputed_in_them():
 def test_a_wrong_entry_is_named_with_its_remedy(name, entry, message):
     with pytest.raises(PlanError, match=message):
         recompute_policy(RecomputeConfig(name, layers=(entry,)))
+
+
+def test_compiled_layers_cannot_recompute_operation_by_operation(tmp_path, monkeypatch):
+    words = ["mode=validate", "compile=true", "recompute=selective"]
+    done = run_here(words, tmp_path / "run", monkeypatch)
+    done.assert_refused()
+    assert "compile=true with recompute=selective" in done.errors
+    assert "Try recompute=full, or compile=false." in done.errors

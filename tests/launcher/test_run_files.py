@@ -22,7 +22,8 @@ ALL_MODES = (
 SIMULATED = (
     "makespan", "period", "bubble_ratio", "lower_bound", "binding_bound", "bound_gap",
     "gap_to_ideal", "peak_activations", "peak_memory_bytes", "exposed_grad_reduce",
-    "weight_copies", "synchronous", "costs", "time_unit",
+    "weight_copies", "synchronous", "costs", "time_unit", "lb1", "lb1_rank", "lb2", "lb2_rank",
+    "recomputed",
 )  # fmt: skip
 TRAINED = (
     "world_size", "num_parameters", "steps", "loss_first", "loss_last", "val_loss", "step_time_s",

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 
@@ -114,3 +116,27 @@ def test_lowering_and_updates_change_no_peak(plan):
     assert peak_activations(programs.train) == peak_activations(programs.accumulate)
     share = 1 / programs.train.placement.stages_per_microbatch
     assert max(peak_activations(programs.forward)) == pytest.approx(share)
+
+
+def test_a_recomputed_forward_holds_its_input_until_its_r():
+    text = "0F0 0F1 0R0 0B0 0R1 0B1"
+    assert peaks(text, num_microbatches=2) == (1,)
+    program = written(text, num_microbatches=2)
+    table = UniformCosts(stage_input=0.25).table(program)
+    assert peak_activations(program, table) == (1.25,)
+    assert peak_activations(written("0F0 0F1 0F2 0R0 0B0 0B1 0B2", num_microbatches=3), table) == (
+        3.0,
+    )
+
+
+def test_bytes_of_recomputed_forwards_follow_their_inputs():
+    program = written("0F0 0F1 0R0 0B0 0R1 0B1", num_microbatches=2)
+    costs = uneven(program, [1], activation_bytes=(1000,), state_bytes=(50,))
+    table = replace(costs.table(program), stage_input=(0.1,))
+    assert peak_bytes(program, table) == (50 + 1100,)
+
+
+def test_a_pair_in_flight_that_is_recomputed_holds_its_input():
+    program = written("0R0 0B0 0F0", num_microbatches=1, entry=[(0, 0)], leaving=[(0, 0)])
+    table = UniformCosts(stage_input=0.5).table(program)
+    assert peak_activations(program, table) == (1.0,)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
+from typing import NamedTuple
 
 from strategies.bounds import lower_bound
 from strategies.costs.table import CostTable
@@ -28,6 +29,7 @@ from strategies.schedules.lanes import F, I, Lanes, W, lanes_of
 # Generated orders that small moves start from, and how often what they have found starts again.
 _GENERATED = 2
 _ROUNDS = 3
+_SAME = 1e-9
 
 
 def recompute_within(
@@ -47,18 +49,25 @@ def recompute_within(
     own = keep_what_fits(program, room)
     if own is None and not reorder:
         raise _too_small(program, room)
-    candidates = [] if own is None else [own]
+    candidates = [] if own is None else [_Timed.of(own, table)]
     if own is not None and own.ranks == program.ranks:
         bound = lower_bound(program, table).value
-        if ListClock(program, table).makespan <= bound * (1 + 1e-9):
+        if candidates[0].makespan <= bound * (1 + _SAME):
             return program
     if reorder:
         candidates += _reordered(program, table, room)
-    ranked = [
-        (round(ListClock(c, table).makespan / max(table.forward), 7), len(recomputed_pairs(c)))
-        for c in candidates
-    ]
-    return verify(candidates[ranked.index(min(ranked))])
+    unit = max(table.forward)
+    ranked = [(round(c.makespan / unit, 7), len(recomputed_pairs(c.program))) for c in candidates]
+    return verify(candidates[ranked.index(min(ranked))].program)
+
+
+class _Timed(NamedTuple):
+    makespan: float
+    program: Program
+
+    @classmethod
+    def of(cls, program: Program, table: CostTable) -> _Timed:
+        return cls(ListClock(program, table).makespan, program)
 
 
 def _too_small(program: Program, room: tuple[int, ...]) -> PlanError:
@@ -81,17 +90,17 @@ def _reordered(program: Program, table: CostTable, room: tuple[int, ...]) -> lis
     found = _generated(program, table, room, goal)
     own = keep_what_fits(_weights_at_once(program), room)
     found += [] if own is None else [own]
-
-    def ended(candidate: Program) -> float:
-        return ListClock(candidate, table).makespan
-
-    improved = found
+    timed = [_Timed.of(candidate, table) for candidate in found]
+    best = list(timed)
     for seed in range(_ROUNDS):
-        if min(map(ended, improved)) <= goal * (1 + 1e-9):
+        if min(c.makespan for c in best) <= goal * (1 + _SAME):
             break
-        improved = [improve(start, table, room, goal=goal, seed=seed) for start in improved]
-        improved = sorted(improved, key=ended)[: max(1, len(improved) - 1)]
-    return found + improved
+        moved = [improve(start.program, table, room, goal=goal, seed=seed) for start in best]
+        if all(after is start.program for after, start in zip(moved, best, strict=True)):
+            break
+        best = sorted((_Timed.of(m, table) for m in moved), key=lambda c: c.makespan)
+        best = best[: max(1, len(best) - 1)]
+    return timed + best
 
 
 def _weights_at_once(program: Program) -> Program:
@@ -113,26 +122,25 @@ def _generated(
     program: Program, table: CostTable, room: tuple[int, ...], goal: float
 ) -> list[Program]:
     placement = program.placement
-    assert program.boundaries == chain(placement.num_stages)
+    # Long skips wait for what neighbours have passed on before; the walk need not know them.
+    neighbours = chain(placement.num_stages)
+    assert program.boundaries[: len(neighbours)] == neighbours
     split = any(part.kind is Kind.I for row in program.ranks for i in row for part in i.parts)
     turns = _turns(program, table)
-    hops = [table.latency[i] + table.occupancy[i] for i in range(len(program.boundaries))]
-
-    def make(num_microbatches: int) -> Work:
-        lanes = lanes_of(placement, num_microbatches)
-        backward = table.backward_input if split else table.backward
-        kinds = (table.forward, backward, table.backward_weight, table.recompute)
-        return Work(
-            lanes=lanes,
-            took=tuple(tuple(kind[stage] for stage in lanes.stage) for kind in kinds),
-            hop=tuple((*hops, 0.0)[stage] for stage in lanes.stage),
-            turn=tuple(turns[lane][:size] for lane, size in enumerate(lanes.size)),
-            room=room,
-            split=split,
-        )
+    hops = [table.latency[i] + table.occupancy[i] for i in range(len(neighbours))]
 
     lanes = lanes_of(placement, program.num_microbatches)
-    orders = best_orders(make, program.num_microbatches, goal=goal)
+    backward = table.backward_input if split else table.backward
+    kinds = (table.forward, backward, table.backward_weight, table.recompute)
+    work = Work(
+        lanes=lanes,
+        took=tuple(tuple(kind[stage] for stage in lanes.stage) for kind in kinds),
+        hop=tuple((*hops, 0.0)[stage] for stage in lanes.stage),
+        turn=tuple(turns),
+        room=room,
+        split=split,
+    )
+    orders = best_orders(work, goal=goal)
     return [program.with_ranks(_rows(lanes, order)) for order in orders[:_GENERATED]]
 
 

@@ -2,14 +2,14 @@
 
 Regular paces come first: the same for all ranks, or one more pair in flight per rank to the front,
 running ahead in bursts or evenly, with 1F1B's own pace where there is room for all it holds. Then
-ranks change their pace at random, and what is not slower stays. Orders of many microbatches are too
-long for that; their paces are sought on fewer microbatches. Every rank of a run makes its program
-by itself, so the search is bounded by a count, and its random numbers are always the same.
+ranks change their pace at random, and what is not slower stays. Every rank of a run makes its
+program by itself, so the search is bounded by a count, and its random numbers are always the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from itertools import product
 from random import Random
 
 from strategies.passes.recompute.capped_walk import Order, Pace, Work, capped_order
@@ -18,35 +18,22 @@ Paces = tuple[Pace, ...]
 
 # Instructions that a search may order in all: well under a second's worth.
 _BUDGET = 150_000
-# Microbatches on which paces are sought, per rank, and orders of all microbatches in the end.
-_TRIAL_ROUNDS = 3
-_FINALISTS = 4
-_SHORTEST_TRIAL = 16
+_LEAST = 20
+_FINALISTS = 3
 _SEEDS = 6
 _HIGHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 
 
-def best_orders(make: Callable[[int], Work], num_microbatches: int, *, goal: float) -> list[Order]:
+def best_orders(work: Work, *, goal: float) -> list[Order]:
     """The fastest orders found, the best first; at least one.
 
     Args:
-        make: Number of microbatches -> what is to be ordered.
-        num_microbatches: M.
+        work: What is to be ordered.
         goal: No order is faster; the search ends when it finds one of that makespan.
     """
-    whole = make(num_microbatches)
-    ranks = len(whole.room)
-    trial = min(num_microbatches, max(_SHORTEST_TRIAL, _TRIAL_ROUNDS * ranks))
-    size = 3 * sum(whole.lanes.size)
-    if trial < num_microbatches and size * 150 > _BUDGET:
-        short = make(trial)
-        left = _BUDGET - size * _FINALISTS
-        found = _Search(short, left // (3 * sum(short.lanes.size)), goal=0.0).run()
-        orders = [capped_order(whole, paces) for paces in found[:_FINALISTS]]
-    else:
-        search = _Search(whole, max(_FINALISTS, _BUDGET // size), goal=goal)
-        orders = [capped_order(whole, paces) for paces in search.run()[:_FINALISTS]]
-    return sorted(orders, key=lambda order: order.makespan)
+    count = max(_LEAST, _BUDGET // (3 * sum(work.lanes.size)))
+    found = _Search(work, count, goal=goal).run()
+    return [capped_order(work, paces) for paces in found[:_FINALISTS]]
 
 
 class _Search:
@@ -92,20 +79,23 @@ class _Search:
         return sorted(self.seen, key=lambda paces: (self.seen[paces], paces))
 
     def regular(self) -> Iterator[Paces]:
-        """The most promising first: bursts, then even paces."""
-        room = self.work.room
-        ranks = range(len(room))
-        for high in reversed(self.highs):
-            for low in sorted({0, high - 1}):
-                for weights in reversed(self.weights):
-                    for ahead in (0, 1):
-                        stair = [self.pace(low, high + self.depth(r), r, ahead, weights)
-                                 for r in ranks]  # fmt: skip
-                        flat = [self.pace(low, high, r, ahead, weights) for r in ranks]
-                        yield tuple(stair)
-                        yield self.exact(stair, weights)
-                        yield self.exact(flat, weights)
-                        yield tuple(flat)
+        """The most promising first: bursts as long as there are ranks, then even paces."""
+        ranks = range(len(self.work.room))
+        across = self.depth(0) + 1
+        far = [2 * across, self.most, across, across + across // 2, 3 * across, across // 2]
+        most = self.weights[len(self.weights) // 2]
+        tuned = []
+        for high in far:
+            tuned += [(high, 0, most, 0), (high, high - 1, most, 1)]
+        rest = product(reversed(self.highs), (0, None), reversed(self.weights), (0, 1))
+        tuned += [(h, h - 1 if low is None else low, w, a) for h, low, w, a in rest]
+        for high, low, weights, ahead in tuned:
+            flat = [self.pace(low, high, r, ahead, weights) for r in ranks]
+            yield self.exact(flat, weights)
+            yield tuple(flat)
+            stair = [self.pace(low, high + self.depth(r), r, ahead, weights) for r in ranks]
+            yield self.exact(stair, weights)
+            yield tuple(stair)
 
     def exact(self, paces: Iterable[Pace], weights: int) -> Paces:
         """With 1F1B's pace on ranks that have room for it."""

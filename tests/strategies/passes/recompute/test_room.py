@@ -1,0 +1,65 @@
+import pytest
+
+from strategies import UniformCosts, compile_program
+from strategies.compiler import compile_plan
+from strategies.costs.analytic import AnalyticCosts, Load
+from strategies.costs.hardware import Hardware
+from strategies.errors import PlanError
+from strategies.memory import peak_bytes
+from strategies.plan import Plan
+from strategies.recompute import Recompute
+
+MACHINE = Hardware("test", 1e12, 0.5, 1.0, 1e11, 1e10, 1e-6, 1e10, 1e-6, 8)
+LOADS = tuple(Load(1e9, 1_000, 1_000, 100_000) for _ in range(4))
+COSTS = AnalyticCosts(LOADS, MACHINE)
+STATE = 1_000 * 4 * 4
+
+
+def held(limit):
+    plan = Plan("1f1b", 4, 8, costs=COSTS, memory_bytes=limit, recompute=Recompute("optimal"))
+    program = compile_plan(plan).train
+    return program, peak_bytes(program, COSTS.table(program))
+
+
+def test_what_fits_into_memory_is_not_recomputed():
+    program, peaks = held(STATE + 4 * 400_000)
+    assert program == compile_plan(Plan("1f1b", 4, 8, costs=COSTS)).train
+    assert max(peaks) == STATE + 4 * 400_000
+
+
+@pytest.mark.parametrize("activations", [1.1, 2.1, 3.0])
+def test_every_rank_keeps_the_memory_limit_with_the_inputs_it_stores(activations):
+    limit = STATE + int(activations * 400_000)
+    program, peaks = held(limit)
+    assert max(peaks) <= limit
+    assert program != compile_plan(Plan("1f1b", 4, 8, costs=COSTS)).train
+
+
+def test_a_limit_that_nothing_fits_in_names_the_smallest_that_does_and_its_cost():
+    with pytest.raises(PlanError) as error:
+        held(STATE + 100)
+    text = str(error.value)
+    assert "rank 0" in text or "rank 1" in text
+    assert "takes" in text and "without recomputation" in text
+    smallest = float(text.split("Try hardware.memory_gb=")[1].split(",")[0])
+    _, peaks = held(int(smallest * 1e9))
+    assert max(peaks) <= smallest * 1e9
+
+
+@pytest.mark.parametrize(("schedule", "least"), [("1f1b", "1"), ("zb_v", "0.5"), ("chimera", "1")])
+def test_a_cap_below_one_activation_names_the_smallest_and_what_it_costs(schedule, least):
+    with pytest.raises(PlanError, match=rf"smallest cap is {least}; .*=0?{least}\.$"):
+        compile_program(
+            schedule=schedule,
+            pp=4,
+            num_microbatches=4,
+            costs=UniformCosts(),
+            recompute=Recompute("optimal", max_full_activations=0.3),
+        )
+
+
+def test_without_bytes_and_without_a_cap_there_is_no_limit_to_keep():
+    with pytest.raises(PlanError, match=r"Try recompute\.max_full_activations=1"):
+        compile_program(
+            pp=4, num_microbatches=4, costs=UniformCosts(), recompute=Recompute("optimal")
+        )
