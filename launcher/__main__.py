@@ -32,6 +32,7 @@ COMMANDS: dict[Mode, str] = {
     "train": "launcher.commands.train",
     "simulate": "launcher.commands.simulate",
     "validate": "launcher.commands.validate",
+    "profile": "launcher.commands.profile",
     "eval": "launcher.commands.evaluate",
     "predict": "launcher.commands.evaluate",
     "generate": "launcher.commands.generate",

@@ -60,6 +60,7 @@ def run(task: dict[str, Any], run_dir: Path) -> None:
         "predict": _predict,
         "generate": _generate,
         "export": _export,
+        "profile": _profile,
     }
     outcome = jobs[config.mode](resolved, run_dir, task["checkpoint"])
     if os.environ["RANK"] == "0":
@@ -353,3 +354,9 @@ def _export(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     target = export_folder(run.config, run_dir)
     export_checkpoint(Path(checkpoint), run.shape, target)
     return {"checkpoint": checkpoint, "world_size": 1, "export": str(target)}
+
+
+def _profile(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+    from launcher.profile_job import measure
+
+    return measure(run)

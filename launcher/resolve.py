@@ -158,7 +158,9 @@ def resolve(config: LaunchConfig, file: ScheduleFile | None = None) -> Run:
     stages = () if opaque else _stages(config, shape, placement)
     loads = _loads(config, shape, stages) if stages else ()
     assumed = opaque or config.costs.name == "uniform"
-    costs = _uniform(config) if assumed else _analytic(config, dp, loads)
+    costs: Costs = _uniform(config) if assumed else _analytic(config, dp, loads)
+    if config.costs.name == "profiled":
+        costs = _profiled(config, shape, stages, costs, dp)
     plan = replace(
         plan,
         stages_per_rank=resolved.stages_per_rank,
@@ -362,6 +364,20 @@ def _uniform(config: LaunchConfig) -> UniformCosts:
         fused=costs.fused,
         stage_input=costs.stage_input,
     )
+
+
+def _profiled(
+    config: LaunchConfig, shape: ModelShape, stages: tuple[range, ...], assumed: Costs, dp: int
+) -> Costs:
+    from launcher.profiled import profiled_costs  # It needs what this module offers.
+
+    if not isinstance(assumed, AnalyticCosts):
+        raise PlanError(
+            f"costs=profiled: of model={config.model.name} only the ranks know the units. Try "
+            "costs=uniform."
+        )
+    ranks = config.pp * dp * config.tp
+    return profiled_costs(config, shape, stages, assumed, ranks=ranks, gpu=uses_gpu(config))
 
 
 def _analytic(config: LaunchConfig, dp: int, loads: tuple[Load, ...]) -> AnalyticCosts:

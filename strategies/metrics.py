@@ -8,8 +8,9 @@ from strategies.bounds import lower_bound
 from strategies.costs.table import Costs
 from strategies.ir.instruction import Kind
 from strategies.ir.recomputed import recomputed_pairs
-from strategies.memory import peak_activations, peak_bytes
+from strategies.memory import peak_activations
 from strategies.memory_bound import memory_bound
+from strategies.memory_model import peak_memory_bytes
 from strategies.timeline import Timeline
 
 _SAME = 1e-9
@@ -104,7 +105,7 @@ def measure(timeline: Timeline, costs: Costs, *, cap: float | None = None) -> Me
         bound_gap=makespan / bound.value - 1.0,
         gap_to_ideal=makespan / ideal - 1.0,
         peak_activations=peak_activations(program, table),
-        peak_memory_bytes=peak_bytes(program, table),
+        peak_memory_bytes=peak_memory_bytes(program, table),
         recomputed=len(recomputed_pairs(program)),
         exposed_grad_reduce=timeline.exposed_grad_reduce,
         weight_copies=program.placement.weight_copies,

@@ -13,6 +13,7 @@ from typing import Any
 from launcher.c_compiler import check_compiler
 from launcher.checkpoints import check_model, manifest_of, newest_checkpoint
 from launcher.config import LaunchConfig, dump
+from launcher.machine import rank_threads
 from launcher.processes.local import Listener, LocalRanks
 from launcher.report.atomic import write_atomically
 from launcher.report.result import write_result
@@ -191,9 +192,21 @@ def failure_recorded(result: Path, common: Mapping[str, object]) -> Iterator[Non
 
 
 def run_ranks(
-    run: Run, run_dir: Path, checkpoint: Path | None, on_event: Listener
+    run: Run,
+    run_dir: Path,
+    checkpoint: Path | None,
+    on_event: Listener,
+    *,
+    world: int | None = None,
 ) -> dict[str, Any]:
     """Starts the ranks, waits for them, and returns what rank 0 left.
+
+    Args:
+        run: What they do.
+        run_dir: Its folder.
+        checkpoint: What they continue or use.
+        on_event: Gets rank 0's progress.
+        world: Other than the run's own number; threads are those of its own ranks.
 
     Raises:
         RunError: A rank failed.
@@ -208,8 +221,10 @@ def run_ranks(
         "schedule_file": None if file is None else asdict(file),
     }
     write_atomically(run_dir / "resolved.json", json.dumps(task, indent=1))
-    world = 1 if run.config.mode in ("generate", "export") else run.world_size
-    LocalRanks(run_dir, world, on_event).run()
+    threads = None if world is None else rank_threads(run.world_size)
+    if world is None:
+        world = 1 if run.config.mode in ("generate", "export") else run.world_size
+    LocalRanks(run_dir, world, on_event, threads=threads).run()
     outcome = run_dir / "outcome.json"
     found: dict[str, Any] = json.loads(outcome.read_text())
     os.unlink(outcome)

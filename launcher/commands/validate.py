@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from launcher.commands.predicted import predict, run_mapping, write_pictures
+from launcher.commands.predicted import predict, rank_memory, run_mapping, write_pictures
 from launcher.commands.ranks import check_before_start, check_world, find_checkpoint
 from launcher.config import LaunchConfig
 from launcher.report.html import Panel
+from launcher.report.memory_bars import memory_line
 from launcher.report.result import metrics_mapping, recompute_mapping, write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve
@@ -37,9 +38,8 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
 
 def _plan(run: Run) -> str:
     """Per rank: its stages, their layers, and the memory that they take."""
-    table = run.costs.table(run.programs.train)
     placement = run.programs.train.placement
-    _, metrics = predict(run)
+    memory = rank_memory(run)
     lines = [
         f"{run.world_size} processes: pp={run.config.pp} dp={run.dp} tp={run.config.tp}, "
         f"{run.num_microbatches} microbatches of {run.config.data.microbatch_size} per step and "
@@ -55,13 +55,8 @@ def _plan(run: Run) -> str:
             f"stage {s}" + ("" if run.own_model else f": {run.layers_per_stage[s]:g} layers")
             for s in stages
         )
-        memory = metrics.peak_memory_bytes[rank]
-        if memory is not None and table.state_bytes is not None:
-            state = sum(table.state_bytes[s] for s in stages)
-            layers += (
-                f"; memory {memory / 2**30:.4g} GiB (weights, gradients, optimizer "
-                f"{state / 2**30:.4g}, activations {(memory - state) / 2**30:.4g})"
-            )
+        if memory is not None:
+            layers += f"; memory {memory_line(memory[rank])}"
         sharers = f" (each of {run.config.tp} tp ranks)" if run.config.tp > 1 else ""
         lines.append(f"rank {rank}{sharers}: {layers}")
     return "\n".join(lines)

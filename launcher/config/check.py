@@ -22,6 +22,7 @@ from launcher.workloads.transformer_share import check_transformer_tp
 from strategies.compiled_units import refuse_selective
 from strategies.errors import PlanError
 
+_PROFILED = ("costs.file", "costs.any_machine")
 _MAX_TIME = re.compile(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -138,11 +139,14 @@ def _check_unused(config: LaunchConfig) -> None:
     if config.costs.name != "uniform":
         for entry in keys_of(CostsConfig, "costs."):
             value = _get(config, entry.path)
-            if entry.path not in ("costs.name", "costs.transport") and value != entry.default:
+            if entry.path in ("costs.name", "costs.transport", *_PROFILED):
+                continue
+            if value != entry.default:
                 raise PlanError(
                     f"{entry.path}={spell(value)} belongs to costs=uniform, but "
                     f"costs={config.costs.name}. Try costs=uniform {entry.path}={spell(value)}."
                 )
+    _check_profiled(config)
     if config.optimizer.name == "sgd":
         _refuse_set(config, "optimizer.betas", "optimizer.eps", chosen="optimizer=sgd")
     else:
@@ -167,7 +171,7 @@ def _check_unused(config: LaunchConfig) -> None:
     if config.tracking.name != "wandb":
         names = ("tracking.entity", "tracking.group", "tracking.tags")
         _refuse_set(config, *names, chosen=f"tracking={config.tracking.name}")
-    if config.checkpoint != "auto" and config.mode in ("train", "simulate", "validate"):
+    if config.checkpoint != "auto" and config.mode in ("train", "simulate", "validate", "profile"):
         raise PlanError(
             f"checkpoint={shorten(config.checkpoint)} is read by mode=eval, predict, generate and "
             f"export, not by mode={config.mode}. "
@@ -176,6 +180,26 @@ def _check_unused(config: LaunchConfig) -> None:
     if config.mode != "export":
         _refuse_set(
             config, "export.path", chosen=f"mode={config.mode}", instead=" Try mode=export."
+        )
+
+
+def _check_profiled(config: LaunchConfig) -> None:
+    if config.costs.name != "profiled":
+        for path in _PROFILED:
+            if _get(config, path):
+                raise PlanError(
+                    f"{path}={spell(_get(config, path))} belongs to costs=profiled, but costs="
+                    f"{config.costs.name}. Try costs=profiled {path}={spell(_get(config, path))}."
+                )
+    elif config.mode == "profile":
+        raise PlanError("mode=profile measures costs, it reads none. Try without costs=profiled.")
+    if config.mode != "profile":
+        _refuse_set(
+            config,
+            "profile.file",
+            "profile.microbatch_sizes",
+            chosen=f"mode={config.mode}",
+            instead=" Try mode=profile.",
         )
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from launcher.config.key import key
 from launcher.config.pipeline import CostsConfig, HardwareConfig, OverlapConfig, ScheduleConfig
+from launcher.config.profile import ProfileConfig
 from launcher.config.recompute import RecomputeConfig
 from launcher.config.running import ClusterConfig, TrackingConfig, TrainerConfig
 from launcher.config.workload import (
@@ -17,7 +18,7 @@ from launcher.config.workload import (
     OptimizerConfig,
 )
 
-Mode = Literal["train", "simulate", "validate", "eval", "predict", "generate", "export"]
+Mode = Literal["train", "simulate", "validate", "profile", "eval", "predict", "generate", "export"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class LaunchConfig:
     mode: Mode = key(  # noqa: RUF009 -- only the alias hides that it is a field
         "train",
         "train; simulate: the timeline without starting anything; validate: check and print the "
-        "plan; eval, predict, generate: use a checkpoint; export: write it for transformers.",
+        "plan; profile: measure layers and links; eval, predict, generate: use a checkpoint; "
+        "export: write it for transformers.",
     )
     pp: int = key(1, "Pipeline degree: ranks one model is cut over.", low=1, high=65536, example=4)
     tp: int = key(
@@ -74,3 +76,4 @@ class LaunchConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)

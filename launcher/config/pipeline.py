@@ -69,9 +69,16 @@ class OverlapConfig:
 class CostsConfig:
     """``costs=``: how long the simulator lets instructions take."""
 
-    name: Literal["uniform", "analytic"] = key(
+    name: Literal["uniform", "analytic", "profiled"] = key(
         "analytic",
-        "uniform: the numbers below, in any unit; analytic: seconds from model and hardware.",
+        "uniform: the numbers below, in any unit; analytic: seconds from model and hardware; "
+        "profiled: seconds as mode=profile has measured them.",
+    )
+    file: str | None = key(
+        None, "profiled: the file that mode=profile wrote.", example="profile.json"
+    )
+    any_machine: bool = key(
+        False, "profiled: take a profile of another machine, to predict what happens there."
     )
     forward: float = key(1.0, "uniform: forward of one microbatch on one rank.", above=0, high=1e12)
     backward: float = key(2.0, "uniform: its whole backward.", above=0, high=1e12)
@@ -128,3 +135,9 @@ class HardwareConfig:
     )
     inter_latency_s: float = key(2.0e-4, "Its latency, in seconds.", low=0)
     gpus_per_node: int = key(64, "Ranks that share a node and its faster links.", low=1)
+    cores: int | None = key(
+        None,
+        "CPU cores that all ranks share in predictions; null = a core, or GPU, for each.",
+        low=1,
+        example=2,
+    )

@@ -48,11 +48,13 @@ class LocalRanks:
         run_dir: Has resolved.json; logs go to its logs/.
         world_size: Number of ranks.
         on_event: Gets rank 0's progress events.
+        threads: Of each rank; None for its share of the cores.
     """
 
     run_dir: Path
     world_size: int
     on_event: Listener
+    threads: int | None = None
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _buffer: bytes = b""
     _killed: set[int] = field(default_factory=set)
@@ -101,7 +103,7 @@ class LocalRanks:
 
     def _environment(self, rank: int, port: int, events: int | None) -> dict[str, str]:
         environment = dict(os.environ)
-        threads = max(1, (os.cpu_count() or 1) // self.world_size)
+        threads = self.threads or max(1, (os.cpu_count() or 1) // self.world_size)
         environment.setdefault("OMP_NUM_THREADS", str(threads))
         # Lightning's metrics import matplotlib where it is installed, which leaves a font cache.
         cache = Path(tempfile.gettempdir()) / f"foldpipe-matplotlib-{os.getuid()}"

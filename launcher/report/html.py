@@ -16,11 +16,13 @@ from pathlib import Path
 from launcher.report.atomic import write_atomically
 from launcher.report.held import held_over_time
 from launcher.report.lanes import channel_lanes, compute_lanes, uses_channel
+from launcher.report.memory_bars import memory_html
 from launcher.report.units import format_duration, format_percent
 from launcher.report.waits import Wait, waits
 from launcher.report.zeroed import zeroed
 from strategies.ir.instruction import Instruction, Kind
 from strategies.memory import peak_activations
+from strategies.memory_model import RankMemory
 from strategies.metrics import Metrics
 from strategies.timeline import Event, Timeline
 
@@ -41,11 +43,15 @@ class Panel:
         label: Its heading, ``predicted`` or ``measured`` for instance.
         timeline: What is drawn.
         metrics: Adds the bound to the figures; the rest is read off the timeline.
+        memory: Per rank, at its worst moment; adds a bar each. None or () where it is unknown.
+        memory_limit: Bytes that a rank has; None for a prediction without a machine.
     """
 
     label: str
     timeline: Timeline
     metrics: Metrics | None = None
+    memory: tuple[RankMemory, ...] | None = None
+    memory_limit: float | None = None
 
 
 def write_timeline_html(path: Path, panels: Sequence[Panel], *, title: str) -> None:
@@ -68,7 +74,8 @@ def timeline_html(panels: Sequence[Panel], *, title: str) -> str:
     sections = "".join(
         f'<section><h2>{escape(panel.label)}</h2><dl class="figures">{_figures(panel)}</dl>'
         f'<canvas class="timeline" id="panel{index}" role="img" '
-        f'aria-label="{escape(panel.label)}: timeline of every rank"></canvas></section>\n'
+        f'aria-label="{escape(panel.label)}: timeline of every rank"></canvas>'
+        f"{_memory(panel)}</section>\n"
         for index, panel in enumerate(panels)
     )
     return (
@@ -80,6 +87,10 @@ def timeline_html(panels: Sequence[Panel], *, title: str) -> str:
         f'<script type="application/json" id="data">{data}</script>\n'
         f"<script>\n{script}</script>\n</body>\n</html>\n"
     )
+
+
+def _memory(panel: Panel) -> str:
+    return memory_html(panel.memory, limit_bytes=panel.memory_limit) if panel.memory else ""
 
 
 def _figures(panel: Panel) -> str:

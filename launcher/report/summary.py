@@ -132,6 +132,17 @@ def _gib(value: object, result: Result) -> tuple[str, str]:
     return f"{largest / 2**30:.4g}", f"GiB  {remark}"
 
 
+def _memory(value: object, result: Result) -> tuple[str, str]:
+    """The fullest rank, by what it holds."""
+    assert isinstance(value, list)
+    fullest = max(value, key=lambda held: held["total"])
+    # What is less than a fiftieth of it stays in result.json.
+    names = [n for n in fullest if n != "total" and fullest[n] * 50 >= fullest["total"] > 0]
+    names.sort(key=lambda name: -fullest[name])
+    parts = (f"{name.replace('_', ' ')} {fullest[name] / 2**30:.3g}" for name in names)
+    return "", f"GiB  {', '.join(parts)}"
+
+
 def _largest(value: object) -> tuple[float, str]:
     """The largest of the ranks' figures, and where it and the smallest are."""
     if not isinstance(value, (list, tuple)):
@@ -162,6 +173,7 @@ _SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
             "recomputed": ("forwards run again", _count),
             "peak_activations": ("peak activations", _peak),
             "peak_memory_bytes": ("peak memory", _gib),
+            "memory_breakdown": ("at that peak", _memory),
             "predicted_peak_memory_bytes": ("predicted peak memory", _gib),
             "predicted_step_time_s": ("step time", _seconds),
         },

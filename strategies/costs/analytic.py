@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from strategies.costs.element_sizes import ElementSizes
 from strategies.costs.hardware import Hardware
+from strategies.costs.stage_memory import StageMemory
 from strategies.costs.table import CostTable, Transport
 from strategies.costs.uniform import count_buckets, gathered_stages
 from strategies.errors import CostError
@@ -156,6 +157,33 @@ class AnalyticCosts:
                 self._state_bytes(program, stage, sharded=stage in gathered)
                 for stage in range(len(self.stages))
             ),
+            memory=self.memory(program),
+        )
+
+    def memory(self, program: Program) -> StageMemory:
+        """What stages hold; temporaries are a stage's result and the gradients at its ends."""
+        sizes, count = self._sizes, len(self.stages)
+        gathered = gathered_stages(program)
+        weights = [load.parameters for load in self.stages]
+        states = [self._state_bytes(program, s, sharded=s in gathered) for s in range(count)]
+        saved = tuple(load.saved_elements * sizes.activation for load in self.stages)
+        cut = self.tp if self.sequence_parallel else 1
+        made = [load.output_elements * sizes.activation // cut for load in self.stages]
+        ends = [made[s] + (made[s - 1] if s else 0) for s in range(count)]
+        shares = zip(self._stage_inputs(program), saved, strict=True)
+        return StageMemory(
+            parameters=tuple(n * sizes.weight for n in weights),
+            gradients=tuple(n * sizes.gradient for n in weights),
+            optimizer=tuple(
+                state - n * (sizes.weight + sizes.gradient)
+                for state, n in zip(states, weights, strict=True)
+            ),
+            activations=saved,
+            waiting=saved,
+            inputs=tuple(int(share * size) for share, size in shares),
+            outputs=(*made[:-1], 0),
+            forward_temporaries=tuple(made),
+            backward_temporaries=tuple(ends),
         )
 
     def _stage_inputs(self, program: Program) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from strategies.costs.stage_memory import StageMemory
 from strategies.ir.instruction import Instruction, Kind
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class CostTable:
         stage_input: Per stage, the share of its full activation that a checkpointed forward keeps;
             () for nothing.
         gather: Per stage, the all-gather of its updated weights; () if they are not sharded.
+        memory: What stages hold, by what it is for; None if unknown.
         one_link: Messages and reductions share one interface per rank; only for ``buffered``.
     """
 
@@ -56,6 +58,7 @@ class CostTable:
     fused: float = 1.0
     gather: tuple[float, ...] = ()
     stage_input: tuple[float, ...] = ()
+    memory: StageMemory | None = None
     one_link: bool = False
 
     def on_channel(self, stage: int, bucket: int) -> float:

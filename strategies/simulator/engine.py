@@ -11,7 +11,8 @@ the rank has ended this one), and the stage's first forward waits for it. With
 and reductions share an interface (``one_link``), see the file of that name.
 
 The order of instructions comes from the program alone; the engine only adds times, so it is
-deterministic and needs no event queue: the program's own linear extension is walked once.
+deterministic and needs no event queue: the program's own linear extension is walked once. Only
+where ranks share cores, what is next depends on what runs: see ``shared_cores``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from strategies.errors import ProgramError
 from strategies.ir.program import Program
 from strategies.ir.walk import Channel, Compute
 from strategies.simulator.one_link import OneLink
+from strategies.simulator.shared_cores import run_shared
 from strategies.timeline import Timeline
 
 
@@ -37,23 +39,34 @@ class Clocks:
     links: tuple[float, ...]  # source rank * P + target rank
 
 
-def simulate(program: Program, costs: Costs) -> Timeline:
+def simulate(program: Program, costs: Costs, *, cores: float | None = None) -> Timeline:
     """One step of the program, all ranks starting at 0.
+
+    Args:
+        program: Lowered.
+        costs: What its instructions take.
+        cores: How many cores its ranks share; None for one each.
 
     Raises:
         ProgramError: The program has no messages yet; ``compile_program`` makes ones that have.
         CostError: The costs do not fit the program.
     """
-    return unroll(program, costs, steps=1)[0]
+    return unroll(program, costs, steps=1, cores=cores)[0]
 
 
-def unroll(program: Program, costs: Costs, *, steps: int) -> tuple[Timeline, ...]:
+def unroll(
+    program: Program, costs: Costs, *, steps: int, cores: float | None = None
+) -> tuple[Timeline, ...]:
     """``steps`` iterations without a barrier: a rank begins the next step when its own is done."""
     if not program.lowered:
         raise ProgramError(
             "simulate() needs a lowered program, with messages. compile_program() returns one."
         )
     table = costs.table(program)
+    if cores is not None and cores < len(program.ranks):
+        durations = _flat_durations(program, table)
+        spans = run_shared(program, table, durations, cores=cores, steps=steps)
+        return tuple(_timeline(program, table, start, end) for start, end in spans)
     clocks = _at_zero(program)
     timelines = []
     for _ in range(steps):

@@ -1,0 +1,161 @@
+"""``costs=profiled``: the profile in ``costs.file``, if it is of this machine and of this model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from launcher.config import LaunchConfig
+from launcher.machine import this_machine
+from launcher.workloads.hf.shape import HfShape
+from launcher.workloads.specs import ModelShape, described, model_units
+from strategies.costs.analytic import AnalyticCosts
+from strategies.costs.profile import Machine, Profile, parse_profile, unit_classes
+from strategies.costs.profiled import ProfiledCosts, stage_classes
+from strategies.errors import CostError
+
+# A profile is one of layers, so it serves any number of them.
+_LAYER_COUNTS = ("layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+
+def profiled_costs(
+    config: LaunchConfig,
+    shape: ModelShape,
+    stages: tuple[range, ...],
+    assumed: AnalyticCosts,
+    *,
+    ranks: int,
+    gpu: bool,
+) -> ProfiledCosts:
+    """The costs of a run from its profile.
+
+    Args:
+        config: Its ``costs.file`` is given.
+        shape: The run's model.
+        stages: Its cut.
+        assumed: For what the profile does not know.
+        ranks: Processes on this machine.
+        gpu: Whether they run on GPUs.
+
+    Raises:
+        CostError: There is no such file, or it is a profile of something else.
+    """
+    profile = read_profile(config)
+    wanted = words(config)
+    if not config.costs.any_machine:
+        _check_machine(config, profile, this_machine(ranks=ranks, gpu=gpu), wanted)
+    _check_model(config, profile, model_facts(config, shape), wanted)
+    costs = ProfiledCosts(
+        profile,
+        stage_classes(profile, classes_of(shape), stages),
+        config.data.microbatch_size,
+        assumed,
+    )
+    profile.at(config.data.microbatch_size)  # Raises now, not when a table is asked for.
+    return costs
+
+
+def read_profile(config: LaunchConfig) -> Profile:
+    """The profile in ``costs.file``.
+
+    Raises:
+        CostError: There is none.
+    """
+    given = config.costs.file
+    if given is None:
+        raise CostError(
+            "costs=profiled needs costs.file, a profile of this machine and model. Try "
+            f"{words(config)}, then costs.file=profile.json."
+        )
+    path = Path(given).expanduser().absolute()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise CostError(
+            f"costs.file={given} cannot be read ({reason}). Try {words(config)}, which writes one."
+        ) from error
+    return parse_profile(text, label=given)
+
+
+def classes_of(shape: ModelShape) -> tuple[str, ...]:
+    """The class of each unit of a model."""
+    return unit_classes(
+        (unit.name, (unit.parameters, unit.forward_flops)) for unit in model_units(shape)
+    )
+
+
+def model_facts(config: LaunchConfig, shape: ModelShape) -> tuple[tuple[str, str], ...]:
+    """Names and values of all that decides what a unit takes; not how many layers there are."""
+    facts: dict[str, object] = dict(described(shape))
+    if isinstance(shape, HfShape):
+        facts = dict(facts["hf"]) | {"sequence": shape.sequence}  # type: ignore[call-overload]
+    facts = {name: value for name, value in facts.items() if name not in _LAYER_COUNTS}
+    facts |= {
+        "precision": config.trainer.precision,
+        "optimizer": config.optimizer.name,
+        "compile": config.compile,
+        "tp": config.tp,
+        "sequence_parallel": config.sequence_parallel,
+        "selective": list(config.recompute.layers)
+        if config.recompute.name == "selective"
+        else None,
+    }
+    return tuple(sorted((name, _spelt(value)) for name, value in facts.items()))
+
+
+def fingerprint(facts: Mapping[str, Any]) -> str:
+    """Eight letters that differ where anything does."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def words(config: LaunchConfig) -> str:
+    """The command that makes the profile a configuration needs."""
+    degrees = f"pp={config.pp} dp={config.dp}" + (f" tp={config.tp}" if config.tp > 1 else "")
+    return (
+        f"mode=profile {degrees} profile.file=profile.json with the same model=, optimizer= and "
+        "trainer.precision="
+    )
+
+
+def _check_machine(config: LaunchConfig, profile: Profile, here: Machine, wanted: str) -> None:
+    found, own = asdict(profile.machine), asdict(here)
+    if here.accelerator is not None:
+        del found["threads"], own["threads"]  # Threads of the host decide little there.
+    if found == own:
+        return
+    threads = {**found, "threads": None} == {**own, "threads": None}
+    fix = f"Try {wanted}, or costs.any_machine=true to predict for the profile's machine."
+    if threads:
+        fix = f"Try OMP_NUM_THREADS={profile.machine.threads} in front of the command, or {wanted}."
+    raise CostError(
+        f"costs.file={config.costs.file} is a profile of another machine: {fingerprint(found)} "
+        f"({_listed(found)}), but this one is {fingerprint(own)} ({_listed(own)}). {fix}"
+    )
+
+
+def _check_model(
+    config: LaunchConfig, profile: Profile, own: tuple[tuple[str, str], ...], wanted: str
+) -> None:
+    if profile.model == own:
+        return
+    theirs, ours = dict(profile.model), dict(own)
+    differ = [n for n in sorted({*theirs, *ours}) if theirs.get(n) != ours.get(n)]
+    raise CostError(
+        f"costs.file={config.costs.file} is a profile of another model: {fingerprint(theirs)} "
+        f"({_listed({n: theirs.get(n, 'nothing') for n in differ})}), but this one is "
+        f"{fingerprint(ours)} ({_listed({n: ours.get(n, 'nothing') for n in differ})}). "
+        f"Try {wanted}."
+    )
+
+
+def _listed(facts: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in facts.items())
+
+
+def _spelt(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)

@@ -1,0 +1,158 @@
+"""The real part of ``prediction``: a small transformer on 2 ranks, costs from ``mode=profile``."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from launcher.config import LaunchConfig, dump, from_dict
+from launcher.config.launch import CostsConfig, ScheduleConfig
+from launcher.config.recompute import RecomputeConfig
+from launcher.config.workload import DataConfig, ModelConfig, OptimizerConfig
+from launcher.resolve import Run, optimizer_options, resolve
+from launcher.workloads.language_model import LanguageModel
+from launcher.workloads.optimizer import build_optimizer
+from strategies.memory_model import peak_saved
+from strategies.runtime.engine import Engine, Options
+from strategies.runtime.mesh import Coordinates
+from strategies.runtime.unit_model import UnitModel
+from strategies.simulator.engine import simulate
+from tests.distributed.pool import Ranks
+
+RANKS = 2
+SIZES = (1, 2, 4)
+SHAPE = {
+    "layers": 8, "hidden": 192, "heads": 4, "kv_heads": 4, "ffn": 512, "vocab": 256,
+    "sequence": 128,
+}  # fmt: skip
+_WARM_UPS = 3
+
+
+def cases(*, quick: bool) -> Iterator[tuple[str, str, int, int]]:
+    """(schedule, recompute, microbatches, microbatch size)."""
+    if quick:
+        yield from (("1f1b", "none", 4, 1), ("1f1b", "full", 4, 2), ("zb_v", "none", 4, 1))
+        return
+    for size in SIZES:
+        for count in (4, 8):
+            for schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
+                for recompute in ("none", "full", "mario"):
+                    yield schedule, recompute, count, size
+            for schedule in ("foldx_fifo", "zb_h1", "zb_v"):
+                yield schedule, "none", count, size
+
+
+def measure(
+    *, steps: int, quick: bool
+) -> Iterator[tuple[str, float, float, tuple[int, ...], tuple[int, ...]]]:
+    """(name, predicted, measured step time, predicted, measured bytes per rank) of all cases."""
+    with tempfile.TemporaryDirectory() as folder:
+        profile = Path(folder) / "profile.json"
+        subprocess.run(profile_command(profile), check=True, cwd=folder, stdout=sys.stderr)
+        ranks = Ranks(RANKS)
+        for schedule, recompute, count, size in cases(quick=quick):
+            config = configuration(schedule, recompute, count, size, profile)
+            run = resolve(config)
+            program = run.programs.train
+            memory = run.costs.table(program).memory
+            assert memory is not None
+            found = ranks.run(run_steps, config=json.dumps(dump(config)), steps=steps)
+            # Nobody waits at the flush: what counts is the time from step to step.
+            between = [[after - before for before, after in pairwise(ends)] for ends, _ in found]
+            yield (
+                f"{schedule}, {recompute}, {count} x {size}",
+                simulate(program, run.costs).period,
+                max(statistics.median(times) for times in between),
+                peak_saved(program, memory),
+                tuple(peak for _, peak in found),
+            )
+        ranks.close()
+
+
+def profile_command(target: Path) -> list[str]:
+    """Measures the model's layers as a user does."""
+    return [
+        sys.executable, "-m", "launcher", "mode=profile", f"pp={RANKS}",
+        *(f"model.{name}={value}" for name, value in SHAPE.items()),
+        f"profile.microbatch_sizes={list(SIZES)}".replace(" ", ""), "profile.iterations=20",
+        f"profile.file={target}", f"hydra.run.dir={target.parent / 'run'}",
+    ]  # fmt: skip
+
+
+def configuration(
+    schedule: str, recompute: str, count: int, size: int, profile: Path
+) -> LaunchConfig:
+    """What a user types for one case."""
+    virtual = schedule in ("interleaved_1f1b", "foldx_fifo")
+    return LaunchConfig(
+        mode="validate",
+        pp=RANKS,
+        num_microbatches=count,
+        schedule=ScheduleConfig(name=schedule, stages_per_rank=2 if virtual else None),
+        recompute=RecomputeConfig(name=recompute),  # type: ignore[arg-type]
+        costs=CostsConfig(name="profiled", file=str(profile)),
+        model=ModelConfig(**SHAPE),  # type: ignore[arg-type]
+        data=DataConfig(microbatch_size=size),
+        # As conf/optimizer/adamw.yaml has it, which the profile was made with.
+        optimizer=OptimizerConfig(name="adamw", betas=(0.9, 0.95), eps=1e-8),
+    )
+
+
+def run_steps(*, config: str, steps: int) -> tuple[list[float], int]:
+    """(end of each step on this rank, most bytes saved for backwards) of one case."""
+    run = resolve(from_dict(json.loads(config)))
+    engine = _engine(run)
+    optimizer = build_optimizer(engine.updated_parameters(), optimizer_options(run.config))
+    batch = _batch(run)
+    ends = []
+    dist.barrier()
+    for step in range(_WARM_UPS + steps):
+        _step(engine, optimizer, batch, step)
+        ends.append(time.perf_counter())
+    activations = engine.measure_activations()
+    _step(engine, optimizer, batch, 0)
+    peak = activations.peak
+    dist.barrier()
+    engine.close()
+    return ends[_WARM_UPS:], peak
+
+
+def _engine(run: Run) -> Engine:
+    with torch.device("meta"):
+        module = LanguageModel(run.shape, seed=run.config.seed)  # type: ignore[arg-type]
+    engine = Engine(
+        model=UnitModel(module),
+        plan=run.plan,
+        buckets_open=False,
+        options=Options(units_per_stage=tuple(map(len, run.stages)), check_batches=False),
+        coordinates=Coordinates(RANKS, 1, dist.get_rank(), 0),
+        device=torch.device("cpu"),
+    )
+    engine.build_gradients()
+    return engine
+
+
+def _batch(run: Run) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    rows = (run.batch_size, run.shape.sequence + 1)
+    tokens = torch.randint(run.shape.vocab, rows, generator=generator)
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def _step(engine: Engine, optimizer: Any, batch: dict[str, torch.Tensor], step: int) -> None:
+    engine.train_pass(batch, batch_idx=step, step=step, accumulation=1, update=True)
+    engine.restore_gradients()
+    engine.flush()
+    optimizer.step()
+    engine.stepped()
