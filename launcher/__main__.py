@@ -10,10 +10,12 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from launcher.compose.execute import make_run_folder, run_one, run_sweep
+from launcher.compose.explain_word import quote_explain
 from launcher.compose.flags import Flags, parse_flags
 from launcher.compose.groups import Groups, find_groups
 from launcher.compose.help import help_text
@@ -31,6 +33,7 @@ from strategies.errors import PipelineError
 COMMANDS: dict[Mode, str] = {
     "train": "launcher.commands.train",
     "simulate": "launcher.commands.simulate",
+    "plan": "launcher.commands.plan",
     "validate": "launcher.commands.validate",
     "profile": "launcher.commands.profile",
     "eval": "launcher.commands.evaluate",
@@ -52,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Run folders hold configurations and checkpoints: readable for their owner only.
     umask = os.umask(0o077)
     try:
-        return _main(parse_flags(sys.argv[1:] if arguments is None else arguments))
+        flags = parse_flags(sys.argv[1:] if arguments is None else arguments)
+        return _main(replace(flags, overrides=quote_explain(flags.overrides)))
     except PipelineError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

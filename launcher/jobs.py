@@ -99,7 +99,7 @@ def _strategy(run: Run) -> PipelineStrategy:
         costs=plan.costs,
         file=plan.file,
         memory_bytes=plan.memory_bytes,
-        units_per_stage=config.schedule.layers_per_stage if run.own_model else cut,
+        units_per_stage=_by_hand(config) if run.own_model else cut,
         overlap=plan.overlap,
         buckets=None if run.own_model else buckets,
         bucket_mb=config.overlap.bucket_mb,
@@ -114,6 +114,11 @@ def _strategy(run: Run) -> PipelineStrategy:
             "experiment_name": config.experiment_name,
         },
     )
+
+
+def _by_hand(config: LaunchConfig) -> tuple[int, ...] | None:
+    """The cut of a model that only the ranks know."""
+    return config.schedule.units_per_stage or config.schedule.layers_per_stage
 
 
 def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object) -> pl.Trainer:

@@ -19,7 +19,8 @@ from launcher.config.shape import transformer_shape
 from launcher.installed import installed_names
 from launcher.workloads.data.source import SourceKind, TextSource
 from launcher.workloads.hf.shape import HfShape, read_shape
-from launcher.workloads.model_share import check_tp, model_shares, vocabulary_note
+from launcher.workloads.loads import unit_loads
+from launcher.workloads.model_share import check_tp, vocabulary_note
 from launcher.workloads.optimizer_options import OptimizerOptions
 from launcher.workloads.selective import selective_shares
 from launcher.workloads.specs import ModelShape, model_costs, units_per_layer
@@ -44,7 +45,7 @@ ELEMENT_BYTES = {
     # Summed and updated in 32 bits.
     "bf16-true": ElementSizes(weight=2, activation=2, main=4),
 }
-_MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1}
+MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +283,8 @@ def _stages(config: LaunchConfig, shape: ModelShape, placement: Placement) -> tu
     num_stages = placement.num_stages
     counts = config.schedule.layers_per_stage
     costs = model_costs(shape)
+    if config.schedule.units_per_stage is not None:
+        return by_counts(config.schedule.units_per_stage, len(costs), num_stages)
     if counts is None:
         return balance(costs, num_stages)
     if sum(counts) != shape.layers:
@@ -300,29 +303,18 @@ def _stages(config: LaunchConfig, shape: ModelShape, placement: Placement) -> tu
 
 
 def _loads(config: LaunchConfig, shape: ModelShape, stages: tuple[range, ...]) -> tuple[Load, ...]:
-    size = config.data.microbatch_size
-    stream = shape.sequence * shape.hidden * size
-    units = [
-        Load(
-            unit.forward_flops * size,
-            unit.parameters,
-            unit.output_elements * size,
-            unit.saved_elements * size,
-            (stream,) * unit.forward_sums,
-            (stream,) * unit.backward_sums,
-        )
-        for unit in model_shares(shape, config.tp, sequence_parallel=config.sequence_parallel)
-    ]
+    size, cut = config.data.microbatch_size, config.sequence_parallel
+    units = unit_loads(shape, config.tp, size, sequence_parallel=cut)
     if config.recompute.name == "selective":
         kept = selective_shares(shape, config.tp, sequence_parallel=config.sequence_parallel)
-        units = [
+        units = tuple(
             replace(
                 unit,
                 saved_elements=share.saved_elements * size,
                 again_flops=share.again_flops * size,
             )
             for unit, share in zip(units, kept, strict=True)
-        ]
+        )
     return tuple(sum_loads([units[index] for index in stage]) for stage in stages)
 
 
@@ -386,7 +378,7 @@ def _analytic(config: LaunchConfig, dp: int, loads: tuple[Load, ...]) -> Analyti
         hardware(config),
         dp=dp,
         sizes=element_sizes(config),
-        optimizer_elements=_MOMENTS[config.optimizer.name],
+        optimizer_elements=MOMENTS[config.optimizer.name],
         transport=config.costs.transport,
         tp=config.tp,
         sequence_parallel=config.sequence_parallel,

@@ -64,7 +64,7 @@ def compile_plan(plan: Plan) -> Programs:
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule (a user's own, say) made a program that cannot run.
     """
-    with _no_collection():
+    with no_collection():
         choice = None
         if schedule_of(plan).chooses_group and plan.group is None:
             choice = _choose_group(plan)
@@ -83,7 +83,7 @@ def compile_short(plan: Plan, num_microbatches: int) -> Programs:
     choice = compile_plan(plan).choice
     if choice is not None:
         plan = replace(plan, group=choice.group)
-    with _no_collection():
+    with no_collection():
         compute = compile_compute(plan)
         return _programs(verify(first_microbatches(compute, num_microbatches)), plan)
 
@@ -95,16 +95,8 @@ def compile_compute(plan: Plan) -> Program:
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule made a program that cannot run.
     """
+    compute, durations = _ordered(plan)
     schedule = schedule_of(plan)
-    shape = resolve_shape(plan)
-    placement = schedule.place(shape)
-    assert all(a + 1 < b < placement.num_stages for a, b in plan.skips)
-    links = chain(placement.num_stages) + tuple(Boundary(*ends) for ends in plan.skips)
-    draft = _program(schedule, placement, shape, links, ranks=((),) * placement.num_ranks)
-    durations = None if plan.costs is None else _durations(plan.costs.table(draft))
-    if schedule.cost_aware:
-        shape = replace(shape, durations=durations)
-    compute = _program(schedule, placement, shape, links, ranks=schedule.order(shape))
     _check_compute_only(compute)
     verify(compute)
     if plan.split_backward:
@@ -113,7 +105,7 @@ def compile_compute(plan: Plan) -> Program:
                 f"schedule.split_backward=true: {schedule.name} splits its backwards by itself. "
                 "Remove schedule.split_backward."
             )
-        compute = verify(split_backward(compute, durations or _equal(placement)))
+        compute = verify(split_backward(compute, durations or _equal(compute.placement)))
     if plan.recompute.rewrites:
         compute = add_recompute(
             _paired(compute, plan),
@@ -124,6 +116,21 @@ def compile_compute(plan: Plan) -> Program:
             synchronous=schedule.synchronous,
         )
     return compute
+
+
+def order_compute(plan: Plan) -> Program:
+    """The schedule's bare order without a check, for searches that look at hundreds of them.
+
+    What is chosen is compiled and verified like any plan. Neither ``split_backward`` nor
+    ``recompute`` of the plan are applied; fused pairs are taken apart unless they gain.
+
+    Raises:
+        PlanError: The plan breaks a rule of its schedule.
+    """
+    with no_collection():
+        compute, _ = _ordered(plan)
+        pairs = any(item.halves for row in compute.ranks for item in row)
+        return separate_pairs(compute) if pairs and not _pairs_gain(plan, compute) else compute
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -191,7 +198,7 @@ def compile_program(
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Programs are many tuples without a cycle: the collector would walk them for nothing."""
     enabled = gc.isenabled()
     gc.disable()
@@ -200,6 +207,21 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _ordered(plan: Plan) -> tuple[Program, Durations | None]:
+    """The schedule's order, and the durations that it was made for."""
+    schedule = schedule_of(plan)
+    shape = resolve_shape(plan)
+    placement = schedule.place(shape)
+    assert all(a + 1 < b < placement.num_stages for a, b in plan.skips)
+    links = chain(placement.num_stages) + tuple(Boundary(*ends) for ends in plan.skips)
+    draft = _program(schedule, placement, shape, links, ranks=((),) * placement.num_ranks)
+    durations = None if plan.costs is None else _durations(plan.costs.table(draft))
+    if schedule.cost_aware:
+        shape = replace(shape, durations=durations)
+    compute = _program(schedule, placement, shape, links, ranks=schedule.order(shape))
+    return compute, durations
 
 
 def _train(compute: Program, plan: Plan) -> Program:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from launcher.commands.predicted import predict, run_mapping, write_pictures
 from launcher.config import LaunchConfig
+from launcher.planning.planned import planned
 from launcher.report.ascii import draw
 from launcher.report.html import Panel
 from launcher.report.result import metrics_mapping, recompute_mapping, write_result
@@ -16,7 +17,7 @@ from launcher.terminal import say, terminal_width
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
     """Simulates one training step."""
-    resolved = resolve(config)
+    resolved = resolve(planned(config, run_dir))
     timeline, metrics = predict(resolved)
     panel = Panel("predicted", timeline, metrics)
     write_pictures(run_dir, [panel], resolved)

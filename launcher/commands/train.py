@@ -17,6 +17,7 @@ from launcher.commands.ranks import (
 )
 from launcher.config import LaunchConfig
 from launcher.model_flops import step_flops
+from launcher.planning.planned import planned
 from launcher.progress import ProgressView
 from launcher.report.html import Panel
 from launcher.report.result import metrics_mapping, recompute_mapping, write_result
@@ -31,6 +32,7 @@ from strategies.timeline import Timeline
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
     """Trains; files are in ``run_dir`` whatever happens."""
+    config = planned(config, run_dir)
     check_world(config)
     resolved = resolve(config)
     checkpoint = find_checkpoint(resolved, config.trainer.resume, run_dir, optional=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from launcher.commands.predicted import predict, rank_memory, run_mapping, write_pictures
 from launcher.commands.ranks import check_before_start, check_world, find_checkpoint
 from launcher.config import LaunchConfig
+from launcher.planning.planned import planned
 from launcher.report.html import Panel
 from launcher.report.memory_bars import memory_line
 from launcher.report.result import metrics_mapping, recompute_mapping, write_result
@@ -18,6 +19,7 @@ from launcher.terminal import say
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
     """Composes, resolves, verifies, estimates; prints what would run."""
+    config = planned(config, run_dir)
     check_world(config)
     resolved = resolve(config)
     checkpoint = find_checkpoint(resolved, config.trainer.resume, run_dir, optional=True)

@@ -9,6 +9,7 @@ from launcher.config.check import check
 from launcher.config.decode import dump, from_dict
 from launcher.config.launch import LaunchConfig, Mode
 from launcher.config.pipeline import CostsConfig, HardwareConfig, OverlapConfig, ScheduleConfig
+from launcher.config.planner import PlannerConfig
 from launcher.config.recompute import RecomputeConfig
 from launcher.config.running import ClusterConfig, TrackingConfig, TrainerConfig
 from launcher.config.workload import (
@@ -31,6 +32,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "OverlapConfig",
+    "PlannerConfig",
     "RecomputeConfig",
     "ScheduleConfig",
     "TrackingConfig",

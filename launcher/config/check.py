@@ -13,6 +13,7 @@ from launcher.config.key import Key, describe, keys_of, shorten, spell
 from launcher.config.launch import LaunchConfig
 from launcher.config.model_kind import check_model_keys
 from launcher.config.pipeline import CostsConfig
+from launcher.config.planning import check_planner, check_units_per_stage, leaves_open
 from launcher.config.recompute import recompute_policy
 from launcher.config.shape import transformer_shape
 from launcher.config.suggest import did_you_mean, nearest
@@ -36,7 +37,9 @@ def check(config: LaunchConfig) -> None:
     for entry in keys_of(LaunchConfig):
         _check_range(entry, _get(config, entry.path))
     _check_names(config)
-    _check_schedule(config)
+    check_planner(config)
+    if not leaves_open(config):
+        _check_schedule(config)
     _check_recompute(config)
     shape = transformer_shape(config.model, vocab=256)  # Its checks raise; the data decide later.
     _check_sharing(config, shape)
@@ -72,7 +75,7 @@ def _check_names(config: LaunchConfig) -> None:
 
 
 def _check_sharing(config: LaunchConfig, shape: TransformerShape) -> None:
-    if config.sequence_parallel and config.tp == 1:
+    if config.sequence_parallel and config.tp == 1 and not leaves_open(config):
         raise PlanError(
             "sequence_parallel=true cuts activations between the ranks of tp, and tp=1. "
             "Try tp=2, or sequence_parallel=false."
@@ -113,6 +116,7 @@ def _check_schedule(config: LaunchConfig) -> None:
             "schedule.split_backward."
         )
     counts = schedule.layers_per_stage
+    check_units_per_stage(config)
     stages = found.place(shape).num_stages
     if counts is not None and len(counts) != stages:
         raise PlanError(

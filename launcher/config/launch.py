@@ -7,6 +7,7 @@ from typing import Literal
 
 from launcher.config.key import key
 from launcher.config.pipeline import CostsConfig, HardwareConfig, OverlapConfig, ScheduleConfig
+from launcher.config.planner import PlannerConfig
 from launcher.config.profile import ProfileConfig
 from launcher.config.recompute import RecomputeConfig
 from launcher.config.running import ClusterConfig, TrackingConfig, TrainerConfig
@@ -18,7 +19,9 @@ from launcher.config.workload import (
     OptimizerConfig,
 )
 
-Mode = Literal["train", "simulate", "validate", "profile", "eval", "predict", "generate", "export"]
+Mode = Literal[
+    "train", "simulate", "plan", "validate", "profile", "eval", "predict", "generate", "export"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +30,9 @@ class LaunchConfig:
 
     mode: Mode = key(  # noqa: RUF009 -- only the alias hides that it is a field
         "train",
-        "train; simulate: the timeline without starting anything; validate: check and print the "
-        "plan; profile: measure layers and links; eval, predict, generate: use a checkpoint; "
-        "export: write it for transformers.",
+        "train; simulate: the timeline without starting anything; plan: the best degrees, cut and "
+        "schedule; validate: check and print what would run; profile: measure layers and links; "
+        "eval, predict, generate: use a checkpoint; export: write it for transformers.",
     )
     pp: int = key(1, "Pipeline degree: ranks one model is cut over.", low=1, high=65536, example=4)
     tp: int = key(
@@ -48,6 +51,11 @@ class LaunchConfig:
         high=1_000_000,
         example=8,
     )
+    plan: Literal["manual", "auto"] = key(
+        "manual",
+        "auto: mode=train, simulate and validate take what mode=plan lists first; keys that are "
+        "set stay as they are.",
+    )
     seed: int = key(0, "Seed of weights, data order and dropout.", low=0, high=2**32 - 1)
     compile: bool = key(
         False,
@@ -63,6 +71,7 @@ class LaunchConfig:
         "eval, predict, generate, export: a checkpoint's path; auto = newest of this "
         "experiment_name.",
     )
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)

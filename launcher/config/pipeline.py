@@ -35,6 +35,13 @@ class ScheduleConfig:
         low=0,
         example=[1, 1, 1, 1],
     )
+    units_per_stage: tuple[int, ...] | None = key(
+        None,
+        "Units of each stage, by hand: the embedding, attention and MLP of each layer (with "
+        "model=hf whole layers), the head; null = as layers_per_stage.",
+        low=0,
+        example=[4, 3, 3, 4],
+    )
     file: str | None = key(
         None,
         "custom: the order as CSV, a line per rank, as in any run's schedule.csv.",

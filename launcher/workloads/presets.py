@@ -51,9 +51,12 @@ PRESETS: MappingProxyType[str, TransformerShape] = MappingProxyType(
         "gpt2_124m": _gpt(layers=12, hidden=768, heads=12, sequence=1024),
         # The papers that use "GPT3-1.6B" give no shape; this one keeps heads of 96 and tp=2,4,8.
         "gpt3_1_6b": _gpt(layers=24, hidden=2304, heads=24, sequence=2048),
+        "gpt3_6_7b": _gpt(layers=32, hidden=4096, heads=32, sequence=2048),
         "gpt3_13b": _gpt(layers=40, hidden=5120, heads=40, sequence=2048),
+        "gpt3_175b": _gpt(layers=96, hidden=12288, heads=96, sequence=2048),
         # LLaMA 2 has no 3B; this is OpenLLaMA 3B's shape.
         "llama2_3b": _llama(layers=26, hidden=3200, heads=32, ffn=8640, sequence=4096),
+        "llama2_7b": _llama(layers=32, hidden=4096, heads=32, ffn=11008, sequence=4096),
         "llama2_13b": _llama(layers=40, hidden=5120, heads=40, ffn=13824, sequence=4096),
         # The example command line in the description of Fold3D and FoldX.
         "fold_example": _llama(layers=30, hidden=6656, heads=52, ffn=17920, sequence=2048),

@@ -11,7 +11,9 @@ the weights' gradients. A boundary tensor travels as one slice per such rank and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from strategies.costs.element_sizes import ElementSizes
 from strategies.costs.hardware import Hardware
@@ -105,6 +107,18 @@ class AnalyticCosts:
                 f"costs of {len(self.stages)} stages for a program of "
                 f"{program.placement.num_stages}."
             )
+        return self.table_for(program, count_buckets(program), gathered_stages(program))
+
+    def table_for(
+        self, program: Program, buckets: Sequence[int], gathered: frozenset[int]
+    ) -> CostTable:
+        """The table of a program that has no reductions yet: a search does not make them.
+
+        Args:
+            program: Its placement and boundaries count.
+            buckets: That it will have, per stage.
+            gathered: Stages whose weights will be gathered.
+        """
         computed = tuple(self._forward(load) for load in self.stages)
         sums = [self._sums(load.forward_sums) for load in self.stages]
         back = [self._sums(load.backward_sums) for load in self.stages]
@@ -112,7 +126,6 @@ class AnalyticCosts:
         again = [self._computing(load.again_flops) for load in self.stages]
         links = [self._link(program, b.source, b.target) for b in program.boundaries]
         sent = [self.stages[b.source].output_elements for b in program.boundaries]
-        gathered = gathered_stages(program)
         return CostTable(
             name="analytic",
             time_unit="s",
@@ -133,7 +146,7 @@ class AnalyticCosts:
                     * (1 if stage in gathered else 2),
                 )
                 * count
-                for stage, count in enumerate(count_buckets(program))
+                for stage, count in enumerate(buckets)
             ),
             gather=tuple(
                 self._once_round(program, stage, 1, self._sizes.weight) if stage in gathered else 0
@@ -199,14 +212,14 @@ class AnalyticCosts:
 
     def _state_bytes(self, program: Program, stage: int, *, sharded: bool) -> int:
         """Weights, gradients and optimizer state, which alone is spread over the replicas."""
-        shares = len(self._members(program, stage)) if sharded else 1
+        shares = len(program.placement.owners(stage)) * self.dp if sharded else 1
         sizes, count = self._sizes, self.stages[stage].parameters
         spread = count * (sizes.main + sizes.moment * self.optimizer_elements)
         return count * (sizes.weight + sizes.gradient) + -(-spread // shares)
 
     def _step(self, program: Program, stage: int, *, sharded: bool) -> float:
         """The optimizer reads gradient, weight and two moments and writes all but the first."""
-        shares = len(self._members(program, stage)) if sharded else 1
+        shares = len(program.placement.owners(stage)) * self.dp if sharded else 1
         sizes = self._sizes
         touched = sizes.gradient + 2 * (sizes.main or sizes.weight) + 4 * sizes.moment
         touched += sizes.weight if sizes.main else 0
@@ -250,19 +263,21 @@ class AnalyticCosts:
 
     def _once_round(self, program: Program, stage: int, parts: int, size: int) -> float:
         """A ring's reduce-scatter, or all-gather, of 1/parts of a stage's elements of a size."""
-        members = self._members(program, stage)
-        ring = len(members)
+        owners = program.placement.owners(stage)
+        ring = len(owners) * self.dp
         if not parts or ring < 2:
             return 0.0
-        pairs = zip(members, members[1:] + members[:1], strict=True)
-        links = [self.hardware.link(first, second) for first, second in pairs]
-        bandwidth = min(link[0] for link in links)
-        latency = max(link[1] for link in links)
+        bandwidth, latency = _slowest_link(self.hardware, owners, self.dp, self.tp)
         share = self.stages[stage].parameters * size / parts
         return (ring - 1) / ring * share / bandwidth + (ring - 1) * latency
 
-    def _members(self, program: Program, stage: int) -> list[int]:
-        owners = program.placement.owners(stage)
-        return [
-            (owner * self.dp + replica) * self.tp for owner in owners for replica in range(self.dp)
-        ]
+
+@lru_cache(maxsize=4096)
+def _slowest_link(
+    hardware: Hardware, owners: tuple[int, ...], dp: int, tp: int
+) -> tuple[float, float]:
+    """(bandwidth, latency) that a ring over all replicas of a stage's owners is held to."""
+    members = [(owner * dp + replica) * tp for owner in owners for replica in range(dp)]
+    pairs = zip(members, members[1:] + members[:1], strict=True)
+    links = {hardware.link(first, second) for first, second in pairs}
+    return min(link[0] for link in links), max(link[1] for link in links)

@@ -82,7 +82,7 @@ def _too_small(program: Program, room: tuple[int, ...]) -> PlanError:
     )
 
 
-def _reordered(program: Program, table: CostTable, room: tuple[int, ...]) -> list[Program]:
+def _reordered(program: Program, table: CostTable, room: tuple[int, ...]) -> list[_Timed]:
     """Generated orders, and what small moves make of them and of the schedule's own."""
     share = 1.0 / program.placement.stages_per_microbatch
     caps = tuple(share * places for places in room)

@@ -1,0 +1,79 @@
+"""``mode=plan``: the best degrees, stage cut and schedule, and why the others lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.commands.predicted import run_mapping, write_pictures
+from launcher.config import LaunchConfig
+from launcher.planning.explained import explained, pinned_space
+from launcher.planning.no_plan import refuse
+from launcher.planning.question import ask, typed_words
+from launcher.planning.report import Listed, answer_mapping, command_line, list_plans
+from launcher.report.html import Panel
+from launcher.report.plan_table import memory_bars, plan_table, refused
+from launcher.report.result import metrics_mapping, write_result
+from launcher.terminal import say
+from strategies.planner.search import search
+
+
+def run(config: LaunchConfig, run_dir: Path) -> int:
+    """Searches, compiles what is listed, and says what to type.
+
+    Raises:
+        PlanError: Nothing fits, or the question contradicts itself.
+    """
+    asked = ask(config, run_dir)
+    best = None
+    if config.planner.explain:
+        best = search(asked.problem, asked.space, top_k=1)
+        asked = replace(asked, space=pinned_space(asked.space, config.planner.explain))
+    answer = search(asked.problem, asked.space, top_k=config.planner.top_k)
+    if not answer.plans:
+        raise refuse(asked, answer)
+    listed = list_plans(config, asked, answer)
+    mapping = answer_mapping(asked, answer, listed)
+    first = listed[0]
+    write_pictures(run_dir, [Panel("predicted", first.timeline, first.metrics)], first.run)
+    result = run_mapping(first.run, "done") | {"mode": "plan"} | metrics_mapping(first.metrics)
+    write_result(run_dir / "result.json", result | mapping)
+    machine = asked.problem.machine
+    say(
+        f"{config.model.name} on {asked.space.num_gpus} x {machine.hardware.name} with "
+        f"{machine.memory_bytes / 1e9:g} GB each, {asked.space.global_batch_size} sequences of "
+        f"{asked.shape.sequence} tokens per step, {config.trainer.precision}"
+    )
+    say(
+        "uncalibrated: times are computed from datasheet figures, at "
+        f"{machine.hardware.efficiency:.0%} of the peak"
+    )
+    plans = mapping["plans"]
+    assert isinstance(plans, list)
+    say(plan_table(plans))
+    if best is not None and best.plans:
+        say(explained(first, best.plans[0]))
+    say(_bars(first, machine.memory_bytes))
+    found = mapping["rejected"]
+    assert isinstance(found, dict)
+    say(refused(found))
+    say(
+        f"{answer.num_candidates} candidates, {answer.num_simulated} simulated, "
+        f"{answer.search_s:.2f} s"
+    )
+    typed = typed_words(run_dir)
+    say(f"plan 1: {command_line(typed, first)}")
+    say(f"files: {run_dir}")
+    return 0
+
+
+def _bars(plan: Listed, limit: int) -> str:
+    program = plan.run.programs.train
+    table = plan.run.costs.table(program)
+    assert table.state_bytes is not None
+    state = [
+        sum(table.state_bytes[stage] for stage in program.placement.stages_of(rank))
+        for rank in range(len(program.ranks))
+    ]
+    moving = [held - fixed for held, fixed in zip(plan.memory, state, strict=True)]
+    return memory_bars(state, moving, limit)

@@ -1,0 +1,207 @@
+"""What ``mode=plan`` and ``plan=auto`` ask the planner: model, machine, and what is pinned.
+
+Whatever a user has set stays as it is: a key on the command line, and one that a file set to
+something other than its default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from launcher.config import LaunchConfig
+from launcher.config.key import keys_of
+from launcher.config.recompute import recompute_policy
+from launcher.installed import installed_names
+from launcher.resolve import MOMENTS, element_sizes, hardware, model_shape, num_gpus, uses_gpu
+from launcher.workloads.hf.shape import HfShape
+from launcher.workloads.loads import unit_loads
+from launcher.workloads.model_share import check_tp
+from launcher.workloads.specs import ModelShape, units_per_layer
+from strategies.costs.analytic import Load
+from strategies.errors import PlanError
+from strategies.planner.problem import Machine, Problem
+from strategies.planner.space import Space
+from strategies.schedules import find_schedule
+
+_DEFAULT_BATCH = 128
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the planner is asked.
+
+    Attributes:
+        problem: Model and machine.
+        space: What may be chosen.
+        shape: The model.
+        pinned: Keys that the user has set.
+    """
+
+    problem: Problem
+    space: Space
+    shape: ModelShape
+    pinned: frozenset[str]
+
+
+def ask(config: LaunchConfig, run_dir: Path) -> Question:
+    """The question that a configuration poses.
+
+    Args:
+        config: Checked.
+        run_dir: Whose ``.hydra`` says what was typed.
+
+    Raises:
+        PipelineError: The model has no known sizes, or keys contradict each other.
+    """
+    return question(config, pinned_keys(config, run_dir))
+
+
+def question(config: LaunchConfig, pinned: Collection[str]) -> Question:
+    """The question for known pins; see ``ask``."""
+    shape = _known_shape(config)
+    machine = Machine(
+        hardware=hardware(config),
+        memory_bytes=int((config.planner.memory_gb or config.hardware.memory_gb) * 1e9),
+        sizes=element_sizes(config),
+        optimizer_elements=MOMENTS[config.optimizer.name],
+        bucket_mb=config.overlap.bucket_mb,
+        sequence_parallel=config.sequence_parallel,
+        transport=config.costs.transport,
+        # As a training run's prediction: clipping's norm is the one synchronisation.
+        waits_at_flush=config.trainer.gradient_clip_val is not None,
+    )
+
+    def loads(tp: int, size: int) -> tuple[Load, ...]:
+        return unit_loads(shape, tp, size, sequence_parallel=config.sequence_parallel)
+
+    def refuse_tp(tp: int) -> str | None:
+        try:
+            check_tp(shape, tp, sequence_parallel=config.sequence_parallel)
+        except PlanError as error:
+            return str(error)
+        return None
+
+    problem = Problem(machine, loads, len(loads(1, 1)), refuse_tp)
+    return Question(problem, _space(config, frozenset(pinned), shape), shape, frozenset(pinned))
+
+
+def pinned_keys(config: LaunchConfig, run_dir: Path) -> frozenset[str]:
+    """Keys that the user has set, by command line or by a file."""
+    default = LaunchConfig()
+    found = {
+        entry.path
+        for entry in keys_of(LaunchConfig)
+        if _get(config, entry.path) != _get(default, entry.path)
+    }
+    # Every option of schedule= states its number of stages; that alone is nobody's wish.
+    if config.schedule.stages_per_rank == _own_stages(config):
+        found.discard("schedule.stages_per_rank")
+    return frozenset(found | {word.partition("=")[0].lstrip("+") for word in typed_words(run_dir)})
+
+
+def _own_stages(config: LaunchConfig) -> int | None:
+    schedule = find_schedule(config.schedule.name) if config.schedule.file is None else None
+    return None if schedule is None else schedule.stages_per_rank
+
+
+def typed_words(run_dir: Path) -> tuple[str, ...]:
+    """The overrides of a run as Hydra has kept them."""
+    from omegaconf import OmegaConf
+
+    file = run_dir / ".hydra" / "overrides.yaml"
+    return tuple(str(word) for word in OmegaConf.load(file)) if file.is_file() else ()
+
+
+def _known_shape(config: LaunchConfig) -> ModelShape:
+    if config.costs.name != "analytic":
+        raise PlanError(
+            f"costs={config.costs.name}: plans are compared in seconds. Try costs=analytic."
+        )
+    if config.schedule.file is not None:
+        raise PlanError(
+            f"schedule.file={config.schedule.file} is an order for fixed degrees: there is nothing "
+            "left to plan. Try mode=simulate, or leave schedule= to the planner."
+        )
+    shape = model_shape(config)
+    own = config.model.name in installed_names("model")
+    if own or (isinstance(shape, HfShape) and shape.sizes is None):
+        raise PlanError(
+            f"model={config.model.name}: only its ranks know the sizes of its layers, and the "
+            "planner needs them beforehand. Try pp= and schedule= by hand with mode=train, or a "
+            "built-in model of about its size for planning."
+        )
+    return shape
+
+
+def _space(config: LaunchConfig, pinned: frozenset[str], shape: ModelShape) -> Space:
+    def given(key: str, value: T) -> T | None:
+        return value if key in pinned else None
+
+    asked = config.schedule
+    overlaps = "overlap" in pinned or "overlap.name" in pinned
+    recomputes = "recompute" in pinned or "recompute.name" in pinned
+    num_microbatches = config.num_microbatches
+    return Space(
+        num_gpus=config.planner.num_gpus or _here(config),
+        global_batch_size=_batch(config),
+        level=config.planner.level,
+        tp=given("tp", config.tp),
+        pp=given("pp", config.pp),
+        dp=int(config.dp) if "dp" in pinned and config.dp != "auto" else None,
+        microbatch_size=given("data.microbatch_size", config.data.microbatch_size),
+        num_microbatches=None if num_microbatches == "auto" else int(num_microbatches),
+        schedule=asked.name if {"schedule", "schedule.name"} & pinned else None,
+        stages_per_rank=given("schedule.stages_per_rank", asked.stages_per_rank),
+        group=asked.group if isinstance(asked.group, int) else None,
+        overlap=config.overlap.name if overlaps else None,
+        recompute=recompute_policy(config.recompute) if recomputes else None,
+        units=_units(config, shape),
+        split_backward=asked.split_backward,
+        whole_backward=config.compile,
+        partition=config.planner.partition,
+        balance_ratio=config.planner.balance_ratio,
+    )
+
+
+def _units(config: LaunchConfig, shape: ModelShape) -> tuple[int, ...] | None:
+    if config.schedule.units_per_stage is not None:
+        return config.schedule.units_per_stage
+    layers = config.schedule.layers_per_stage
+    if layers is None:
+        return None
+    units = [units_per_layer(shape) * count for count in layers]
+    units[0] += 1  # the embedding
+    units[-1] += 1  # the head
+    return tuple(units)
+
+
+def _batch(config: LaunchConfig) -> int:
+    asked, given = config.planner.global_batch_size, config.data.global_batch_size
+    if asked is not None and given is not None and asked != given:
+        raise PlanError(
+            f"planner.global_batch_size={asked}, but data.global_batch_size={given}. "
+            f"Try data.global_batch_size={given} alone."
+        )
+    return asked or given or _DEFAULT_BATCH
+
+
+def _here(config: LaunchConfig) -> int:
+    return num_gpus() if uses_gpu(config) else (os.cpu_count() or 1)
+
+
+def _get(config: LaunchConfig, path: str) -> object:
+    value: object = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def with_memory(asked: Question, memory_bytes: int) -> Question:
+    """The same question for ranks with another memory."""
+    machine = replace(asked.problem.machine, memory_bytes=memory_bytes)
+    return replace(asked, problem=replace(asked.problem, machine=machine))

@@ -1,0 +1,1 @@
+"""Chooses degrees, stage cut and schedule by simulating the programs that would run."""

@@ -1,0 +1,229 @@
+"""Where a chain of units is cut: bottleneck first, then bytes, then evenness, within memory.
+
+The smallest possible slowest stage comes from bisection: filling each stage as far as time and
+memory allow gets furthest, because a shorter stage needs less of both. Among the cuts that keep to
+it, dynamic programming takes the one that sends least, and of these the most even one. Exact for
+one stage per rank. With more, what a rank takes in all is evened out by moving single units.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+# Sums of the same figures in another order: closer is equal.
+_SAME = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the units of a stage may take of its rank's memory.
+
+    Attributes:
+        state: Bytes per unit of weights, gradients and optimizer.
+        activation: Bytes per unit that one microbatch keeps.
+        held: Per stage, how many microbatches keep that.
+        limit: Bytes per stage.
+    """
+
+    state: tuple[float, ...]
+    activation: tuple[float, ...]
+    held: tuple[float, ...]
+    limit: float
+
+    def holds(self, units: Sequence[int]) -> bool:
+        """Whether every stage of a cut keeps to the limit."""
+        edges = [0, *accumulate(units)]
+        return all(
+            sum(self.state[low:high]) + held * sum(self.activation[low:high]) <= self.limit
+            for (low, high), held in zip(pairwise(edges), self.held, strict=True)
+        )
+
+
+def cut_chain(
+    times: Sequence[float],
+    num_stages: int,
+    *,
+    sent: Sequence[float] | None = None,
+    room: Room | None = None,
+    min_units: int = 1,
+    balance_ratio: float = 0.0,
+) -> tuple[int, ...] | None:
+    """Units per stage; None if no cut keeps to the memory limit.
+
+    Args:
+        times: What each unit takes, > 0, in any unit.
+        num_stages: 1 or more.
+        sent: Bytes that a cut behind each unit sends; None for equally many everywhere.
+        room: The memory limit; None for none.
+        min_units: 0 allows empty stages.
+        balance_ratio: Bytes come first as long as no stage takes more than that many times an
+            equal share; 0 for the bottleneck first.
+
+    >>> cut_chain([1, 1, 1, 1, 4], 2)
+    (4, 1)
+    """
+    count = len(times)
+    if count < num_stages * min_units:
+        return None
+    reach = _Reach(times, num_stages, room, min_units)
+    limit = reach.smallest_limit()
+    if limit is None:
+        return None
+    sums = reach.sums
+    limit = max(limit, balance_ratio * sums[-1] / num_stages * (1 + _SAME))
+    first, last = reach.possible_ends(limit)
+    crossing = [0.0] * (count + 1) if sent is None else [0.0, *map(float, sent)]
+    best: dict[int, tuple[float, float]] = {0: (0.0, 0.0)}
+    starts: list[dict[int, int]] = []
+    for stage in range(num_stages):
+        now: dict[int, tuple[float, float]] = {}
+        chosen: dict[int, int] = {}
+        for end in range(first[stage], last[stage] + 1):
+            behind = crossing[end] if end < count and stage < num_stages - 1 else 0.0
+            for start in range(end - min_units, -1, -1):
+                if not reach.fits(stage, start, end, limit):
+                    break
+                before = best.get(start)
+                if before is not None:
+                    bytes_sent = before[0] + (behind if end > start else 0.0)
+                    value = (bytes_sent, before[1] + (sums[end] - sums[start]) ** 2)
+                    if end not in now or value <= now[end]:
+                        now[end], chosen[end] = value, start
+        starts.append(chosen)
+        best = now
+    edges = [count]
+    for chosen in reversed(starts):
+        edges.append(chosen[edges[-1]])
+    return tuple(high - low for low, high in pairwise(reversed(edges)))
+
+
+def even_ranks(
+    units: Sequence[int], times: Sequence[float], owner: Sequence[int]
+) -> tuple[int, ...]:
+    """Moves single units between neighbouring stages while the slowest rank gets faster.
+
+    Args:
+        units: Per stage, to begin with; none becomes empty that was not.
+        times: Per unit.
+        owner: Rank of each stage.
+    """
+    sums = [0.0, *accumulate(map(float, times))]
+    edges = [0, *accumulate(units)]
+    loads = [0.0] * (max(owner) + 1)
+    for stage, (low, high) in enumerate(pairwise(edges)):
+        loads[owner[stage]] += sums[high] - sums[low]
+    now = _unevenness(loads)
+    improved = True
+    while improved:
+        improved = False
+        for edge in range(1, len(edges) - 1):
+            left, right = owner[edge - 1], owner[edge]
+            for step in (-1, 1):
+                place = edges[edge] + step
+                if left == right or not edges[edge - 1] < place < edges[edge + 1]:
+                    continue
+                moved = sums[place] - sums[edges[edge]]
+                loads[left] += moved
+                loads[right] -= moved
+                value = _unevenness(loads)
+                if value < now:
+                    now, edges[edge], improved = value, place, True
+                else:
+                    loads[left] -= moved
+                    loads[right] += moved
+    return tuple(high - low for low, high in pairwise(edges))
+
+
+def _unevenness(loads: Sequence[float]) -> tuple[float, float]:
+    """The slowest rank, then the sum of squares, rounded so that sums of equals are equal."""
+    largest = max(loads)
+    scale = largest or 1.0
+    return round(largest / scale, 12) * scale, sum((load / scale) ** 2 for load in loads) * scale
+
+
+class _Reach:
+    """How far stages can reach within a time and their memory."""
+
+    def __init__(
+        self, times: Sequence[float], num_stages: int, room: Room | None, min_units: int
+    ) -> None:
+        self.sums = [0.0, *accumulate(map(float, times))]
+        self.count = len(times)
+        self.num_stages = num_stages
+        self.min_units = min_units
+        self._bytes: list[list[float]] | None = None
+        self._room = room
+        if room is not None:
+            by_held: dict[float, list[float]] = {}
+            for held in room.held:
+                if held not in by_held:
+                    each = (s + held * a for s, a in zip(room.state, room.activation, strict=True))
+                    by_held[held] = [0.0, *accumulate(each)]
+            self._bytes = [by_held[held] for held in room.held]
+
+    def smallest_limit(self) -> float | None:
+        """The time of the slowest stage in the best cut."""
+        sums = self.sums
+        high = sums[-1]
+        if self._edges(high) is None:
+            return None
+        low = max(high / self.num_stages, max(b - a for a, b in pairwise(sums)))
+        while high > low * (1 + _SAME):
+            middle = (low + high) / 2
+            edges = self._edges(middle)
+            if edges is None:
+                low = middle
+            else:
+                # What this cut really needs is a limit that some stage has exactly.
+                high = max(sums[end] - sums[start] for start, end in pairwise(edges))
+        return high * (1 + _SAME)
+
+    def fits(self, stage: int, start: int, end: int, limit: float) -> bool:
+        """Whether a stage may have the units from start to end."""
+        if self.sums[end] - self.sums[start] > limit:
+            return False
+        if self._bytes is None or self._room is None:
+            return True
+        sums = self._bytes[stage]
+        return sums[end] - sums[start] <= self._room.limit
+
+    def possible_ends(self, limit: float) -> tuple[list[int], list[int]]:
+        """Per stage the least and the largest end that leave all other stages a way."""
+        last = []
+        end = 0
+        for stage in range(self.num_stages):
+            end = self._furthest(stage, end, limit)
+            last.append(min(end, self.count - (self.num_stages - 1 - stage) * self.min_units))
+        first = [self.count] * self.num_stages
+        for stage in range(self.num_stages - 2, -1, -1):
+            start = first[stage + 1]
+            while start > 0 and self.fits(stage + 1, start - 1, first[stage + 1], limit):
+                start -= 1
+            first[stage] = max(start, (stage + 1) * self.min_units)
+        return first, last
+
+    def _edges(self, limit: float) -> list[int] | None:
+        """The cut that fills each stage as far as it goes; None if units are left."""
+        edges = [0]
+        for stage in range(self.num_stages):
+            further = self._furthest(stage, edges[-1], limit)
+            most = self.count - (self.num_stages - 1 - stage) * self.min_units
+            edges.append(min(further, most))
+            if edges[-1] < edges[-2] + self.min_units:
+                return None
+        return edges if edges[-1] == self.count else None
+
+    def _furthest(self, stage: int, start: int, limit: float) -> int:
+        end = bisect_right(self.sums, self.sums[start] + limit, start) - 1
+        if self._bytes is not None and self._room is not None:
+            sums = self._bytes[stage]
+            end = min(end, bisect_right(sums, sums[start] + self._room.limit, start) - 1)
+        # The sum may round across the limit where the difference does not.
+        while end > start and not self.fits(stage, start, end, limit):
+            end -= 1
+        while end < self.count and self.fits(stage, start, end + 1, limit):
+            end += 1
+        return max(end, start)

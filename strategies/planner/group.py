@@ -1,0 +1,166 @@
+"""Candidates that share a cut, its costs and one lower bound: all schedules of one placement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from strategies.costs.analytic import AnalyticCosts
+from strategies.costs.table import CostTable
+from strategies.ir.placement import Placement
+from strategies.ir.program import Program, chain
+from strategies.plan import Overlap
+from strategies.planner.cut import Room, cut_chain, even_ranks
+from strategies.planner.graph import chain_graph
+from strategies.planner.ilp import cut_by_ilp
+from strategies.planner.layout import Candidate, Layout, Order
+from strategies.planner.problem import Problem
+from strategies.planner.space import Space, orders
+from strategies.planner.step_bound import Rules, step_bound
+from strategies.recompute import Recompute
+from strategies.schedules import find_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Candidates of one layout that differ in their schedules only.
+
+    Attributes:
+        layout: Ranks and batches.
+        overlap: When gradients are reduced.
+        recompute: The policy.
+        split_backward: Whether a pass splits all backwards.
+        units: Units per stage.
+        orders: The schedules.
+        costs: Of this cut.
+        table: Durations and bytes, reductions included.
+        buckets: Per stage.
+        bound: None of them is faster.
+        least_bytes: What the worst rank holds at the least.
+    """
+
+    layout: Layout
+    overlap: Overlap
+    recompute: Recompute
+    split_backward: bool
+    units: tuple[int, ...]
+    orders: tuple[Order, ...]
+    costs: AnalyticCosts
+    table: CostTable
+    buckets: tuple[int, ...]
+    bound: float
+    least_bytes: int
+
+    def candidate(self, order: Order) -> Candidate:
+        """One of them."""
+        return Candidate(self.layout, order, self.overlap, self.units, self.recompute)
+
+
+def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Group]:
+    """All groups of a layout and a policy."""
+    by_placement: dict[tuple[Placement, bool], list[Order]] = {}
+    for order in orders(space, problem, layout):
+        schedule = find_schedule(order.schedule)
+        shape = schedule.resolve(
+            pp=layout.pp,
+            num_microbatches=layout.num_microbatches,
+            stages_per_rank=order.stages_per_rank,
+            group=order.group,
+        )
+        key = (schedule.place(shape), schedule.splits_backward)
+        by_placement.setdefault(key, []).append(order)
+    found = []
+    cuts: dict[Placement, list[tuple[int, ...]]] = {}
+    tables: dict[
+        tuple[Placement, tuple[int, ...], Overlap],
+        tuple[AnalyticCosts, CostTable, tuple[int, ...]],
+    ] = {}
+    for (placement, splits), members in by_placement.items():
+        if placement not in cuts:
+            cuts[placement] = _cuts(problem, space, layout, placement, recompute)
+        draft = Program("draft", placement, 1, ((),) * layout.pp, chain(placement.num_stages))
+        rules = Rules(
+            layout.num_microbatches,
+            splits or space.split_backward,
+            recompute.policy == "full",
+            problem.machine.waits_at_flush,
+        )
+        for units in cuts[placement]:
+            for overlap in space.overlaps(layout):
+                key2 = (placement, units, overlap)
+                if key2 not in tables:
+                    costs = problem.costs(layout, units)
+                    tables[key2] = costs, *problem.table(costs, draft, zero1=overlap == "zero1")
+                costs, table, buckets = tables[key2]
+                found.append(
+                    Group(
+                        layout, overlap, recompute, space.split_backward, units, tuple(members),
+                        costs, table, buckets,
+                        step_bound(placement, table, rules), _least_bytes(placement, table),
+                    )
+                )  # fmt: skip
+    return found
+
+
+def _cuts(
+    problem: Problem, space: Space, layout: Layout, placement: Placement, recompute: Recompute
+) -> list[tuple[int, ...]]:
+    """The fastest cut, and the fastest that leaves room where that one seems to hold too much."""
+    if space.units is not None:
+        return [space.units]
+    owner = placement.copies[0]
+    num_stages = placement.num_stages
+    shared = placement.weight_copies > 1 or num_stages > placement.num_ranks
+    key = (layout.tp, owner)
+    if key not in problem.fastest_cuts:
+        problem.fastest_cuts[key] = _fastest(problem, space, layout, owner, shared=shared)
+    fastest = problem.fastest_cuts[key]
+    found = [fastest]
+    if shared or recompute.rewrites:
+        return found
+    table = problem.unit_table(layout)
+    assert table.state_bytes is not None
+    assert table.activation_bytes is not None
+    room = Room(
+        tuple(map(float, table.state_bytes)),
+        tuple(map(float, table.activation_bytes)),
+        tuple(
+            float(min(layout.pp - stage, layout.num_microbatches)) for stage in range(num_stages)
+        ),
+        float(problem.machine.memory_bytes),
+    )
+    if not room.holds(fastest):
+        leaner = cut_chain(_times(table), num_stages, room=room)
+        if leaner is not None:
+            found.append(leaner)
+    return found
+
+
+def _fastest(
+    problem: Problem, space: Space, layout: Layout, owner: tuple[int, ...], *, shared: bool
+) -> tuple[int, ...]:
+    """The cut of one sequence's times; larger microbatches only scale them."""
+    single = replace(layout, microbatch_size=1)
+    times = _times(problem.unit_table(single))
+    if space.partition == "ilp":
+        graph = chain_graph(times, [load.output_elements for load in problem.units(single)])
+        stages = cut_by_ilp(graph, len(owner), balance_ratio=space.balance_ratio)
+        return tuple(map(stages.count, range(len(owner))))
+    cut = cut_chain(times, len(owner))
+    assert cut is not None  # orders() lists no more stages than units
+    return even_ranks(cut, times, owner) if shared else cut
+
+
+def _times(table: CostTable) -> list[float]:
+    return [f + b for f, b in zip(table.forward, table.backward, strict=True)]
+
+
+def _least_bytes(placement: Placement, table: CostTable) -> int:
+    """What the worst rank holds at the least: its state and one whole activation of each stage."""
+    assert table.activation_bytes is not None
+    assert table.state_bytes is not None
+    most = 0
+    for rank in range(placement.num_ranks):
+        stages = placement.stages_of(rank)
+        state = sum(table.state_bytes[stage] for stage in stages)
+        most = max(most, state + max(table.activation_bytes[stage] for stage in stages))
+    return most

@@ -1,0 +1,144 @@
+"""A model and a machine, as far as a search asks about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
+from strategies.costs.element_sizes import ElementSizes
+from strategies.costs.hardware import Hardware
+from strategies.costs.table import CostTable, Transport
+from strategies.ir.placement import loop
+from strategies.ir.program import Program, chain
+from strategies.plan import num_buckets
+from strategies.planner.layout import Layout
+
+# tp, sequences of a microbatch -> one load per unit, on one rank.
+Loads = Callable[[int, int], tuple[Load, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What ranks are and how numbers are kept.
+
+    Attributes:
+        hardware: Peaks and links.
+        memory_bytes: Limit per rank.
+        sizes: Bytes of an element of each kind.
+        optimizer_elements: Of optimizer state per parameter.
+        bucket_mb: Size of a reduction bucket.
+        sequence_parallel: Whether activations are cut between tensor-parallel ranks.
+        transport: Whether sends wait for their receives.
+        waits_at_flush: Whether the step ends with a barrier: the makespan counts then, else the
+            period.
+    """
+
+    hardware: Hardware
+    memory_bytes: int
+    sizes: ElementSizes = field(default_factory=ElementSizes)
+    optimizer_elements: int = 2
+    bucket_mb: float = 25.0
+    sequence_parallel: bool = False
+    transport: Transport = "buffered"
+    waits_at_flush: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is planned for, with the figures that many candidates share.
+
+    Attributes:
+        machine: Ranks and links.
+        loads: Figures of the model's units.
+        num_units: How many there are.
+        refuse_tp: Why the model cannot be cut into so many tensor-parallel ranks; None if it can.
+    """
+
+    machine: Machine
+    loads: Loads
+    num_units: int
+    refuse_tp: Callable[[int], str | None] = lambda tp: None
+
+    def units(self, layout: Layout) -> tuple[Load, ...]:
+        """One load per unit of one rank."""
+        key = (layout.tp, layout.microbatch_size)
+        if key not in self._units:
+            self._units[key] = self.loads(*key)
+        return self._units[key]
+
+    def costs(self, layout: Layout, units_per_stage: tuple[int, ...]) -> AnalyticCosts:
+        """The costs of a cut, as a run with this layout has them."""
+        units = self.units(layout)
+        stages, start = [], 0
+        for count in units_per_stage:
+            stages.append(sum_loads(list(units[start : start + count])))
+            start += count
+        return self._costs(layout, tuple(stages))
+
+    def table(
+        self, costs: AnalyticCosts, draft: Program, *, zero1: bool
+    ) -> tuple[CostTable, tuple[int, ...]]:
+        """Durations and bytes of a program that has no reductions yet, and its buckets."""
+        reduces = costs.dp > 1 or draft.placement.weight_copies > 1
+        wire = self.machine.sizes.wire
+        buckets = tuple(
+            num_buckets(load.parameters * wire, self.machine.bucket_mb) if reduces else 0
+            for load in costs.stages
+        )
+        shared = frozenset(stage for stage, n in enumerate(buckets) if n) if zero1 else frozenset()
+        return costs.table_for(draft, buckets, shared), buckets
+
+    def unit_table(self, layout: Layout) -> CostTable:
+        """Each unit as a stage of its own: what a cut goes by."""
+        key = (layout.tp, layout.microbatch_size)
+        if key not in self._unit_tables:
+            costs = self._costs(layout, self.units(layout))
+            draft = _draft(self.num_units)
+            self._unit_tables[key] = costs.table_for(draft, (0,) * self.num_units, frozenset())
+        return self._unit_tables[key]
+
+    def whole_table(self, layout: Layout, *, zero1: bool) -> CostTable:
+        """The whole model as one stage that sends nothing."""
+        key = (layout.tp, layout.dp, layout.microbatch_size, zero1 and layout.dp > 1)
+        if key not in self._whole:
+            load = replace(sum_loads(list(self.units(layout))), output_elements=0)
+            shared = frozenset({0}) if key[-1] else frozenset()
+            self._whole[key] = self._costs(layout, (load,)).table_for(_draft(1), (0,), shared)
+        return self._whole[key]
+
+    def _costs(self, layout: Layout, stages: tuple[Load, ...]) -> AnalyticCosts:
+        machine = self.machine
+        return AnalyticCosts(
+            stages,
+            machine.hardware,
+            dp=layout.dp,
+            sizes=machine.sizes,
+            optimizer_elements=machine.optimizer_elements,
+            transport=machine.transport,
+            tp=layout.tp,
+            sequence_parallel=machine.sequence_parallel,
+        )
+
+    @cached_property
+    def fastest_cuts(self) -> dict[tuple[int, tuple[int, ...]], tuple[int, ...]]:
+        """Cuts found so far, by tp and the rank of each stage."""
+        return {}
+
+    @cached_property
+    def _units(self) -> dict[tuple[int, int], tuple[Load, ...]]:
+        return {}
+
+    @cached_property
+    def _unit_tables(self) -> dict[tuple[int, int], CostTable]:
+        return {}
+
+    @cached_property
+    def _whole(self) -> dict[tuple[int, int, int, bool], CostTable]:
+        return {}
+
+
+def _draft(num_stages: int) -> Program:
+    placement = loop(1, num_stages)
+    return Program("draft", placement, 1, ((),), chain(num_stages))

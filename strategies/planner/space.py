@@ -1,0 +1,184 @@
+"""Which candidates there are: what a user has pinned stays, all else is listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from strategies.errors import PlanError
+from strategies.group_choice import group_candidates
+from strategies.plan import Overlap
+from strategies.planner.layout import Layout, Order
+from strategies.planner.problem import Problem
+from strategies.recompute import NO_RECOMPUTE, Recompute
+from strategies.schedules import SCHEDULES, Schedule, find_schedule
+
+Level = Literal["O2", "O3"]
+Partition = Literal["dp", "ilp"]
+
+# O2 leaves out what others dominate: schedules with two weight copies or with all activations.
+_COMMON = (
+    "1f1b", "eager_1f1b", "interleaved_1f1b", "foldx_fifo", "zb_h2", "zb_h1", "zb_v",
+)  # fmt: skip
+# Their orders take long to find: O2 tries them only where nothing else fits into memory.
+_LEAN = ("v_half", "v_min")
+# These hold less than the schedule named and are no faster: O2 tries them where that one does not
+# fit into memory.
+LEANER = {"zb_h1": "zb_h2", "v_half": "zb_v", "v_min": "v_half"}
+_VIRTUAL: dict[Level, tuple[int, ...]] = {"O2": (2, 3, 4), "O3": tuple(range(1, 9))}
+_MICROBATCHES: dict[Level, tuple[int, ...]] = {"O2": (1, 2, 4, 8), "O3": tuple(range(1, 65))}
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What may be chosen.
+
+    Attributes:
+        num_gpus: tp * pp * dp.
+        global_batch_size: Sequences per optimizer step.
+        level: ``O2`` with heuristics, ``O3`` everything that the registry has.
+        tp: Pinned degree, None for a free one.
+        pp: The same.
+        dp: The same.
+        microbatch_size: The same.
+        num_microbatches: The same.
+        schedule: The same.
+        stages_per_rank: The same.
+        group: The same.
+        overlap: The same.
+        recompute: The same.
+        units: Units per stage, pinned.
+        split_backward: Pinned: split the backwards of schedules that do not by themselves.
+        whole_backward: Pinned: no schedule that splits backwards by itself.
+        partition: Who cuts: dynamic programming, or an integer program.
+        balance_ratio: What the latter allows the slowest stage, over an equal share.
+        lean: Whether O2 looks at the schedules that are made for little memory.
+    """
+
+    num_gpus: int
+    global_batch_size: int
+    level: Level = "O2"
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    microbatch_size: int | None = None
+    num_microbatches: int | None = None
+    schedule: str | None = None
+    stages_per_rank: int | None = None
+    group: int | None = None
+    overlap: Overlap | None = None
+    recompute: Recompute | None = None
+    units: tuple[int, ...] | None = None
+    split_backward: bool = False
+    whole_backward: bool = False
+    partition: Partition = "dp"
+    balance_ratio: float = 1.08
+    lean: bool = False
+
+    @property
+    def recomputes(self) -> tuple[Recompute, ...]:
+        """Policies, those that hold more first."""
+        if self.recompute is not None:
+            return (self.recompute,)
+        found = (NO_RECOMPUTE, Recompute("full"))
+        return (*found, Recompute("mario")) if self.level == "O3" else found
+
+    def overlaps(self, layout: Layout) -> tuple[Overlap, ...]:
+        """When gradients are reduced, where there is anybody to reduce with."""
+        if self.overlap is not None:
+            return (self.overlap,)
+        return ("grad_reduce", "zero1") if layout.dp > 1 else ("grad_reduce",)
+
+
+def degrees(space: Space, problem: Problem) -> Iterator[tuple[int, int, int]]:
+    """All (tp, pp, dp) that multiply to the number of GPUs, whatever model and batch say."""
+    most_tp = min(space.num_gpus, problem.machine.hardware.gpus_per_node)
+    for tp in (n for n in range(1, most_tp + 1) if space.num_gpus % n == 0):
+        if space.tp not in (None, tp) or (problem.machine.sequence_parallel and tp == 1):
+            continue
+        rest = space.num_gpus // tp
+        for pp in (n for n in range(1, min(rest, problem.num_units) + 1) if rest % n == 0):
+            if space.pp in (None, pp) and space.dp in (None, rest // pp):
+                yield tp, pp, rest // pp
+
+
+def layouts(space: Space, problem: Problem, tp: int, pp: int, dp: int) -> list[Layout]:
+    """Ways to cut the batch for these degrees; none where dp does not divide it."""
+    if space.global_batch_size % dp:
+        return []
+    rows = space.global_batch_size // dp
+    sizes = [n for n in _MICROBATCHES[space.level] if n <= rows]
+    if space.microbatch_size is not None:
+        sizes = [space.microbatch_size]
+    found = [
+        Layout(tp, pp, dp, size, rows // size)
+        for size in sizes
+        if rows % size == 0 and space.num_microbatches in (None, rows // size)
+    ]
+    if space.num_microbatches is not None and space.microbatch_size is None:
+        size, left = divmod(rows, space.num_microbatches)
+        found = [] if left else [Layout(tp, pp, dp, size, space.num_microbatches)]
+    return found
+
+
+def orders(space: Space, problem: Problem, layout: Layout) -> list[Order]:
+    """Schedules with all numbers of stages that the model has units for."""
+    if space.schedule is not None:
+        names: tuple[str, ...] = (space.schedule,)
+    elif layout.pp == 1:
+        names = ("1f1b",)
+    else:
+        names = tuple(SCHEDULES) if space.level == "O3" else _COMMON
+        if space.lean:
+            names = (*names, *(name for name in _LEAN if name not in names))
+    found = []
+    for name in names:
+        schedule = find_schedule(name)
+        whole = space.split_backward or space.whole_backward
+        if not schedule.synchronous or (whole and schedule.splits_backward):
+            continue
+        for stages in _stages_per_rank(space, schedule, layout):
+            for group in _groups(space, schedule, layout):
+                if _possible(space, problem, schedule, layout, stages, group):
+                    found.append(Order(name, stages, group))
+    return found
+
+
+def _stages_per_rank(space: Space, schedule: Schedule, layout: Layout) -> tuple[int, ...]:
+    if space.stages_per_rank is not None:
+        return (space.stages_per_rank,)
+    if not schedule.virtual_stages or layout.pp == 1:
+        return (schedule.stages_per_rank,)
+    return _VIRTUAL[space.level]
+
+
+def _groups(space: Space, schedule: Schedule, layout: Layout) -> tuple[int | None, ...]:
+    if not schedule.grouped:
+        return (None,)
+    if space.group is not None:
+        return (space.group,)
+    if space.level == "O2" and not schedule.chooses_group:
+        return (None,)
+    low = min(layout.pp, layout.num_microbatches)
+    return tuple(group_candidates(low, layout.num_microbatches))
+
+
+def _possible(
+    space: Space, problem: Problem, schedule: Schedule, layout: Layout, stages: int,
+    group: int | None,
+) -> bool:  # fmt: skip
+    """Whether the schedule's own rules and the number of units allow it."""
+    try:
+        shape = schedule.resolve(
+            pp=layout.pp,
+            num_microbatches=layout.num_microbatches,
+            stages_per_rank=stages,
+            group=group,
+        )
+    except PlanError:
+        return False
+    count = schedule.place(shape).num_stages
+    if space.units is not None:
+        return len(space.units) == count
+    return count <= problem.num_units

@@ -1,0 +1,191 @@
+"""mode=plan and plan=auto: what is printed runs, what is pinned stays, what cannot be says why."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.config import LaunchConfig
+from launcher.config.decode import from_dict
+from launcher.planning.chosen import chosen_config, chosen_words
+from launcher.planning.no_plan import refuse
+from launcher.planning.question import Question, question
+from launcher.resolve import resolve
+from strategies.errors import PlanError
+from strategies.metrics import measure
+from strategies.planner.search import search
+from strategies.simulator.engine import simulate
+
+from .command_line import run_here
+from .runs import MODEL, launch
+
+LLAMA = {
+    "name": "llama2_13b", "layers": 40, "hidden": 5120, "heads": 40, "kv_heads": None,
+    "ffn": 13824, "vocab": 32000, "sequence": 4096,
+}  # fmt: skip
+A100 = {
+    "name": "a100_40g", "peak_flops": 3.12e14, "efficiency": 0.5, "memory_gb": 40.0,
+    "memory_bandwidth": 1.555e12, "intra_bandwidth": 3e11, "intra_latency_s": 5e-6,
+    "inter_bandwidth": 2.5e10, "inter_latency_s": 1e-5, "gpus_per_node": 8,
+}  # fmt: skip
+
+
+def config_of(**values: object) -> LaunchConfig:
+    return from_dict({"mode": "plan", **values})
+
+
+def llama(num_gpus: int, batch: int = 128, **planner: object) -> Question:
+    config = config_of(
+        model=LLAMA,
+        hardware=A100,
+        trainer={"precision": "bf16-true"},
+        planner={"num_gpus": num_gpus, "global_batch_size": batch, **planner},
+    )
+    return question(config, ())
+
+
+def small(pinned: tuple[str, ...] = (), **values: object) -> tuple[LaunchConfig, Question]:
+    config = config_of(
+        **{"planner": {"num_gpus": 8, "global_batch_size": 32}, "model": {"vocab": 512}} | values
+    )
+    return config, question(config, pinned)
+
+
+def test_a_13b_model_on_64_gpus_is_planned_in_about_a_second():
+    began = time.perf_counter()
+    answer = search(llama(64).problem, llama(64).space)
+    # A second on an idle core; half a dozen tests may share it.
+    assert time.perf_counter() - began < 10
+    assert len(answer.plans) == 5
+    assert answer.num_simulated < answer.num_candidates / 20
+    assert max(plan.peak_bytes for plan in answer.plans) <= 40e9
+
+
+def test_4096_gpus_simulate_a_fraction_of_the_candidates():
+    asked = llama(4096, 4096)
+    answer = search(asked.problem, asked.space)
+    assert len(answer.plans) == 5
+    assert answer.num_simulated < answer.num_candidates / 10
+
+
+@pytest.mark.parametrize("pinned", [(), ("pp",), ("schedule",)])
+def test_a_listed_plan_is_what_its_run_predicts(pinned):
+    values: dict[str, object] = {"pp": 4} if pinned == ("pp",) else {}
+    if pinned == ("schedule",):
+        values = {"schedule": {"name": "zb_v"}}
+    config, asked = small(pinned, **values)
+    answer = search(asked.problem, asked.space)
+    assert answer.plans
+    for plan in answer.plans:
+        run = resolve(chosen_config(config, plan.candidate, asked.shape, 32))
+        metrics = measure(simulate(run.programs.train, run.costs), run.costs)
+        assert metrics.period == pytest.approx(plan.step_time_s, rel=1e-9)
+        assert metrics.peak_memory_bytes == pytest.approx(plan.rank_bytes, abs=1)
+        assert metrics.period >= plan.bound_s * (1 - 1e-9)
+        assert run.world_size == 8
+        if pinned:
+            assert "pp=4" in chosen_words(plan.candidate, asked.shape, 32) or values.get("schedule")
+
+
+@pytest.mark.parametrize(
+    ("values", "pinned", "expected"),
+    [
+        ({"planner": {"num_gpus": 8, "global_batch_size": 7}, "pp": 1, "tp": 1}, ("pp", "tp"),
+         "Try data.global_batch_size=8."),
+        ({"pp": 3}, ("pp",), "Try planner.num_gpus=6."),
+        ({"tp": 8}, ("tp",), "tp=8 does not divide"),
+        ({"schedule": {"name": "chimera"}, "pp": 1}, ("schedule", "pp"),
+         "schedule=chimera runs on none"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_says_what_would_work(values, pinned, expected):
+    _, asked = small(pinned, **values)
+    answer = search(asked.problem, asked.space)
+    assert answer.plans == ()
+    assert expected in str(refuse(asked, answer))
+
+
+def test_too_little_memory_names_changes_after_which_a_plan_fits():
+    asked = llama(4)
+    answer = search(asked.problem, asked.space, top_k=1)
+    assert answer.plans == ()
+    message = str(refuse(asked, answer))
+    assert "None of" in message
+    assert "Try planner.num_gpus=8, or planner.memory_gb=" in message
+    enough = float(message.rpartition("planner.memory_gb=")[2].rstrip("."))
+    assert search(llama(8).problem, llama(8).space, top_k=1).plans
+    roomy = llama(4, memory_gb=enough)
+    tighter = llama(4, memory_gb=0.97 * enough)
+    assert search(roomy.problem, roomy.space, top_k=1).plans
+    assert not search(tighter.problem, tighter.space, top_k=1).plans
+
+
+def test_uniform_costs_cannot_be_planned_with():
+    with pytest.raises(PlanError, match="Try costs=analytic"):
+        question(config_of(costs={"name": "uniform"}), ())
+
+
+def test_batches_that_contradict_each_other_are_refused():
+    with pytest.raises(PlanError, match=r"data.global_batch_size=16"):
+        small(data={"global_batch_size": 16})
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["planner.num_gpus=4"], "Try plan=auto, or mode=plan."),
+        (["plan=auto", "mode=generate"], "mode=generate runs a checkpoint"),
+        (["mode=plan", "planner.explain=[widht=3]"], "widht=3 fixes nothing that is planned"),
+        (["mode=plan", "planner.balance_ratio=1.2"], "belongs to planner.partition=ilp"),
+        (["plan=auto", "planner.explain=[tp=2]"], "is an answer of mode=plan"),
+        (
+            ["schedule.units_per_stage=[14]", "schedule.layers_per_stage=[6]"],
+            "both cut the model",
+        ),
+    ],
+)
+def test_keys_that_would_be_ignored_are_refused(words, expected, tmp_path, monkeypatch):
+    done = run_here(words, tmp_path, monkeypatch)
+    done.assert_refused()
+    assert expected in done.errors
+
+
+def test_mode_plan_lists_plans_that_run_as_they_are_printed(tmp_path: Path):
+    words = [
+        *MODEL, "mode=plan", "planner.num_gpus=4", "planner.global_batch_size=16", "pp=2",
+        "planner.explain=[schedule=1f1b]", "planner.top_k=3",
+    ]  # fmt: skip
+    done = launch(words, tmp_path / "plan").assert_done()
+    result = done.result
+    assert result["mode"] == "plan"
+    assert result["calibrated"] is False
+    assert "uncalibrated" in done.output
+    plans = result["plans"]
+    assert 1 <= len(plans) <= 3
+    assert [p["predicted_step_time_s"] for p in plans] == sorted(
+        p["predicted_step_time_s"] for p in plans
+    )
+    assert {p["schedule"] for p in plans} == {"1f1b"}
+    assert (done.folder / "timeline.html").is_file()
+    (printed,) = (line for line in done.output.splitlines() if line.startswith("plan 1: "))
+    again = printed.partition("python -m launcher ")[2].replace("'", "").split()
+    assert set(plans[0]["overrides"]) <= set(again)
+    checked = launch([*again, "mode=simulate"], tmp_path / "again").assert_done().result
+    assert checked["period"] == pytest.approx(plans[0]["predicted_step_time_s"])
+    assert checked["peak_memory_bytes"] == plans[0]["peak_memory_bytes"]
+
+
+@pytest.mark.distributed
+def test_plan_auto_trains_on_four_ranks_and_says_what_it_chose(tmp_path: Path):
+    words = [
+        *MODEL, "model.layers=3", "plan=auto", "planner.num_gpus=4", "pp=2", "tp=1",
+        "planner.global_batch_size=8", "schedule=zb_v", "trainer.max_steps=2",
+        "trainer.limit_val_batches=0",
+    ]  # fmt: skip
+    done = launch(words, tmp_path).assert_done()
+    assert "plan=auto: pp=2 tp=1 dp=2" in done.output
+    result = done.result
+    assert (result["status"], result["steps"]) == ("done", 2)
+    assert (result["pp"], result["dp"], result["schedule"]) == (2, 2, "zb_v")

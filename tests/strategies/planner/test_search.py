@@ -1,0 +1,134 @@
+"""The search against simulating every candidate with the compiler and the simulator."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from strategies.memory import peak_bytes
+from strategies.planner.evaluate import Evaluator, Outcome, program_of
+from strategies.planner.group import Group, groups
+from strategies.planner.layout import Order
+from strategies.planner.problem import Problem
+from strategies.planner.search import leaner_than, rank_key, search
+from strategies.planner.space import Space, degrees, layouts
+from strategies.simulator.engine import simulate
+
+from .models import problem
+
+
+def real_bytes(group: Group, order: Order) -> tuple[int, ...]:
+    program = program_of(group, order)
+    held = peak_bytes(program, group.costs.table(program))
+    return tuple(value for value in held if value is not None)
+
+
+def exhaustive(asked: Problem, space: Space) -> list[Outcome]:
+    """Every candidate by its verified program; what O2 leaves out by rule is left out."""
+    found = []
+    limit = asked.machine.memory_bytes
+    for tp, pp, dp in degrees(space, asked):
+        if asked.refuse_tp(tp) is not None:
+            continue
+        for layout in layouts(space, asked, tp, pp, dp):
+            for recompute in space.recomputes:
+                for group in groups(asked, space, layout, recompute):
+                    for order in group.orders:
+                        others = leaner_than(group, order, space)
+                        if any(max(real_bytes(*other)) <= limit for other in others):
+                            continue
+                        program = program_of(group, order)
+                        timeline = simulate(program, group.costs)
+                        held = real_bytes(group, order)
+                        waits = asked.machine.waits_at_flush
+                        time = timeline.makespan if waits else timeline.period
+                        assert time >= group.bound * (1 - 1e-9), group.candidate(order)
+                        if max(held) <= limit:
+                            found.append(Outcome(group.candidate(order), time, held, group.bound))
+    return sorted(found, key=rank_key)
+
+
+CASES = {
+    "roomy": (problem(4), Space(8, 16)),
+    "a barrier at the flush": (problem(4, barrier=True), Space(8, 16)),
+    "tight": (problem(4, memory=1.2e8), Space(8, 32)),
+    "two nodes and a pinned schedule": (problem(5), Space(16, 32, schedule="interleaved_1f1b")),
+    "half of the space pinned": (problem(6, memory=1.5e8), Space(8, 24, tp=1, dp=2)),
+    "ZeRO-1 pinned": (problem(3, memory=6e7), Space(4, 16, overlap="zero1")),
+    "every schedule": (problem(2), Space(4, 8, level="O3", tp=1, microbatch_size=1, pp=2)),
+}
+
+
+LONG = ("roomy", "a barrier at the flush", "tight")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full) if n in LONG else n for n in CASES]
+)
+def test_the_first_five_are_those_of_simulating_everything(name):
+    asked, space = CASES[name]
+    answer = search(asked, space)
+    expected = exhaustive(asked, space)
+    assert [plan.step_time_s for plan in answer.plans] == pytest.approx(
+        [plan.step_time_s for plan in expected[:5]], rel=1e-9
+    )
+    # Of plans that are equal to the last digit either may come first.
+    assert {p.candidate for p in answer.plans if p.step_time_s < expected[4].step_time_s} <= {
+        p.candidate for p in expected[:5]
+    }
+    assert answer.num_simulated <= len(expected)
+    for plan in answer.plans:
+        assert plan.peak_bytes <= asked.machine.memory_bytes
+
+
+def test_tight_memory_brings_recomputation_in():
+    tight = problem(8, memory=6e7, hidden=128, vocab=512)
+    answer = search(tight, Space(4, 32, tp=1, dp=1, microbatch_size=4))
+    assert answer.plans
+    assert all(plan.candidate.recompute.policy == "full" for plan in answer.plans)
+    assert answer.rejected.memory > 0
+
+
+def test_what_is_pinned_stays():
+    answer = search(problem(6), Space(8, 16, tp=2, schedule="zb_h1", microbatch_size=2))
+    assert answer.plans
+    for plan in answer.plans:
+        candidate = plan.candidate
+        assert (candidate.layout.tp, candidate.order.schedule) == (2, "zb_h1")
+        assert candidate.layout.microbatch_size == 2
+        layout = candidate.layout
+        assert layout.tp * layout.pp * layout.dp == 8
+        assert layout.dp * layout.microbatch_size * layout.num_microbatches == 16
+
+
+def test_reasons_are_given_for_what_is_not_listed():
+    asked = problem(4, memory=1.2e8)
+    answer = search(asked, Space(12, 16))
+    assert set(answer.rejected.tp) == {3}
+    assert answer.rejected.batch == {3, 6, 12}
+    assert answer.rejected.nearest is not None
+    assert answer.rejected.nearest[0] > asked.machine.memory_bytes
+    listed = len(answer.plans)
+    counted = answer.rejected.memory + answer.rejected.slower + answer.rejected.dominated
+    assert listed + counted == answer.num_candidates
+
+
+def test_nothing_fits_into_nothing():
+    answer = search(problem(4, memory=1e6), Space(8, 16))
+    assert answer.plans == ()
+    assert answer.rejected.memory == answer.num_candidates > 0
+
+
+def test_orders_are_walked_once_for_many_cost_tables():
+    asked = problem(6)
+    evaluator = Evaluator(waits_at_flush=False)
+    space = Space(8, 16, pp=4, schedule="1f1b", microbatch_size=1, level="O2")
+    times = set()
+    for tp, pp, dp in degrees(space, asked):
+        for layout in layouts(space, asked, tp, pp, dp):
+            for group in groups(asked, space, layout, space.recomputes[0]):
+                times.add(evaluator.outcome(group, group.orders[0]).step_time_s)
+    assert len(times) > 1
+    assert evaluator.num_simulated > len(evaluator._structures)
+    assert all(math.isfinite(time) for time in times)
