@@ -22,7 +22,7 @@ ifneq ($(shell cat '$(STAMP)' 2>/dev/null),$(CURDIR))
 $(STAMP): FORCE
 endif
 
-.PHONY: FORCE help install lock run test test-all test-distributed test-gpu bench-links golden check format clean
+.PHONY: FORCE help install lock run test test-all test-distributed test-gpu test-slurm bench-links golden check format clean
 FORCE:
 
 help: ## List the targets
@@ -68,6 +68,10 @@ test-gpu: install ## Only the tests that need a GPU
 
 bench-links: install ## Fold on slow links beside torch + DDP and the simulator (Linux, root; 12 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.fold_on_links $(ARGS)
+
+test-slurm: install ## Only the tests on a real SLURM here (as root on Debian: installs it)
+	$(BIN)/python -m tests.slurm.local_cluster install
+	$(PYTEST) -m slurm tests/slurm $(ARGS)
 
 golden: install ## Rewrite tests/golden/ from what the code produces now; read the diff before you commit
 	$(PYTEST) --golden $(ARGS)

@@ -25,10 +25,13 @@ from launcher.compose.overrides import (
     parse_overrides,
     require_single,
 )
+from launcher.compose.search import check_search, run_search
 from launcher.compose.session import CONFIG_NAME, compose_checked, hydra_session, search_path
+from launcher.compose.space import asks_for_trials, find_space
 from launcher.compose.user_files import check_user_files
 from launcher.config import LaunchConfig, Mode
-from strategies.errors import PipelineError
+from launcher.processes import torchrun
+from strategies.errors import PipelineError, PlanError
 
 COMMANDS: dict[Mode, str] = {
     "train": "launcher.commands.train",
@@ -41,6 +44,8 @@ COMMANDS: dict[Mode, str] = {
     "generate": "launcher.commands.generate",
     "export": "launcher.commands.export",
 }
+# Modes whose ranks a cluster can run.
+_ON_CLUSTERS = ("train", "eval", "predict")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,9 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # Run folders hold configurations and checkpoints: readable for their owner only.
     umask = os.umask(0o077)
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        flags = parse_flags(sys.argv[1:] if arguments is None else arguments)
-        return _main(replace(flags, overrides=quote_explain(flags.overrides)))
+        if not torchrun.joins(words):
+            return _main(_parse(words))
+        if torchrun.rank() > 0:
+            return torchrun.follow()
+        return _lead(words)
     except PipelineError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
@@ -71,6 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.umask(umask)
 
 
+def _parse(words: Sequence[str]) -> Flags:
+    flags = parse_flags(words)
+    return replace(flags, overrides=quote_explain(flags.overrides))
+
+
 def run_command(config: LaunchConfig, run_dir: Path) -> int:
     """Loads the command of ``config.mode`` and runs it.
 
@@ -81,9 +95,33 @@ def run_command(config: LaunchConfig, run_dir: Path) -> int:
     Returns:
         The exit code.
     """
-    command = importlib.import_module(COMMANDS[config.mode])
-    code = command.run(config, run_dir)
+    name = COMMANDS[config.mode]
+    if config.mode in _ON_CLUSTERS:
+        torchrun.refuse_stray(config)
+        if config.cluster.name == "torchrun":
+            nodes = torchrun.num_nodes()
+            config = replace(config, cluster=replace(config.cluster, nodes=nodes))
+        elif config.cluster.name == "slurm":
+            name = "launcher.commands.submit"
+    code = importlib.import_module(name).run(config, run_dir)
     assert isinstance(code, int)
+    return code
+
+
+def _lead(words: Sequence[str]) -> int:
+    """Rank 0 under torchrun: as ever, except that the other ranks wait for what it says."""
+    code = PipelineError.exit_code
+    try:
+        flags = _parse(words)
+        if flags.multirun:
+            raise PlanError(
+                "-m needs fresh processes for every job, and torchrun has started one set. "
+                "Try -m with cluster=local or cluster=slurm."
+            )
+        code = _main(flags)
+    finally:
+        if code:
+            torchrun.dismiss(code)
     return code
 
 
@@ -107,20 +145,53 @@ def _main(flags: Flags) -> int:
         if flags.cfg is not None:
             hydra.show_cfg(CONFIG_NAME, words, flags.cfg, flags.package, flags.resolve)
             return 0
+        _check_sweep(config, flags)
+        if config.mode == "collect":
+            found = importlib.import_module("launcher.commands.collect").run(config)
+            assert isinstance(found, int)
+            return found
         if not flags.multirun:
             unique = not any(word.startswith("hydra.run.dir=") for word in words)
             folder = make_run_folder(str(node.run.dir), unique=unique)
             return run_one(hydra, words, folder, run_command)
         unique = not any(word.startswith("hydra.sweep.dir=") for word in words)
         folder = make_run_folder(str(node.sweep.dir), unique=unique)
-        return run_sweep(hydra, words, folder, run_command, jobs=jobs)
+        if not asks_for_trials(flags.overrides):
+            return run_sweep(hydra, words, folder, run_command, jobs=jobs, config=config)
+        space = find_space(parse_overrides(flags.overrides, groups, hydra.config_loader))
+        return run_search(hydra, space, folder, run_command, config=config, extra=extra)
+
+
+def _check_sweep(config: LaunchConfig, flags: Flags) -> None:
+    sweep, multirun = config.sweep, flags.multirun
+    if sweep.trials is not None and not (multirun and asks_for_trials(flags.overrides)):
+        raise PlanError(
+            f"sweep.trials={sweep.trials} belongs on the command line of a sweep. "
+            f"Try -m sweep.trials={sweep.trials} optimizer.lr='interval(1e-4,1e-2)'."
+        )
+    if sweep.trials is not None:
+        check_search(config)
+    if config.mode == "collect" and multirun:
+        raise PlanError("mode=collect compares one sweep. Try it without -m.")
+    if sweep.dir is not None and config.mode != "collect":
+        raise PlanError(
+            f"sweep.dir={sweep.dir} is read by mode=collect, not by mode={config.mode}. "
+            "Try mode=collect, or hydra.sweep.dir=FOLDER for where a sweep is written."
+        )
+    if not multirun and (sweep.fail_fast or (sweep.metric != "auto" and config.mode != "collect")):
+        key = "sweep.fail_fast=true" if sweep.fail_fast else f"sweep.metric={sweep.metric}"
+        raise PlanError(f"{key} is about the jobs of a sweep. Try it with -m.")
+    if multirun or config.mode == "collect":
+        importlib.import_module("launcher.report.sweep_best").check_metric(sweep.metric)
 
 
 def _jobs(flags: Flags, groups: Groups, hydra: object) -> list[list[str]]:
     """The overrides of every job that the command line asks for, checked word by word."""
     loader = getattr(hydra, "config_loader", None)
     overrides = parse_overrides(flags.overrides, groups, loader)
-    if flags.multirun:
+    if flags.multirun and asks_for_trials(flags.overrides):
+        jobs = find_space(overrides).corners()
+    elif flags.multirun:
         jobs = expand(overrides)
     else:
         require_single(overrides)

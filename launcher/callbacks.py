@@ -58,6 +58,16 @@ class MetricsFile:
                 stream.flush()
                 os.fsync(stream.fileno())
 
+    def go_on(self, step: int) -> None:
+        """Keeps the rows up to a step of a run that goes on in its own folder."""
+        if not self.path.is_file():
+            return
+        with self.path.open(newline="") as stream:
+            reader = csv.DictReader(stream)
+            self._columns = list(reader.fieldnames or ())
+            self._rows = [row for row in reader if row.get("step") and int(row["step"]) <= step]
+        write_atomically(self.path, "".join(self._lines([{}, *self._rows])))
+
     def _lines(self, rows: list[Any]) -> list[str]:
         lines: list[str] = []
 
@@ -106,6 +116,8 @@ class Progress(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Starts the clock."""
+        if self.file is not None and trainer.global_step:
+            self.file.go_on(trainer.global_step)
         self._last = time.perf_counter()
         self._tell({"kind": "start", "step": trainer.global_step, "max_steps": trainer.max_steps})
 

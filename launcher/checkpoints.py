@@ -139,6 +139,26 @@ def newest_checkpoint(
     )
 
 
+def newest_in(run_dir: Path, *, skipped: Callable[[str], None] = say) -> Path | None:
+    """The newest whole checkpoint of one run, which a job goes on with when it is requeued.
+
+    Args:
+        run_dir: The run's folder.
+        skipped: Told of each newer one that does not serve.
+    """
+    folder = run_dir / "checkpoints"
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        if path.suffix == UNFINISHED:
+            continue
+        if path.suffix == OLD and committed(path.with_suffix("")) != path:
+            continue  # its successor is there
+        problem = _damage(path)
+        if problem is None:
+            return path.absolute()
+        skipped(f"skips {path}: {problem}")
+    return None
+
+
 def _name_in(path: Path) -> str | None:
     """The experiment a checkpoint says to belong to; None where that cannot be read."""
     try:

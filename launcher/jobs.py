@@ -19,11 +19,14 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 
 from launcher.callbacks import KeepSignal, LastCheckpoint, MetricsFile, Progress, pipeline
-from launcher.config import LaunchConfig, from_dict
+from launcher.config import LaunchConfig
 from launcher.model_flops import ideal_step_s
-from launcher.report.result import write_result
-from launcher.resolve import Run, num_gpus, optimizer_options, resolve, text_source
+from launcher.preemption import StopWhenAsked
+from launcher.processes.outcome import write_outcome
+from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
+from launcher.resolve import Run, num_gpus, optimizer_options, text_source
 from launcher.rotation import RegularCheckpoints
+from launcher.task import resolve_task
 from launcher.tracking import build_loggers
 from launcher.workloads.data.module import TextDataModule
 from launcher.workloads.hf.destination import export_folder
@@ -34,10 +37,8 @@ from launcher.workloads.specs import described
 from strategies.runtime.checkpoint import load_state_dict
 from strategies.runtime.memory_use import MemoryUse
 from strategies.runtime.strategy import PipelineStrategy
-from strategies.schedule_file import ScheduleFile
 from strategies.timeline import Timeline
 
-OUTCOME = "outcome.json"
 # The first forwards and backwards of a pipeline's ranks compile one after the other.
 _COMPILING_S = 1800.0
 
@@ -46,13 +47,13 @@ def run(task: dict[str, Any], run_dir: Path) -> None:
     """Runs one rank of a task.
 
     Args:
-        task: ``{"config": ..., "checkpoint": path or None, "schedule_file": content or None}``, as
-            ``resolved.json`` has it.
+        task: As ``resolved.json`` has it, see ``launcher.task``.
         run_dir: The run's folder; rank 0 leaves ``outcome.json`` there.
+
+    Raises:
+        PreemptedError: A signal asked for the end; the checkpoint is committed.
     """
-    config = from_dict(task["config"])
-    file = task["schedule_file"]
-    resolved = resolve(config, None if file is None else ScheduleFile(**file))
+    resolved = resolve_task(task)
     _quiet()
     jobs: dict[str, Callable[[Run, Path, str | None], dict[str, Any]]] = {
         "train": _train,
@@ -62,9 +63,13 @@ def run(task: dict[str, Any], run_dir: Path) -> None:
         "export": _export,
         "profile": _profile,
     }
-    outcome = jobs[config.mode](resolved, run_dir, task["checkpoint"])
-    if os.environ["RANK"] == "0":
-        write_result(run_dir / OUTCOME, outcome)
+    first = os.environ["RANK"] == "0"
+    outcome = jobs[resolved.config.mode](resolved, run_dir, task["checkpoint"])
+    stopped_by = outcome.pop("stopped_by", None)
+    if first:
+        write_outcome(run_dir, outcome, stopped_by=stopped_by)
+    if stopped_by is not None:
+        raise PreemptedError(f"stopped by {stopped_by}", {})
 
 
 def _quiet() -> None:
@@ -105,7 +110,7 @@ def _strategy(run: Run) -> PipelineStrategy:
         bucket_mb=config.overlap.bucket_mb,
         grad_dtype=config.overlap.grad_dtype,
         backend=config.cluster.backend,
-        timeout_s=max(config.cluster.timeout_s, _COMPILING_S if config.compile else 0.0),
+        timeout_s=_patience_s(config),
         seed=config.seed,
         compile=config.compile,
         async_save=config.trainer.async_save,
@@ -121,6 +126,10 @@ def _by_hand(config: LaunchConfig) -> tuple[int, ...] | None:
     return config.schedule.units_per_stage or config.schedule.layers_per_stage
 
 
+def _patience_s(config: LaunchConfig) -> float:
+    return max(config.cluster.timeout_s, _COMPILING_S if config.compile else 0.0)
+
+
 def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object) -> pl.Trainer:
     given = run.config.trainer
     gpus = num_gpus() if torch.cuda.is_available() else 0
@@ -129,7 +138,8 @@ def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object)
     arguments: dict[str, Any] = dict(more)
     return pl.Trainer(
         accelerator="gpu" if on_gpu else "cpu",
-        devices=min(gpus, run.world_size) if on_gpu else "auto",
+        devices=min(gpus, run.world_size // run.config.cluster.nodes) if on_gpu else "auto",
+        num_nodes=run.config.cluster.nodes,
         strategy=_strategy(run),
         plugins=[LightningEnvironment()],
         callbacks=[KeepSignal(), *callbacks],
@@ -207,6 +217,9 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         callbacks.append(last)
     closing = _Closing(run)
     callbacks.append(closing)
+    request = installed_request() or StopRequest()
+    stopping = StopWhenAsked(folder, request, timeout_s=_patience_s(config))
+    callbacks.append(stopping)
     trainer = _trainer(
         run,
         run_dir,
@@ -221,7 +234,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         check_val_every_n_epoch=given.check_val_every_n_epoch,
         num_sanity_val_steps=given.num_sanity_val_steps,
         log_every_n_steps=given.log_every_n_steps,
-        enable_checkpointing=writes,
+        enable_checkpointing=True,  # StopWhenAsked may have to
     )
     trainer.fit(model, datamodule=_data(run), ckpt_path=checkpoint)
     _finish_loggers(config)
@@ -240,7 +253,8 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         "mfu": ideal / step_time if step_time and ideal else None,
         "peak_memory_bytes": closing.peaks,
         "measured_norm_sync_s": closing.norm_sync_s,
-        "checkpoint": None if last.path is None else str(last.path),
+        "checkpoint": str(written) if (written := last.path or stopping.path) else None,
+        "stopped_by": stopping.stopped_by,
         "timeline": None if closing.timeline is None else _plain(closing.timeline),
         "buckets": _buckets(pipeline(trainer)),
         "skips": [list(ends) for ends in pipeline(trainer).plan.skips],

@@ -17,6 +17,7 @@ from launcher.config.recompute import recompute_policy
 from launcher.config.schedule_group import schedule_group
 from launcher.config.shape import transformer_shape
 from launcher.installed import installed_names
+from launcher.processes.nodes import asked_world
 from launcher.workloads.data.source import SourceKind, TextSource
 from launcher.workloads.hf.shape import HfShape, read_shape
 from launcher.workloads.loads import unit_loads
@@ -267,7 +268,9 @@ def num_gpus() -> int:
 
 
 def uses_gpu(config: LaunchConfig) -> bool:
-    """Whether ranks run on GPUs."""
+    """Whether ranks run on GPUs: those of this machine, or those asked of the cluster."""
+    if config.cluster.name == "slurm":
+        return config.cluster.gpus_per_node is not None
     wanted = config.trainer.accelerator
     return wanted == "gpu" or (wanted == "auto" and num_gpus() > 0)
 
@@ -275,6 +278,8 @@ def uses_gpu(config: LaunchConfig) -> bool:
 def _replicas(config: LaunchConfig) -> int:
     if config.dp != "auto":
         return int(config.dp)
+    if (asked := asked_world(config)) is not None:
+        return max(1, asked // (config.pp * config.tp))
     world = num_gpus() if uses_gpu(config) else (os.cpu_count() or 1)
     return max(1, world // (config.pp * config.tp))
 

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from launcher.config import LaunchConfig, dump
+from launcher.task import run_id
 from strategies.errors import PlanError
 
 
@@ -44,7 +45,11 @@ def _wandb(config: LaunchConfig, run_dir: Path) -> Logger:
         "group": tracking.group or config.experiment_name,
         "tags": list(tracking.tags),
         "config": dump(config),
+        # One run per training, also across requeues.
+        "id": run_id(run_dir),
     }
+    if not offline:
+        settings["resume"] = "allow"
     return WandbLogger(
         name=run_dir.name, project=tracking.project, save_dir=run_dir, offline=offline, **settings
     )

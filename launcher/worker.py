@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import importlib
-import json
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ import traceback
 from pathlib import Path
 
 from launcher.processes.failure import write_failure
+from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
 from strategies.errors import PipelineError
 
 _PR_SET_PDEATHSIG = 1
@@ -29,14 +29,22 @@ def main() -> int:
     os.umask(0o077)
     run_dir = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
-    # The parent decides how a run ends; launcher.callbacks.KeepSignal holds on to this.
-    signal.signal(signal.SIGTERM, _terminated)
+    request = installed_request()
+    if request is None:
+        request = StopRequest()
+        request.install(signal.SIGUSR1)
+        # The parent decides how a run ends; launcher.callbacks.KeepSignal holds on to this.
+        signal.signal(signal.SIGTERM, _terminated)
     try:
-        task = json.loads((run_dir / "resolved.json").read_text())
+        task = importlib.import_module("launcher.task").read_task(run_dir)
+        if task["config"]["mode"] != "train":
+            request.disregard()
         jobs = importlib.import_module("launcher.jobs")
         jobs.run(task, run_dir)
     except KeyboardInterrupt:
         return 130
+    except PreemptedError as error:
+        return error.exit_code
     except PipelineError as error:
         sys.stderr.write(f"error: {error}\n")
         return write_failure(run_dir, rank, error)

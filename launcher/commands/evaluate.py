@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from launcher.commands.predicted import run_mapping
 from launcher.commands.ranks import (
@@ -15,7 +16,7 @@ from launcher.commands.ranks import (
 )
 from launcher.config import LaunchConfig
 from launcher.report.result import write_result
-from launcher.resolve import resolve
+from launcher.resolve import Run, resolve
 from launcher.terminal import say
 
 
@@ -32,8 +33,13 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     result = run_dir / "result.json"
     with failure_recorded(result, common):
         outcome = run_ranks(resolved, run_dir, checkpoint, lambda _: None)
-    write_result(result, common | outcome)
-    if config.mode == "eval":
+    return finish(resolved, run_dir, outcome)
+
+
+def finish(resolved: Run, run_dir: Path, outcome: dict[str, Any]) -> int:
+    """Writes and prints what the ranks have found."""
+    write_result(run_dir / "result.json", run_mapping(resolved, "done") | outcome)
+    if resolved.config.mode == "eval":
         say(f"loss {outcome['val_loss']:.6f}")
     else:
         say(f"{outcome['num_predictions']} predictions: {', '.join(outcome['predictions'])}")

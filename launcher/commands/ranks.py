@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from launcher.c_compiler import check_compiler
 from launcher.checkpoints import check_model, manifest_of, newest_checkpoint
-from launcher.config import LaunchConfig, dump
+from launcher.config import LaunchConfig
 from launcher.machine import rank_threads
+from launcher.processes import torchrun
 from launcher.processes.local import Listener, LocalRanks
-from launcher.report.atomic import write_atomically
+from launcher.processes.outcome import take_outcome
+from launcher.processes.preempted import PreemptedError
 from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, text_source, uses_gpu
+from launcher.task import write_task
 from launcher.workloads.data.source import check_source
 from launcher.workloads.data.vocabulary import vocab_size
 from launcher.workloads.hf.check import check_folder, check_same_model, check_vocabulary
@@ -73,7 +74,7 @@ def check_world(config: LaunchConfig) -> None:
     Raises:
         PlanError: There is no memory for that many processes.
     """
-    if not uses_gpu(config):
+    if config.cluster.name == "local" and not uses_gpu(config):
         dp = 1 if config.dp == "auto" else int(config.dp)
         _check_memory(config.pp, dp, config.tp, state=0)
 
@@ -104,7 +105,10 @@ def check_machine(run: Run) -> None:
         PlanError: There is no GPU, or memory for fewer ranks.
     """
     config = run.config
-    if config.trainer.accelerator == "gpu" and num_gpus() == 0:
+    elsewhere = config.cluster.name == "slurm" or config.cluster.nodes > 1
+    if config.cluster.name == "torchrun":
+        torchrun.check_world(run.world_size, mode=config.mode)
+    if not elsewhere and config.trainer.accelerator == "gpu" and num_gpus() == 0:
         raise PlanError(
             "trainer.accelerator=gpu, but this machine has no GPU. Try trainer.accelerator=cpu."
         )
@@ -115,6 +119,8 @@ def check_machine(run: Run) -> None:
             f"cluster.backend={config.cluster.backend} moves GPU memory, but the ranks run on CPU. "
             "Try cluster.backend=gloo."
         )
+    if elsewhere:
+        return  # what those machines have is seen there
     if uses_gpu(config):
         if config.cluster.backend == "nccl" and run.world_size > num_gpus():
             raise PlanError(
@@ -183,6 +189,10 @@ def failure_recorded(result: Path, common: Mapping[str, object]) -> Iterator[Non
     """
     try:
         yield
+    except PreemptedError as error:
+        stopped = {"status": "preempted", "error": str(error), **error.figures}
+        write_result(result, {**common, **stopped})
+        raise
     except RunError as error:
         write_result(result, {**common, "status": "failed", "error": str(error)})
         raise
@@ -209,23 +219,14 @@ def run_ranks(
         world: Other than the run's own number; threads are those of its own ranks.
 
     Raises:
-        RunError: A rank failed.
+        RunError: A rank failed, or the run was preempted.
     """
-    config = dump(run.config)
-    config["dp"] = run.dp
-    file = run.plan.file
-    task = {
-        "config": config,
-        "checkpoint": None if checkpoint is None else str(checkpoint),
-        # The text and not the path: what has been verified here is what runs there.
-        "schedule_file": None if file is None else asdict(file),
-    }
-    write_atomically(run_dir / "resolved.json", json.dumps(task, indent=1))
+    task = write_task(run, run_dir, checkpoint)
+    if run.config.cluster.name == "torchrun":
+        torchrun.lead(run_dir, task, on_event)
+        return take_outcome(run_dir)
     threads = None if world is None else rank_threads(run.world_size)
     if world is None:
         world = 1 if run.config.mode in ("generate", "export") else run.world_size
     LocalRanks(run_dir, world, on_event, threads=threads).run()
-    outcome = run_dir / "outcome.json"
-    found: dict[str, Any] = json.loads(outcome.read_text())
-    os.unlink(outcome)
-    return found
+    return take_outcome(run_dir)

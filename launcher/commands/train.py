@@ -49,6 +49,29 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
         ProgressView(enabled=config.trainer.enable_progress_bar) as view,
     ):
         outcome = run_ranks(resolved, run_dir, checkpoint, view)
+    return finish(resolved, run_dir, outcome, (predicted, metrics))
+
+
+def finish(
+    resolved: Run,
+    run_dir: Path,
+    outcome: dict[str, Any],
+    known: tuple[Panel, Metrics] | None = None,
+) -> int:
+    """Writes what a run that is done has measured, beside what was predicted.
+
+    Args:
+        resolved: What ran.
+        run_dir: Its folder.
+        outcome: What rank 0 left.
+        known: The prediction; None to simulate it.
+    """
+    if known is None:
+        timeline, metrics = predict(resolved)
+        known = Panel("predicted", timeline, metrics), metrics
+    predicted, metrics = known
+    common = run_mapping(resolved, "done") | metrics_mapping(metrics)
+    result = run_dir / "result.json"
     ran = _ran(resolved, outcome.pop("buckets"), outcome.pop("skips"))
     measured = _measured(ran, outcome.pop("timeline"))
     if measured is not None:

@@ -7,8 +7,12 @@ from pathlib import Path
 
 from launcher.commands.predicted import predict, rank_memory, run_mapping, write_pictures
 from launcher.commands.ranks import check_before_start, check_world, find_checkpoint
+from launcher.commands.submit import on_nodes
 from launcher.config import LaunchConfig
 from launcher.planning.planned import planned
+from launcher.processes.node_commands import node_commands
+from launcher.processes.nodes import plan_nodes
+from launcher.processes.slurm_script import job_script
 from launcher.report.html import Panel
 from launcher.report.memory_bars import memory_line
 from launcher.report.result import metrics_mapping, recompute_mapping, write_result
@@ -21,7 +25,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     """Composes, resolves, verifies, estimates; prints what would run."""
     config = planned(config, run_dir)
     check_world(config)
-    resolved = resolve(config)
+    resolved = resolve(on_nodes(config) if config.cluster.name == "slurm" else config)
     checkpoint = find_checkpoint(resolved, config.trainer.resume, run_dir, optional=True)
     check_before_start(resolved, checkpoint)
     timeline, metrics = predict(resolved)
@@ -33,9 +37,30 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
         say(f"continues {checkpoint}")
     print_summary(result)
     words = " ".join(shlex.quote(word) for word in _overrides(run_dir))
-    say(f"command on this machine: python -m launcher {words}".rstrip())
+    _say_commands(resolved, run_dir, words)
     say("valid: nothing was started")
     return 0
+
+
+def _say_commands(run: Run, run_dir: Path, words: str) -> None:
+    """How to start it: here, on each node, or as a job."""
+    cluster = run.config.cluster
+    if cluster.name == "local" and cluster.nodes == 1:
+        say(f"command on this machine: python -m launcher {words}".rstrip())
+        return
+    nodes = plan_nodes(run.config, dp=run.dp)
+    for line in nodes.describe():
+        say(line)
+    if (note := nodes.note()) is not None:
+        say(note)
+    if cluster.name == "slurm":
+        say("job script:")
+        say(job_script(run.config, run_dir, nodes, cwd=Path.cwd()))
+        say(f"command on a login node: python -m launcher {words}")
+        return
+    commands = node_commands(nodes, _overrides(run_dir), master=cluster.master)
+    for node, command in enumerate(commands):
+        say(f"command on node {node}: {command}")
 
 
 def _plan(run: Run) -> str:

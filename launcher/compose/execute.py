@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,7 +107,7 @@ def run_one(hydra: Hydra, overrides: Sequence[str], folder: RunFolder, command: 
     Raises:
         PipelineError: What the command raised; the folder of a refused run is gone then.
     """
-    job = _Job(command)
+    job = Jobs(command)
     words = [word for word in overrides if not word.startswith("hydra.run.dir=")]
     words.append(quote("hydra.run.dir", str(folder.path)))
     hydra.run(config_name=CONFIG_NAME, task_function=job, overrides=words)
@@ -123,77 +124,148 @@ def run_sweep(
     command: Command,
     *,
     jobs: Sequence[Sequence[str]],
+    config: LaunchConfig,
 ) -> int:
-    """Runs every job of a sweep, each in a numbered folder; a failed job does not stop the others.
+    """Runs every job of a sweep, each in a numbered folder.
+
+    A failed job is named at once, and stops the others only with ``sweep.fail_fast``.
 
     It ends with a comparison of all jobs that ran: tables on the terminal, and ``sweep.*``.
+
+    Args:
+        hydra: The application.
+        overrides: As typed.
+        folder: The sweep's.
+        command: What runs one job.
+        jobs: The overrides of each.
+        config: Of the first job: what is common to all.
 
     Returns:
         0 if all succeeded, else the first other code. A preempted job ends the sweep.
     """
-    job = _Job(command, jobs=jobs)
+    job = Jobs(command, jobs=jobs, folder=folder.path, config=config)
     words = [word for word in overrides if not word.startswith("hydra.sweep.dir=")]
     words.append(quote("hydra.sweep.dir", str(folder.path)))
-    try:
+
+    def run_all() -> None:
         hydra.multirun(config_name=CONFIG_NAME, task_function=job, overrides=words)
+
+    return end_sweep(run_all, folder, job, config)
+
+
+def end_sweep(
+    run_all: Callable[[], None], folder: RunFolder, job: Jobs, config: LaunchConfig
+) -> int:
+    """Runs the jobs of a sweep, and reports however that ends.
+
+    Args:
+        run_all: Runs them.
+        folder: The sweep's.
+        job: What keeps how each one ended.
+        config: Of the first job.
+
+    Returns:
+        As ``run_sweep``.
+    """
+    try:
+        run_all()
     except _SweepEnded:
-        _report(folder.path, job, hurry=False)
-        return PREEMPTED
+        pass
     except KeyboardInterrupt:
-        _report(folder.path, job, hurry=True)
+        _report(folder.path, job, config, hurry=True)
         raise
-    failed = [(index, code) for index, code in enumerate(job.codes) if code]
-    for index, code in failed:
-        sys.stderr.write(
-            f"job {index} of the sweep failed (exit {code}): {' '.join(jobs[index])}\n"
-        )
-    sys.stderr.flush()
-    _report(folder.path, job, hurry=False)
-    return failed[0][1] if failed else 0
+    _report(folder.path, job, config, hurry=False)
+    if PREEMPTED in job.codes:
+        return PREEMPTED
+    return next((code for code in job.codes if code), 0)
 
 
-def _report(folder: Path, job: _Job, *, hurry: bool) -> None:
+def _report(folder: Path, job: Jobs, config: LaunchConfig, *, hurry: bool) -> None:
     from launcher.report.sweep_files import report_sweep  # Only a sweep needs it.
     from launcher.report.sweep_labels import make_sweep
 
-    if job.ended:
-        report_sweep(folder, make_sweep(job.ended, job.jobs), hurry=hurry)
+    if job.submits:
+        words = shlex.join(["python", "-m", "launcher", "mode=collect", f"sweep.dir={folder}"])
+        sys.stdout.write(f"to compare the jobs once they have ended: {words}\n")
+    elif job.ended:
+        sweep = replace(make_sweep(job.ended, job.jobs), num_jobs=job.total)
+        report_sweep(folder, sweep, metric=config.sweep.metric, hurry=hurry)
 
 
-class _Job:
+class Jobs:
     """What Hydra calls per job; keeps how each one ended, which Hydra has no place for.
 
     Attributes:
         codes: Exit codes.
         ended: What a sweep shows of its jobs; empty for a single run.
         jobs: Overrides of every job of a sweep.
+        submits: Whether jobs are only handed to a scheduler here.
     """
 
-    def __init__(self, command: Command, *, jobs: Sequence[Sequence[str]] = ()) -> None:
+    def __init__(
+        self,
+        command: Command,
+        *,
+        jobs: Sequence[Sequence[str]] = (),
+        folder: Path | None = None,
+        config: LaunchConfig | None = None,
+        total: int | None = None,
+    ) -> None:
         self.codes: list[int] = []
         self.ended: list[SweepJob] = []
         self.jobs = jobs
+        self.submits = config is not None and config.cluster.name == "slurm"
+        self._fail_fast = config is not None and config.sweep.fail_fast
+        self._folder = folder
+        self._total = total
+        self._folders: list[Path] = []
         self._command = command
         self._config: LaunchConfig | None = None
         self._error = ""
 
     def __call__(self, composed: DictConfig) -> int:
+        """Runs one job; returns its exit code."""
         hydra = HydraConfig.get()
-        if len(self.jobs) > 1:
+        if self.total > 1:
             overrides = " ".join(hydra.overrides.task)
-            sys.stdout.write(f"[{len(self.codes) + 1}/{len(self.jobs)}] {overrides}\n")
+            sys.stdout.write(f"[{len(self.codes) + 1}/{self.total}] {overrides}\n")
             sys.stdout.flush()
         code = self._in_sweep(composed, hydra) if self.jobs else self._guarded(composed, hydra)
         self.codes.append(code)
-        if code == PREEMPTED and self.jobs:
-            raise _SweepEnded
+        if self.jobs:
+            self._job_ended(code)
         return code
+
+    @property
+    def total(self) -> int:
+        """How many jobs there will be; those of a search are known one by one."""
+        return len(self.jobs) if self._total is None else self._total
+
+    def _job_ended(self, code: int) -> None:
+        index = len(self.codes) - 1
+        if code:
+            words = " ".join(self.jobs[index])
+            sys.stderr.write(f"job {index} of the sweep failed (exit {code}): {words}\n")
+            sys.stderr.flush()
+        left = self.total - len(self.codes)
+        if code == PREEMPTED or (code and left and self._fail_fast):
+            raise _SweepEnded
+        if left and not self.submits and self._folder is not None:
+            from launcher.report.sweep_labels import make_sweep
+            from launcher.report.sweep_live import report_so_far
+
+            sweep = replace(make_sweep(self.ended, self.jobs), num_jobs=self.total)
+            report_so_far(self._folder, sweep)
 
     def _in_sweep(self, composed: DictConfig, hydra: HydraConf) -> int:
         from launcher.report.sweep_job import ended_job, file_stamps
+        from launcher.report.sweep_record import write_record
 
         folder, index = Path(hydra.runtime.output_dir), len(self.ended)
         before = file_stamps(folder)
+        self._folders.append(folder)
+        if self._folder is not None:
+            write_record(self._folder, self.jobs, self._folders)
         self._config, self._error = None, ""
         code: int | None = None
         try:

@@ -83,7 +83,8 @@ def expand(overrides: Iterable[Override]) -> list[list[str]]:
         else:
             raise PlanError(
                 f"{shorten(override.input_line)}: a sweep needs a list of values. "
-                f"Try {name}=1,2,3 or {name}=range(1,4)."
+                f"Try {name}=1,2,3 or {name}=range(1,4), or sweep.trials=20 for a search in the "
+                "interval."
             )
     jobs = 1
     for choices in values.values():

@@ -12,6 +12,7 @@ from launcher.config.pipeline import CostsConfig, HardwareConfig, OverlapConfig,
 from launcher.config.planner import PlannerConfig
 from launcher.config.recompute import RecomputeConfig
 from launcher.config.running import ClusterConfig, TrackingConfig, TrainerConfig
+from launcher.config.sweeping import SweepConfig
 from launcher.config.workload import (
     DataConfig,
     ExportConfig,
@@ -35,6 +36,7 @@ __all__ = [
     "PlannerConfig",
     "RecomputeConfig",
     "ScheduleConfig",
+    "SweepConfig",
     "TrackingConfig",
     "TrainerConfig",
     "check",

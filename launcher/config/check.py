@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from launcher.config.batches import plan_batches
+from launcher.config.check_cluster import check_cluster
 from launcher.config.key import Key, describe, keys_of, shorten, spell
 from launcher.config.launch import LaunchConfig
 from launcher.config.model_kind import check_model_keys
@@ -45,6 +46,7 @@ def check(config: LaunchConfig) -> None:
     _check_sharing(config, shape)
     _check_unused(config)
     _check_trainer(config)
+    check_cluster(config)
 
 
 def _check_range(entry: Key, value: object) -> None:

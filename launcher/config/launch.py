@@ -11,6 +11,7 @@ from launcher.config.planner import PlannerConfig
 from launcher.config.profile import ProfileConfig
 from launcher.config.recompute import RecomputeConfig
 from launcher.config.running import ClusterConfig, TrackingConfig, TrainerConfig
+from launcher.config.sweeping import SweepConfig
 from launcher.config.workload import (
     DataConfig,
     ExportConfig,
@@ -20,8 +21,9 @@ from launcher.config.workload import (
 )
 
 Mode = Literal[
-    "train", "simulate", "plan", "validate", "profile", "eval", "predict", "generate", "export"
-]
+    "train", "simulate", "plan", "validate", "profile", "eval", "predict", "generate", "export",
+    "collect",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ class LaunchConfig:
         "train",
         "train; simulate: the timeline without starting anything; plan: the best degrees, cut and "
         "schedule; validate: check and print what would run; profile: measure layers and links; "
-        "eval, predict, generate: use a checkpoint; export: write it for transformers.",
+        "eval, predict, generate: use a checkpoint; export: write it for transformers; collect: "
+        "compare the jobs of a sweep.",
     )
     pp: int = key(1, "Pipeline degree: ranks one model is cut over.", low=1, high=65536, example=4)
     tp: int = key(
@@ -86,3 +89,4 @@ class LaunchConfig:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)

@@ -97,11 +97,43 @@ class TrackingConfig:
 class ClusterConfig:
     """``cluster=``: where ranks run and how they talk."""
 
-    name: Literal["local"] = key("local", "local: processes on this machine.")
+    name: Literal["local", "slurm", "torchrun"] = key(
+        "local",
+        "local: processes on this machine; slurm: a job of its own; torchrun: join the processes "
+        "that torchrun has started.",
+    )
     timeout_s: float = key(
         120.0, "Seconds until a rendezvous or a message counts as lost.", above=0, high=86400
     )
     backend: Literal["auto", "gloo", "nccl", "staged"] = key(
         "auto",
         "Transport: gloo on CPU, nccl between GPUs, staged = gloo through host memory for GPUs.",
+    )
+    nodes: int = key(
+        1, "Machines; mode=validate prints the command for each.", low=1, high=65536, example=2
+    )
+    gpus_per_node: int | None = key(
+        None, "slurm: GPUs and ranks per node; null = ranks on CPU.", low=1, high=64, example=8
+    )
+    partition: str | None = key(None, "slurm: partition.", example="gpu")
+    time: str | None = key(
+        None,
+        "slurm: limit as D-HH:MM:SS, HH:MM:SS or minutes; a job that has not ended is requeued.",
+        example="24:00:00",
+    )
+    account: str | None = key(None, "slurm: account that pays.", example="my_project")
+    extra: tuple[str, ...] = key(
+        (), "slurm: further options of sbatch.", example=["'--qos=high'", "'--mem=0'"]
+    )
+    signal_s: int = key(
+        120,
+        "slurm: seconds before the limit at which the checkpoint is written.",
+        low=1,
+        high=65535,
+    )
+    submit: bool = key(True, "slurm: submit the script; false = only write it.")
+    master: str | None = key(
+        None,
+        "mode=validate cluster.nodes=2: HOST:PORT of the first node; null = this machine.",
+        example="node0:29500",
     )

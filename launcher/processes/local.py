@@ -31,6 +31,7 @@ from launcher.processes.failure import (
     read_failure,
     signalled,
 )
+from launcher.processes.preempted import PREEMPTED
 from strategies.errors import RunError
 
 _POLL_S = 0.1
@@ -71,7 +72,7 @@ class LocalRanks:
             failure_file(self.run_dir, rank).unlink(missing_ok=True)
         reader, writer = os.pipe()
         try:
-            with _termination_as_interrupt():
+            with _termination_as_interrupt(), self._stop_passed_on():
                 try:
                     self._start(writer)
                     os.close(writer)
@@ -83,6 +84,21 @@ class LocalRanks:
             os.close(reader)
             if writer >= 0:
                 os.close(writer)
+
+    @contextmanager
+    def _stop_passed_on(self) -> Iterator[None]:
+        """SIGUSR1 to the parent asks the ranks to stop with a checkpoint."""
+
+        def pass_on(*_: object) -> None:
+            for process in self._processes:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGUSR1)
+
+        before = signal.signal(signal.SIGUSR1, pass_on)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGUSR1, before)
 
     def _start(self, writer: int) -> None:
         port = _free_port()
@@ -142,11 +158,11 @@ class LocalRanks:
                 else:
                     time.sleep(_POLL_S)
                 codes = [process.poll() for process in self._processes]
-                if any(codes):
+                if any(code not in (None, 0, PREEMPTED) for code in codes):
                     if open_pipe:
                         self._read(reader)
                     raise self._failed()
-                if all(code == 0 for code in codes):
+                if None not in codes:  # whether preempted or done, the outcome tells
                     if open_pipe:
                         self._read(reader)
                     return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from launcher.report.sweep_best import AUTO, describe_best
 from launcher.report.sweep_csv import write_sweep_csv, write_sweep_json
 from launcher.report.sweep_html import write_sweep_html
 from launcher.report.sweep_labels import Sweep
@@ -13,7 +14,7 @@ from launcher.report.sweep_table import print_sweep
 from launcher.terminal import complain, say
 
 
-def report_sweep(folder: Path, sweep: Sweep, *, hurry: bool = False) -> None:
+def report_sweep(folder: Path, sweep: Sweep, *, metric: str = AUTO, hurry: bool = False) -> None:
     """Prints the tables and writes ``sweep.csv``, ``.json``, ``.html`` and ``.png``.
 
     A file that cannot be written is named on standard error and changes nothing else: the jobs
@@ -22,9 +23,12 @@ def report_sweep(folder: Path, sweep: Sweep, *, hurry: bool = False) -> None:
     Args:
         folder: The sweep's.
         sweep: What ran.
+        metric: By which the best job is named, see ``launcher.report.sweep_best``.
         hurry: Whether somebody waits for the end; the ``.png`` takes longest and is left out.
     """
     print_sweep(sweep)
+    if (best := describe_best(sweep, metric)) is not None:
+        say(best)
     title = _title(sweep)
     drawn = any(job.timelines for job in sweep.jobs) and not hurry
 

@@ -16,11 +16,13 @@ class Sweep:
         jobs: In the order of running.
         num_jobs: How many were asked for; more than ``jobs`` where a sweep ended early.
         varied: Keys of overrides with more than one value, in the order of the command line.
+        missing: What is said of the jobs that were asked for and are not here.
     """
 
     jobs: tuple[SweepJob, ...]
     num_jobs: int
     varied: tuple[str, ...]
+    missing: str = "did not run"
 
     def label(self, job: SweepJob) -> str:
         """``schedule=1f1b pp=2``; all of its overrides where nothing varies."""

@@ -23,7 +23,7 @@ from launcher.report.sweep_labels import Sweep, override_values
 
 BEST = "*"
 _MAX_ERROR = 160
-_WIDE = 1_000
+WIDE = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def failures(sweep: Sweep) -> Iterator[str]:
             yield f"job {job.index} {job.status}{code}" + (f": {error}" if error else "")
     missing = sweep.num_jobs - len(sweep.jobs)
     if missing:
-        yield f"{missing} of {sweep.num_jobs} jobs did not run"
+        yield f"{missing} of {sweep.num_jobs} jobs {sweep.missing}"
 
 
 def print_sweep(sweep: Sweep, *, file: TextIO | None = None) -> None:
@@ -105,17 +105,17 @@ def print_sweep(sweep: Sweep, *, file: TextIO | None = None) -> None:
     # Rich takes 80 columns for whatever is no terminal; and it cuts cells where a table is too
     # wide, which then is better left to the terminal to wrap.
     probe = Console(file=file, highlight=False)
-    room = probe.width if probe.is_terminal else _WIDE
-    console = Console(file=file, highlight=False, width=_WIDE)
+    room = probe.width if probe.is_terminal else WIDE
+    console = Console(file=file, highlight=False, width=WIDE)
     marked = False
     for section in sections(sweep):
         left = list(job_columns(sweep, section.jobs))
-        table = _table([*left, *section.columns])
+        table = draw_table([*left, *section.columns])
         same: list[Column] = []
         if console.measure(table).maximum > room and len(section.jobs) > 1:
             # What is equal everywhere makes room for what is not.
             same = [column for column in section.columns if len(set(column.cells)) == 1]
-            table = _table([*left, *(c for c in section.columns if c not in same)])
+            table = draw_table([*left, *(c for c in section.columns if c not in same)])
         console.print(Text(section.title, style="bold"))
         console.print(table)
         if same:
@@ -143,7 +143,8 @@ def _in_words(column: Column) -> str:
     return f"{column.heading} {column.cells[0]} {column.unit}".replace("\n", " ").rstrip()
 
 
-def _table(columns: Sequence[Column]) -> Table:
+def draw_table(columns: Sequence[Column]) -> Table:
+    """Columns as a table, the best cells marked."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         lines = column.heading.split("\n")

@@ -135,6 +135,7 @@ class PipelineStrategy(ParallelStrategy):
         compile: bool = False,
     ) -> None:
         self._num_nodes = 1
+        self._fills_node = False
         self._dp = dp
         self._pp = pp
         self._tp = tp
@@ -197,6 +198,8 @@ class PipelineStrategy(ParallelStrategy):
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
         self._num_nodes = num_nodes
+        if self._fills_node:  # The Trainer sets the devices first.
+            self.parallel_devices = (self._parallel_devices or [])[:1]
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
@@ -207,7 +210,10 @@ class PipelineStrategy(ParallelStrategy):
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         # "devices=auto" on CPU means one device; the strategy knows how many ranks it needs.
         wanted = self._pp * self._tp * (self._dp if isinstance(self._dp, int) else 1)
-        if devices and devices[0].type == "cpu" and len(devices) == 1 and wanted > 1:
+        self._fills_node = bool(
+            devices and devices[0].type == "cpu" and len(devices) == 1 and wanted > 1
+        )
+        if devices and self._fills_node:
             devices = devices * max(1, wanted // max(1, self._num_nodes))
         self._parallel_devices = devices
 

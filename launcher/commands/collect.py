@@ -1,0 +1,80 @@
+"""``mode=collect``: the comparison of a sweep's jobs, wherever and whenever they ran."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.commands.submit import JOB_FILE
+from launcher.config import LaunchConfig, from_dict
+from launcher.report.sweep_files import report_sweep
+from launcher.report.sweep_job import RESULT, SweepJob, ended_job
+from launcher.report.sweep_labels import make_sweep
+from launcher.report.sweep_record import newest_record, read_record
+from launcher.task import read_task
+from launcher.terminal import say
+from strategies.errors import PipelineError
+
+_CODES = {"done": 0, "failed": 1, "preempted": 85}
+_STAMPS = (None, None)
+
+
+def run(config: LaunchConfig) -> int:
+    """Writes the sweep's files anew from what its jobs have left.
+
+    Returns:
+        0, or 1 if a job has failed.
+
+    Raises:
+        PlanError: There is no such sweep.
+    """
+    given = config.sweep.dir
+    folder = newest_record(Path("multirun")) if given is None else Path(given).expanduser()
+    folder = folder.absolute()
+    record = read_record(folder)
+    jobs: list[SweepJob] = []
+    for index, job_dir in enumerate(record.folders):
+        result = job_dir / RESULT
+        if result.is_file():
+            jobs.append(_ended(index, job_dir, record.overrides[index]))
+        else:
+            say(f"job {index} has not ended{_where(job_dir)}: {job_dir}")
+    if not jobs:
+        say(f"none of {len(record.overrides)} jobs has ended")
+        return 0
+    sweep = replace(make_sweep(jobs, record.overrides), missing="have not ended")
+    report_sweep(folder, sweep, metric=config.sweep.metric)
+    return 1 if any(job.status == "failed" for job in jobs) else 0
+
+
+def _ended(index: int, job_dir: Path, overrides: tuple[str, ...]) -> SweepJob:
+    config = None
+    # A mode that starts no ranks leaves no task; its result says enough.
+    with contextlib.suppress(OSError, ValueError, KeyError, PipelineError):
+        config = from_dict(read_task(job_dir)["config"])
+    job = ended_job(index, job_dir, overrides, config=config, before=_STAMPS, exit_code=0)
+    status = str(job.result.get("status", "done"))
+    code = _CODES.get(status, 1)
+    error = "" if code == 0 else str(job.result.get("error") or "")
+    return replace(job, status=status, exit_code=code, error=error)
+
+
+def _where(job_dir: Path) -> str:
+    """`` (SLURM job 17: RUNNING)``, as far as it is known."""
+    try:
+        number = (job_dir / JOB_FILE).read_text().strip()
+    except OSError:
+        return ""
+    try:
+        state = subprocess.run(
+            ["squeue", "--noheader", "--format=%T", "--jobs", number],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        ).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        state = ""
+    return f" (SLURM job {number}: {state or 'no longer known'})"

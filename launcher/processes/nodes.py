@@ -1,0 +1,105 @@
+"""How ranks lie on nodes: in order, as many on each.
+
+Global rank = (pp_rank * dp + dp_rank) * tp + tp_rank, and ranks fill one node after the other:
+those that share matrices stay together, and a pipeline crosses nodes as seldom as it can.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from launcher.config import LaunchConfig
+from strategies.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Machines of one run.
+
+    Attributes:
+        count: Number of them.
+        ranks_each: Ranks on every one.
+        tp: Ranks that share matrices.
+        dp: Replicas.
+    """
+
+    count: int
+    ranks_each: int
+    tp: int
+    dp: int
+
+    def describe(self) -> list[str]:
+        """A line per node (of many the first and the last): its ranks, and their pipeline ranks."""
+        shown = range(self.count) if self.count <= 8 else (0, 1, self.count - 1)
+        return [self._line(node) for node in shown]
+
+    def note(self) -> str | None:
+        """What is slow about it; None if nothing is."""
+        if self.tp > 1 and self.count > 1 and self.ranks_each % self.tp:
+            return (
+                f"note: tp={self.tp} shares matrices between nodes of {self.ranks_each} ranks, "
+                "which is slow: tp should divide the ranks of a node"
+            )
+        return None
+
+    def _line(self, node: int) -> str:
+        first = node * self.ranks_each
+        last = first + self.ranks_each - 1
+        share = self.dp * self.tp
+        begin, end = first // share, last // share
+        pipeline = f"pp_rank {begin}" if begin == end else f"pp_ranks {begin}-{end}"
+        ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        return f"node {node}: {ranks}, {pipeline}"
+
+
+def plan_nodes(config: LaunchConfig, *, dp: int) -> Nodes:
+    """Spreads a run over ``cluster.nodes``.
+
+    Raises:
+        PlanError: The nodes would hold different numbers of ranks.
+    """
+    cluster = config.cluster
+    world = config.pp * dp * config.tp
+    asked = f"pp={config.pp} * dp={dp}" + (f" * tp={config.tp}" if config.tp > 1 else "")
+    per_node = cluster.gpus_per_node
+    if per_node is not None and world != cluster.nodes * per_node:
+        fit = world / per_node
+        nodes = f"cluster.nodes={int(fit)}" if fit.is_integer() else f"dp={_fitting_dp(config)}"
+        raise PlanError(
+            f"{asked} = {world} ranks do not fill cluster.nodes={cluster.nodes} * "
+            f"cluster.gpus_per_node={per_node} = {cluster.nodes * per_node} GPUs, one rank each. "
+            f"Try {nodes}, or cluster.nodes=1 cluster.gpus_per_node={world}."
+        )
+    if world % cluster.nodes:
+        fit_nodes = next(n for n in range(min(cluster.nodes, world), 0, -1) if world % n == 0)
+        raise PlanError(
+            f"{asked} = {world} ranks cannot be spread evenly over cluster.nodes={cluster.nodes}. "
+            f"Try cluster.nodes={fit_nodes}."
+        )
+    return Nodes(cluster.nodes, world // cluster.nodes, config.tp, dp)
+
+
+def asked_world(config: LaunchConfig) -> int | None:
+    """Ranks that the cluster has room for; None on this machine.
+
+    Raises:
+        PlanError: It cannot be known.
+    """
+    cluster = config.cluster
+    if cluster.name == "torchrun":
+        # Set by torchrun; where it has started nothing yet, there is nothing to fill.
+        return int(os.environ.get("WORLD_SIZE", config.pp * config.tp))
+    if cluster.name == "slurm":
+        if cluster.gpus_per_node is None:
+            raise PlanError(
+                "dp=auto fills the GPUs of cluster=slurm, and cluster.gpus_per_node is null. "
+                "Try cluster.gpus_per_node=8, or dp=2."
+            )
+        return cluster.nodes * cluster.gpus_per_node
+    return None
+
+
+def _fitting_dp(config: LaunchConfig) -> int:
+    gpus = config.cluster.nodes * (config.cluster.gpus_per_node or 1)
+    return max(1, gpus // (config.pp * config.tp))

@@ -1,0 +1,171 @@
+"""``cluster=torchrun``: the ranks are processes that torchrun has started, this is one of them.
+
+Rank 0 composes, checks and writes the run's folder; the others wait in the rendezvous store for
+what it has decided, so that nobody reads a configuration twice and one message tells what is wrong.
+Torch is imported when the ranks first meet, not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from launcher.config import LaunchConfig
+from launcher.processes.echo import events_told_to
+from launcher.processes.failure import write_failure
+from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
+from strategies.errors import PipelineError, PlanError, RunError
+
+WORD = "cluster=torchrun"
+_NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_KEY = "foldpipe/task"
+_PATIENCE = timedelta(minutes=30)  # for rank 0 to compose, compile and check
+_COMMAND = "python -m torch.distributed.run --nproc-per-node=2 -m launcher cluster=torchrun pp=2"
+
+
+def joins(words: Sequence[str]) -> bool:
+    """Whether this process belongs to a torchrun that is to be joined; takes its signals then."""
+    if WORD not in words or not _inside():
+        return False
+    StopRequest().install(signal.SIGUSR1, signal.SIGTERM)
+    return True
+
+
+def rank() -> int:
+    """This process's global rank."""
+    return int(os.environ["RANK"])
+
+
+def num_nodes() -> int:
+    """Machines, which torchrun gives as many ranks each.
+
+    Raises:
+        PlanError: No torchrun has started this process.
+    """
+    if not _inside():
+        missing = [name for name in _NEEDED if name not in os.environ]
+        raise PlanError(
+            f"cluster=torchrun joins processes that torchrun has started, but {', '.join(missing)} "
+            f"are not in the environment. Try {_COMMAND}."
+        )
+    return max(1, int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]))
+
+
+def check_world(world_size: int, *, mode: str) -> None:
+    """Refuses a run of another size than torchrun's.
+
+    Raises:
+        PlanError: With both numbers.
+    """
+    if mode == "validate" or not _inside():
+        return
+    started = int(os.environ["WORLD_SIZE"])
+    if world_size != started:
+        raise PlanError(
+            f"pp * dp * tp = {world_size} ranks, but torchrun has started {started} processes. "
+            f"Try --nproc-per-node={world_size} on one node, or degrees whose product is {started}."
+        )
+
+
+def refuse_stray(config: LaunchConfig) -> None:
+    """Refuses what would become one whole run per process of torchrun.
+
+    Raises:
+        PlanError: With the word that is missing.
+    """
+    local = config.cluster.name == "local"
+    if local and os.environ.get("TORCHELASTIC_RUN_ID") and int(os.environ["WORLD_SIZE"]) > 1:
+        raise PlanError(
+            "torchrun has started this process, and cluster=local would start ranks of its own in "
+            f"each of {os.environ['WORLD_SIZE']} processes. Try {WORD}."
+        )
+
+
+def lead(
+    run_dir: Path, task: Mapping[str, Any], on_event: Callable[[dict[str, Any]], None]
+) -> None:
+    """Tells all ranks what to run, and runs rank 0's part of it in this process.
+
+    Args:
+        run_dir: The run's folder.
+        task: What ``launcher.task`` has written there.
+        on_event: Gets progress events.
+
+    Raises:
+        RunError: This rank has failed.
+    """
+    (run_dir / "logs").mkdir(exist_ok=True)
+    # In a variable: the store lives in this process where torchrun's agent has none.
+    store = _meet()
+    store.set(_KEY, json.dumps({"run_dir": str(run_dir), "task": task}))
+    try:
+        with events_told_to(on_event):
+            _work(run_dir, task)
+    except PreemptedError:
+        return  # the outcome says where
+    except PipelineError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise RunError(
+            f"rank {rank()} on {socket.gethostname()} failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def follow() -> int:
+    """Runs any other rank's part; returns its exit code."""
+    told = json.loads(_meet().get(_KEY))
+    if "code" in told:
+        return int(told["code"])  # rank 0 has said why
+    run_dir = Path(told["run_dir"])
+    try:
+        _work(run_dir, told["task"])
+    except PreemptedError as error:
+        return error.exit_code
+    except BaseException as error:
+        if isinstance(error, PipelineError):
+            sys.stderr.write(f"error: {error}\n")
+        else:
+            traceback.print_exc()
+        with contextlib.suppress(OSError):  # the folder may be on another machine
+            return write_failure(run_dir, rank(), error)
+        return 1
+    return 0
+
+
+def dismiss(code: int) -> None:
+    """Ends the other ranks where rank 0 has been refused before it told them anything."""
+    with contextlib.suppress(Exception):
+        store = _meet()
+        if not store.check([_KEY]):
+            store.set(_KEY, json.dumps({"code": code}))
+            # Without an agent of torchrun the store is ours, and lives as long as we do.
+            store.wait([f"{_KEY}/heard"], timedelta(seconds=0.5))
+
+
+def _work(run_dir: Path, task: Mapping[str, Any]) -> None:
+    request = installed_request()
+    if request is not None and task["config"]["mode"] != "train":
+        request.disregard()
+    importlib.import_module("launcher.jobs").run(task, run_dir)
+
+
+def _inside() -> bool:
+    return all(name in os.environ for name in _NEEDED)
+
+
+def _meet() -> Any:  # noqa: ANN401 -- a torch.distributed.Store
+    """The store that all ranks share, the agent's or rank 0's."""
+    rendezvous = importlib.import_module("torch.distributed.rendezvous").rendezvous
+    store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
+    return store

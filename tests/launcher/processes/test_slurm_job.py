@@ -1,0 +1,115 @@
+"""What the job script does around the ranks, without SLURM."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from launcher.processes import slurm_job
+from launcher.processes.failure import write_failure
+from launcher.processes.outcome import write_outcome
+from launcher.processes.slurm_rank import rank_environment
+from strategies.errors import RunError
+from tests.launcher.runs import MODEL, launch, read_result
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written")
+    words = [*MODEL, "cluster=slurm", "cluster.submit=false", "pp=2", "hydra.run.dir=run"]
+    launch(words, folder).assert_done()
+    return folder / "run"
+
+
+@pytest.fixture
+def run_dir(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "run"))
+
+
+def test_the_example_holds():
+    assert doctest.testmod(slurm_job) == (0, 1)
+
+
+def test_a_rank_takes_its_place_from_slurm():
+    task = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_NTASKS": "8"}
+    found = rank_environment(task)
+    assert {"RANK": "5", "LOCAL_RANK": "1", "NODE_RANK": "2", "WORLD_SIZE": "8"}.items() <= (
+        found.items()
+    )
+
+
+def test_a_killed_rank_is_blamed_and_not_its_peers(run_dir, capsys):
+    write_failure(run_dir, 0, RunError("Connection closed by peer"))
+    (run_dir / "logs" / "rank_00001.log").write_text("its last words\n")
+    log = "srun: error: n1: task 1: Killed\nsrun: error: n0: task 0: Exited with exit code 1\n"
+    (run_dir / "logs" / "srun.log").write_text(log)
+    assert slurm_job.end(run_dir, 137) == 1
+    result = read_result(run_dir)
+    assert result["status"] == "failed"
+    assert result["error"].startswith("rank 1 on n1 failed first: srun: Killed")
+    assert "its last words" in result["error"]
+    assert f"error: {result['error']}" in capsys.readouterr().out
+
+
+def test_a_raising_rank_is_blamed_although_srun_names_others_first(run_dir):
+    write_failure(run_dir, 1, RunError("a defect"))
+    (run_dir / "logs" / "srun.log").write_text("srun: error: n0: tasks 1: Exited with exit code 1")
+    assert slurm_job.end(run_dir, 1) == 1
+    assert "rank 1 on" in read_result(run_dir)["error"]
+    assert "a defect" in read_result(run_dir)["error"]
+
+
+def test_an_srun_that_cannot_start_is_quoted(run_dir):
+    (run_dir / "logs" / "srun.log").write_text("srun: error: Unable to create step: no nodes\n")
+    assert slurm_job.end(run_dir, 1) == 1
+    assert "no rank has said why: srun: error: Unable to create" in read_result(run_dir)["error"]
+
+
+@pytest.mark.parametrize("code", [85, 137])
+def test_a_committed_checkpoint_counts_whatever_srun_made_of_the_ends(code, run_dir, capsys):
+    write_outcome(run_dir, {"steps": 7, "checkpoint": "/c"}, stopped_by="SIGTERM")
+    assert slurm_job.end(run_dir, code) == 85
+    result = read_result(run_dir)
+    assert (result["status"], result["steps"], result["checkpoint"]) == ("preempted", 7, "/c")
+    assert "trainer.resume=/c" in capsys.readouterr().out
+
+
+def test_a_rank_that_fails_after_the_last_step_fails_the_run(run_dir):
+    write_outcome(run_dir, {"steps": 7, "checkpoint": "/c"}, stopped_by=None)
+    write_failure(run_dir, 1, RunError("the disk is full"))
+    assert slurm_job.end(run_dir, 1) == 1
+    assert "the disk is full" in read_result(run_dir)["error"]
+
+
+def test_an_attempt_forgets_what_the_one_before_died_of(run_dir, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    monkeypatch.setenv("PATH", "")
+    write_failure(run_dir, 1, RunError("old"))
+    host, _, port = slurm_job.begin(run_dir).rpartition(":")
+    assert host
+    assert int(port) > 1023
+    assert list((run_dir / "logs").iterdir()) == []
+    assert "attempt 3 of job" in capsys.readouterr().err
+    assert json.loads((run_dir / "resolved.json").read_text())["checkpoint"] is None
+
+
+@pytest.mark.distributed
+def test_an_attempt_continues_the_newest_whole_checkpoint(run_dir, checkpoint, capsys):
+    folder = run_dir / "checkpoints"
+    for step in (10, 20, 30):
+        shutil.copytree(checkpoint, folder / f"step-{step:08d}.ckpt")
+    shutil.copytree(checkpoint, folder / "step-00000040.ckpt.tmp")
+    damaged = folder / "step-00000030.ckpt" / "rank_00001.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    slurm_job.begin(run_dir)
+    task = json.loads((run_dir / "resolved.json").read_text())
+    assert task["checkpoint"] == str(folder / "step-00000020.ckpt")
+    said = capsys.readouterr().err
+    assert f"skips {folder / 'step-00000030.ckpt'}" in said
+    assert f"continues {folder / 'step-00000020.ckpt'}" in said

@@ -1,0 +1,286 @@
+"""Jobs on a real SLURM: submitted, failing, signalled, preempted, requeued, cancelled, swept."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launcher.runs import MODEL, environment, processes_with, read_metrics, read_result
+from tests.slurm.local_cluster import GRACE_S, LocalCluster, local_cluster
+
+pytestmark = pytest.mark.slurm
+
+TRAIN = (
+    *MODEL, "cluster=slurm", "trainer.val_check_interval=1000000", "trainer.precision=64-true",
+    "data.microbatch_size=2", "seed=3",
+)  # fmt: skip
+STEPS = 800
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    if os.geteuid() != 0:
+        pytest.skip("the daemons of SLURM are run as root")
+    # A short path, for sockets, that other users may pass through.
+    folder = Path(tempfile.mkdtemp(prefix="slurm"))
+    folder.chmod(0o755)
+    try:
+        with local_cluster(folder) as running:
+            yield running
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Job:
+    """A run that was submitted."""
+
+    def __init__(self, cluster: LocalCluster, cwd: Path, words: Sequence[str]) -> None:
+        self.cluster = cluster
+        self.folder = cwd / "run"
+        done = foldpipe(cluster, cwd, [*TRAIN, *words, "hydra.run.dir=run"])
+        assert done.returncode == 0, done.stderr
+        self.number = (self.folder / "slurm_job.txt").read_text().strip()
+        assert f"job {self.number} submitted" in done.stdout
+
+    @property
+    def log(self) -> str:
+        files = [*self.folder.glob("slurm-*.out"), *sorted((self.folder / "logs").iterdir())]
+        return "\n".join(f"{file.name}:\n{file.read_text(errors='replace')}" for file in files)
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return read_result(self.folder)
+
+    def steps(self) -> int:
+        file = self.folder / "metrics.csv"
+        return max(0, len(file.read_text().splitlines()) - 1) if file.is_file() else 0
+
+    def wait_for_step(self, step: int) -> None:
+        self.until(lambda: self.steps() >= step)
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 90) -> None:
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end, self.log
+            time.sleep(0.1)
+
+    def wait(self, *states: str) -> str:
+        try:
+            return self.cluster.wait(self.number, *states, timeout_s=120)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log}") from None
+
+    def processes(self) -> dict[int, str]:
+        """The ranks, and everything else that runs inside the job."""
+        return processes_with(f"SLURM_JOB_ID={self.number}")
+
+    def assert_continued(self, stopped: int) -> None:
+        """Every step is there once, and the loss goes on as if nothing had happened."""
+        rows = read_metrics(self.folder)
+        assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+        assert (self.result["status"], self.result["steps"]) == ("done", STEPS)
+        assert f"continues {self.folder}/checkpoints/step-{stopped:08d}.ckpt" in self.log
+
+    def stopped_at(self) -> int:
+        """The step of the checkpoint with which a preempted attempt has ended."""
+        self.until(lambda: self.cluster.state(self.number) == "PENDING")
+        result = self.result
+        assert result["status"] == "preempted"
+        assert Path(str(result["checkpoint"])).is_dir()
+        return int(result["steps"])
+
+
+def foldpipe(
+    cluster: LocalCluster, cwd: Path, words: Sequence[str]
+) -> subprocess.CompletedProcess[str]:
+    cwd.mkdir(parents=True, exist_ok=True)
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "launcher", *words],
+        cwd=cwd,
+        env=environment(cwd, **cluster.environment),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Two pipelines of two ranks on two nodes, to the end."""
+    job = Job(
+        cluster,
+        tmp_path_factory.mktemp("whole"),
+        ["pp=2", "dp=2", "cluster.nodes=2", "cluster.time=10", f"trainer.max_steps={STEPS}"],
+    )
+    assert job.wait("COMPLETED", "FAILED") == "COMPLETED", job.log
+    return job
+
+
+def begun(cluster: LocalCluster, cwd: Path, *words: str) -> Job:
+    """The same run, in the middle of it."""
+    job = Job(
+        cluster, cwd, ["pp=2", "dp=2", "cluster.nodes=2", f"trainer.max_steps={STEPS}", *words]
+    )
+    job.wait("RUNNING")
+    job.wait_for_step(20)
+    return job
+
+
+def test_a_job_runs_to_its_end(uninterrupted):
+    result = uninterrupted.result
+    assert (result["status"], result["world_size"], result["steps"]) == ("done", 4, STEPS)
+    # Files of the parent, which was a node of the cluster here.
+    assert result["measured_bubble_ratio"] > 0
+    assert "measured" in (uninterrupted.folder / "timeline.html").read_text()
+    names = sorted(path.name for path in (uninterrupted.folder / "logs").glob("rank*"))
+    assert names == [f"rank_{rank:05d}.log" for rank in range(4)]
+    assert f"step {STEPS:>6}  loss" in (uninterrupted.folder / "logs" / names[0]).read_text()
+    assert uninterrupted.processes() == {}
+
+
+def test_ranks_fill_one_node_after_the_other(cluster, tmp_path):
+    job = Job(cluster, tmp_path, ["pp=4", "cluster.nodes=2", "trainer.max_steps=1000000"])
+    job.wait_for_step(1)
+    seen = {}
+    for pid in job.processes():
+        with contextlib.suppress(OSError):
+            text = (Path("/proc") / str(pid) / "environ").read_bytes().decode()
+            given = dict(item.partition("=")[::2] for item in text.split("\0"))
+            if "SLURM_PROCID" in given and "slurm_rank" in job.processes().get(pid, ""):
+                seen[int(given["SLURM_PROCID"])] = int(given["SLURM_NODEID"])
+    cluster.ask("scancel", job.number)
+    assert seen == {0: 0, 1: 0, 2: 1, 3: 1}
+    job.wait("CANCELLED")
+
+
+def test_a_failing_rank_ends_the_job_and_is_named(cluster, tmp_path):
+    job = Job(cluster, tmp_path, ["pp=4", "cluster.nodes=4", "trainer.max_steps=1000000"])
+    job.wait_for_step(3)
+    victim = next(
+        pid
+        for pid, command in processes_with("SLURM_PROCID=2").items()
+        if "slurm_rank" in command and str(job.folder) in command
+    )
+    begin = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    assert job.wait("FAILED", "COMPLETED", "PENDING") == "FAILED"
+    assert time.monotonic() - begin < 45
+    assert job.result["status"] == "failed"
+    assert job.result["error"].startswith("rank 2 on n2 failed first: srun: Killed")
+    assert job.processes() == {}
+
+
+def test_a_raising_rank_fails_the_job_with_its_own_words(cluster, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "checkpoints").write_text("not a folder")
+    job = Job(cluster, tmp_path, ["pp=2", "trainer.max_steps=2"])
+    assert job.wait("FAILED", "COMPLETED", "PENDING") == "FAILED"
+    assert "rank 0 on " in job.result["error"]
+    assert "step-00000002.ckpt was not written" in job.result["error"]
+
+
+def test_usr1_requeues_and_the_run_goes_on(cluster, uninterrupted, tmp_path):
+    job = begun(cluster, tmp_path)
+    before = job.steps()
+    cluster.ask("scancel", "--signal=USR1", job.number)
+    stopped = job.stopped_at()
+    assert before <= stopped < STEPS
+    assert "SIGUSR1 has stopped the run" in job.log
+    assert job.wait("COMPLETED", "FAILED") == "COMPLETED", job.log
+    assert cluster.restarts(job.number) == 1
+    job.assert_continued(stopped)
+    assert_same_losses(job, uninterrupted)
+
+
+def test_preemption_by_a_higher_partition_loses_no_step(cluster, uninterrupted, tmp_path):
+    job = begun(cluster, tmp_path)
+    before, begin = job.steps(), time.monotonic()
+    urgent = cluster.ask(
+        "sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive",
+        "--output=/dev/null", "--wrap=sleep 1",
+    )  # fmt: skip
+    stopped = job.stopped_at()
+    assert time.monotonic() - begin < GRACE_S
+    assert before <= stopped < STEPS
+    assert "SIGTERM has stopped the run" in job.log
+    cluster.wait(urgent, "COMPLETED")
+    assert job.wait("COMPLETED", "FAILED") == "COMPLETED", job.log
+    job.assert_continued(stopped)
+    assert_same_losses(job, uninterrupted)
+
+
+def test_the_time_limit_requeues_before_it_comes(cluster, tmp_path):
+    # A minute is the shortest limit, and the signal may come up to a minute early.
+    job = begun(
+        cluster, tmp_path, "cluster.time=1", "cluster.signal_s=30", "trainer.max_steps=1000000"
+    )
+    stopped = job.stopped_at()
+    assert stopped > 0
+    assert "SIGUSR1 has stopped the run" in job.log
+    cluster.ask("scancel", job.number)
+
+
+def test_what_is_cancelled_writes_a_checkpoint_and_is_not_requeued(cluster, tmp_path):
+    job = begun(cluster, tmp_path)
+    cluster.ask("scancel", job.number)
+    assert job.wait("CANCELLED", "PENDING") == "CANCELLED"
+    job.until(lambda: job.processes() == {})
+    result = job.result
+    assert result["status"] == "preempted"
+    assert Path(str(result["checkpoint"])).is_dir()
+    time.sleep(3)
+    assert cluster.state(job.number) == "CANCELLED"
+
+
+def test_one_tracked_run_across_a_requeue(cluster, tmp_path):
+    job = begun(cluster, tmp_path, "tracking=wandb", "tracking.offline=true")
+    cluster.ask("scancel", "--signal=USR1", job.number)
+    job.stopped_at()
+    assert job.wait("COMPLETED", "FAILED") == "COMPLETED", job.log
+    files = {path.stem for path in job.folder.rglob("run-*.wandb")}
+    run_id = json.loads((job.folder / "resolved.json").read_text())["run_id"]
+    assert files == {f"run-{run_id}"}
+    assert len(list(job.folder.rglob("run-*.wandb"))) == 2
+
+
+def test_a_sweep_submits_its_jobs_and_is_collected(cluster, tmp_path):
+    words = [
+        *TRAIN, "-m", "schedule=1f1b,gpipe", "pp=1,2", "trainer.max_steps=5", "hydra.sweep.dir=s",
+    ]  # fmt: skip
+    done = foldpipe(cluster, tmp_path, words)
+    assert done.returncode == 0, done.stderr
+    (line,) = [x for x in done.stdout.splitlines() if x.startswith("to compare the jobs")]
+    assert f"mode=collect sweep.dir={tmp_path / 's'}" in line
+    numbers = [(tmp_path / "s" / str(i) / "slurm_job.txt").read_text().strip() for i in range(4)]
+    assert len(set(numbers)) == 4
+    for number in numbers:
+        assert cluster.wait(number, "COMPLETED", "FAILED", timeout_s=180) == "COMPLETED"
+    collected = foldpipe(cluster, tmp_path, ["mode=collect", f"sweep.dir={tmp_path / 's'}"])
+    assert (collected.returncode, collected.stderr) == (0, "")
+    with (tmp_path / "s" / "sweep.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [(row["schedule"], row["pp"], row["status"]) for row in rows] == [
+        ("1f1b", "1", "done"), ("1f1b", "2", "done"), ("gpipe", "1", "done"),
+        ("gpipe", "2", "done"),
+    ]  # fmt: skip
+    assert all(float(row["loss_last"]) > 0 for row in rows)
+    assert "best by tokens_per_s" in collected.stdout
+
+
+def assert_same_losses(job: Job, whole: Job) -> None:
+    mine, theirs = read_metrics(job.folder), read_metrics(whole.folder)
+    assert [row["train_loss"] for row in mine] == [row["train_loss"] for row in theirs]
