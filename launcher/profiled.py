@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -80,6 +81,25 @@ def read_profile(config: LaunchConfig) -> Profile:
             f"costs.file={given} cannot be read ({reason}). Try {words(config)}, which writes one."
         ) from error
     return parse_profile(text, label=given)
+
+
+def writable(given: str, *, key: str) -> Path:
+    """Where a profile is to be written.
+
+    Args:
+        given: What the user has typed.
+        key: For it, for the message.
+
+    Raises:
+        CostError: No file can be written there.
+    """
+    target = Path(given).expanduser().absolute()
+    if target.is_dir() or not os.access(target.parent, os.W_OK):
+        raise CostError(
+            f"{key}={given} cannot be written: it is a folder, or there is none to write it to. "
+            f"Try {key}=profile.json."
+        )
+    return target
 
 
 def classes_of(shape: ModelShape) -> tuple[str, ...]:

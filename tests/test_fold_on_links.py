@@ -197,7 +197,7 @@ def namespaces() -> list[str]:
 def test_everybody_runs_on_the_links_and_every_byte_is_sent(interfaces: int):
     scenario = replace(QUICK, interfaces=interfaces)
     found = fold_on_links.measure(scenario, rate_mbit=200.0, warmups=1, repetitions=2)
-    assert namespaces() == []
+    assert not any(name.startswith(f"foldlinks-{os.getpid()}-") for name in namespaces())
     # 200 Mbit/s are 25e6 bytes/s, of which headers take a little.
     assert 15e6 < found.link.bandwidth < 26e6
     assert len(found.lines) == len(scenario.contenders)

@@ -8,6 +8,7 @@ from pathlib import Path
 from launcher.commands.predicted import run_mapping
 from launcher.commands.ranks import check_machine, failure_recorded, run_ranks
 from launcher.config import LaunchConfig
+from launcher.profiled import writable
 from launcher.report.atomic import write_atomically
 from launcher.report.profile_table import profile_table
 from launcher.report.result import write_result
@@ -52,13 +53,7 @@ def _target(config: LaunchConfig, run_dir: Path) -> Path:
     given = config.profile.file
     if given is None:
         return run_dir / "profile.json"
-    target = Path(given).expanduser().absolute()
-    if target.is_dir() or not os.access(target.parent, os.W_OK):
-        raise PlanError(
-            f"profile.file={given} cannot be written: it is a folder, or there is none to write "
-            "it to. Try profile.file=profile.json."
-        )
-    return target
+    return writable(given, key="profile.file")
 
 
 def _check(run: Run) -> None:

@@ -18,7 +18,9 @@ from launcher.commands.ranks import (
 from launcher.config import LaunchConfig
 from launcher.model_flops import step_flops
 from launcher.planning.planned import planned
+from launcher.profiled import writable
 from launcher.progress import ProgressView
+from launcher.refined_profile import write_refined
 from launcher.report.html import Panel
 from launcher.report.result import metrics_mapping, recompute_mapping, write_result
 from launcher.report.summary import print_summary
@@ -38,6 +40,8 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     checkpoint = find_checkpoint(resolved, config.trainer.resume, run_dir, optional=True)
     check_before_start(resolved, checkpoint)
     check_run_folder(run_dir, checkpoint)
+    if config.costs.refine is not None:
+        writable(config.costs.refine, key="costs.refine")
     timeline, metrics = predict(resolved)
     predicted = Panel("predicted", timeline, metrics)
     write_pictures(run_dir, [predicted], resolved)
@@ -70,12 +74,17 @@ def finish(
         timeline, metrics = predict(resolved)
         known = Panel("predicted", timeline, metrics), metrics
     predicted, metrics = known
-    common = run_mapping(resolved, "done") | metrics_mapping(metrics)
+    common = run_mapping(resolved, "done") | metrics_mapping(metrics) | recompute_mapping(metrics)
     result = run_dir / "result.json"
     ran = _ran(resolved, outcome.pop("buckets"), outcome.pop("skips"))
     measured = _measured(ran, outcome.pop("timeline"))
     if measured is not None:
         write_pictures(run_dir, [Panel("measured", measured), predicted][::-1], resolved)
+    refine = resolved.config.costs.refine
+    if refine is not None and measured is not None:
+        target = writable(refine, key="costs.refine")
+        write_refined(target, resolved.costs, measured)
+        say(f"refined profile: {target}")
     figures = common | outcome | _beside(resolved, metrics, measured)
     write_result(result, figures)
     print_summary(figures)

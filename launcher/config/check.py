@@ -24,7 +24,7 @@ from launcher.workloads.transformer_share import check_transformer_tp
 from strategies.compiled_units import refuse_selective
 from strategies.errors import PlanError
 
-_PROFILED = ("costs.file", "costs.any_machine")
+_PROFILED = ("costs.file", "costs.refine", "costs.any_machine")
 _MAX_TIME = re.compile(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -197,6 +197,11 @@ def _check_profiled(config: LaunchConfig) -> None:
                     f"{path}={spell(_get(config, path))} belongs to costs=profiled, but costs="
                     f"{config.costs.name}. Try costs=profiled {path}={spell(_get(config, path))}."
                 )
+    elif config.costs.refine is not None and config.mode != "train":
+        raise PlanError(
+            f"costs.refine={shorten(config.costs.refine)} corrects the profile by a training run, "
+            f"but mode={config.mode}. Try mode=train."
+        )
     elif config.mode == "profile":
         raise PlanError("mode=profile measures costs, it reads none. Try without costs=profiled.")
     if config.mode != "profile":

@@ -84,6 +84,11 @@ class CostsConfig:
     file: str | None = key(
         None, "profiled: the file that mode=profile wrote.", example="profile.json"
     )
+    refine: str | None = key(
+        None,
+        "profiled, train: write the profile there, scaled to what the run's instructions took.",
+        example="refined.json",
+    )
     any_machine: bool = key(
         False, "profiled: take a profile of another machine, to predict what happens there."
     )

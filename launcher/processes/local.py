@@ -58,6 +58,8 @@ class LocalRanks:
     threads: int | None = None
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _buffer: bytes = b""
+    _training: bool = False
+    _asked_to_stop: bool = False
     _killed: set[int] = field(default_factory=set)
 
     def run(self) -> None:
@@ -90,15 +92,21 @@ class LocalRanks:
         """SIGUSR1 to the parent asks the ranks to stop with a checkpoint."""
 
         def pass_on(*_: object) -> None:
-            for process in self._processes:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGUSR1)
+            self._asked_to_stop = True
+            self._ask_ranks()
 
         before = signal.signal(signal.SIGUSR1, pass_on)
         try:
             yield
         finally:
             signal.signal(signal.SIGUSR1, before)
+
+    def _ask_ranks(self) -> None:
+        # Not before training: a rank that is only starting would die of it.
+        if self._asked_to_stop and self._training:
+            for process in self._processes:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGUSR1)
 
     def _start(self, writer: int) -> None:
         port = _free_port()
@@ -178,7 +186,11 @@ class LocalRanks:
                 return False
             *lines, self._buffer = (self._buffer + data).split(b"\n")
             for line in lines:
-                self.on_event(json.loads(line))
+                event = json.loads(line)
+                self.on_event(event)
+                if event["kind"] == "start":
+                    self._training = True
+                    self._ask_ranks()
 
     def _failed(self) -> RunError:
         """Waits a moment for the other ranks' words, then names the first failure."""

@@ -26,6 +26,7 @@ class Group:
 
     Attributes:
         layout: Ranks and batches.
+        placement: Stages to ranks.
         overlap: When gradients are reduced.
         recompute: The policy.
         split_backward: Whether a pass splits all backwards.
@@ -39,6 +40,7 @@ class Group:
     """
 
     layout: Layout
+    placement: Placement
     overlap: Overlap
     recompute: Recompute
     split_backward: bool
@@ -93,8 +95,8 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
                 costs, table, buckets = tables[key2]
                 found.append(
                     Group(
-                        layout, overlap, recompute, space.split_backward, units, tuple(members),
-                        costs, table, buckets,
+                        layout, placement, overlap, recompute, space.split_backward, units,
+                        tuple(members), costs, table, buckets,
                         step_bound(placement, table, rules), _least_bytes(placement, table),
                     )
                 )  # fmt: skip
@@ -158,9 +160,9 @@ def _least_bytes(placement: Placement, table: CostTable) -> int:
     """What the worst rank holds at the least: its state and one whole activation of each stage."""
     assert table.activation_bytes is not None
     assert table.state_bytes is not None
-    most = 0
-    for rank in range(placement.num_ranks):
-        stages = placement.stages_of(rank)
-        state = sum(table.state_bytes[stage] for stage in stages)
-        most = max(most, state + max(table.activation_bytes[stage] for stage in stages))
-    return most
+    state, whole = [0] * placement.num_ranks, [0] * placement.num_ranks
+    for stage in range(placement.num_stages):
+        for rank in placement.owners(stage):
+            state[rank] += table.state_bytes[stage]
+            whole[rank] = max(whole[rank], table.activation_bytes[stage])
+    return max(map(int.__add__, state, whole))

@@ -18,6 +18,7 @@ from itertools import count
 from strategies.compiler import no_collection
 from strategies.errors import PlanError
 from strategies.planner.evaluate import Evaluator, Outcome
+from strategies.planner.expected_peak import expected_bytes
 from strategies.planner.group import Group, groups
 from strategies.planner.layout import Candidate, Layout, Order
 from strategies.planner.problem import Problem
@@ -185,9 +186,14 @@ def _try(
 ) -> Outcome | None:
     limit = problem.machine.memory_bytes
     for other, same in leaner_than(group, order, space):
-        if max(evaluator.rank_bytes(other, same)) <= limit:
+        needed = expected_bytes(other, same, space) or 0
+        if needed <= limit and max(evaluator.rank_bytes(other, same)) <= limit:
             rejected.dominated += 1
             return None
+    expected = expected_bytes(group, order, space)
+    if expected is not None and expected > limit:
+        rejected.too_large(expected, group.layout)
+        return None
     try:
         needed = max(evaluator.rank_bytes(group, order))
     except PlanError:  # recompute=optimal: no order keeps to the memory.

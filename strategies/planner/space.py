@@ -23,6 +23,9 @@ _COMMON = (
 )  # fmt: skip
 # Their orders take long to find: O2 tries them only where nothing else fits into memory.
 _LEAN = ("v_half", "v_min")
+# Orders that are made for given costs are themselves searched for, in seconds where they are long,
+# and gain little there: O2 leaves out those with more forwards than this.
+_LONGEST_MADE = 1024
 # These hold less than the schedule named and are no faster: O2 tries them where that one does not
 # fit into memory.
 LEANER = {"zb_h1": "zb_h2", "v_half": "zb_v", "v_min": "v_half"}
@@ -139,6 +142,10 @@ def orders(space: Space, problem: Problem, layout: Layout) -> list[Order]:
         if not schedule.synchronous or (whole and schedule.splits_backward):
             continue
         for stages in _stages_per_rank(space, schedule, layout):
+            length = layout.pp * layout.num_microbatches * stages
+            free = space.level == "O2" and space.schedule is None
+            if free and schedule.cost_aware and length > _LONGEST_MADE:
+                continue
             for group in _groups(space, schedule, layout):
                 if _possible(space, problem, schedule, layout, stages, group):
                     found.append(Order(name, stages, group))

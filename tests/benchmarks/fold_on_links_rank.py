@@ -34,7 +34,7 @@ from tests.benchmarks.fold_on_links_scenario import Assignment, Link, Scenario
 _DEADLINE = timedelta(seconds=120)
 _PROBES = 12
 _SMALL, _MIDDLE, _LARGE = 1024, 2**18, 2**21  # bytes
-_LEAD_S = 0.01
+_LEAD_S = 0.05
 _PR_SET_PDEATHSIG = 1
 
 

@@ -74,9 +74,18 @@ def test_a_profile_serves_other_programs_cuts_and_sizes(made, tmp_path, words):
 @pytest.mark.distributed
 def test_training_predicts_with_a_profile(made, tmp_path):
     words = ["pp=2", "costs=profiled", f"costs.file={made[1]}", *MODEL, "trainer.max_steps=3"]
-    done = launch([*words, "trainer.limit_val_batches=0"], tmp_path).assert_done()
+    better = tmp_path / "better.json"
+    words += ["trainer.limit_val_batches=0", f"costs.refine={better}"]
+    done = launch(words, tmp_path / "run").assert_done()
     assert done.result["costs"] == "profiled"
     assert done.result["predicted_step_time_s"] > 0
+    # The run's own kinds of instructions are corrected, the others are what they were.
+    before, after = (json.loads(path.read_text()) for path in (made[1], better))
+    first, second = (content["sizes"]["1"]["units"][1]["seconds"] for content in (before, after))
+    assert first["forward"] != second["forward"]
+    assert first["backward"] != second["backward"]
+    assert first["backward_input"] == second["backward_input"]
+    use((made[0], better), tmp_path / "again").assert_done()
 
 
 @pytest.mark.distributed
@@ -131,6 +140,11 @@ def test_costs_without_a_profile_say_how_to_make_one(tmp_path):
     ("words", "message"),
     [
         (["costs.file=p.json"], "costs.file=p.json belongs to costs=profiled"),
+        (["costs.refine=p.json"], "costs.refine=p.json belongs to costs=profiled"),
+        (
+            ["mode=simulate", "costs=profiled", "costs.file=p.json", "costs.refine=q.json"],
+            "Try mode=train",
+        ),
         (["costs.any_machine=true"], "costs.any_machine=true belongs to costs=profiled"),
         (["mode=profile", "costs=profiled"], "mode=profile measures costs, it reads none"),
         (["profile.file=p.json"], "Try mode=profile"),

@@ -9,6 +9,7 @@ The partition ``low`` can be preempted: ``high`` takes its nodes after ``GRACE_S
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pwd
 import shutil
@@ -188,6 +189,7 @@ class LocalCluster:
                     user=user,
                     group=user,
                     extra_groups=[] if user else None,
+                    preexec_fn=_end_with_parent,
                 )
             )
 
@@ -211,6 +213,11 @@ def local_cluster(folder: Path) -> Iterator[LocalCluster]:
         yield cluster
     finally:
         cluster.end()
+
+
+def _end_with_parent() -> None:
+    """Also a test run that is killed leaves no daemon."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _slurm_conf(folder: Path, host: str, ports: list[int]) -> str:

@@ -27,7 +27,7 @@ TRAIN = (
     *MODEL, "cluster=slurm", "trainer.val_check_interval=1000000", "trainer.precision=64-true",
     "data.microbatch_size=2", "seed=3",
 )  # fmt: skip
-STEPS = 800
+STEPS = 300
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_a_raising_rank_fails_the_job_with_its_own_words(cluster, tmp_path):
     folder.mkdir()
     (folder / "checkpoints").write_text("not a folder")
     job = Job(cluster, tmp_path, ["pp=2", "trainer.max_steps=2"])
-    assert job.wait("FAILED", "COMPLETED", "PENDING") == "FAILED"
+    assert job.wait("FAILED", "COMPLETED") == "FAILED"
     assert "rank 0 on " in job.result["error"]
     assert "step-00000002.ckpt was not written" in job.result["error"]
 
@@ -247,7 +247,7 @@ def test_what_is_cancelled_writes_a_checkpoint_and_is_not_requeued(cluster, tmp_
 
 
 def test_one_tracked_run_across_a_requeue(cluster, tmp_path):
-    job = begun(cluster, tmp_path, "tracking=wandb", "tracking.offline=true")
+    job = begun(cluster, tmp_path, "tracking=wandb", "trainer.max_steps=120")
     cluster.ask("scancel", "--signal=USR1", job.number)
     job.stopped_at()
     assert job.wait("COMPLETED", "FAILED") == "COMPLETED", job.log

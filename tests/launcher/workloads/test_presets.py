@@ -10,6 +10,9 @@ from launcher.workloads.transformer_shape import unit_specs
         ("gpt2_124m", 124_439_808),  # transformers, openai-community/gpt2
         ("gpt3_1_6b", 1.6e9),
         ("gpt3_13b", 13.0e9),  # GPT-3's paper, table 2.1
+        ("gpt3_6_7b", 6.7e9),
+        ("gpt3_175b", 175e9),
+        ("llama2_7b", 6_738_415_616),  # meta-llama/Llama-2-7b-hf
         ("llama2_3b", 3_426_473_600),  # openlm-research/open_llama_3b
         ("llama2_13b", 13_015_864_320),  # meta-llama/Llama-2-13b-hf
     ],

@@ -11,6 +11,7 @@ from strategies.costs.table import CostTable
 from strategies.costs.uniform import UniformCosts
 from strategies.ir.instruction import Kind
 from strategies.ir.program import Program
+from strategies.recompute import Recompute
 from strategies.simulator.engine import simulate, unroll
 from strategies.timeline import Timeline
 
@@ -55,6 +56,16 @@ def test_reductions_alone_are_as_quick_as_on_a_channel_of_their_own(schedule: st
         for rank in range(4):
             assert shared.start[rank] == pytest.approx(own.start[rank])
             assert shared.end[rank] == pytest.approx(own.end[rank])
+
+
+def test_recomputed_activations_take_their_time_here_too():
+    program = compile_program(
+        schedule="1f1b", pp=4, num_microbatches=8, recompute=Recompute(policy="full")
+    )
+    costs = Costs(grad_reduce=7.0, latency=0.25)
+    shared, own = (simulate(program, replace(costs, one_link=one)) for one in (True, False))
+    assert any(item.kind is Kind.R for item in program.ranks[0])
+    assert shared.end == tuple(pytest.approx(row) for row in own.end)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "foldx_fifo", "zb_v"])
