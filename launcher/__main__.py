@@ -63,9 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not torchrun.joins(words):
             return _main(_parse(words))
-        if torchrun.rank() > 0:
-            return torchrun.follow()
-        return _lead(words)
+        torchrun.leave(_lead(words) if torchrun.rank() == 0 else torchrun.follow())
     except PipelineError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.machine import this_machine
-from launcher.profiled import classes_of, model_facts
+from launcher.profiled import class_numbers, classes_of, measured_sizes, model_facts
 from launcher.resolve import Run, num_gpus, optimizer_options, uses_gpu
 from launcher.workloads.hf.shape import HfShape
 from launcher.workloads.language_model import LanguageModel
@@ -79,11 +79,9 @@ def measure(run: Run) -> dict[str, Any]:
 
 def _layers(run: Run, device: torch.device, backend: str, *, world: int, rank: int) -> Found | None:
     config, tp = run.config, run.config.tp
-    classes = classes_of(run.shape)
-    kinds = {name: index for index, name in enumerate(dict.fromkeys(classes))}
-    numbers = [kinds[name] for name in classes]
+    numbers = class_numbers(run.shape)
     sample = sample_units(numbers, [unit.parameters for unit in model_units(run.shape)])
-    sizes = measured_sizes(run)
+    sizes = measured_sizes(config)
     dtype = _MIXED.get(config.trainer.precision)
     autocast: Any = nullcontext if dtype is None else partial(_autocast, device.type, dtype)
     task = Task(
@@ -114,13 +112,6 @@ def _layers(run: Run, device: torch.device, backend: str, *, world: int, rank: i
         if world > 1:
             dist.barrier()
     return found
-
-
-def measured_sizes(run: Run) -> tuple[int, ...]:
-    """Microbatch sizes that were asked for, ascending."""
-    return tuple(sorted(set(run.config.profile.microbatch_sizes))) or (
-        run.config.data.microbatch_size,
-    )
 
 
 def _module(run: Run, units: Sequence[int], device: torch.device) -> nn.Module:
@@ -155,7 +146,8 @@ def _profile(
 ) -> Profile:
     """The mean over all ranks that have measured."""
     sizes = tuple(
-        (size, _mean_size([figures[size] for figures, _ in found])) for size in measured_sizes(run)
+        (size, _mean_size([figures[size] for figures, _ in found]))
+        for size in measured_sizes(run.config)
     )
     return Profile(
         machine=this_machine(ranks=run.world_size, gpu=gpu),

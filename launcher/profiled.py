@@ -109,6 +109,18 @@ def classes_of(shape: ModelShape) -> tuple[str, ...]:
     )
 
 
+def class_numbers(shape: ModelShape) -> list[int]:
+    """The same as numbers, by first appearance."""
+    classes = classes_of(shape)
+    numbers = {name: index for index, name in enumerate(dict.fromkeys(classes))}
+    return [numbers[name] for name in classes]
+
+
+def measured_sizes(config: LaunchConfig) -> tuple[int, ...]:
+    """Microbatch sizes that ``mode=profile`` measures, ascending."""
+    return tuple(sorted(set(config.profile.microbatch_sizes))) or (config.data.microbatch_size,)
+
+
 def model_facts(config: LaunchConfig, shape: ModelShape) -> tuple[tuple[str, str], ...]:
     """Names and values of all that decides what a unit takes; not how many layers there are."""
     facts: dict[str, object] = dict(described(shape))

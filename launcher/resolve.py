@@ -23,7 +23,6 @@ from launcher.workloads.hf.shape import HfShape, read_shape
 from launcher.workloads.loads import unit_loads
 from launcher.workloads.model_share import check_tp, vocabulary_note
 from launcher.workloads.optimizer_options import OptimizerOptions
-from launcher.workloads.selective import selective_shares
 from launcher.workloads.specs import ModelShape, model_costs, units_per_layer
 from strategies.compiled_units import refuse_split_backward
 from strategies.compiler import Programs, compile_plan, resolve_shape
@@ -308,18 +307,13 @@ def _stages(config: LaunchConfig, shape: ModelShape, placement: Placement) -> tu
 
 
 def _loads(config: LaunchConfig, shape: ModelShape, stages: tuple[range, ...]) -> tuple[Load, ...]:
-    size, cut = config.data.microbatch_size, config.sequence_parallel
-    units = unit_loads(shape, config.tp, size, sequence_parallel=cut)
-    if config.recompute.name == "selective":
-        kept = selective_shares(shape, config.tp, sequence_parallel=config.sequence_parallel)
-        units = tuple(
-            replace(
-                unit,
-                saved_elements=share.saved_elements * size,
-                again_flops=share.again_flops * size,
-            )
-            for unit, share in zip(units, kept, strict=True)
-        )
+    units = unit_loads(
+        shape,
+        config.tp,
+        config.data.microbatch_size,
+        sequence_parallel=config.sequence_parallel,
+        selective=config.recompute.name == "selective",
+    )
     return tuple(sum_loads([units[index] for index in stage]) for stage in stages)
 
 

@@ -26,6 +26,7 @@ from strategies.ir.program import Boundary, Program, chain
 from strategies.ir.verify import verify
 from strategies.lowering.rendezvous_order import order_messages
 from strategies.lowering.send_recv import add_messages
+from strategies.memory_model import peak_memory_bytes
 from strategies.passes.fused_pairs import separate_pairs
 from strategies.passes.gather_weights import add_gathers
 from strategies.passes.recompute.policy import add_recompute
@@ -112,6 +113,7 @@ def compile_compute(plan: Plan) -> Program:
             plan.recompute,
             plan.costs,
             memory_bytes=plan.memory_bytes,
+            held=lambda program: _held(program, plan),
             reorder=plan.file is None,
             synchronous=schedule.synchronous,
         )
@@ -256,6 +258,13 @@ def _programs(compute: Program, plan: Plan) -> Programs:
         accumulate=verify(_lower(verify(accumulate_only(train)), plan.costs)),
         forward=verify(_lower(verify(forward_only(train)), plan.costs)),
     )
+
+
+def _held(compute: Program, plan: Plan) -> tuple[int | None, ...]:
+    """Bytes per rank at its worst moment, once there are updates and messages."""
+    assert plan.costs is not None
+    train = _lower(_train(compute, plan), plan.costs)
+    return peak_memory_bytes(train, plan.costs.table(train))
 
 
 def _lower(program: Program, costs: Costs | None) -> Program:

@@ -15,7 +15,7 @@ from launcher.report.html import Panel
 from launcher.report.plan_table import memory_bars, plan_table, refused
 from launcher.report.result import metrics_mapping, write_result
 from launcher.terminal import say
-from strategies.planner.search import search
+from strategies.planner.confirmed import search_confirmed
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
@@ -27,9 +27,9 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     asked = ask(config, run_dir)
     best = None
     if config.planner.explain:
-        best = search(asked.problem, asked.space, top_k=1)
+        best = search_confirmed(asked.problem, asked.space, top_k=1)
         asked = replace(asked, space=pinned_space(asked.space, config.planner.explain))
-    answer = search(asked.problem, asked.space, top_k=config.planner.top_k)
+    answer = search_confirmed(asked.problem, asked.space, top_k=config.planner.top_k)
     if not answer.plans:
         raise refuse(asked, answer)
     listed = list_plans(config, asked, answer)

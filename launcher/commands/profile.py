@@ -6,16 +6,23 @@ import os
 from pathlib import Path
 
 from launcher.commands.predicted import run_mapping
-from launcher.commands.ranks import check_machine, failure_recorded, run_ranks
+from launcher.commands.ranks import (
+    IDLE_RANK_BYTES,
+    check_devices,
+    failure_recorded,
+    run_ranks,
+)
 from launcher.config import LaunchConfig
-from launcher.profiled import writable
+from launcher.profiled import class_numbers, measured_sizes, writable
 from launcher.report.atomic import write_atomically
 from launcher.report.profile_table import profile_table
 from launcher.report.result import write_result
-from launcher.resolve import Run, num_gpus, resolve, uses_gpu
+from launcher.resolve import Run, element_sizes, num_gpus, resolve, uses_gpu
 from launcher.terminal import say
+from launcher.workloads.specs import model_units
 from strategies.costs.profile import parse_profile
 from strategies.errors import PlanError
+from strategies.runtime.profiling.sample import sample_units
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
@@ -42,11 +49,37 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
 
 
 def profile_ranks(run: Run) -> int:
-    """How many processes measure: two replicas, one where a second has no GPU."""
+    """How many processes measure: two replicas, or one where a second has no room.
+
+    Raises:
+        PlanError: There is no memory for one.
+    """
     tp = run.config.tp
-    if uses_gpu(run.config) and num_gpus() < 2 * tp:
-        return tp
-    return 2 * tp
+    if uses_gpu(run.config):
+        return tp if num_gpus() < 2 * tp else 2 * tp
+    import psutil
+
+    free, needs = psutil.virtual_memory().available, tp * sample_bytes(run)
+    if needs > free:
+        raise PlanError(
+            f"mode=profile holds one or two layers of each kind, here {needs / 1e9:.1f} GB with "
+            f"gradients, optimizer and activations, but {free / 1e9:.1f} GB are free. Try a "
+            f"smaller model.sequence than {run.shape.sequence}, or profile.microbatch_sizes=[1]."
+        )
+    return tp if 2 * needs > free else 2 * tp
+
+
+def sample_bytes(run: Run) -> int:
+    """About what one rank holds while it measures."""
+    units = model_units(run.shape)
+    sample = sample_units(class_numbers(run.shape), [unit.parameters for unit in units])
+    chosen = [units[place] for place in sample.units]
+    sizes = element_sizes(run.config)
+    state = sizes.weight + sizes.gradient + sizes.main + 2 * sizes.moment
+    rows = 2 * max(measured_sizes(run.config))
+    saved = sum(unit.saved_elements for unit in chosen) * rows * sizes.activation
+    weights = sum(unit.parameters + unit.tied_parameters for unit in chosen) * state
+    return IDLE_RANK_BYTES + (weights + saved) // run.config.tp
 
 
 def _target(config: LaunchConfig, run_dir: Path) -> Path:
@@ -64,7 +97,12 @@ def _check(run: Run) -> None:
             f"the launcher knows the sizes of, not model={config.model.name}. "
             "Try costs=analytic, or model=small."
         )
-    check_machine(run)
+    if config.cluster.name != "local":
+        raise PlanError(
+            f"mode=profile starts its own processes on the machine it runs on, not on those of "
+            f"cluster={config.cluster.name}. Try cluster=local, on one of them."
+        )
+    check_devices(run)
     cores = os.cpu_count() or 1
     if config.tp > 1 and not uses_gpu(config) and cores < 2 * config.tp:
         raise PlanError(

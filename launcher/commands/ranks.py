@@ -27,7 +27,7 @@ from launcher.workloads.transformer_shape import TransformerShape
 from strategies.errors import DataError, PlanError, RunError
 
 # Resident size of a rank that has imported torch and Lightning and done nothing yet.
-_IDLE_RANK_BYTES = 350_000_000
+IDLE_RANK_BYTES = 350_000_000
 _SCANNED_BYTES = 1 << 26
 
 
@@ -104,8 +104,19 @@ def check_machine(run: Run) -> None:
     Raises:
         PlanError: There is no GPU, or memory for fewer ranks.
     """
+    check_devices(run)
+    if not _elsewhere(run.config) and not uses_gpu(run.config):
+        _check_memory(run.config.pp, run.dp, run.config.tp, state=state_bytes(run))
+
+
+def check_devices(run: Run) -> None:
+    """Refuses devices that this machine does not have.
+
+    Raises:
+        PlanError: There is no GPU, or none for every rank.
+    """
     config = run.config
-    elsewhere = config.cluster.name == "slurm" or config.cluster.nodes > 1
+    elsewhere = _elsewhere(config)
     if config.cluster.name == "torchrun":
         torchrun.check_world(run.world_size, mode=config.mode)
     if not elsewhere and config.trainer.accelerator == "gpu" and num_gpus() == 0:
@@ -121,14 +132,16 @@ def check_machine(run: Run) -> None:
         )
     if elsewhere:
         return  # what those machines have is seen there
-    if uses_gpu(config):
-        if config.cluster.backend == "nccl" and run.world_size > num_gpus():
-            raise PlanError(
-                f"{_product(config.pp, run.dp, config.tp)} ranks on {num_gpus()} GPUs: NCCL "
-                "needs a GPU per rank. Try cluster.backend=staged, which shares GPUs."
-            )
-        return
-    _check_memory(config.pp, run.dp, config.tp, state=state_bytes(run))
+    nccl = uses_gpu(config) and config.cluster.backend == "nccl"
+    if nccl and run.world_size > num_gpus():
+        raise PlanError(
+            f"{_product(config.pp, run.dp, config.tp)} ranks on {num_gpus()} GPUs: NCCL "
+            "needs a GPU per rank. Try cluster.backend=staged, which shares GPUs."
+        )
+
+
+def _elsewhere(config: LaunchConfig) -> bool:
+    return config.cluster.name == "slurm" or config.cluster.nodes > 1
 
 
 def _product(pp: int, dp: int, tp: int) -> str:
@@ -141,12 +154,12 @@ def _check_memory(pp: int, dp: int, tp: int, *, state: int) -> None:
     import psutil
 
     free = psutil.virtual_memory().available
-    needs = pp * dp * tp * _IDLE_RANK_BYTES + state
+    needs = pp * dp * tp * IDLE_RANK_BYTES + state
     if needs > free:
-        fits = max(1, int((free - state) // _IDLE_RANK_BYTES))
+        fits = max(1, int((free - state) // IDLE_RANK_BYTES))
         raise PlanError(
             f"{_product(pp, dp, tp)} ranks need about "
-            f"{needs / 1e9:.1f} GB on this machine ({_IDLE_RANK_BYTES / 1e9:.2f} GB each, and "
+            f"{needs / 1e9:.1f} GB on this machine ({IDLE_RANK_BYTES / 1e9:.2f} GB each, and "
             f"{state / 1e9:.1f} GB of weights, gradients and optimizer state), but "
             f"{free / 1e9:.1f} GB are free: at most {fits} ranks. "
             "Try a smaller pp, dp, tp or model=, or mode=simulate."

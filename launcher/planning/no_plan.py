@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from launcher.planning.question import Question, with_memory
 from strategies.errors import PlanError
+from strategies.planner.confirmed import search_confirmed
 from strategies.planner.layout import Candidate, Layout
-from strategies.planner.search import Answer, search
+from strategies.planner.search import Answer
 from strategies.planner.space import degrees
 
 _MOST_DOUBLINGS = 10
@@ -71,7 +72,7 @@ def _memory(asked: Question, answer: Answer) -> str:
 
 
 def _fits(asked: Question) -> bool:
-    return bool(search(asked.problem, asked.space, top_k=1).plans)
+    return bool(search_confirmed(asked.problem, asked.space, top_k=1).plans)
 
 
 def _recompute(asked: Question) -> str | None:

@@ -10,7 +10,7 @@ from launcher.planning.no_plan import refuse
 from launcher.planning.question import ask
 from launcher.report.units import format_duration
 from launcher.terminal import say
-from strategies.planner.search import search
+from strategies.planner.confirmed import search_confirmed
 
 
 def planned(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
@@ -26,7 +26,7 @@ def planned(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
     if config.plan != "auto":
         return config
     asked = ask(config, run_dir)
-    answer = search(asked.problem, asked.space, top_k=1)
+    answer = search_confirmed(asked.problem, asked.space, top_k=1)
     if not answer.plans:
         raise refuse(asked, answer)
     best = answer.plans[0]

@@ -16,6 +16,7 @@ from launcher.config import LaunchConfig
 from launcher.config.key import keys_of
 from launcher.config.recompute import recompute_policy
 from launcher.installed import installed_names
+from launcher.processes.nodes import asked_world
 from launcher.resolve import MOMENTS, element_sizes, hardware, model_shape, num_gpus, uses_gpu
 from launcher.workloads.hf.shape import HfShape
 from launcher.workloads.loads import unit_loads
@@ -76,8 +77,9 @@ def question(config: LaunchConfig, pinned: Collection[str]) -> Question:
         waits_at_flush=config.trainer.gradient_clip_val is not None,
     )
 
-    def loads(tp: int, size: int) -> tuple[Load, ...]:
-        return unit_loads(shape, tp, size, sequence_parallel=config.sequence_parallel)
+    def loads(tp: int, size: int, selective: bool) -> tuple[Load, ...]:
+        cut = config.sequence_parallel
+        return unit_loads(shape, tp, size, sequence_parallel=cut, selective=selective)
 
     def refuse_tp(tp: int) -> str | None:
         try:
@@ -86,7 +88,7 @@ def question(config: LaunchConfig, pinned: Collection[str]) -> Question:
             return str(error)
         return None
 
-    problem = Problem(machine, loads, len(loads(1, 1)), refuse_tp)
+    problem = Problem(machine, loads, len(loads(1, 1, False)), refuse_tp)
     return Question(problem, _space(config, frozenset(pinned), shape), shape, frozenset(pinned))
 
 
@@ -191,6 +193,8 @@ def _batch(config: LaunchConfig) -> int:
 
 
 def _here(config: LaunchConfig) -> int:
+    if (asked := asked_world(config)) is not None:
+        return asked
     return num_gpus() if uses_gpu(config) else (os.cpu_count() or 1)
 
 

@@ -14,11 +14,12 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from launcher.config import LaunchConfig
 from launcher.processes.echo import events_told_to
@@ -29,6 +30,8 @@ from strategies.errors import PipelineError, PlanError, RunError
 WORD = "cluster=torchrun"
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _KEY = "foldpipe/task"
+_HEARD = "foldpipe/heard"
+_FAREWELL_S = 20.0  # for the others to import torch
 _PATIENCE = timedelta(minutes=30)  # for rank 0 to compose, compile and check
 _COMMAND = "python -m torch.distributed.run --nproc-per-node=2 -m launcher cluster=torchrun pp=2"
 
@@ -124,8 +127,10 @@ def lead(
 
 def follow() -> int:
     """Runs any other rank's part; returns its exit code."""
-    told = json.loads(_meet().get(_KEY))
+    store = _meet()
+    told = json.loads(store.get(_KEY))
     if "code" in told:
+        store.add(_HEARD, 1)
         return int(told["code"])  # rank 0 has said why
     run_dir = Path(told["run_dir"])
     try:
@@ -149,8 +154,19 @@ def dismiss(code: int) -> None:
         store = _meet()
         if not store.check([_KEY]):
             store.set(_KEY, json.dumps({"code": code}))
-            # Without an agent of torchrun the store is ours, and lives as long as we do.
-            store.wait([f"{_KEY}/heard"], timedelta(seconds=0.5))
+            # Where torchrun's agent has no store it is ours, and lives as long as we do.
+            until = time.monotonic() + _FAREWELL_S
+            while store.add(_HEARD, 0) < int(os.environ["WORLD_SIZE"]) - 1:
+                if time.monotonic() > until:
+                    return
+                time.sleep(0.1)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process without the destructors of communicators: peers may be gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _work(run_dir: Path, task: Mapping[str, Any]) -> None:

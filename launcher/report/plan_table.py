@@ -34,15 +34,16 @@ def plan_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def memory_bars(state: Sequence[float], activations: Sequence[float], limit: float) -> str:
-    """A bar per rank: ``#`` weights, gradients, optimizer; ``=`` activations; ``|`` the limit.
+    """A bar per rank: ``#`` weights, gradients, optimizer; ``=`` all that moves; ``|`` the limit.
 
     Args:
         state: Bytes per rank.
-        activations: Bytes per rank, at the worst moment.
+        activations: Bytes per rank at the worst moment, buffers included.
         limit: Bytes that a rank may use.
     """
     lines = [
-        f"memory per rank: # weights, gradients, optimizer; = activations; | {_gib(limit)} GiB"
+        "memory per rank: # weights, gradients, optimizer; = activations, buffers; "
+        f"| {_gib(limit)} GiB"
     ]
     whole = max([limit, *map(float.__add__, map(float, state), map(float, activations))])
     for rank, (fixed, moving) in enumerate(zip(state, activations, strict=True)):

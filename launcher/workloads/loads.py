@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from launcher.workloads.model_share import model_shares
+from launcher.workloads.selective import selective_shares
 from launcher.workloads.specs import ModelShape
 from strategies.costs.analytic import Load
 
 
 def unit_loads(
-    shape: ModelShape, tp: int, microbatch_size: int, *, sequence_parallel: bool = False
+    shape: ModelShape,
+    tp: int,
+    microbatch_size: int,
+    *,
+    sequence_parallel: bool = False,
+    selective: bool = False,
 ) -> tuple[Load, ...]:
     """One load per unit, in execution order.
 
@@ -17,9 +25,10 @@ def unit_loads(
         tp: Ranks that share its matrices.
         microbatch_size: Sequences of a microbatch.
         sequence_parallel: Whether activations are cut between those ranks.
+        selective: Whether layers recompute what is cheap (``recompute=selective``).
     """
     stream = shape.sequence * shape.hidden * microbatch_size
-    return tuple(
+    loads = tuple(
         Load(
             unit.forward_flops * microbatch_size,
             unit.parameters,
@@ -29,4 +38,15 @@ def unit_loads(
             (stream,) * unit.backward_sums,
         )
         for unit in model_shares(shape, tp, sequence_parallel=sequence_parallel)
+    )
+    if not selective:
+        return loads
+    kept = selective_shares(shape, tp, sequence_parallel=sequence_parallel)
+    return tuple(
+        replace(
+            load,
+            saved_elements=share.saved_elements * microbatch_size,
+            again_flops=share.again_flops * microbatch_size,
+        )
+        for load, share in zip(loads, kept, strict=True)
     )

@@ -170,13 +170,13 @@ class AnalyticCosts:
                 self._state_bytes(program, stage, sharded=stage in gathered)
                 for stage in range(len(self.stages))
             ),
-            memory=self.memory(program),
+            memory=self.memory(program, gathered),
         )
 
-    def memory(self, program: Program) -> StageMemory:
+    def memory(self, program: Program, gathered: frozenset[int] | None = None) -> StageMemory:
         """What stages hold; temporaries are a stage's result and the gradients at its ends."""
         sizes, count = self._sizes, len(self.stages)
-        gathered = gathered_stages(program)
+        gathered = gathered_stages(program) if gathered is None else gathered
         weights = [load.parameters for load in self.stages]
         states = [self._state_bytes(program, s, sharded=s in gathered) for s in range(count)]
         saved = tuple(load.saved_elements * sizes.activation for load in self.stages)

@@ -23,12 +23,14 @@ class Outcome:
 
     Attributes:
         candidate: What was simulated.
+        plan: The same for the compiler.
         step_time_s: Period, or makespan where ranks wait for each other at the flush.
-        rank_bytes: Peak per rank.
+        rank_bytes: Peak per rank: state and activations, or all where it says so.
         bound_s: The group's lower bound.
     """
 
     candidate: Candidate
+    plan: Plan
     step_time_s: float
     rank_bytes: tuple[int, ...]
     bound_s: float
@@ -71,7 +73,7 @@ class Evaluator:
             times = step_time(structure, group.table, overlap=group.overlap != "none")
             time = times.makespan if self.waits_at_flush else times.period
             held = rank_bytes(structure, group.table)
-        return Outcome(group.candidate(order), time, held, group.bound)
+        return Outcome(group.candidate(order), plan_of(group, order), time, held, group.bound)
 
     def _structure(self, group: Group, order: Order) -> Structure:
         plan = plan_of(group, order)
@@ -82,7 +84,7 @@ class Evaluator:
             order,
             group.layout.pp,
             group.layout.num_microbatches,
-            group.recompute,
+            group.recompute if group.recompute.rewrites else None,
             plan.costs if cost_aware else None,
         )
         if key not in self._structures:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from strategies.planner.group import Group
 from strategies.planner.layout import Order
 from strategies.planner.space import Space
-from strategies.recompute import NO_RECOMPUTE
 
 _MARGIN = 0.85
 
@@ -24,7 +23,7 @@ def expected_bytes(group: Group, order: Order, space: Space) -> int | None:
     known = order.schedule in ("zb_h1", "zb_h2", "zb_v")
     if space.level != "O2" or space.schedule is not None or not known:
         return None
-    if group.recompute != NO_RECOMPUTE:
+    if group.recompute.rewrites:
         return None
     assert group.table.activation_bytes is not None
     assert group.table.state_bytes is not None

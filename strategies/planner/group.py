@@ -71,6 +71,7 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
         key = (schedule.place(shape), schedule.splits_backward)
         by_placement.setdefault(key, []).append(order)
     found = []
+    selective = recompute.policy == "selective"
     cuts: dict[Placement, list[tuple[int, ...]]] = {}
     tables: dict[
         tuple[Placement, tuple[int, ...], Overlap],
@@ -90,7 +91,7 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
             for overlap in space.overlaps(layout):
                 key2 = (placement, units, overlap)
                 if key2 not in tables:
-                    costs = problem.costs(layout, units)
+                    costs = problem.costs(layout, units, selective=selective)
                     tables[key2] = costs, *problem.table(costs, draft, zero1=overlap == "zero1")
                 costs, table, buckets = tables[key2]
                 found.append(
@@ -103,6 +104,19 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
     return found
 
 
+def under(group: Group, problem: Problem, recompute: Recompute) -> Group:
+    """The same cut and schedules under another policy; its bound is not computed anew."""
+    selective = recompute.policy == "selective"
+    if (group.recompute.policy == "selective") == selective:
+        return replace(group, recompute=recompute)
+    draft = Program(
+        "draft", group.placement, 1, ((),) * group.layout.pp, chain(group.placement.num_stages)
+    )
+    costs = problem.costs(group.layout, group.units, selective=selective)
+    table, buckets = problem.table(costs, draft, zero1=group.overlap == "zero1")
+    return replace(group, recompute=recompute, costs=costs, table=table, buckets=buckets)
+
+
 def _cuts(
     problem: Problem, space: Space, layout: Layout, placement: Placement, recompute: Recompute
 ) -> list[tuple[int, ...]]:
@@ -112,14 +126,17 @@ def _cuts(
     owner = placement.copies[0]
     num_stages = placement.num_stages
     shared = placement.weight_copies > 1 or num_stages > placement.num_ranks
-    key = (layout.tp, owner)
+    selective = recompute.policy == "selective"
+    key = (layout.tp, selective, owner)
     if key not in problem.fastest_cuts:
-        problem.fastest_cuts[key] = _fastest(problem, space, layout, owner, shared=shared)
+        problem.fastest_cuts[key] = _fastest(
+            problem, space, layout, owner, shared=shared, selective=selective
+        )
     fastest = problem.fastest_cuts[key]
     found = [fastest]
     if shared or recompute.rewrites:
         return found
-    table = problem.unit_table(layout)
+    table = problem.unit_table(layout, selective=selective)
     assert table.state_bytes is not None
     assert table.activation_bytes is not None
     room = Room(
@@ -138,11 +155,17 @@ def _cuts(
 
 
 def _fastest(
-    problem: Problem, space: Space, layout: Layout, owner: tuple[int, ...], *, shared: bool
+    problem: Problem,
+    space: Space,
+    layout: Layout,
+    owner: tuple[int, ...],
+    *,
+    shared: bool,
+    selective: bool,
 ) -> tuple[int, ...]:
     """The cut of one sequence's times; larger microbatches only scale them."""
     single = replace(layout, microbatch_size=1)
-    times = _times(problem.unit_table(single))
+    times = _times(problem.unit_table(single, selective=selective))
     if space.partition == "ilp":
         graph = chain_graph(times, [load.output_elements for load in problem.units(single)])
         stages = cut_by_ilp(graph, len(owner), balance_ratio=space.balance_ratio)

@@ -15,8 +15,9 @@ from strategies.ir.program import Program, chain
 from strategies.plan import num_buckets
 from strategies.planner.layout import Layout
 
-# tp, sequences of a microbatch -> one load per unit, on one rank.
-Loads = Callable[[int, int], tuple[Load, ...]]
+# tp, sequences of a microbatch, whether layers recompute selectively -> one load per unit, on one
+# rank.
+Loads = Callable[[int, int, bool], tuple[Load, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +62,18 @@ class Problem:
     num_units: int
     refuse_tp: Callable[[int], str | None] = lambda tp: None
 
-    def units(self, layout: Layout) -> tuple[Load, ...]:
+    def units(self, layout: Layout, *, selective: bool = False) -> tuple[Load, ...]:
         """One load per unit of one rank."""
-        key = (layout.tp, layout.microbatch_size)
+        key = (layout.tp, layout.microbatch_size, selective)
         if key not in self._units:
             self._units[key] = self.loads(*key)
         return self._units[key]
 
-    def costs(self, layout: Layout, units_per_stage: tuple[int, ...]) -> AnalyticCosts:
+    def costs(
+        self, layout: Layout, units_per_stage: tuple[int, ...], *, selective: bool = False
+    ) -> AnalyticCosts:
         """The costs of a cut, as a run with this layout has them."""
-        units = self.units(layout)
+        units = self.units(layout, selective=selective)
         stages, start = [], 0
         for count in units_per_stage:
             stages.append(sum_loads(list(units[start : start + count])))
@@ -90,21 +93,25 @@ class Problem:
         shared = frozenset(stage for stage, n in enumerate(buckets) if n) if zero1 else frozenset()
         return costs.table_for(draft, buckets, shared), buckets
 
-    def unit_table(self, layout: Layout) -> CostTable:
+    def unit_table(self, layout: Layout, *, selective: bool = False) -> CostTable:
         """Each unit as a stage of its own: what a cut goes by."""
-        key = (layout.tp, layout.microbatch_size)
+        key = (layout.tp, layout.microbatch_size, selective)
         if key not in self._unit_tables:
-            costs = self._costs(layout, self.units(layout))
+            costs = self._costs(layout, self.units(layout, selective=selective))
             draft = _draft(self.num_units)
             self._unit_tables[key] = costs.table_for(draft, (0,) * self.num_units, frozenset())
         return self._unit_tables[key]
 
-    def whole_table(self, layout: Layout, *, zero1: bool) -> CostTable:
+    def whole_table(
+        self, layout: Layout, *, zero1: bool = False, selective: bool = False
+    ) -> CostTable:
         """The whole model as one stage that sends nothing."""
-        key = (layout.tp, layout.dp, layout.microbatch_size, zero1 and layout.dp > 1)
+        shares = zero1 and layout.dp > 1
+        key = (layout.tp, layout.dp, layout.microbatch_size, shares, selective)
         if key not in self._whole:
-            load = replace(sum_loads(list(self.units(layout))), output_elements=0)
-            shared = frozenset({0}) if key[-1] else frozenset()
+            units = self.units(layout, selective=selective)
+            load = replace(sum_loads(list(units)), output_elements=0)
+            shared = frozenset({0}) if shares else frozenset()
             self._whole[key] = self._costs(layout, (load,)).table_for(_draft(1), (0,), shared)
         return self._whole[key]
 
@@ -122,20 +129,20 @@ class Problem:
         )
 
     @cached_property
-    def fastest_cuts(self) -> dict[tuple[int, tuple[int, ...]], tuple[int, ...]]:
-        """Cuts found so far, by tp and the rank of each stage."""
+    def fastest_cuts(self) -> dict[tuple[int, bool, tuple[int, ...]], tuple[int, ...]]:
+        """Cuts found so far, by tp, selective recomputation and the rank of each stage."""
         return {}
 
     @cached_property
-    def _units(self) -> dict[tuple[int, int], tuple[Load, ...]]:
+    def _units(self) -> dict[tuple[int, int, bool], tuple[Load, ...]]:
         return {}
 
     @cached_property
-    def _unit_tables(self) -> dict[tuple[int, int], CostTable]:
+    def _unit_tables(self) -> dict[tuple[int, int, bool], CostTable]:
         return {}
 
     @cached_property
-    def _whole(self) -> dict[tuple[int, int, int, bool], CostTable]:
+    def _whole(self) -> dict[tuple[int, int, int, bool, bool], CostTable]:
         return {}
 
 

@@ -19,12 +19,12 @@ from strategies.compiler import no_collection
 from strategies.errors import PlanError
 from strategies.planner.evaluate import Evaluator, Outcome
 from strategies.planner.expected_peak import expected_bytes
-from strategies.planner.group import Group, groups
+from strategies.planner.group import Group, groups, under
 from strategies.planner.layout import Candidate, Layout, Order
 from strategies.planner.problem import Problem
 from strategies.planner.space import LEANER, Space, degrees, layouts, orders
 from strategies.planner.step_bound import ideal_time
-from strategies.recompute import NO_RECOMPUTE, Recompute
+from strategies.recompute import Recompute
 
 # Bounds and times are sums of the same figures in another order: closer is equal.
 _SAME = 1e-9
@@ -113,7 +113,7 @@ def _search(problem: Problem, space: Space, top_k: int) -> Answer:
             if needed > problem.machine.memory_bytes:
                 rejected.too_large(needed, layout, size)
                 continue
-            ideal = ideal_time(problem, layout, recomputes=recompute.policy == "full")
+            ideal = ideal_time(problem, layout, recompute)
             heappush(queue, (ideal, next(number), (layout, recompute)))
     found: list[Outcome] = []
     worst = float("inf")
@@ -165,12 +165,16 @@ def rank_key(outcome: Outcome) -> tuple[object, ...]:
     )
 
 
-def leaner_than(group: Group, order: Order, space: Space) -> Iterator[tuple[Group, Order]]:
+def leaner_than(
+    group: Group, order: Order, space: Space, problem: Problem
+) -> Iterator[tuple[Group, Order]]:
     """Candidates that are as fast or faster; where one fits, O2 does not look at this one."""
     if space.level != "O2":
         return
-    if group.recompute.rewrites and space.recompute is None:
-        yield replace(group, recompute=NO_RECOMPUTE), order
+    if space.recompute is None:
+        # Policies are listed by how much they hold, and by how fast they are.
+        for policy in space.recomputes[: space.recomputes.index(group.recompute)]:
+            yield under(group, problem, policy), order
     faster = LEANER.get(order.schedule)
     if faster is not None and space.schedule is None:
         yield group, replace(order, schedule=faster)
@@ -185,7 +189,7 @@ def _try(
     rejected: Rejected,
 ) -> Outcome | None:
     limit = problem.machine.memory_bytes
-    for other, same in leaner_than(group, order, space):
+    for other, same in leaner_than(group, order, space, problem):
         needed = expected_bytes(other, same, space) or 0
         if needed <= limit and max(evaluator.rank_bytes(other, same)) <= limit:
             rejected.dominated += 1

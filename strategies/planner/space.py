@@ -25,7 +25,7 @@ _COMMON = (
 _LEAN = ("v_half", "v_min")
 # Orders that are made for given costs are themselves searched for, in seconds where they are long,
 # and gain little there: O2 leaves out those with more forwards than this.
-_LONGEST_MADE = 1024
+_LONGEST_MADE = 512
 # These hold less than the schedule named and are no faster: O2 tries them where that one does not
 # fit into memory.
 LEANER = {"zb_h1": "zb_h2", "v_half": "zb_v", "v_min": "v_half"}
@@ -84,7 +84,7 @@ class Space:
         """Policies, those that hold more first."""
         if self.recompute is not None:
             return (self.recompute,)
-        found = (NO_RECOMPUTE, Recompute("full"))
+        found = (NO_RECOMPUTE, Recompute("selective"), Recompute("full"))
         return (*found, Recompute("mario")) if self.level == "O3" else found
 
     def overlaps(self, layout: Layout) -> tuple[Overlap, ...]:

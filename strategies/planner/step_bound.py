@@ -14,6 +14,7 @@ from strategies.costs.table import CostTable
 from strategies.ir.placement import Placement
 from strategies.planner.layout import Layout
 from strategies.planner.problem import Problem
+from strategies.recompute import Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,14 @@ class Rules:
     waits_at_flush: bool
 
 
-def ideal_time(problem: Problem, layout: Layout, *, recomputes: bool) -> float:
+def ideal_time(problem: Problem, layout: Layout, recompute: Recompute) -> float:
     """All ranks busy all the time: valid for every cut and every order."""
-    table = problem.whole_table(layout, zero1=False)
+    table = problem.whole_table(layout, selective=recompute.policy == "selective")
     # Over several stages, max(I's sums, W) adds up to at least the max of the sums.
     once = table.forward[0] + min(
         table.backward[0], table.backward_input[0] + table.backward_weight[0]
     )
-    if recomputes:
+    if recompute.policy == "full":
         once += table.recompute[0]
     return layout.num_microbatches * once / layout.pp
 

@@ -60,17 +60,16 @@ def cases(*, quick: bool) -> Iterator[tuple[str, str, int, int]]:
     if quick:
         yield from (("1f1b", "none", 4, 1), ("1f1b", "full", 4, 1), ("zb_v", "none", 4, 1))
         return
-    for size in (1, 2):
-        for count in (8, 12):
-            for schedule in unsplit:
-                for recompute in ("none", "full", "mario"):
-                    yield schedule, recompute, count, size
-            for schedule in ("eager_1f1b", "zb_h1", "zb_v", "chimera"):
-                yield schedule, "none", count, size
+    for count, size in ((8, 1), (12, 1), (8, 2)):
+        for schedule in unsplit:
+            for recompute in ("none", "full", "mario"):
+                yield schedule, recompute, count, size
+        for schedule in ("eager_1f1b", "zb_h1", "zb_v", "chimera"):
+            yield schedule, "none", count, size
 
 
-def measure(*, steps: int, quick: bool) -> Iterator[tuple[str, float, float]]:
-    """(name, predicted, measured) step times of all cases."""
+def measure(*, steps: int, quick: bool) -> Iterator[tuple[str, float, float, float, float]]:
+    """(name, predicted, measured step time, predicted, measured compute) of all cases."""
     ranks = Ranks(RANKS)
     ranks.run(overhead_ranks.prepare, realtime=False)
     link = ranks.run(link_of_two)[0]
@@ -95,11 +94,16 @@ def measure(*, steps: int, quick: bool) -> Iterator[tuple[str, float, float]]:
         )
         spans = [
             max(end for _, end in step) - min(begin for begin, _ in step)
-            for step in zip(*found, strict=True)
+            for step in zip(*(steps for steps, _ in found), strict=True)
         ]
-        predicted = simulate(program, costs).makespan
-        name = f"{schedule}, {recompute}, {count} x {size}"
-        yield name, predicted, statistics.median(spans)
+        timeline = simulate(program, costs)
+        yield (
+            f"{schedule}, {recompute}, {count} x {size}",
+            timeline.makespan,
+            statistics.median(spans),
+            sum(map(timeline.busy, range(RANKS))),
+            sum(busy for _, busy in found),
+        )
     ranks.close()
 
 
@@ -109,8 +113,10 @@ def link_of_two() -> Link | None:
     return None if found is None else found[0]
 
 
-def run_steps(*, plan: Plan, emulation: Emulation, steps: int) -> list[tuple[float, float]]:
-    """Begin and end of each step on this rank, all ranks beginning together."""
+def run_steps(
+    *, plan: Plan, emulation: Emulation, steps: int
+) -> tuple[list[tuple[float, float]], float]:
+    """(begin and end of each step on this rank, its compute); all ranks begin together."""
     rank = dist.get_rank()
     placement = compile_plan(plan).train.placement
     engine = Engine(
@@ -133,5 +139,7 @@ def run_steps(*, plan: Plan, emulation: Emulation, steps: int) -> list[tuple[flo
         engine.stepped()
         spans.append((begun, time.perf_counter()))
     dist.barrier()
+    records = list(engine.recorder.kept)[_WARM_UPS:]
+    busy = statistics.median(engine.recorder.spans(record).busy for record in records)
     engine.close()
-    return spans[_WARM_UPS:]
+    return spans[_WARM_UPS:], busy

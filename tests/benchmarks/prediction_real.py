@@ -31,7 +31,7 @@ from strategies.simulator.engine import simulate
 from tests.distributed.pool import Ranks
 
 RANKS = 2
-SIZES = (1, 2, 4)
+SIZES = (1, 4)  # that are measured; what lies between them is interpolated
 SHAPE = {
     "layers": 8, "hidden": 192, "heads": 4, "kv_heads": 4, "ffn": 512, "vocab": 256,
     "sequence": 128,
@@ -44,19 +44,18 @@ def cases(*, quick: bool) -> Iterator[tuple[str, str, int, int]]:
     if quick:
         yield from (("1f1b", "none", 4, 1), ("1f1b", "full", 4, 2), ("zb_v", "none", 4, 1))
         return
-    for size in SIZES:
-        for count in (4, 8):
-            for schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
-                for recompute in ("none", "full", "mario"):
-                    yield schedule, recompute, count, size
-            for schedule in ("foldx_fifo", "zb_h1", "zb_v"):
-                yield schedule, "none", count, size
+    for count, size in ((4, 1), (8, 1), (4, 2), (4, 4), (8, 4)):
+        for schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
+            for recompute in ("none", "full", "mario"):
+                yield schedule, recompute, count, size
+        for schedule in ("foldx_fifo", "zb_h1", "zb_v"):
+            yield schedule, "none", count, size
 
 
 def measure(
     *, steps: int, quick: bool
-) -> Iterator[tuple[str, float, float, tuple[int, ...], tuple[int, ...]]]:
-    """(name, predicted, measured step time, predicted, measured bytes per rank) of all cases."""
+) -> Iterator[tuple[str, float, float, float, float, tuple[int, ...], tuple[int, ...]]]:
+    """Per case the name, and step time, compute, bytes per rank, each predicted and measured."""
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "profile.json"
         subprocess.run(profile_command(profile), check=True, cwd=folder, stdout=sys.stderr)
@@ -69,13 +68,16 @@ def measure(
             assert memory is not None
             found = ranks.run(run_steps, config=json.dumps(dump(config)), steps=steps)
             # Nobody waits at the flush: what counts is the time from step to step.
-            between = [[after - before for before, after in pairwise(ends)] for ends, _ in found]
+            between = [[after - before for before, after in pairwise(ends)] for ends, _, _ in found]
+            timeline = simulate(program, run.costs)
             yield (
                 f"{schedule}, {recompute}, {count} x {size}",
-                simulate(program, run.costs).period,
+                timeline.period,
                 max(statistics.median(times) for times in between),
+                sum(map(timeline.busy, range(RANKS))),
+                sum(busy for _, busy, _ in found),
                 peak_saved(program, memory),
-                tuple(peak for _, peak in found),
+                tuple(peak for _, _, peak in found),
             )
         ranks.close()
 
@@ -109,8 +111,8 @@ def configuration(
     )
 
 
-def run_steps(*, config: str, steps: int) -> tuple[list[float], int]:
-    """(end of each step on this rank, most bytes saved for backwards) of one case."""
+def run_steps(*, config: str, steps: int) -> tuple[list[float], float, int]:
+    """(end of each step on this rank, its compute, most bytes saved for backwards) of one case."""
     run = resolve(from_dict(json.loads(config)))
     engine = _engine(run)
     optimizer = build_optimizer(engine.updated_parameters(), optimizer_options(run.config))
@@ -120,12 +122,14 @@ def run_steps(*, config: str, steps: int) -> tuple[list[float], int]:
     for step in range(_WARM_UPS + steps):
         _step(engine, optimizer, batch, step)
         ends.append(time.perf_counter())
+    records = list(engine.recorder.kept)[_WARM_UPS:]
+    busy = statistics.median(engine.recorder.spans(record).busy for record in records)
     activations = engine.measure_activations()
     _step(engine, optimizer, batch, 0)
     peak = activations.peak
     dist.barrier()
     engine.close()
-    return ends[_WARM_UPS:], peak
+    return ends[_WARM_UPS:], busy, peak
 
 
 def _engine(run: Run) -> Engine:

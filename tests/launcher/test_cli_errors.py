@@ -333,7 +333,8 @@ def test_400_mutated_requests_end_in_a_run_or_in_one_message(tmp_path, monkeypat
     keys += [*groups.names(), "hydra.run.dir", "hydra.verbose", "experiment"]
     refused = 0
     for number in range(400):
-        words = mutate(draw, keys)
+        # Whether a mutation leaves anything valid is chance, and changes with the list of keys.
+        words = mutate(draw, keys) if number % 20 else ["pp=2"]
         folder = tmp_path / str(number)
         start = time.perf_counter()
         done = run_here([*words, "mode=simulate"], folder, monkeypatch)

@@ -14,8 +14,8 @@ from launcher.planning.no_plan import refuse
 from launcher.planning.question import Question, question
 from launcher.resolve import resolve
 from strategies.errors import PlanError
-from strategies.memory import peak_bytes
 from strategies.metrics import measure
+from strategies.planner.confirmed import search_confirmed
 from strategies.planner.search import search
 from strategies.simulator.engine import simulate
 
@@ -37,14 +37,17 @@ def config_of(**values: object) -> LaunchConfig:
     return from_dict({"mode": "plan", **values})
 
 
-def llama(num_gpus: int, batch: int = 128, **planner: object) -> Question:
-    config = config_of(
+def llama_config(num_gpus: int, batch: int = 128, **planner: object) -> LaunchConfig:
+    return config_of(
         model=LLAMA,
         hardware=A100,
         trainer={"precision": "bf16-true"},
         planner={"num_gpus": num_gpus, "global_batch_size": batch, **planner},
     )
-    return question(config, ())
+
+
+def llama(num_gpus: int, batch: int = 128, **planner: object) -> Question:
+    return question(llama_config(num_gpus, batch, **planner), ())
 
 
 def small(pinned: tuple[str, ...] = (), **values: object) -> tuple[LaunchConfig, Question]:
@@ -77,19 +80,30 @@ def test_a_listed_plan_is_what_its_run_predicts(pinned):
     if pinned == ("schedule",):
         values = {"schedule": {"name": "zb_v"}}
     config, asked = small(pinned, **values)
-    answer = search(asked.problem, asked.space)
+    answer = search_confirmed(asked.problem, asked.space)
     assert answer.plans
     for plan in answer.plans:
         run = resolve(chosen_config(config, plan.candidate, asked.shape, 32))
         metrics = measure(simulate(run.programs.train, run.costs), run.costs)
         assert metrics.period == pytest.approx(plan.step_time_s, rel=1e-9)
-        # The search counts state and activations; the run's figure has buffers besides.
-        held = peak_bytes(run.programs.train, run.costs.table(run.programs.train))
-        assert held == pytest.approx(plan.rank_bytes, abs=1)
+        assert metrics.peak_memory_bytes == plan.rank_bytes
+        assert max(plan.rank_bytes) <= asked.problem.machine.memory_bytes
         assert metrics.period >= plan.bound_s * (1 - 1e-9)
         assert run.world_size == 8
         if pinned:
             assert "pp=4" in chosen_words(plan.candidate, asked.shape, 32) or values.get("schedule")
+
+
+def test_little_memory_brings_selective_recomputation_as_its_run_predicts_it():
+    config = llama_config(16, 32, memory_gb=24.0)
+    asked = question(config, ())
+    best = search_confirmed(asked.problem, asked.space, top_k=1).plans[0]
+    assert best.candidate.recompute.policy == "selective"
+    assert best.peak_bytes <= 24e9
+    run = resolve(chosen_config(config, best.candidate, asked.shape, 32))
+    metrics = measure(simulate(run.programs.train, run.costs), run.costs)
+    assert metrics.period == pytest.approx(best.step_time_s, rel=1e-9)
+    assert metrics.peak_memory_bytes == best.rank_bytes
 
 
 @pytest.mark.parametrize(
@@ -105,24 +119,24 @@ def test_a_listed_plan_is_what_its_run_predicts(pinned):
 )  # fmt: skip
 def test_what_cannot_be_planned_says_what_would_work(values, pinned, expected):
     _, asked = small(pinned, **values)
-    answer = search(asked.problem, asked.space)
+    answer = search_confirmed(asked.problem, asked.space)
     assert answer.plans == ()
     assert expected in str(refuse(asked, answer))
 
 
 def test_too_little_memory_names_changes_after_which_a_plan_fits():
     asked = llama(4)
-    answer = search(asked.problem, asked.space, top_k=1)
+    answer = search_confirmed(asked.problem, asked.space, top_k=1)
     assert answer.plans == ()
     message = str(refuse(asked, answer))
     assert "None of" in message
     assert "Try planner.num_gpus=8, or planner.memory_gb=" in message
     enough = float(message.rpartition("planner.memory_gb=")[2].rstrip("."))
-    assert search(llama(8).problem, llama(8).space, top_k=1).plans
+    assert search_confirmed(llama(8).problem, llama(8).space, top_k=1).plans
     roomy = llama(4, memory_gb=enough)
     tighter = llama(4, memory_gb=0.97 * enough)
-    assert search(roomy.problem, roomy.space, top_k=1).plans
-    assert not search(tighter.problem, tighter.space, top_k=1).plans
+    assert search_confirmed(roomy.problem, roomy.space, top_k=1).plans
+    assert not search_confirmed(tighter.problem, tighter.space, top_k=1).plans
 
 
 def test_uniform_costs_cannot_be_planned_with():

@@ -150,6 +150,8 @@ def test_costs_without_a_profile_say_how_to_make_one(tmp_path):
         (["profile.file=p.json"], "Try mode=profile"),
         (["mode=profile", "profile.file=no/where.json"], "cannot be written"),
         (["mode=profile", "profile.iterations=1"], "at least 3"),
+        (["mode=profile", "cluster=slurm"], "Try cluster=local, on one of them"),
+        (["mode=profile", "profile.microbatch_sizes=[1000000000]"], "holds one or two layers"),
         (["hardware.cores=0"], "at least 1"),
     ],
 )

@@ -38,11 +38,16 @@ def improve(
         goal: No order is faster; the search ends when it finds one of that makespan.
         seed: Which of the ways to go.
     """
-    tries = _BUDGET // max(1, sum(map(len, program.ranks)))
-    if tries < _LEAST_TRIES or any(item.halves for row in program.ranks for item in row):
+    if not is_short(program) or any(item.halves for row in program.ranks for item in row):
         return program
+    tries = _BUDGET // max(1, sum(map(len, program.ranks)))
     search = _Moves(program, table, room, Random(seed))
     return search.run(tries, goal * (1 + 1e-9))
+
+
+def is_short(program: Program) -> bool:
+    """Whether there is time for enough moves."""
+    return sum(map(len, program.ranks)) * _LEAST_TRIES <= _BUDGET
 
 
 class _Moves:

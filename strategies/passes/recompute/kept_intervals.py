@@ -33,6 +33,21 @@ def keep_what_fits(program: Program, room: tuple[int, ...]) -> Program | None:
     return program.with_ranks(tuple(rows))
 
 
+def weights_at_once(program: Program) -> Program:
+    """Each W right behind its I, where it holds least."""
+    rows = []
+    for row in program.ranks:
+        items: list[Instruction] = []
+        for item in row:
+            if item.kind is not Kind.W:
+                items.append(item)
+            for part in item.parts:
+                if part.kind is Kind.I:
+                    items.append(Instruction(Kind.W, part.stage, part.microbatch))
+        rows.append(tuple(items))
+    return program.with_ranks(tuple(rows))
+
+
 def _given_up(row: tuple[Instruction, ...], places: int) -> set[Pair] | None:
     backward = {_pair(p): i for i, item in enumerate(row) for p in item.parts if _backward(p)}
     split = {_pair(part) for item in row for part in item.parts if part.kind is Kind.I}

@@ -20,8 +20,8 @@ from strategies.ir.recomputed import recomputed_pairs
 from strategies.ir.verify import verify
 from strategies.memory_bound import memory_bound
 from strategies.passes.recompute.capped_walk import Order, R, Work
-from strategies.passes.recompute.critical_moves import improve
-from strategies.passes.recompute.kept_intervals import keep_what_fits
+from strategies.passes.recompute.critical_moves import improve, is_short
+from strategies.passes.recompute.kept_intervals import keep_what_fits, weights_at_once
 from strategies.passes.recompute.list_clock import ListClock
 from strategies.passes.recompute.pace_search import best_orders
 from strategies.schedules.lanes import F, I, Lanes, W, lanes_of
@@ -88,34 +88,17 @@ def _reordered(program: Program, table: CostTable, room: tuple[int, ...]) -> lis
     caps = tuple(share * places for places in room)
     goal = max(lower_bound(program, table).value, memory_bound(program, table, caps).value)
     found = _generated(program, table, room, goal)
-    own = keep_what_fits(_weights_at_once(program), room)
+    own = keep_what_fits(weights_at_once(program), room)
     found += [] if own is None else [own]
     timed = [_Timed.of(candidate, table) for candidate in found]
     best = list(timed)
-    for seed in range(_ROUNDS):
+    for seed in range(_ROUNDS if is_short(program) else 0):
         if min(c.makespan for c in best) <= goal * (1 + _SAME):
             break
         moved = [improve(start.program, table, room, goal=goal, seed=seed) for start in best]
-        if all(after is start.program for after, start in zip(moved, best, strict=True)):
-            break
         best = sorted((_Timed.of(m, table) for m in moved), key=lambda c: c.makespan)
         best = best[: max(1, len(best) - 1)]
     return timed + best
-
-
-def _weights_at_once(program: Program) -> Program:
-    """Each W right behind its I, where it holds least."""
-    rows = []
-    for row in program.ranks:
-        items: list[Instruction] = []
-        for item in row:
-            if item.kind is not Kind.W:
-                items.append(item)
-            for part in item.parts:
-                if part.kind is Kind.I:
-                    items.append(Instruction(Kind.W, part.stage, part.microbatch))
-        rows.append(tuple(items))
-    return program.with_ranks(tuple(rows))
 
 
 def _generated(

@@ -17,8 +17,8 @@ from strategies.passes.recompute.capped_walk import Order, Pace, Work, capped_or
 Paces = tuple[Pace, ...]
 
 # Instructions that a search may order in all: well under a second's worth.
-_BUDGET = 150_000
-_LEAST = 20
+_BUDGET = 120_000
+_LEAST = 12
 _FINALISTS = 3
 _SEEDS = 6
 _HIGHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)

@@ -7,12 +7,13 @@ from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.ir.program import Program
 from strategies.ir.verify import verify
+from strategies.memory import peak_bytes
 from strategies.passes.recompute.apply_checkpoint import apply_checkpoint
 from strategies.passes.recompute.optimal import recompute_within
 from strategies.passes.recompute.overlap_recompute import overlap_recompute
 from strategies.passes.recompute.prepose_forward import prepose_forward
 from strategies.passes.recompute.remove_redundancy import remove_redundancy
-from strategies.passes.recompute.room import within_cap, within_memory
+from strategies.passes.recompute.room import Held, within_cap, within_memory
 from strategies.recompute import Recompute
 
 
@@ -22,6 +23,7 @@ def add_recompute(
     costs: Costs | None,
     *,
     memory_bytes: int | None = None,
+    held: Held | None = None,
     reorder: bool = True,
     synchronous: bool = True,
 ) -> Program:
@@ -32,6 +34,7 @@ def add_recompute(
         recompute: A policy whose programs have R.
         costs: What instructions take; None for F = I = W = R and free messages.
         memory_bytes: Limit per rank for ``optimal`` without a cap.
+        held: What the ranks of a rewritten program hold; None for their state and activations.
         reorder: Whether ``optimal`` may change the order: not in one that a user has written.
         synchronous: Whether the pipeline drains at the optimizer step.
 
@@ -63,7 +66,11 @@ def add_recompute(
             "Try recompute.max_full_activations=1, or costs=analytic, which takes "
             "hardware.memory_gb."
         )
-    return within_memory(program, table, memory_bytes, within)
+
+    def simply(program: Program) -> tuple[int | None, ...]:
+        return peak_bytes(program, table)
+
+    return within_memory(program, table, memory_bytes, within, held or simply)
 
 
 def _mario(program: Program, passes: int, costs: Costs) -> Program:

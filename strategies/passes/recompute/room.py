@@ -8,12 +8,15 @@ from math import floor
 from strategies.costs.table import CostTable
 from strategies.errors import PlanError
 from strategies.ir.program import Program
-from strategies.memory import peak_bytes
+from strategies.ir.verify import verify
+from strategies.memory import Holding
+from strategies.passes.recompute.kept_intervals import keep_what_fits, weights_at_once
 from strategies.passes.recompute.list_clock import ListClock
 
 # Caps are typed as decimals: 0.3 * 10 is 3.
 _ROUNDING = 1e-6
 
+Held = Callable[[Program], tuple[int | None, ...]]  # Bytes per rank at its worst moment.
 Within = Callable[[tuple[int, ...]], Program]  # Room per rank, in pairs -> a program that keeps it.
 
 
@@ -45,7 +48,9 @@ def within_cap(program: Program, table: CostTable, cap: float, within: Within) -
     return within((min(room, _pairs(program)),) * ranks)
 
 
-def within_memory(program: Program, table: CostTable, limit: int, within: Within) -> Program:
+def within_memory(
+    program: Program, table: CostTable, limit: int, within: Within, held: Held
+) -> Program:
     """A program of which every rank fits into ``limit`` bytes.
 
     Args:
@@ -53,39 +58,51 @@ def within_memory(program: Program, table: CostTable, limit: int, within: Within
         table: With bytes.
         limit: Per rank.
         within: Makes it.
+        held: What the ranks hold, state and communication included.
 
     Raises:
         PlanError: No choice fits, or the costs know no bytes.
     """
     assert table.activation_bytes is not None
-    assert table.state_bytes is not None
-    if _fits(program, table, limit):
+    plain = held(program)
+    if _fits(plain, limit):
         return program
     room = []
-    for rank in range(program.placement.num_ranks):
+    for rank, activations in enumerate(_peaks(program, table)):
+        # Everything but activations, as far as it can be told before there is an order.
+        beside = (plain[rank] or 0) - activations
         stages = program.placement.stages_of(rank)
-        state = sum(table.state_bytes[stage] for stage in stages)
         largest = max(1, *(table.activation_bytes[stage] for stage in stages))
-        room.append(min(max(1, (limit - state) // largest), _pairs(program)))
+        room.append(min(max(1, int((limit - beside) // largest)), _pairs(program)))
     # The inputs of checkpointed forwards take memory, too: how much, only an order can say.
     while True:
         found = within(tuple(room))
-        over = [
-            rank
-            for rank, held in enumerate(peak_bytes(found, table))
-            if held is not None and held > limit
-        ]
+        needed = held(found)
+        over = [rank for rank, much in enumerate(needed) if much is not None and much > limit]
         if not over:
             return found
         if all(room[rank] == 1 for rank in over):
-            raise _nothing_fits(program, found, table, limit)
+            break
         room = [max(1, places - (rank in over)) for rank, places in enumerate(room)]
+    # Orders made for one activation store many inputs; the schedule's own stores fewer.
+    own = keep_what_fits(weights_at_once(program), (1,) * program.placement.num_ranks)
+    if own is not None and max(_known(held(own))) < max(_known(needed)):
+        found, needed = verify(own), held(own)
+        if _fits(needed, limit):
+            return found
+    raise _nothing_fits(program, found, needed, table, limit)
 
 
-def _nothing_fits(program: Program, least: Program, table: CostTable, limit: int) -> PlanError:
-    needed = [held or 0 for held in peak_bytes(least, table)]
+def _nothing_fits(
+    program: Program,
+    least: Program,
+    held: tuple[int | None, ...],
+    table: CostTable,
+    limit: int,
+) -> PlanError:
+    needed = _known(held)
     rank = needed.index(max(needed))
-    smallest = -(-needed[rank] // 10**6) / 1e3
+    smallest = _rounded_up(needed[rank])
     took, plain = ListClock(least, table).makespan, ListClock(program, table).makespan
     return PlanError(
         f"recompute=optimal: rank {rank} has hardware.memory_gb={limit / 1e9:g} and needs "
@@ -96,8 +113,26 @@ def _nothing_fits(program: Program, least: Program, table: CostTable, limit: int
     )
 
 
-def _fits(program: Program, table: CostTable, limit: int) -> bool:
-    return all(held is None or held <= limit for held in peak_bytes(program, table))
+def _known(held: tuple[int | None, ...]) -> list[int]:
+    return [much or 0 for much in held]
+
+
+def _rounded_up(num_bytes: int) -> float:
+    """In GB, to three digits."""
+    digit: int = 10 ** max(0, len(str(num_bytes)) - 3)
+    return -(-num_bytes // digit) * digit / 1e9
+
+
+def _fits(held: tuple[int | None, ...], limit: int) -> bool:
+    return all(much is None or much <= limit for much in held)
+
+
+def _peaks(program: Program, table: CostTable) -> list[float]:
+    """Bytes of activations that each rank holds at its worst moment."""
+    assert table.activation_bytes is not None
+    full = [float(value) for value in table.activation_bytes]
+    holding = Holding(program, full, [0.0] * len(full))
+    return [holding.peak(rank) for rank in range(len(program.ranks))]
 
 
 def _pairs(program: Program) -> int:

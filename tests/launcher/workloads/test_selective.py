@@ -1,5 +1,3 @@
-import gc
-
 import pytest
 import torch
 
@@ -7,33 +5,45 @@ from launcher.config import from_dict
 from launcher.resolve import resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.selective import selective_shares
+from strategies.runtime.replay.structure import tensors as tensors_in
 from strategies.runtime.selective.packed import Kept
-from strategies.runtime.selective.region import SelectiveLayer
+from strategies.runtime.selective.region import Region, SelectiveLayer
 
 from .test_transformer_shape import LLAMA, SHAPES
 
 DEFAULT = frozenset({"attention", "norm", "activation"})
 
 
-def kept_by(run):
-    """Elements of storages that live for a backward and are no parameters."""
-    gc.collect()
-    before = {id(item) for item in gc.get_objects()}
-    result = run()
-    gc.collect()
-    found = [item for item in gc.get_objects() if id(item) not in before]
-    tensors = []
-    for item in found:
-        if type(item) is Kept:
-            tensors += item.held_tensors()
-        elif type(item).__name__ == "_Result":
-            tensors += [v for v in gc.get_referents(item) if type(v) is torch.Tensor]
-    return result, tensors
+@pytest.fixture
+def regions(monkeypatch):
+    """What selective layers keep while they run: regions, and what they hand to autograd."""
+    made = []
+
+    class Watched(Region):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.packed = []
+            made.append(self)
+
+        def pack(self, tensor):
+            self.packed.append(super().pack(tensor))
+            return self.packed[-1]
+
+    monkeypatch.setattr("strategies.runtime.selective.region.Region", Watched)
+    return made
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # gc looks at torch's deprecated modules
+def held_by(region):
+    """Tensors that are there for the backward."""
+    for item in region.packed:
+        if isinstance(item, Kept):
+            yield from item.held_tensors()
+    for given in region._results.values():
+        yield from tensors_in(given.result)
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_units_keep_what_the_runtime_keeps(shape):
+def test_units_keep_what_the_runtime_keeps(shape, regions):
     model = LanguageModel(shape).train()
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     tensors = model.pipeline_inputs(
@@ -42,19 +52,17 @@ def test_units_keep_what_the_runtime_keeps(shape):
     shares = selective_shares(shape, 1)
     loss = shape.sequence * (shape.vocab + 1)
     for index, (_, unit) in enumerate(model.pipeline_units()):
-        layer, given = SelectiveLayer(unit, DEFAULT), tensors
-        result, kept = kept_by(lambda layer=layer, unit=unit, given=given: layer.run(
-            unit, given, {}
-        ))  # fmt: skip
+        result = SelectiveLayer(unit, DEFAULT).run(unit, tensors, {})
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             // tensor.element_size()
-            for tensor in kept
+            for tensor in held_by(regions[-1])
             if tensor.numel() > 1 and tensor.untyped_storage().data_ptr() not in parameters
         }
         wanted = shares[index].saved_elements - (loss if index == len(shares) - 1 else 0)
         assert sum(storages.values()) == wanted, index
         tensors = (result,)
+    assert len(regions) == len(shares)
 
 
 def test_ranks_share_what_their_matrices_give():

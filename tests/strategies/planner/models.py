@@ -28,12 +28,15 @@ def problem(
     """Embedding, attention and MLP per layer, head; matrices can be shared by up to 4 ranks."""
     stream = tokens * hidden
 
-    def loads(tp: int, size: int) -> tuple[Load, ...]:
+    def loads(tp: int, size: int, selective: bool) -> tuple[Load, ...]:
         def unit(flops: float, parameters: int, saved: int, sums: int) -> Load:
             add = (stream * size,) * sums if tp > 1 else ()
+            # Selective: a sixth of the products again, and half of the activations.
+            kept, again = (saved // 2, flops / 6) if selective else (saved, 0.0)
             return Load(
-                flops * size / tp, parameters // tp, stream * size, saved * size // tp, add, add
-            )
+                flops * size / tp, parameters // tp, stream * size, kept * size // tp, add, add,
+                again * size / tp,
+            )  # fmt: skip
 
         attention = unit(
             8.0 * stream * hidden + 4.0 * tokens * stream, 4 * hidden**2, 6 * stream, 1

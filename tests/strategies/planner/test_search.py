@@ -7,7 +7,7 @@ import math
 import pytest
 
 from strategies.memory import peak_bytes
-from strategies.planner.evaluate import Evaluator, Outcome, program_of
+from strategies.planner.evaluate import Evaluator, Outcome, plan_of, program_of
 from strategies.planner.expected_peak import expected_bytes
 from strategies.planner.group import Group, groups
 from strategies.planner.layout import Order
@@ -43,7 +43,7 @@ def exhaustive(asked: Problem, space: Space) -> list[Outcome]:
                     for order in group.orders:
                         if (expected_bytes(group, order, space) or 0) > limit:
                             continue
-                        others = leaner_than(group, order, space)
+                        others = leaner_than(group, order, space, asked)
                         if any(fits(*other, space, limit) for other in others):
                             continue
                         program = program_of(group, order)
@@ -53,7 +53,15 @@ def exhaustive(asked: Problem, space: Space) -> list[Outcome]:
                         time = timeline.makespan if waits else timeline.period
                         assert time >= group.bound * (1 - 1e-9), group.candidate(order)
                         if max(held) <= limit:
-                            found.append(Outcome(group.candidate(order), time, held, group.bound))
+                            found.append(
+                                Outcome(
+                                    group.candidate(order),
+                                    plan_of(group, order),
+                                    time,
+                                    held,
+                                    group.bound,
+                                )
+                            )
     return sorted(found, key=rank_key)
 
 

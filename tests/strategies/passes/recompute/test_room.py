@@ -5,7 +5,8 @@ from strategies.compiler import compile_plan
 from strategies.costs.analytic import AnalyticCosts, Load
 from strategies.costs.hardware import Hardware
 from strategies.errors import PlanError
-from strategies.memory import peak_bytes
+from strategies.ir import Kind
+from strategies.memory_model import peak_memory_bytes
 from strategies.plan import Plan
 from strategies.recompute import Recompute
 
@@ -18,21 +19,30 @@ STATE = 1_000 * 4 * 4
 def held(limit):
     plan = Plan("1f1b", 4, 8, costs=COSTS, memory_bytes=limit, recompute=Recompute("optimal"))
     program = compile_plan(plan).train
-    return program, peak_bytes(program, COSTS.table(program))
+    return program, peak_memory_bytes(program, COSTS.table(program))
 
 
 def test_what_fits_into_memory_is_not_recomputed():
-    program, peaks = held(STATE + 4 * 400_000)
-    assert program == compile_plan(Plan("1f1b", 4, 8, costs=COSTS)).train
-    assert max(peaks) == STATE + 4 * 400_000
+    plain = compile_plan(Plan("1f1b", 4, 8, costs=COSTS)).train
+    least = max(peak_memory_bytes(plain, COSTS.table(plain)))
+    assert held(least)[0] == plain
+    program, peaks = held(least - 1)
+    assert program != plain
+    assert max(peaks) < least
 
 
-@pytest.mark.parametrize("activations", [1.1, 2.1, 3.0])
+@pytest.mark.parametrize("activations", [1.13, 2.1, 3.0])
 def test_every_rank_keeps_the_memory_limit_with_the_inputs_it_stores(activations):
     limit = STATE + int(activations * 400_000)
     program, peaks = held(limit)
     assert max(peaks) <= limit
     assert program != compile_plan(Plan("1f1b", 4, 8, costs=COSTS)).train
+
+
+def test_where_inputs_take_too_much_the_order_of_the_schedule_stores_fewer():
+    program, _ = held(STATE + int(1.13 * 400_000))
+    first = [item.kind for item in program.ranks[0] if item.kind in (Kind.F, Kind.B)]
+    assert first[:6] == [Kind.F] * 4 + [Kind.B, Kind.F]
 
 
 def test_a_limit_that_nothing_fits_in_names_the_smallest_that_does_and_its_cost():

@@ -1,0 +1,208 @@
+"""What torchrun's ranks tell each other, with a store and a job of ours in place of torch's."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.__main__ import main
+from launcher.processes import torchrun
+from launcher.processes.outcome import write_outcome
+from launcher.processes.preempted import PreemptedError
+from strategies.errors import ModelError
+from tests.launcher.runs import MODEL, read_result
+
+INSIDE = {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+}  # fmt: skip
+OUTCOME = {
+    "steps": 3, "checkpoint": "/c", "step_time_s": 0.5, "tokens_per_s": 2.0, "loss_last": 1.5,
+    "timeline": None, "buckets": [0, 0], "skips": [],
+}  # fmt: skip
+
+
+class Store:
+    """The part of a torch.distributed.Store that is used."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str) -> str:
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self._values, 10)
+            return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        with self._changed:
+            self._counts[key] = self._counts.get(key, 0) + amount
+            return self._counts[key]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """Two ranks' store; signals are those of the test run again afterwards."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)}
+    for name, value in INSIDE.items():
+        monkeypatch.setenv(name, value)
+    shared = Store()
+    monkeypatch.setattr(torchrun, "_meet", lambda: shared)
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(torchrun, "leave", leave)
+    yield shared
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def job(monkeypatch: pytest.MonkeyPatch, run: Callable[[dict[str, Any], Path], None]) -> None:
+    module = types.ModuleType("launcher.jobs")
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "launcher.jobs", module)
+
+
+def lead(*words: str) -> tuple[int | str | None, str, str]:
+    """``python -m launcher cluster=torchrun *words`` as rank 0."""
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            code: int | str | None = main(["cluster=torchrun", *words])
+        except SystemExit as left:
+            code = left.code
+    return code, output.getvalue(), errors.getvalue()
+
+
+def follower(answers: list[int]) -> threading.Thread:
+    thread = threading.Thread(target=lambda: answers.append(torchrun.follow()))
+    thread.start()
+    return thread
+
+
+RUN = (*MODEL, "pp=2", "hydra.run.dir=run")
+
+
+def test_rank_0_tells_the_others_what_it_has_written(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen: list[dict[str, Any]] = []
+
+    def run(task: dict[str, Any], run_dir: Path) -> None:
+        seen.append(task)
+        write_outcome(run_dir, dict(OUTCOME), stopped_by=None)
+
+    job(monkeypatch, run)
+    code, output, errors = lead(*RUN)
+    assert (code, errors) == (0, "")
+    assert read_result(tmp_path / "run")["status"] == "done"
+    assert f"files: {tmp_path / 'run'}" in output
+    assert torchrun.follow() == 0
+    assert seen[0] == seen[1] == json.loads((tmp_path / "run" / "resolved.json").read_text())
+    assert seen[0]["config"]["cluster"]["nodes"] == 1
+
+
+def test_nodes_are_those_of_torchrun(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    tasks = []
+
+    def run(task: dict[str, Any], run_dir: Path) -> None:
+        tasks.append(task)
+        write_outcome(run_dir, dict(OUTCOME), stopped_by=None)
+
+    job(monkeypatch, run)
+    assert lead(*RUN)[0] == 0
+    assert tasks[0]["config"]["cluster"]["nodes"] == 2
+
+
+def test_a_preempted_run_ends_with_85_on_every_rank(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(task: dict[str, Any], run_dir: Path) -> None:
+        write_outcome(run_dir, dict(OUTCOME), stopped_by="SIGTERM")
+        raise PreemptedError("stopped", {})
+
+    job(monkeypatch, run)
+    code, _, errors = lead(*RUN)
+    assert code == 85
+    assert errors.startswith("error: SIGTERM has stopped the run after step 3")
+    assert read_result(tmp_path / "run")["status"] == "preempted"
+    assert torchrun.follow() == 85
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pp=4"], "= 4 ranks, but torchrun has started 2 processes"),
+        (["pp=2", "model.layrs=3"], "model.layers"),
+        (["-m", "pp=1,2"], "Try -m with cluster=local or cluster=slurm"),
+        (["--nope"], "is not a flag"),
+    ],
+)
+def test_a_refusal_is_said_once_and_ends_all(words, message, store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    codes: list[int] = []
+    other = follower(codes)
+    code, output, errors = lead(*MODEL, *words)
+    other.join(10)
+    assert (code, codes, output) == (2, [2], "")
+    assert message in errors
+    assert errors.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_rank_leaves_its_word(store, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def fail(task: dict[str, Any], run_dir: Path) -> None:
+        raise ModelError("this layer is odd")
+
+    job(monkeypatch, fail)
+    code, _, errors = lead(*RUN)
+    assert code == 2
+    assert errors == "error: this layer is odd\n"
+    monkeypatch.setenv("RANK", "1")
+    assert torchrun.follow() == 2
+    assert "error: this layer is odd" in capsys.readouterr().err
+    left = json.loads((tmp_path / "run" / "logs" / "rank_00001.error.json").read_text())
+    assert (left["rank"], left["message"]) == (1, "this layer is odd")
+
+
+def test_a_defect_on_rank_0_is_a_failed_run(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def fail(task: dict[str, Any], run_dir: Path) -> None:
+        raise ZeroDivisionError("a defect")
+
+    job(monkeypatch, fail)
+    code, _, errors = lead(*RUN)
+    assert code == 1
+    assert "failed: ZeroDivisionError: a defect" in errors
+    assert read_result(tmp_path / "run")["status"] == "failed"
+
+
+def test_signals_are_taken_before_anything_else(store):
+    assert torchrun.joins(["cluster=torchrun", "pp=2"])
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        assert type(signal.getsignal(number)).__name__ == "StopRequest"
+    assert not torchrun.joins(["pp=2"])

@@ -1,0 +1,78 @@
+"""The planner's answer as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.compose.explain_word import quote_explain
+from launcher.report.plan_table import memory_bars, plan_table, refused, short_layers
+
+GIB = 2**30
+PLAN = {
+    "tp": 2, "pp": 4, "dp": 1, "num_microbatches": 8, "microbatch_size": 2, "schedule": "zb_v",
+    "stages_per_rank": 2, "overlap": "grad_reduce", "recompute": "none",
+    "predicted_step_time_s": 0.0125, "tokens_per_s": 12345.6, "mfu": 0.4567, "bubble_ratio": 0.1,
+    "exposed_grad_reduce": 0.0, "peak_memory_bytes": [2 * GIB, 3 * GIB], "bound_gap": 0.02,
+    "layers_per_stage": [1.5, 2, 2, 2, 1],
+}  # fmt: skip
+
+
+def test_a_plan_is_a_line_with_all_its_figures():
+    head, line = plan_table([PLAN]).splitlines()
+    assert head.split()[:4] == ["tp", "pp", "dp", "batch"]
+    for part in ("8 x 2", "zb_v x2", "12.5 ms", "12,346", "45.7 %", "10.0 %", "2-3", "1.5 3x2 1"):
+        assert part in line
+    assert len(head) <= len(line) + len("layers per stage")
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [([4, 4, 4], "3x4"), ([3.5, 4, 4, 0], "3.5 2x4 0"), ([2], "2"), ([1, 2, 1], "1 2 1")],
+)
+def test_equal_neighbours_are_counted(layers, expected):
+    assert short_layers(layers) == expected
+
+
+def test_bars_show_state_activations_and_the_limit():
+    head, first, second = memory_bars([GIB, 2 * GIB], [GIB, 2 * GIB], 4.0 * GIB).splitlines()
+    assert "4 GiB" in head
+    assert (first.count("#"), first.count("=")) == (8, 8)
+    assert (second.count("#"), second.count("=")) == (16, 16)
+    assert first.index("|") == second.index("|")
+
+
+def test_of_many_ranks_the_first_are_shown():
+    lines = memory_bars([GIB] * 20, [GIB] * 20, 4.0 * GIB).splitlines()
+    assert lines[-1].strip() == "and 4 more ranks, of 20"
+
+
+def test_reasons_and_the_nearest_miss_are_named():
+    text = refused(
+        {
+            "slower": 5,
+            "memory": 3,
+            "dominated": 1,
+            "tp": {"8": "tp=8 does not divide model.heads=4. Try tp=4."},
+            "batch": [3, 6],
+            "memory_limit_bytes": 4 * GIB,
+            "nearest": {"plan": "tp=1 pp=2", "bytes": 5 * GIB},
+        }
+    )
+    assert "5 slower, 3 too large for memory" in text
+    assert "tp=8 does not divide" in text
+    assert "dp=3,6: does not divide" in text
+    assert "tp=1 pp=2 needs 5 GiB of 4" in text
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("planner.explain=[tp=4,pp=8]", "planner.explain=['tp=4','pp=8']"),
+        ("planner.explain=[tp=4, pp=8]", "planner.explain=['tp=4','pp=8']"),
+        ("planner.explain=['tp=4']", "planner.explain=['tp=4']"),
+        ("planner.explain=[]", "planner.explain=[]"),
+        ("schedule.layers_per_stage=[1,2]", "schedule.layers_per_stage=[1,2]"),
+    ],
+)
+def test_entries_with_an_equals_sign_are_quoted_for_hydra(word, expected):
+    assert quote_explain([word]) == (expected,)
