@@ -102,7 +102,9 @@ def test_the_folder_is_committed_whole_and_replaced_only_by_a_complete_one(
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-2.ckpt"]
 
 
-@pytest.mark.parametrize("kind", ["flip", "truncate", "remove"])
+@pytest.mark.parametrize(
+    "kind", ["flip", *(pytest.param(k, marks=pytest.mark.full) for k in ("truncate", "remove"))]
+)
 def test_a_damaged_checkpoint_is_refused(
     kind: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:

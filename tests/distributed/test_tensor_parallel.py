@@ -31,6 +31,7 @@ from tests.distributed.training import (
 )
 
 TOLERANCE = 1e-10
+FULL_EIGHT = pytest.param(2, 2, 2, 3, marks=pytest.mark.full)
 
 pytestmark = pytest.mark.distributed
 
@@ -81,7 +82,7 @@ def check(case: Case, ranks: Callable[[int], Ranks]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("pp", "dp", "tp", "steps"),
-    [(1, 1, 2, 10), (2, 1, 2, 10), (1, 2, 2, 10), (1, 1, 4, 10), (2, 2, 2, 3)],
+    [(1, 1, 2, 10), (2, 1, 2, 10), (1, 2, 2, 10), (1, 1, 4, 10), FULL_EIGHT],
 )
 @pytest.mark.parametrize("shape", [GROUPED, TIED], ids=["untied", "tied"])
 def test_training_equals_a_single_process(
@@ -109,7 +110,10 @@ def test_schedules_keep_parity(case: Case, ranks: Callable[[int], Ranks]) -> Non
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 2, 2), (2, 1, 2), (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("pp", "dp", "tp"),
+    [(1, 2, 2), (2, 1, 2), pytest.param(2, 2, 2, marks=pytest.mark.full)],
+)
 def test_sharded_optimizers_keep_parity(
     pp: int, dp: int, tp: int, sequence_parallel: bool, ranks: Callable[[int], Ranks]
 ) -> None:
@@ -386,6 +390,7 @@ def train_plain() -> None:
     trainer.fit(Plain(), DataLoader(Sentences(4), batch_size=4))
 
 
+@pytest.mark.full
 def test_dtensors_do_not_wait_in_a_split_backward(ranks: Callable[[int], Ranks]) -> None:
     for deferred, collectives, error in ranks(2).run(split_dtensors):
         # Torch's own tensor-parallel layers do all their work in I, and do it right.

@@ -13,6 +13,7 @@ from tests.gpu.measure import CPU, flops_per_s, matmul_peak, train
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.full
 def test_a_training_reports_what_the_gpu_tests_read(tmp_path: Path) -> None:
     result = train(
         CPU, tmp_path, "trainer.precision=bf16-true", "dp=2", "pp=2", "num_microbatches=2",

@@ -48,6 +48,7 @@ def test_a_best_that_nothing_decides_is_refused(trainer: dict[str, object], mess
 
 
 @pytest.mark.distributed
+@pytest.mark.full
 def test_a_run_keeps_the_best_and_the_last(tmp_path: Path) -> None:
     kept = (
         "trainer.checkpoint_every_n_steps=4", "trainer.keep_last=1", "trainer.keep_best=1",

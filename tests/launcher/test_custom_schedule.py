@@ -163,6 +163,7 @@ def test_training_and_evaluation_of_a_csv_are_those_of_its_schedule(tmp_path):
 
 
 @pytest.mark.distributed
+@pytest.mark.full
 def test_a_placement_of_ones_own_trains_like_any_other(tmp_path):
     """Three stages on two ranks, and two weight copies, against one rank."""
     words = (*TRAIN, "num_microbatches=2")

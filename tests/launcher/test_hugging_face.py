@@ -102,6 +102,7 @@ def test_its_export_has_the_validation_loss_of_the_run(trained, folder):
 
 
 @pytest.mark.distributed
+@pytest.mark.full
 def test_a_folder_is_evaluated_without_a_checkpoint(trained, folder):
     done = again(
         trained, folder, "mode=eval", "pp=2", "trainer.limit_test_batches=2",

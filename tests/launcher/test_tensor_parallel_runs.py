@@ -38,6 +38,7 @@ def test_training_on_sharers_gives_the_losses_of_one_process(trained, tmp_path):
     assert losses(trained.folder) == pytest.approx(losses(alone.folder), rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_sharers_predicts_the_same_on_one_process(trained, tmp_path):
     checkpoint = trained.result["checkpoint"]
     found = []

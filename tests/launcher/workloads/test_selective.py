@@ -42,7 +42,13 @@ def held_by(region):
         yield from tensors_in(given.result)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, id=name, marks=[] if name == "llama with dropout" else pytest.mark.full)
+        for name, shape in SHAPES.items()
+    ],
+)
 def test_units_keep_what_the_runtime_keeps(shape, regions):
     model = LanguageModel(shape).train()
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
