@@ -246,7 +246,9 @@ def _check_memory(case: Case, ranks: Callable[[int], Ranks]) -> None:
         assert result["peak"] == pytest.approx(holding.peak(result["pp_rank"]), rel=0.03)
 
 
-@pytest.mark.parametrize("case", MEMORY, ids=_name)
+@pytest.mark.parametrize(
+    "case", [*MEMORY[:3], *(pytest.param(c, marks=pytest.mark.full) for c in MEMORY[3:])], ids=_name
+)
 def test_measured_activation_peaks_are_those_predicted(
     case: Case, ranks: Callable[[int], Ranks]
 ) -> None:

@@ -131,7 +131,11 @@ def test_both_copies_of_a_stage_share_its_optimizer_and_its_matrices(
     assert all(any("GATHER" in word for word in result["program"]) for result in results)
 
 
-@pytest.mark.parametrize("shape", [GROUPED, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "shape",
+    [GROUPED, pytest.param(TIED, marks=pytest.mark.full)],
+    ids=["untied", "tied"],
+)
 @pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 1, 2), (2, 1, 2), (1, 2, 2)])
 def test_a_stream_cut_along_the_sequence_keeps_parity(
     pp: int, dp: int, tp: int, shape: Any, ranks: Callable[[int], Ranks]

@@ -123,7 +123,8 @@ def test_a_folder_with_checkpoints_of_its_own_is_not_trained_into(trained, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("pp", "precision", "tolerance"), [(2, "64-true", 1e-9), (1, "32-true", 1e-4)]
+    ("pp", "precision", "tolerance"),
+    [(2, "64-true", 1e-9), pytest.param(1, "32-true", 1e-4, marks=pytest.mark.full)],
 )
 def test_a_checkpoint_is_evaluated_in_any_layout(
     pp, precision, tolerance, checkpoint, corpus, expected, tmp_path
@@ -144,6 +145,7 @@ def test_a_checkpoint_is_evaluated_in_any_layout(
     assert done.result["world_size"] == pp
 
 
+@pytest.mark.full
 def test_predictions_are_those_of_the_model(checkpoint, corpus, expected, tmp_path):
     experiment = tmp_path / "outputs" / "some" / "run" / "checkpoints" / checkpoint.name
     shutil.copytree(checkpoint, experiment)

@@ -78,6 +78,7 @@ def test_a_model_of_a_folder_trains_on_two_ranks(trained):
 
 
 @pytest.mark.distributed
+@pytest.mark.full
 def test_its_export_has_the_validation_loss_of_the_run(trained, folder):
     again(trained, folder, "mode=export", "export.path=written")
     again(trained, folder, "mode=predict", "pp=2", "trainer.limit_predict_batches=2")

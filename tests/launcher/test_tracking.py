@@ -101,6 +101,7 @@ def test_wandb_files_are_private_and_in_the_run_folder(wandb_run):
         assert path.is_symlink() or path.stat().st_mode & 0o077 == 0, path
 
 
+@pytest.mark.full
 def test_tensorboard_gets_every_step(tmp_path):
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 

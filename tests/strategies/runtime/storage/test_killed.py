@@ -37,6 +37,7 @@ def test_at_each_call_that_changes_a_file(folder: Path) -> None:
     assert sum(points) >= 50
 
 
+@pytest.mark.full
 def test_at_random_while_a_thread_saves(folder: Path) -> None:
     assert run(folder, "random", 12)["reached"] > 0
 
