@@ -47,6 +47,20 @@ def manifest_of(path: Path) -> dict[str, Any]:
     return found
 
 
+def check_whole(path: Path) -> None:
+    """Refuses a checkpoint with a damaged, cut or missing file before anything is started.
+
+    Sizes are always compared, hashes up to 4 GB; the ranks compare all of them.
+
+    Raises:
+        CheckpointError: Which file, the expected and the found hash.
+    """
+    manifest_of(path)
+    problem = _damage(committed(path))
+    if problem is not None:
+        raise CheckpointError(problem)
+
+
 def check_model(path: Path, shape: TransformerShape) -> None:
     """Refuses a checkpoint of another model.
 

@@ -24,7 +24,7 @@ from launcher.model_flops import ideal_step_s
 from launcher.preemption import StopWhenAsked
 from launcher.processes.outcome import write_outcome
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
-from launcher.resolve import Run, num_gpus, optimizer_options, text_source
+from launcher.resolve import Run, optimizer_options, text_source
 from launcher.rotation import RegularCheckpoints
 from launcher.task import resolve_task
 from launcher.tracking import build_loggers
@@ -132,7 +132,7 @@ def _patience_s(config: LaunchConfig) -> float:
 
 def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object) -> pl.Trainer:
     given = run.config.trainer
-    gpus = num_gpus() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count()
     on_gpu = given.accelerator == "gpu" or (given.accelerator == "auto" and gpus > 0)
     logger: Any = build_loggers(run.config, run_dir) if run.config.mode == "train" else False
     arguments: dict[str, Any] = dict(more)

@@ -21,7 +21,7 @@ from torch import nn
 
 from launcher.machine import this_machine
 from launcher.profiled import class_numbers, classes_of, measured_sizes, model_facts
-from launcher.resolve import Run, num_gpus, optimizer_options, uses_gpu
+from launcher.resolve import Run, optimizer_options, uses_gpu
 from launcher.workloads.hf.shape import HfShape
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
@@ -54,12 +54,13 @@ def measure(run: Run) -> dict[str, Any]:
     config = run.config
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     gpu = uses_gpu(config) and torch.cuda.is_available()
-    device = torch.device("cuda", rank % num_gpus()) if gpu else torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     backend = config.cluster.backend
     if backend == "auto":
-        backend = "nccl" if gpu else "gloo"
+        # NCCL refuses ranks that share a GPU.
+        backend = ("staged" if world > torch.cuda.device_count() else "nccl") if gpu else "gloo"
     if world > 1:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",

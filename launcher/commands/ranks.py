@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.c_compiler import check_compiler
-from launcher.checkpoints import check_model, manifest_of, newest_checkpoint
+from launcher.checkpoints import check_model, check_whole, manifest_of, newest_checkpoint
 from launcher.config import LaunchConfig
 from launcher.machine import rank_threads
 from launcher.processes import torchrun
@@ -183,13 +183,15 @@ def find_checkpoint(run: Run, asked: str | None, run_dir: Path, *, optional: boo
     """A checkpoint by path, or the newest of this experiment for ``auto``.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is none, or it is damaged.
     """
     if asked is None:
         return None
     if asked == "auto":
         return newest_checkpoint(run.config.experiment_name, run_dir, optional=optional)
-    return Path(asked).expanduser().absolute()
+    path = Path(asked).expanduser().absolute()
+    check_whole(path)
+    return path
 
 
 @contextmanager

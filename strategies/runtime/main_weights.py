@@ -86,6 +86,7 @@ class MainWeights:
     pieces: dict[int, tuple[Piece, ...]]
     _flats: list[tuple[Buffer, Tensor]] = field(default_factory=list)
     _works: list[dist.Work] = field(default_factory=list)
+    _sources: list[Tensor | None] = field(default_factory=list)
     _stale: bool = False
 
     @classmethod
@@ -171,7 +172,9 @@ class MainWeights:
                 bounds = buffer.layout.bounds
                 for low, high in itertools.pairwise(bounds):
                     if low < high:
-                        self._works += start_gather(flat[low:high], self.group)
+                        works, source = start_gather(flat[low:high], self.group)
+                        self._works += works
+                        self._sources.append(source)
         if started is not None:
             started(self.stage, self._works[-1] if self._works else None)
 
@@ -180,6 +183,7 @@ class MainWeights:
         for work in self._works:
             work.wait()
         self._works.clear()
+        self._sources.clear()
 
     def relink(self) -> None:
         """Puts parameters back into their buffer whose memory somebody has replaced."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from strategies.runtime.collectives import all_gather_single, reduce_scatter_single
 
 
 @dataclass
@@ -70,10 +71,8 @@ def start_reduce_scatter(
     own = bucket.chunk(members)[group.rank()]
     sent = bucket if wire is None else bucket.to(wire)
     if dist.get_backend(group) == "nccl":
-        # The old name warns where the new one exists.
-        scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         received = own if sent is bucket else torch.empty_like(sent.chunk(members)[0])
-        work = _asynchronous(scatter(received, sent, group=group, async_op=True))
+        work = _asynchronous(reduce_scatter_single(received, sent, group=group, async_op=True))
         return Reduction(work, None if received is own else lambda: own.copy_(received), sent)
     if bucket.is_cuda:
         # On a GPU gloo has no all-to-all.
@@ -84,13 +83,16 @@ def start_reduce_scatter(
     return Reduction(work, lambda: torch.sum(parts, dim=0, dtype=own.dtype, out=own), sent)
 
 
-def start_gather(flat: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+def start_gather(flat: Tensor, group: dist.ProcessGroup) -> tuple[list[dist.Work], Tensor | None]:
     """Gives every member all shares of ``flat``, of which each has its own.
 
     Args:
         flat: Its length is a multiple of the group's size. Nobody may touch it until all the
             returned works have ended.
         group: All members call this.
+
+    Returns:
+        (works, what the backend reads besides: to be kept until the compute stream has waited).
     """
     shares = list(flat.chunk(group.size()))
     if flat.is_cuda and dist.get_backend(group) != "nccl":
@@ -98,10 +100,9 @@ def start_gather(flat: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
         return [
             _asynchronous(dist.broadcast(share, group=group, group_src=source, async_op=True))
             for source, share in enumerate(shares)
-        ]
-    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        ], None
     own = shares[group.rank()].clone()
-    return [_asynchronous(gather(flat, own, group=group, async_op=True))]
+    return [_asynchronous(all_gather_single(flat, own, group=group, async_op=True))], own
 
 
 def _asynchronous(work: dist.Work | None) -> dist.Work:

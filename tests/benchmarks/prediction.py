@@ -4,8 +4,8 @@
 
 Two parts, each over schedules x recompute x microbatches x microbatch size:
 
-- emulated: 4 ranks whose compute sleeps (8 ms per sequence and forward), 1 MB messages. Predicted
-  from those durations and a measured link; what differs is the runtime's and the simulator's.
+- emulated: 4 ranks whose compute sleeps (16 ms per sequence and forward), 1 MB messages. Predicted
+  from one stage's instructions measured by themselves, and a measured link.
 - real: a small transformer on 2 ranks. Its layers are measured by ``mode=profile`` first, and
   ``costs=profiled`` predicts. Memory is what autograd has saved, at each rank's worst moment.
 

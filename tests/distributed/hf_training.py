@@ -31,6 +31,7 @@ class HfCase:
     tp: int = 1
     padded: bool = False
     recompute: Policy = "none"
+    save: str | None = None  # where all ranks leave a checkpoint
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -83,6 +84,8 @@ def train_hf(case: HfCase) -> dict[str, Any]:
         callbacks=[losses],
     )
     trainer.fit(model, DataLoader(Rows(case), batch_size=ROWS))
+    if case.save is not None:
+        trainer.save_checkpoint(case.save)
     result = {
         "losses": losses.losses,
         "parameters": {n: p.detach().clone() for n, p in model.named_parameters()},

@@ -115,6 +115,9 @@ def _serve(end: Connection, rank: int, world_size: int, port: int) -> None:
         ".*logging interval.*",
         ".*validation_step.*",
         ".*srun.*",  # a machine with SLURM on it
+        ".*GPU available but not used.*",  # one with a GPU
+        ".*no current CUDA context.*",  # an autograd thread's first product
+        ".*control TF32 behavior.*",
     ):
         warnings.filterwarnings("ignore", message=message)
     if world_size > 1:

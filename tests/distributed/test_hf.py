@@ -6,12 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from launcher.workloads.hf.convert import library_name
+from launcher.workloads.hf.export import export_checkpoint
 from strategies.recompute import Policy
 from tests.distributed.hf_training import HfCase, reference, train_hf
 from tests.distributed.pool import Ranks
-from tests.tiny_models import write_model
+from tests.tiny_models import batch_of, shape_of, write_model
 
 TOLERANCE = 1e-8
 
@@ -85,7 +89,8 @@ def test_two_stages_on_two_sharers_each_train_as_transformers_does(
     tmp_path: Path,
 ) -> None:
     model = write_model(tmp_path, family, **changes)
-    case = HfCase(str(tmp_path), schedule=schedule, padded=padded, tp=2)
+    saved = tmp_path / "saved.ckpt"
+    case = HfCase(str(tmp_path), schedule=schedule, padded=padded, tp=2, save=str(saved))
     losses = reference(model, case)
     expected = dict(model.named_parameters(remove_duplicate=False))
     seen = set()
@@ -103,6 +108,18 @@ def test_two_stages_on_two_sharers_each_train_as_transformers_does(
             assert (value - whole).abs().max().item() < TOLERANCE, name
     assert seen >= {name for name, _ in model.named_parameters()}
     assert cut >= {"embed_tokens", "q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"}
+    _exported_equals(model, saved, tmp_path)
+
+
+def _exported_equals(model: nn.Module, saved: Path, folder: Path) -> None:
+    """What transformers makes of the export gives the logits of the model it trained itself."""
+    export_checkpoint(saved, shape_of(folder), folder / "exported")
+    written = AutoModelForCausalLM.from_pretrained(folder / "exported").eval()
+    assert written.dtype == torch.float64
+    tokens = batch_of(2)["tokens"]
+    with torch.no_grad():
+        difference = written(tokens).logits - model.eval()(tokens).logits
+    assert difference.abs().max().item() < TOLERANCE
 
 
 def test_an_architecture_without_a_plan_is_refused(

@@ -109,6 +109,19 @@ def test_schedules_keep_parity(case: Case, ranks: Callable[[int], Ranks]) -> Non
     check(replace(case, steps=4, shape=TIED, clip=0.05), ranks)
 
 
+def test_a_boundary_tensor_travels_in_slices(ranks: Callable[[int], Ranks]) -> None:
+    # [rows / M, sequence, hidden] in fp64; what travels ahead of it once per shape is no tensor.
+    case = Case("1f1b", pp=2, tp=2, steps=2, rows=4, microbatches=2, shape=TIED)
+    whole = case.steps * case.rows * SEQUENCE * TIED.hidden * 8
+    sent = [result["bytes_sent"] for result in ranks(4).run(train, case=case)]
+    assert sent == [whole // 2] * 4
+    # A stream that is cut along the sequence is a share already.
+    sent = [
+        r["bytes_sent"] for r in ranks(4).run(train, case=replace(case, sequence_parallel=True))
+    ]
+    assert sent == [whole // 2] * 4
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize(
     ("pp", "dp", "tp"),

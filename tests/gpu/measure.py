@@ -6,6 +6,7 @@ known to work before somebody has a GPU.
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,18 +62,21 @@ def train(device: Device, folder: Path, *words: str, timeout_s: float = 1500) ->
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, *, size: int, seconds: float) -> float:
-    """FLOP/s of the best of many square matrix products: what is there to be had."""
+    """FLOP/s of square matrix products when the device is as warm as training makes it.
+
+    Over the last third of the time; before, clocks are still those of an idle device.
+    """
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    best = float("inf")
+    times: list[float] = []
     until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
+    while time.perf_counter() < until or not times:
         _wait(device)
         begun = time.perf_counter()
         for _ in range(4):
             a @ b
         _wait(device)
-        best = min(best, (time.perf_counter() - begun) / 4)
-    return 2 * size**3 / best
+        times.append((time.perf_counter() - begun) / 4)
+    return 2 * size**3 / statistics.median(times[-max(1, len(times) // 3) :])
 
 
 def flops_per_s(result: dict[str, Any]) -> float:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from launcher.workloads.transformer import Attention
 from tests.distributed.pool import Ranks
 from tests.distributed.test_parity import check
 from tests.distributed.test_tensor_parallel import check as check_shared
@@ -45,6 +47,16 @@ def test_a_compiled_llama_of_a_billion_weights_uses_half_of_the_gpu(
     assert result["num_parameters"] > 1e9
     assert result["loss_last"] < result["loss_first"]
     assert reached > TARGET * peak
+
+
+def test_attention_never_writes_its_scores_down() -> None:
+    shape = small_shape(layers=1, hidden=256, heads=8, kv_heads=2, ffn=512)
+    with torch.device("cuda"):
+        attention = Attention(shape).bfloat16()
+    stream = torch.randn(2, 512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+        attention(stream).sum().backward()
+    assert stream.grad is not None
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])

@@ -61,19 +61,20 @@ def test_a_raising_rank_ends_the_run_and_is_named(tmp_path):
     assert f"error: {done.result['error']}\n" == done.errors
 
 
-def test_a_failed_generation_leaves_a_result(checkpoint, tmp_path):
+@pytest.mark.parametrize("mode", ["generate", "validate"])
+def test_a_damaged_checkpoint_is_refused_before_anything_starts(checkpoint, tmp_path, mode):
     broken = tmp_path / "step-00000020.ckpt"
     shutil.copytree(checkpoint, broken)
     file = broken / "rank_00001.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    words = [*MODEL, "mode=generate", f"checkpoint={broken}"]
-    done = launch(words, tmp_path / "run")
-    assert done.code == 1
-    assert f"failed first: CheckpointError: {file} is damaged" in done.errors
-    assert (done.result["status"], done.result["mode"]) == ("failed", "generate")
-    assert f"error: {done.result['error']}\n" == done.errors
+    key = "checkpoint" if mode == "generate" else "trainer.resume"
+    done = launch([*MODEL, f"mode={mode}", f"{key}={broken}"], tmp_path / "run")
+    assert done.code == 2
+    assert done.errors.startswith(f"error: {file} is damaged: expected SHA-256 ")
+    assert ", found " in done.errors
+    assert list((tmp_path / "run").rglob("result.json")) == []
 
 
 END = {

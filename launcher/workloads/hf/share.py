@@ -31,7 +31,7 @@ def check_hf_tp(shape: HfShape, tp: int, *, sequence_parallel: bool = False) -> 
     if shape.sizes.kind == "gpt2":
         raise PlanError(
             f"tp={tp}: the transformers library keeps queries, keys and values of model_type=gpt2 "
-            "in one matrix, which has no plan for several ranks. Try tp=1, or model=gpt2 (ours)."
+            "in one matrix, which has no plan for several ranks. Try tp=1, or model=gpt2_124m."
         )
     sizes = {
         "num_attention_heads": shape.sizes.heads,

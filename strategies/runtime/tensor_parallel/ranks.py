@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from strategies.runtime.collectives import all_gather_single, reduce_scatter_single
+
 if TYPE_CHECKING:
     from strategies.runtime.split_backward.meanwhile import Meanwhile
 
@@ -87,10 +89,10 @@ class TensorRanks:
         if self._by_host(tensor):
             # Gloo gathers host memory only.
             host = torch.empty(stacked.shape, dtype=stacked.dtype)
-            dist.all_gather_single(host.view(-1), tensor.cpu().view(-1), group=self._group)
+            all_gather_single(host.view(-1), tensor.cpu().view(-1), group=self._group)
             stacked.copy_(host)
             return
-        dist.all_gather_single(stacked.view(-1), tensor.view(-1), group=self._group)
+        all_gather_single(stacked.view(-1), tensor.view(-1), group=self._group)
 
     def gather_along(self, tensor: Tensor, dim: int) -> Tensor:
         """All members' tensors joined along a dimension."""
@@ -108,7 +110,7 @@ class TensorRanks:
             self.sum_(parts)
             return SumShare(None, parts[self.rank])
         share = torch.empty_like(parts[0])
-        work = dist.reduce_scatter_single(
+        work = reduce_scatter_single(
             share.view(-1), parts.view(-1), group=self._group, async_op=True
         )
         return SumShare(work, share, parts)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -54,7 +56,7 @@ class Sharding:
         self.partial: set[str] = set()
         self._styles: dict[str, Style] = {}
         # Shares of weights that several layers use; the whole ones are kept so that their ids last.
-        self._shares: dict[int, tuple[nn.Parameter | None, nn.Parameter, Shard]] = {}
+        self._shares: dict[int, tuple[weakref.ref[Any], nn.Parameter, Shard]] = {}
         self._tied = _tied(module)
         names = [name for name, _ in module.named_modules() if name]
         for pattern, given in plan().items():
@@ -92,7 +94,7 @@ class Sharding:
         entrance.forget_after(unit)
 
     def finish(self, canonical: Mapping[str, str]) -> None:
-        """Notes all names of tied weights, and lets go of whole ones.
+        """Notes all names of tied weights.
 
         Args:
             canonical: Any name of a parameter -> its first.
@@ -163,7 +165,7 @@ class Sharding:
 
     def _share(self, name: str, whole: Tensor, dim: int) -> nn.Parameter:
         known = self._shares.get(id(whole))
-        if known is not None:
+        if known is not None and known[0]() is whole:
             # The weight of another layer, cut already.
             self.shards[name] = known[2]
             return known[1]
@@ -178,9 +180,9 @@ class Sharding:
         )
         self.shards[name] = shard
         if name in self._tied:
-            # A module may tie by the share as well as by the whole.
-            self._shares[id(whole)] = (whole, share, shard)
-            self._shares[id(share)] = (None, share, shard)
+            # A module may tie by the share as well as by the whole, whose memory is not held here.
+            self._shares[id(whole)] = (weakref.ref(whole), share, shard)
+            self._shares[id(share)] = (weakref.ref(share), share, shard)
         return share
 
     def _check_even(self, name: str, size: int, block: int) -> None:
