@@ -22,7 +22,7 @@ ifneq ($(shell cat '$(STAMP)' 2>/dev/null),$(CURDIR))
 $(STAMP): FORCE
 endif
 
-.PHONY: FORCE help install lock run test test-all test-distributed test-gpu test-slurm bench-links golden check format clean
+.PHONY: FORCE help install lock run test test-all test-distributed test-gpu test-slurm test-faults bench-links golden check format clean
 FORCE:
 
 help: ## List the targets
@@ -72,6 +72,9 @@ bench-links: install ## Fold on slow links beside torch + DDP and the simulator 
 test-slurm: install ## Only the tests on a real SLURM here (as root on Debian: installs it)
 	$(BIN)/python -m tests.slurm.local_cluster install
 	$(PYTEST) -m slurm tests/slurm $(ARGS)
+
+test-faults: install ## Only the long fault runs, and their table (Linux; links and full disks need root)
+	$(PYTEST) -m faults tests/faults $(ARGS)
 
 golden: install ## Rewrite tests/golden/ from what the code produces now; read the diff before you commit
 	$(PYTEST) --golden $(ARGS)

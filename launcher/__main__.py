@@ -31,6 +31,7 @@ from launcher.compose.space import asks_for_trials, find_space
 from launcher.compose.user_files import check_user_files
 from launcher.config import LaunchConfig, Mode
 from launcher.processes import torchrun
+from launcher.processes.guardian import fork_under_guard
 from strategies.errors import PipelineError, PlanError
 
 COMMANDS: dict[Mode, str] = {
@@ -63,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not torchrun.joins(words):
             return _main(_parse(words))
+        if arguments is None:  # a process of our own, in which nothing runs yet
+            fork_under_guard(torchrun.rank())
         torchrun.leave(_lead(words) if torchrun.rank() == 0 else torchrun.follow())
     except PipelineError as error:
         sys.stderr.write(f"error: {error}\n")

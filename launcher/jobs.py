@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,11 +19,14 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 
 from launcher.callbacks import KeepSignal, LastCheckpoint, MetricsFile, Progress, pipeline
-from launcher.config import LaunchConfig
+from launcher.config import LaunchConfig, dump
+from launcher.lost_loader import as_lost_loader
 from launcher.model_flops import ideal_step_s
 from launcher.preemption import StopWhenAsked
 from launcher.processes.outcome import write_outcome
+from launcher.processes.pages import own_heartbeat
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
+from launcher.processes.watchdog import COMPILING_S
 from launcher.resolve import Run, optimizer_options, text_source
 from launcher.rotation import RegularCheckpoints
 from launcher.task import resolve_task
@@ -39,9 +42,6 @@ from strategies.runtime.memory_use import MemoryUse
 from strategies.runtime.strategy import PipelineStrategy
 from strategies.timeline import Timeline
 
-# The first forwards and backwards of a pipeline's ranks compile one after the other.
-_COMPILING_S = 1800.0
-
 
 def run(task: dict[str, Any], run_dir: Path) -> None:
     """Runs one rank of a task.
@@ -54,6 +54,8 @@ def run(task: dict[str, Any], run_dir: Path) -> None:
         PreemptedError: A signal asked for the end; the checkpoint is committed.
     """
     resolved = resolve_task(task)
+    heartbeat = own_heartbeat(os.environ)
+    heartbeat.tell(str(run_dir), watch_s=resolved.config.trainer.watchdog_s)
     _quiet()
     jobs: dict[str, Callable[[Run, Path, str | None], dict[str, Any]]] = {
         "train": _train,
@@ -114,11 +116,24 @@ def _strategy(run: Run) -> PipelineStrategy:
         seed=config.seed,
         compile=config.compile,
         async_save=config.trainer.async_save,
+        configuration=_flat(dump(config)),
+        heartbeat=own_heartbeat(os.environ),
         metadata={
             "model": described(run.shape) if run.describes_model else config.model.name,
             "experiment_name": config.experiment_name,
         },
     )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """The leaves of a configuration by their dotted paths."""
+    found: dict[str, object] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 def _by_hand(config: LaunchConfig) -> tuple[int, ...] | None:
@@ -127,7 +142,7 @@ def _by_hand(config: LaunchConfig) -> tuple[int, ...] | None:
 
 
 def _patience_s(config: LaunchConfig) -> float:
-    return max(config.cluster.timeout_s, _COMPILING_S if config.compile else 0.0)
+    return max(config.cluster.timeout_s, COMPILING_S if config.compile else 0.0)
 
 
 def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object) -> pl.Trainer:
@@ -236,7 +251,13 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         log_every_n_steps=given.log_every_n_steps,
         enable_checkpointing=True,  # StopWhenAsked may have to
     )
-    trainer.fit(model, datamodule=_data(run), ckpt_path=checkpoint)
+    try:
+        trainer.fit(model, datamodule=_data(run), ckpt_path=checkpoint)
+    except RuntimeError as error:
+        lost = as_lost_loader(error, trainer)
+        if lost is None:
+            raise
+        raise lost from error
     _finish_loggers(config)
     # The first step pays for connections and allocations.
     times = progress.step_times[1:] or progress.step_times
@@ -255,6 +276,12 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         "measured_norm_sync_s": closing.norm_sync_s,
         "checkpoint": str(written) if (written := last.path or stopping.path) else None,
         "stopped_by": stopping.stopped_by,
+        # Of this machine's own launcher the parent knows.
+        "restarts": int(
+            os.environ.get("TORCHELASTIC_RESTART_COUNT")
+            or os.environ.get("SLURM_RESTART_COUNT")
+            or 0
+        ),
         "timeline": None if closing.timeline is None else _plain(closing.timeline),
         "buckets": _buckets(pipeline(trainer)),
         "skips": [list(ends) for ends in pipeline(trainer).plan.skips],

@@ -16,6 +16,8 @@ import traceback
 from pathlib import Path
 
 from launcher.processes.failure import write_failure
+from launcher.processes.out_of_memory import as_out_of_memory
+from launcher.processes.pages import own_heartbeat
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
 from strategies.errors import PipelineError
 
@@ -31,10 +33,10 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     request = installed_request()
     if request is None:
-        request = StopRequest()
-        request.install(signal.SIGUSR1)
+        heartbeat = own_heartbeat(os.environ)
         # The parent decides how a run ends; launcher.callbacks.KeepSignal holds on to this.
-        signal.signal(signal.SIGTERM, _terminated)
+        request = StopRequest(leaves=lambda: heartbeat.told_to_leave)
+        request.install(signal.SIGUSR1, signal.SIGTERM)
     try:
         task = importlib.import_module("launcher.task").read_task(run_dir)
         if task["config"]["mode"] != "train":
@@ -50,13 +52,8 @@ def main() -> int:
         return write_failure(run_dir, rank, error)
     except BaseException as error:
         traceback.print_exc()
-        return write_failure(run_dir, rank, error)
+        return write_failure(run_dir, rank, as_out_of_memory(error) or error)
     return 0
-
-
-def _terminated(*_: object) -> None:
-    # Exit handlers of a half-dead communication could wait for peers for ever.
-    os._exit(143)
 
 
 def _die_with_parent() -> None:

@@ -9,16 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from launcher.c_compiler import check_compiler
-from launcher.checkpoints import check_model, check_whole, manifest_of, newest_checkpoint
+from launcher.checkpoints import (
+    check_model,
+    check_whole,
+    manifest_of,
+    newest_checkpoint,
+    newest_in,
+)
 from launcher.config import LaunchConfig
 from launcher.machine import rank_threads
 from launcher.processes import torchrun
+from launcher.processes.failure import RankFailedError
 from launcher.processes.local import Listener, LocalRanks
 from launcher.processes.outcome import take_outcome
 from launcher.processes.preempted import PreemptedError
+from launcher.processes.restarts import Restarts
+from launcher.processes.watchdog import COMPILING_S
 from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, text_source, uses_gpu
-from launcher.task import write_task
+from launcher.task import rewrite_task, write_task
+from launcher.terminal import say
 from launcher.workloads.data.source import check_source
 from launcher.workloads.data.vocabulary import vocab_size
 from launcher.workloads.hf.check import check_folder, check_same_model, check_vocabulary
@@ -209,7 +219,8 @@ def failure_recorded(result: Path, common: Mapping[str, object]) -> Iterator[Non
         write_result(result, {**common, **stopped})
         raise
     except RunError as error:
-        write_result(result, {**common, "status": "failed", "error": str(error)})
+        failed = {"status": "failed", "error": str(error), **getattr(error, "figures", {})}
+        write_result(result, {**common, **failed})
         raise
     except KeyboardInterrupt:
         write_result(result, {**common, "status": "failed", "error": "interrupted"})
@@ -243,5 +254,32 @@ def run_ranks(
     threads = None if world is None else rank_threads(run.world_size)
     if world is None:
         world = 1 if run.config.mode in ("generate", "export") else run.world_size
-    LocalRanks(run_dir, world, on_event, threads=threads).run()
-    return take_outcome(run_dir)
+    config, trains = run.config, run.config.mode == "train"
+    restarts = Restarts(
+        config.trainer.max_restarts if trains else 0,
+        lambda: newest_in(run_dir) or checkpoint,
+        say,
+    )
+
+    def start(found: Path | None) -> None:
+        if restarts.count:
+            rewrite_task(run_dir, {**task, "checkpoint": None if found is None else str(found)})
+        LocalRanks(
+            run_dir,
+            world,
+            on_event,
+            threads=threads,
+            watch_s=config.trainer.watchdog_s,
+            # On a GPU the host runs ahead, and one instruction may wait for a whole step.
+            patience_s=COMPILING_S if config.compile or uses_gpu(config) else 0.0,
+            saves=trains,
+            restarted=restarts.count,
+        ).run()
+
+    try:
+        restarts.run(start, checkpoint)
+    except RankFailedError as error:
+        error.figures = {"restarts": restarts.count} if trains else {}
+        raise
+    outcome = take_outcome(run_dir)
+    return outcome | {"restarts": restarts.count} if trains else outcome

@@ -228,6 +228,15 @@ def _check_trainer(config: LaunchConfig) -> None:
         )
     if trainer.max_steps == 0:
         raise PlanError("trainer.max_steps=0 trains nothing. Try mode=validate.")
+    if trainer.max_restarts and config.cluster.name != "local":
+        does = {
+            "slurm": "a failed job is submitted again with sbatch, and goes on where it was",
+            "torchrun": "torchrun has --max-restarts, with trainer.resume=auto",
+        }[config.cluster.name]
+        raise PlanError(
+            f"trainer.max_restarts={trainer.max_restarts} starts the processes of cluster=local "
+            f"again, but cluster={config.cluster.name}: {does}. Try trainer.max_restarts=0."
+        )
     for name in ("train", "val", "test", "predict"):
         _check_share(f"trainer.limit_{name}_batches", getattr(trainer, f"limit_{name}_batches"))
     _check_share("trainer.val_check_interval", trainer.val_check_interval)

@@ -69,6 +69,21 @@ class TrainerConfig:
         "auto = newest checkpoint of this experiment_name, PATH = that one, null = start anew.",
         example="auto",
     )
+    max_restarts: int = key(
+        0,
+        "cluster=local: times that failed ranks are started again from the newest checkpoint; "
+        "0 = never.",
+        low=0,
+        high=1000,
+        example=3,
+    )
+    watchdog_s: float = key(
+        60.0,
+        "Seconds until a rank that is stopped, or that others wait for inside a step, ends the "
+        "run and is named; 0 = never.",
+        low=0,
+        high=86400,
+    )
     deterministic: Literal["warn"] | bool = key(
         False, "Deterministic kernels only; warn = warn where there is none."
     )

@@ -10,9 +10,10 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from strategies.errors import PipelineError
+from strategies.errors import PipelineError, RunError
 
 _TAIL_LINES = 12
+_LOST = ("Connection", "connection", "Broken pipe", "gloo", "Timed out", "another rank failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Failure:
         kind: Exception type, or the signal's name.
         message: What it said.
         exit_code: That of its process.
+        doing: Step and instruction it was in, as ``Beat.describe`` has it; empty if unknown.
+        step: The optimizer step it was making, from 1; 0 before the first, or if unknown.
     """
 
     rank: int
@@ -34,6 +37,24 @@ class Failure:
     kind: str
     message: str
     exit_code: int
+    doing: str = ""
+    step: int = 0
+
+
+class RankFailedError(RunError):
+    """A run that a rank has ended.
+
+    Attributes:
+        failure: Of that rank.
+        asked_to_stop: Whether the ranks had been asked to stop by then.
+        figures: For result.json.
+    """
+
+    def __init__(self, message: str, failure: Failure, *, asked_to_stop: bool = False) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.asked_to_stop = asked_to_stop
+        self.figures: dict[str, object] = {}
 
 
 def failure_file(run_dir: Path, rank: int) -> Path:
@@ -84,14 +105,17 @@ def first_failure(failures: list[Failure]) -> Failure:
     Peers of a killed rank fail milliseconds later with a lost connection, and say so, while the
     killed one cannot say anything.
     """
-    lost = ("Connection", "connection", "Broken pipe", "gloo", "Timed out", "another rank failed")
 
     def order(failure: Failure) -> tuple[int, float]:
         silent = failure.exit_code < 0
-        consequence = any(word in failure.message for word in lost)
-        return (0 if silent else 2 if consequence else 1, failure.at)
+        return (0 if silent else 2 if is_consequence(failure) else 1, failure.at)
 
     return min(failures, key=order)
+
+
+def is_consequence(failure: Failure) -> bool:
+    """Whether a rank has only noticed that another one is gone, or silent."""
+    return failure.exit_code >= 0 and any(word in failure.message for word in _LOST)
 
 
 def describe(failure: Failure, log: Path) -> str:
@@ -101,7 +125,8 @@ def describe(failure: Failure, log: Path) -> str:
     except OSError:
         lines = []
     tail = "".join(f"\n  | {line}" for line in lines)
+    doing = f"\nIt was {failure.doing}." if failure.doing else ""
     return (
-        f"rank {failure.rank} on {failure.host} failed first: {failure.kind}: {failure.message}\n"
-        f"Its log {log} ends with:{tail or ' nothing'}"
+        f"rank {failure.rank} on {failure.host} failed first: {failure.kind}: {failure.message}"
+        f"{doing}\nIts log {log} ends with:{tail or ' nothing'}"
     )

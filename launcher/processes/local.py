@@ -19,24 +19,27 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from launcher.processes.blame import blame
 from launcher.processes.failure import (
     Failure,
+    RankFailedError,
     describe,
     failure_file,
-    first_failure,
     read_failure,
     signalled,
 )
+from launcher.processes.out_of_memory import OomCount
+from launcher.processes.pages import Pages
 from launcher.processes.preempted import PREEMPTED
-from strategies.errors import RunError
+from launcher.processes.watchdog import Stall, State, Watchdog, state_of
 
 _POLL_S = 0.1
 _GRACE_S = 1.0  # for peers of a failed rank to leave their own word
-_TERM_S = 2.5  # between SIGTERM and SIGKILL
+_TERM_S = 1.0  # between SIGTERM, which a rank obeys at once if it can, and SIGKILL
 
 Listener = Callable[[dict[str, Any]], None]
 
@@ -50,31 +53,47 @@ class LocalRanks:
         world_size: Number of ranks.
         on_event: Gets rank 0's progress events.
         threads: Of each rank; None for its share of the cores.
+        watch_s: Deadline of the watchdog; 0 for none.
+        patience_s: See ``Watchdog``.
+        saves: Whether ranks that are asked to stop write a checkpoint first.
+        restarted: How often the ranks of this run have failed before; their logs go on.
     """
 
     run_dir: Path
     world_size: int
     on_event: Listener
     threads: int | None = None
+    watch_s: float = 0.0
+    patience_s: float = 0.0
+    saves: bool = False
+    restarted: int = 0
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _buffer: bytes = b""
     _training: bool = False
-    _asked_to_stop: bool = False
-    _killed: set[int] = field(default_factory=set)
+    _asked_to_stop: signal.Signals | None = None
+    _pages: Pages = field(default_factory=lambda: Pages(()))
+    _oom: OomCount = field(default_factory=OomCount)
 
     def run(self) -> None:
         """Starts the ranks and returns when all have ended well.
 
         Raises:
-            RunError: A rank failed; names the first one.
+            RankFailedError: A rank failed, or does not go on; names the first one.
             KeyboardInterrupt: After all ranks have been ended.
         """
+        self._pages = Pages.make(self.world_size)
+        try:
+            self._run()
+        finally:
+            self._pages.close()
+
+    def _run(self) -> None:
         (self.run_dir / "logs").mkdir(exist_ok=True)
         for rank in range(self.world_size):  # of an earlier run in the same folder
             failure_file(self.run_dir, rank).unlink(missing_ok=True)
         reader, writer = os.pipe()
         try:
-            with _termination_as_interrupt(), self._stop_passed_on():
+            with self._stop_passed_on():
                 try:
                     self._start(writer)
                     os.close(writer)
@@ -89,43 +108,64 @@ class LocalRanks:
 
     @contextmanager
     def _stop_passed_on(self) -> Iterator[None]:
-        """SIGUSR1 to the parent asks the ranks to stop with a checkpoint."""
+        """SIGUSR1 and SIGTERM to the parent ask the ranks to stop with a checkpoint.
 
-        def pass_on(*_: object) -> None:
-            self._asked_to_stop = True
+        SIGTERM ends them at once, just as Ctrl-C does, if it is the second one, or where there is
+        nothing to be saved: the ranks do not train, or not yet.
+        """
+
+        def pass_on(number: int, _: object) -> None:
+            ends = self._asked_to_stop is not None or not (self.saves and self._training)
+            if number == signal.SIGTERM and ends:
+                raise KeyboardInterrupt
+            self._asked_to_stop = signal.Signals(number)
             self._ask_ranks()
 
-        before = signal.signal(signal.SIGUSR1, pass_on)
+        numbers = (signal.SIGUSR1, signal.SIGTERM)
+        before = [signal.signal(number, pass_on) for number in numbers]
         try:
             yield
         finally:
-            signal.signal(signal.SIGUSR1, before)
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
 
     def _ask_ranks(self) -> None:
         # Not before training: a rank that is only starting would die of it.
-        if self._asked_to_stop and self._training:
+        if self._asked_to_stop is not None and self._training:
             for process in self._processes:
                 if process.poll() is None:
-                    process.send_signal(signal.SIGUSR1)
+                    process.send_signal(self._asked_to_stop)
 
     def _start(self, writer: int) -> None:
-        port = _free_port()
+        # Taken now and handed to rank 0: nobody else can get the port in between, and the store
+        # that ranks meet at answers on this machine alone.
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as store:
+            self._start_ranks(writer, store)
+
+    def _start_ranks(self, writer: int, store: socket.socket) -> None:
+        port: int = store.getsockname()[1]
         for rank in range(self.world_size):
-            log = self.log_file(rank).open("wb")
+            log = self.log_file(rank).open("ab" if self.restarted else "wb")
             with log:
+                if self.restarted:
+                    log.write(f"--- restart {self.restarted} ---\n".encode())
+                    log.flush()
                 self._processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "launcher.worker", str(self.run_dir)],
-                        env=self._environment(rank, port, writer if rank == 0 else None),
+                        env=self._environment(rank, port, writer, store.fileno()),
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         stdin=subprocess.DEVNULL,
-                        pass_fds=(writer,) if rank == 0 else (),
+                        pass_fds=(
+                            self._pages.files[rank],
+                            *((writer, store.fileno()) if rank == 0 else ()),
+                        ),
                         start_new_session=True,
                     )
                 )
 
-    def _environment(self, rank: int, port: int, events: int | None) -> dict[str, str]:
+    def _environment(self, rank: int, port: int, events: int, store: int) -> dict[str, str]:
         environment = dict(os.environ)
         threads = self.threads or max(1, (os.cpu_count() or 1) // self.world_size)
         environment.setdefault("OMP_NUM_THREADS", str(threads))
@@ -141,13 +181,14 @@ class LocalRanks:
             MASTER_PORT=str(port),
             FOLDPIPE_PARENT=str(os.getpid()),
             PYTHONUNBUFFERED="1",
+            **self._pages.variables(rank),
         )
         # Workers must find the same code that started them, also from a checkout.
         root = str(Path(__file__).resolve().parents[2])
         known = environment.get("PYTHONPATH", "")
         environment["PYTHONPATH"] = os.pathsep.join(part for part in (root, known) if part)
-        if events is not None:
-            environment["FOLDPIPE_EVENTS"] = str(events)
+        if rank == 0:
+            environment.update(FOLDPIPE_EVENTS=str(events), FOLDPIPE_STORE=str(store))
         return environment
 
     def log_file(self, rank: int) -> Path:
@@ -156,6 +197,7 @@ class LocalRanks:
 
     def _watch(self, reader: int) -> None:
         os.set_blocking(reader, False)
+        watchdog = Watchdog(self._pages, self.watch_s, self._state_of, patience_s=self.patience_s)
         with selectors.DefaultSelector() as selector:
             selector.register(reader, selectors.EVENT_READ)
             open_pipe = True
@@ -169,7 +211,10 @@ class LocalRanks:
                 if any(code not in (None, 0, PREEMPTED) for code in codes):
                     if open_pipe:
                         self._read(reader)
-                    raise self._failed()
+                    raise self._failed(watchdog)
+                stall = watchdog.look()
+                if stall is not None:
+                    raise self._error(self._stalled(stall))
                 if None not in codes:  # whether preempted or done, the outcome tells
                     if open_pipe:
                         self._read(reader)
@@ -192,7 +237,11 @@ class LocalRanks:
                     self._training = True
                     self._ask_ranks()
 
-    def _failed(self) -> RunError:
+    def _state_of(self, rank: int) -> State:
+        process = self._processes[rank]
+        return state_of(process.pid) if process.poll() is None else State.GONE
+
+    def _failed(self, watchdog: Watchdog) -> RankFailedError:
         """Waits a moment for the other ranks' words, then names the first failure."""
         seen: dict[int, float] = {}
         until = time.monotonic() + _GRACE_S
@@ -200,7 +249,9 @@ class LocalRanks:
             for rank, process in enumerate(self._processes):
                 if process.poll() is not None:
                     seen.setdefault(rank, time.time())
-            if len(seen) == self.world_size or time.monotonic() > until:
+            # Who was killed needs no other rank's word.
+            killed = any((self._processes[rank].returncode or 0) < 0 for rank in seen)
+            if killed or len(seen) == self.world_size or time.monotonic() > until:
                 break
             time.sleep(_POLL_S / 4)
         failures: list[Failure] = []
@@ -208,13 +259,26 @@ class LocalRanks:
             code = self._processes[rank].returncode
             if code:
                 failure = read_failure(self.run_dir, rank)
-                failures.append(failure or signalled(rank, code, at))
-        failure = first_failure(failures)
-        return RunError(describe(failure, self.log_file(failure.rank)))
+                failures.append(failure or self._oom.explain(signalled(rank, code, at)))
+        beats = {rank: self._pages.beat(rank) for rank in range(self.world_size)}
+        idle = {rank: watchdog.idle_s(rank) for rank in range(self.world_size) if rank not in seen}
+        return self._error(blame(failures, beats, idle))
+
+    def _stalled(self, stall: Stall) -> Failure:
+        return Failure(
+            stall.index, socket.gethostname(), time.time(), stall.kind, stall.message, exit_code=1
+        )
+
+    def _error(self, failure: Failure) -> RankFailedError:
+        beat = self._pages.beat(failure.rank)
+        failure = replace(failure, doing=beat.describe(), step=beat.step)
+        message = describe(failure, self.log_file(failure.rank))
+        return RankFailedError(message, failure, asked_to_stop=self._asked_to_stop is not None)
 
     def _end_all(self) -> None:
         """Ends what still runs: SIGTERM, then SIGKILL to whole sessions."""
         running = [process for process in self._processes if process.poll() is None]
+        self._pages.tell_to_leave()
         for process in running:
             _signal_session(process, signal.SIGTERM)
         until = time.monotonic() + _TERM_S
@@ -230,24 +294,3 @@ class LocalRanks:
 def _signal_session(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
-
-
-@contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """SIGTERM to the parent ends the ranks just as Ctrl-C does."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 
 from strategies.errors import RunError
@@ -36,12 +36,16 @@ class StopRequest:
     Nothing else happens in the handlers: a collective there would wait for ranks that are in the
     middle of a step.
 
+    Args:
+        leaves: Whether whoever has started this process is ending it: then it goes at once.
+
     Attributes:
         signal: Name of the first one; None as long as there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, leaves: Callable[[], bool] = lambda: False) -> None:
         self.signal: str | None = None
+        self._leaves = leaves
         self._obeyed = True
 
     def install(self, *numbers: signal.Signals) -> None:
@@ -57,7 +61,7 @@ class StopRequest:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """The handler."""
-        if not self._obeyed:
+        if not self._obeyed or self._leaves():
             # Exit handlers of a half-dead communication could wait for peers for ever.
             os._exit(143)
         if self.signal is None:

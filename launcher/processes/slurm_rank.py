@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from launcher.processes.guardian import fork_under_guard
 from launcher.processes.preempted import StopRequest
 
 _NAMES = {
@@ -27,6 +28,7 @@ def main() -> int:
     """Runs this rank; returns its exit code."""
     StopRequest().install(signal.SIGUSR1, signal.SIGTERM)
     os.environ.update(rank_environment(os.environ))
+    fork_under_guard(int(os.environ["RANK"]))
     from launcher import worker
 
     if os.environ["RANK"] != "0":

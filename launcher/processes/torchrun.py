@@ -23,7 +23,16 @@ from typing import Any, NoReturn
 
 from launcher.config import LaunchConfig
 from launcher.processes.echo import events_told_to
-from launcher.processes.failure import write_failure
+from launcher.processes.failure import (
+    Failure,
+    describe,
+    failure_file,
+    first_failure,
+    is_consequence,
+    read_failure,
+    write_failure,
+)
+from launcher.processes.pages import own_heartbeat
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
 from strategies.errors import PipelineError, PlanError, RunError
 
@@ -31,6 +40,7 @@ WORD = "cluster=torchrun"
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _KEY = "foldpipe/task"
 _HEARD = "foldpipe/heard"
+_GRACE_S = 1.0
 _FAREWELL_S = 20.0  # for the others to import torch
 _PATIENCE = timedelta(minutes=30)  # for rank 0 to compose, compile and check
 _COMMAND = "python -m torch.distributed.run --nproc-per-node=2 -m launcher cluster=torchrun pp=2"
@@ -108,6 +118,8 @@ def lead(
         RunError: This rank has failed.
     """
     (run_dir / "logs").mkdir(exist_ok=True)
+    for other in range(int(os.environ["WORLD_SIZE"])):  # of an earlier attempt
+        failure_file(run_dir, other).unlink(missing_ok=True)
     # In a variable: the store lives in this process where torchrun's agent has none.
     store = _meet()
     store.set(_KEY, json.dumps({"run_dir": str(run_dir), "task": task}))
@@ -120,9 +132,7 @@ def lead(
         raise
     except Exception as error:
         traceback.print_exc()
-        raise RunError(
-            f"rank {rank()} on {socket.gethostname()} failed: {type(error).__name__}: {error}"
-        ) from error
+        raise RunError(_cause(run_dir, error)) from error
 
 
 def follow() -> int:
@@ -174,6 +184,22 @@ def _work(run_dir: Path, task: Mapping[str, Any]) -> None:
     if request is not None and task["config"]["mode"] != "train":
         request.disregard()
     importlib.import_module("launcher.jobs").run(task, run_dir)
+
+
+def _cause(run_dir: Path, error: Exception) -> str:
+    """This rank's failure, or another's that it is a consequence of, if that one has said so."""
+    host, kind = socket.gethostname(), type(error).__name__
+    own = Failure(rank(), host, time.time(), kind, str(error), 1)
+    found = own
+    if is_consequence(own):
+        time.sleep(_GRACE_S)  # for the others' guardians to look
+        ranks = range(int(os.environ["WORLD_SIZE"]))
+        others = [f for r in ranks if (f := read_failure(run_dir, r)) is not None]
+        found = first_failure([own, *others])
+    if found is not own:
+        return describe(found, run_dir / "logs" / f"rank_{found.rank:05d}.log")
+    doing = own_heartbeat(os.environ).beat().describe()
+    return f"rank {own.rank} on {host} failed: {kind}: {error}\nIt was {doing}."
 
 
 def _inside() -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from strategies.compiler import Programs, compile_plan, compile_short, resolve_shape, schedule_of
 from strategies.errors import DataError, PlanError
+from strategies.heartbeat import Heartbeat, Phase
 from strategies.ir.instruction import Kind
 from strategies.ir.placement import Placement
 from strategies.partition import balance, by_counts
@@ -25,6 +26,7 @@ from strategies.plan import Plan, num_buckets
 from strategies.runtime.activation_bytes import ActivationBytes
 from strategies.runtime.control import Bulletin
 from strategies.runtime.executor import Executor, StepResult
+from strategies.runtime.fingerprint import compare, shared_print
 from strategies.runtime.grad_sync import StageGradients, clip_, main_dtype
 from strategies.runtime.logs import pack_logs, unpack_logs
 from strategies.runtime.mailbox import Mailbox
@@ -36,7 +38,8 @@ from strategies.runtime.main_weights import (
 )
 from strategies.runtime.memory_use import MemoryUse
 from strategies.runtime.mesh import Communicators, Coordinates
-from strategies.runtime.microbatch import checksum, split_batch
+from strategies.runtime.microbatch import Microbatch, checksum, split_batch
+from strategies.runtime.pulse import Pulse
 from strategies.runtime.recorder import Recorder, StepRecord
 from strategies.runtime.rng import kept_generators
 from strategies.runtime.selective import Selection
@@ -137,6 +140,8 @@ class Engine:
         options: Options,
         coordinates: Coordinates,
         device: torch.device,
+        heartbeat: Heartbeat | None = None,
+        hosts: Mapping[int, str] | None = None,
     ) -> None:
         """Collective: all processes call it with the same arguments.
 
@@ -147,8 +152,11 @@ class Engine:
             options: See ``Options``.
             coordinates: Where this process stands.
             device: Where its stages run.
+            heartbeat: Where this rank says what it is doing; None to say it to nobody.
+            hosts: Where all ranks are, for what it says.
         """
         self.model = model
+        self.pulse = Pulse(heartbeat or Heartbeat(), coordinates, hosts)
         self.options = options
         self.coordinates = coordinates
         self.device = device
@@ -189,8 +197,10 @@ class Engine:
             mains=self.mains,
             recorder=self.recorder,
             tensor_ranks=self.tensor_ranks,
+            pulse=self.pulse,
         )
         self._flushed = False
+        self._compared = False
         self._shared_works: list[dist.Work] = []
         self.stats: StepStats | None = None
         self._flushed_at: Any = None
@@ -509,6 +519,9 @@ class Engine:
     ) -> PassResult:
         microbatches = split_batch(batch, self.plan.num_microbatches)
         programs = self._programs_for(len(microbatches))
+        if mode == "train" and not self._compared and self.coordinates.world_size > 1:
+            self._compared = True
+            self._compare_shapes(microbatches)
         if mode != "train":
             program = programs.forward
         else:
@@ -534,13 +547,24 @@ class Engine:
                 dataloader_idx=dataloader_idx,
                 forwards_done=share,
             )
+        self.pulse.phase(Phase.SHARING)
         answers = self._bulletin.read()
+        self.pulse.phase(Phase.UPDATING if mode == "train" and update else Phase.BETWEEN)
         if mode != "train" or not update:
             # Without an optimizer step the pass ends here; only training steps are kept.
             self.recorder.finish(keep=False)
         self._check_same([answer[0] for answer in answers])
         self._note_stats([answer[3] for answer in answers])
         return self._joined(answers, result)
+
+    def _compare_shapes(self, microbatches: Sequence[Microbatch]) -> None:
+        """Refuses a first batch that ranks of a pipeline see in different shapes or types.
+
+        Replicas may have different ones; but all have to hear that some pipeline has been refused.
+        """
+        replica = f"replica {self.coordinates.dp_rank}, " if self.coordinates.dp > 1 else ""
+        found = {f"{replica}microbatch {m}": p.signature for m, p in enumerate(microbatches)}
+        compare(shared_print(found), what="first batch", partial=True)
 
     def _joined(self, answers: list[list[Any]], result: StepResult) -> PassResult:
         # All sharers of a stage know the same.
@@ -571,7 +595,9 @@ class Engine:
         """Figures of the last training step itself; collective, at the end of training."""
         record = self.recorder.kept[-1] if self.recorder.kept else None
         self._bulletin.post(self._times(record))
+        self.pulse.phase(Phase.SHARING)
         self._note_stats(self._bulletin.read())
+        self.pulse.phase(Phase.BETWEEN)
         return self.stats
 
     def _times(self, record: StepRecord | None) -> list[Any] | None:
@@ -629,6 +655,7 @@ class Engine:
         if self._flushed:
             return
         self._flushed = True
+        self.pulse.phase(Phase.REDUCING)
         for name, _, gradient in self._shared_gradients:
             group = self.communicators.get("reduce", self._shared_ranks(self._shared[name]))
             if group is not None:
@@ -645,6 +672,7 @@ class Engine:
                 piece.main.grad = gradient
         self._add_up_partial()
         self._note_norm()
+        self.pulse.phase(Phase.UPDATING)
         self._flushed_at = self.recorder.stamp()
 
     def _add_up_partial(self) -> None:
@@ -694,6 +722,7 @@ class Engine:
                     record.start[place], record.end[place] = started, ended
                     started = ended
             self.recorder.finish()
+        self.pulse.phase(Phase.BETWEEN)
 
     def gradient_norm(self) -> Tensor:
         """2-norm of the whole model's gradient, a float64 scalar, equal on all ranks.
@@ -708,7 +737,9 @@ class Engine:
             group = self.communicators.get("control", everybody)
         if group is not None:
             asked = time.perf_counter()
+            self.pulse.phase(Phase.REDUCING)
             dist.all_reduce(total, group=group)
+            self.pulse.phase(Phase.UPDATING)
             self.norm_waits_s.append(time.perf_counter() - asked)
         return total.sqrt()
 

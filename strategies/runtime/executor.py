@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strategies.heartbeat import PHASE, STATE, WAITING, Heartbeat, Phase
 from strategies.ir.instruction import CHANNEL_KINDS, MICROBATCH_KINDS, Instruction, Kind
 from strategies.ir.program import Program
 from strategies.lowering.release import release_points
@@ -28,6 +29,7 @@ from strategies.runtime.logs import LogEntry
 from strategies.runtime.mailbox import Mailbox
 from strategies.runtime.main_weights import AllMainWeights
 from strategies.runtime.microbatch import Microbatch
+from strategies.runtime.pulse import Pulse
 from strategies.runtime.recompute import KeptForward, Recomputation
 from strategies.runtime.recorder import Recorder, StepRecord
 from strategies.runtime.replay.structure import tensors as tensors_in
@@ -102,8 +104,10 @@ class Executor:
         mains: AllMainWeights,
         recorder: Recorder,
         tensor_ranks: TensorRanks | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         self._tensor_ranks = tensor_ranks
+        self._pulse = pulse or Pulse(Heartbeat())
         self._model = model
         self._rank = rank
         self._mailbox = mailbox
@@ -157,10 +161,14 @@ class Executor:
             self.activations.begin(len(route.row), tensors_in([m.data for m in microbatches]))
         posted = 0
         passed = 0
+        self._pulse.begin(program)
+        beat = self._pulse.words
+        blocks = self._mailbox.ordered  # Then messages are waited for at their place.
         for place, item in enumerate(route.row):
             kind = item.kind
             if kind is Kind.STEP:
                 break
+            beat[STATE] = place << 1
             if kind in MICROBATCH_KINDS and not self._mailbox.ordered:
                 # The next few receives of the list, whatever compute stands between. Not before a
                 # SEND, which somebody may be waiting for.
@@ -172,6 +180,7 @@ class Executor:
             if kind in MICROBATCH_KINDS:
                 # A fused pair waits for the inputs of both halves, then runs them in turn.
                 inputs = [run.collect(part, record, stamp) for part in item.parts]
+                beat[STATE] = place << 1  # Waiting for a message had its place there.
                 for part in item.parts:
                     if part.kind is Kind.F:
                         self._mains.wait(part.stage)
@@ -182,11 +191,15 @@ class Executor:
                 if place == route.last_forward:
                     forwards_done(run.result)
             elif kind is Kind.SEND:
+                if blocks:
+                    beat[STATE] = place << 1 | WAITING
                 start[place] = stamp()
                 run.send(item)
                 end[place] = stamp()
             elif kind is Kind.RECV:
                 passed += 1
+                if blocks:
+                    beat[STATE] = place << 1 | WAITING
                 if self._mailbox.ordered or posted < passed:
                     # At its place at the latest: what is released counts on that.
                     self._mailbox.post(item)
@@ -204,6 +217,7 @@ class Executor:
                 raise NotImplementedError(f"{item}: the runtime has no {kind.value}")
             if self.activations is not None:
                 self.activations.sample(place)
+        beat[STATE] = PHASE | Phase.SENDING
         self._mailbox.finish()
         return run.result
 
@@ -269,6 +283,7 @@ class _Run:
         self.places: dict[Instruction, int] = {}
         self.releasable: dict[Instruction, list[Instruction]] = {}
         self._executor = executor
+        self._beat = executor._pulse.words
         self._mailbox = executor._mailbox
         self._model = executor._model
         self._program = program
@@ -325,8 +340,9 @@ class _Run:
             return known
         assert rank_of(other, item.microbatch) != rank_of(item.stage, item.microbatch)
         receive = Instruction(Kind.RECV, item.stage, item.microbatch, payload=payload, peer=other)
-        tensors = self._mailbox.wait(receive)
         place = self.places[receive]
+        self._beat[STATE] = place << 1 | WAITING
+        tensors = self._mailbox.wait(receive)
         record.end[place] = stamp()
         for ended in self.releasable.pop(receive, ()):
             self._mailbox.release(ended)

@@ -31,13 +31,18 @@ from torch.optim import Optimizer
 from strategies.compiled_units import refuse_selective, refuse_split_backward
 from strategies.costs.table import Costs
 from strategies.errors import ModelError
+from strategies.heartbeat import Heartbeat, Phase
 from strategies.ir.placement import Placement
 from strategies.plan import Overlap, Plan
+from strategies.ranks_in_words import by_host
 from strategies.recompute import Policy, Recompute
 from strategies.runtime import checkpoint as checkpoints
+from strategies.runtime import fingerprint
 from strategies.runtime.data_order import first_batch, shard
 from strategies.runtime.device_mesh import make_device_mesh
 from strategies.runtime.engine import Engine, Options, PassResult, StepStats, check_world
+from strategies.runtime.fingerprint import compare
+from strategies.runtime.joining import join
 from strategies.runtime.loss_scale import SharedGradScaler
 from strategies.runtime.main_optimizer import MainOptimizer
 from strategies.runtime.measured import gather_timeline
@@ -102,6 +107,9 @@ class PipelineStrategy(ParallelStrategy):
         async_save: Checkpoints of a running ``fit`` are copied to host memory and written in a
             thread. ``False`` stops training until they are on disk, and takes no second copy.
         compile: Run each unit through ``torch.compile``; not with split backwards.
+        configuration: Names and values that have to be the same on all ranks, besides what is said
+            here: compared before the first step.
+        heartbeat: Where this rank says what it is doing, for a process that watches it.
     """
 
     def __init__(
@@ -133,8 +141,13 @@ class PipelineStrategy(ParallelStrategy):
         metadata: Mapping[str, Any] | None = None,
         async_save: bool = True,
         compile: bool = False,
+        configuration: Mapping[str, object] | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self._num_nodes = 1
+        self._hosts: dict[int, str] = {}
+        self._configuration = dict(configuration or {})
+        self._heartbeat = heartbeat or Heartbeat()
         self._fills_node = False
         self._dp = dp
         self._pp = pp
@@ -288,7 +301,21 @@ class PipelineStrategy(ParallelStrategy):
             assert self.cluster_environment is not None
             # The default group serves Lightning's own object broadcasts; ours are made from it.
             backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
-            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+            self._heartbeat.phase(Phase.JOINING)
+            if not dist.is_initialized():
+                store, self._hosts = join(
+                    rank=self.global_rank,
+                    world_size=self.world_size,
+                    address=self.cluster_environment.main_address,
+                    port=self.cluster_environment.main_port,
+                    timeout_s=self._timeout.total_seconds(),
+                )
+                if len(set(self._hosts.values())) > 1:
+                    self._heartbeat.others(by_host(self._hosts))
+                _init_dist_connection(
+                    self.cluster_environment, backend, timeout=self._timeout, store=store
+                )
+            self._heartbeat.phase(Phase.SETTING_UP)
 
     @property
     def backend(self) -> str:
@@ -321,23 +348,49 @@ class PipelineStrategy(ParallelStrategy):
             seed = self._seed
             if seed is None:
                 seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+            options = Options(
+                units_per_stage=self._units_per_stage,
+                bucket_mb=self._bucket_mb,
+                backend=self.backend,
+                seed=seed,
+                check_batches=self._check_batches,
+                timeout_s=self._timeout.total_seconds(),
+                gradient_dtype=self._grad_dtype,
+                sequence_parallel=self._sequence_parallel,
+                compile=self._compile,
+            )
+            # Before the first group is made: ranks that differ would wait for each other there.
+            compare(
+                fingerprint.versions_print()
+                | fingerprint.options_print("", self._plan)
+                | fingerprint.options_print("", options)
+                | fingerprint.shared_print(self._configuration)
+                | fingerprint.shared_print(
+                    {
+                        "precision": self.precision_plugin.precision,
+                        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+                    }
+                )
+                | fingerprint.weights_print(module),
+                what="versions, configuration and model",
+            )
             self._engine = Engine(
                 model=self._stage_model(trainer, module),
                 plan=self._plan,
                 buckets_open=self._buckets is None,
-                options=Options(
-                    units_per_stage=self._units_per_stage,
-                    bucket_mb=self._bucket_mb,
-                    backend=self.backend,
-                    seed=seed,
-                    check_batches=self._check_batches,
-                    timeout_s=self._timeout.total_seconds(),
-                    gradient_dtype=self._grad_dtype,
-                    sequence_parallel=self._sequence_parallel,
-                    compile=self._compile,
-                ),
+                options=options,
                 coordinates=self.coordinates,
                 device=self.root_device,
+                heartbeat=self._heartbeat,
+                hosts=self._hosts,
+            )
+            programs = self._engine.programs
+            compare(
+                {
+                    f"program {program.role}": fingerprint.program_print(program)
+                    for program in (programs.train, programs.accumulate, programs.forward)
+                },
+                what="programs",
             )
             self.model_to_device()
             self._synchronise(module)
@@ -523,6 +576,7 @@ class PipelineStrategy(ParallelStrategy):
         """Runs the whole program, backwards included, up to the flush."""
         self.saver.check()
         trainer = self._trainer
+        self._heartbeat.step(trainer.global_step + 1)
         scale = None
         if self._scaler is not None:
             # Its number stays on the device: get_scale() would wait for the update before.
@@ -749,6 +803,7 @@ class PipelineStrategy(ParallelStrategy):
         Raises:
             CheckpointError: The folder cannot be written.
         """
+        self._heartbeat.phase(Phase.SAVING)
         path = Path(self.broadcast(str(filepath)))
         self._checkpoints.add(path.absolute())
         state = self._trainer.state
@@ -771,6 +826,7 @@ class PipelineStrategy(ParallelStrategy):
                 "parameters": sorted(self.engine.model.parameter_names),
             },
         )
+        self._heartbeat.phase(Phase.BETWEEN)
 
     @property
     def saver(self) -> Saver:

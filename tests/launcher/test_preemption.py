@@ -28,7 +28,8 @@ def test_a_signal_ends_a_run_with_a_checkpoint_that_goes_on(who, tmp_path):
         run.wait_for_step(5)
         pid = run.process.pid if who == "the launcher" else run.rank(1)
         begin = time.monotonic()
-        os.kill(pid, signal.SIGUSR1)
+        number = signal.SIGTERM if who == "the launcher" else signal.SIGUSR1
+        os.kill(pid, number)
         done = run.finish(timeout_s=20)
         assert time.monotonic() - begin < 10
         assert done.code == 85
@@ -38,8 +39,8 @@ def test_a_signal_ends_a_run_with_a_checkpoint_that_goes_on(who, tmp_path):
     assert result["status"] == "preempted"
     assert folder == tmp_path / "a" / "run" / "checkpoints" / f"step-{steps:08d}.ckpt"
     assert done.errors == (
-        f"error: SIGUSR1 has stopped the run after step {steps}, with a checkpoint: {folder}. "
-        f"Continue with trainer.resume={folder}.\n"
+        f"error: {number.name} has stopped the run after step {steps}, "
+        f"with a checkpoint: {folder}. Continue with trainer.resume={folder}.\n"
     )
     rows = read_metrics(done.folder)
     assert [row["step"] for row in rows] == list(range(1, steps + 1))

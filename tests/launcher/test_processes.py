@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -34,6 +35,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
         assert run.family() == {}
     assert done.errors.startswith("error: rank 1 on ")
     assert "SIGKILL" in done.errors
+    assert re.search(r"\nIt was at step \d+ in .+\.\nIts log ", done.errors)
     assert "rank_00001.log" in done.errors
     assert "Traceback" not in done.errors.split("Its log", 1)[0]
     result = done.result
@@ -82,7 +84,7 @@ END = {
         signal.SIGINT,
         ["-m", "seed=0,1", "hydra.sweep.dir=sweep", "tracking=wandb"],
     ),
-    "SIGTERM, with loader processes": (signal.SIGTERM, ["pp=2", "data.num_workers=1"]),
+    "Ctrl-C, with loader processes": (signal.SIGINT, ["pp=2", "data.num_workers=1"]),
 }
 
 

@@ -1,0 +1,170 @@
+"""Ranks that live and do not go on: one that was stopped, or one for which others wait in vain.
+
+Looks at the heartbeats of this host's ranks and at what the kernel says of their processes. Being
+slow is no fault: a rank may take as long as it likes to start, to compile (the first pass of a
+program), to load data, to validate or to write a checkpoint; only time-outs of messages limit that.
+A rank whose process is stopped, or that sits in one instruction of a program that it has run before
+while others wait for it, is reported after the deadline. A process that a debugger holds is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from launcher.processes.pages import Pages
+from strategies.heartbeat import Beat
+
+# More than this between two looks, and this process itself has not run: nobody is to blame.
+_OWN_GAP_S = 2.0
+_RESTING_S = 0.2
+# The first forwards and backwards of a pipeline's ranks compile one after the other.
+COMPILING_S = 1800.0
+
+
+class State(Enum):
+    """What the kernel says of a process."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    TRACED = "traced"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A rank that does not go on.
+
+    Attributes:
+        index: Of the rank on this host.
+        kind: A signal's name, or ``no progress``.
+        message: For how long, and which deadline that exceeds.
+    """
+
+    index: int
+    kind: str
+    message: str
+
+
+@dataclass
+class Watchdog:
+    """Watches the ranks of one host.
+
+    Attributes:
+        pages: Their heartbeats.
+        first_rank: Global rank of the first of them.
+        deadline_s: For a stopped process, and for a rank in one instruction; 0 for never.
+        patience_s: For a rank in one instruction where that is more: compiled code may be compiled
+            again, and a GPU's host waits for many instructions at once.
+        states: What the kernel says, by index.
+        clock: Seconds.
+    """
+
+    pages: Pages
+    deadline_s: float
+    states: Callable[[int], State]
+    first_rank: int = 0
+    patience_s: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    _looked: float | None = None
+    _stopped: dict[int, float] = field(default_factory=dict)
+    _since: dict[int, tuple[tuple[int, int], float]] = field(default_factory=dict)
+
+    def look(self) -> Stall | None:
+        """Call it often; the first rank that has exceeded the deadline, or None."""
+        now = self.clock()
+        if self._looked is not None and now - self._looked > _OWN_GAP_S:
+            # Suspended ourselves, or starved: what was seen before says nothing.
+            self._stopped.clear()
+            self._since.clear()
+        self._looked = now
+        for index in range(len(self.pages.files)):
+            mark = self.pages.mark(index)
+            if index not in self._since or self._since[index][0] != mark:
+                self._since[index] = mark, now
+        if not self.deadline_s:
+            return None
+        return self._stopped_one(now) or self._waited_for(now)
+
+    def idle_s(self, index: int) -> float:
+        """For how long a rank has not gone on."""
+        known = self._since.get(index)
+        return 0.0 if known is None else self.clock() - known[1]
+
+    def _stopped_one(self, now: float) -> Stall | None:
+        for index in range(len(self.pages.files)):
+            # One that goes on is not asked for: the kernel's answer takes longer than its mark.
+            resting = now - self._since[index][1] >= _RESTING_S
+            if not resting or self.states(index) is not State.STOPPED:
+                self._stopped.pop(index, None)
+                continue
+            stopped_s = now - self._stopped.setdefault(index, now)
+            if stopped_s >= self.deadline_s:
+                return Stall(
+                    index,
+                    "SIGSTOP",
+                    f"its process has been stopped for {stopped_s:.1f} s "
+                    f"(trainer.watchdog_s={self.deadline_s:g})",
+                )
+        return None
+
+    def _waited_for(self, now: float) -> Stall | None:
+        limit = max(self.deadline_s, self.patience_s)
+        for index in range(len(self.pages.files)):
+            if now - self._since[index][1] < limit:
+                continue
+            beat = self.pages.beat(index)
+            if not beat.waiting:
+                continue
+            found = self._end_of_chain(index, beat)
+            culprit = self.pages.beat(found)
+            idle = now - self._since[found][1]
+            healthy = not culprit.in_pass or idle < limit
+            if healthy or self.states(found) is not State.RUNNING:
+                continue  # a stopped one has a deadline of its own
+            waits = (
+                "waits itself, so a message is lost" if culprit.waiting else "others wait for it"
+            )
+            return Stall(
+                found,
+                "no progress",
+                f"it has not gone on for {idle:.1f} s and {waits} "
+                f"(trainer.watchdog_s={self.deadline_s:g})",
+            )
+        return None
+
+    def _end_of_chain(self, index: int, beat: Beat) -> int:
+        """Follows who waits for whom, to one that waits for nobody, or back to where it began."""
+        seen = [index]
+        while beat.waiting:
+            others = self._local(beat.peers) or range(len(self.pages.files))
+            fresh = [other for other in others if other not in seen]
+            if not fresh:
+                return seen[0]
+            # Of several, one that does not wait itself.
+            beats = {other: self.pages.beat(other) for other in fresh}
+            index = min(fresh, key=lambda other: (beats[other].waiting, self._since[other][1]))
+            beat = beats[index]
+            seen.append(index)
+        return seen[-1]
+
+    def _local(self, ranks: Sequence[int]) -> list[int]:
+        indices = (rank - self.first_rank for rank in ranks)
+        return [index for index in indices if 0 <= index < len(self.pages.files)]
+
+
+def state_of(pid: int) -> State:
+    """What the kernel says of a process."""
+    import psutil  # Not needed to read a configuration.
+
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.Error:
+        return State.GONE
+    if status == psutil.STATUS_STOPPED:
+        return State.STOPPED
+    if status == psutil.STATUS_TRACING_STOP:
+        return State.TRACED
+    return State.GONE if status == psutil.STATUS_ZOMBIE else State.RUNNING
