@@ -147,8 +147,8 @@ def _main(flags: Flags) -> int:
             hydra.show_cfg(CONFIG_NAME, words, flags.cfg, flags.package, flags.resolve)
             return 0
         _check_sweep(config, flags)
-        if config.mode == "collect":
-            found = importlib.import_module("launcher.commands.collect").run(config)
+        if config.mode in ("collect", "dashboard"):
+            found = importlib.import_module(f"launcher.commands.{config.mode}").run(config)
             assert isinstance(found, int)
             return found
         if not flags.multirun:
@@ -174,6 +174,8 @@ def _check_sweep(config: LaunchConfig, flags: Flags) -> None:
         check_search(config)
     if config.mode == "collect" and multirun:
         raise PlanError("mode=collect compares one sweep. Try it without -m.")
+    if config.mode == "dashboard" and multirun:
+        raise PlanError("mode=dashboard saves one workspace. Try it without -m.")
     if sweep.dir is not None and config.mode != "collect":
         raise PlanError(
             f"sweep.dir={sweep.dir} is read by mode=collect, not by mode={config.mode}. "

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from strategies.runtime.strategy import PipelineStrategy
 
 _FIRST_COLUMNS = ("step", "epoch", "train_loss", "val_loss", "lr", "grad_norm", "step_time_s",
                   "tokens_per_s", "mfu", "bubble_ratio", "exposed_grad_reduce_s",
-                  "peak_memory_bytes_max")  # fmt: skip
+                  "peak_memory_bytes_max", "skipped_steps")  # fmt: skip
 
 
 def pipeline(trainer: pl.Trainer) -> PipelineStrategy:
@@ -95,6 +95,7 @@ class Progress(pl.Callback):
         file: Where rows go; None on all ranks but the first.
         tokens_per_step: Tokens of one optimizer step over all replicas; None if unknown.
         peak_share_s: Seconds that a step would take at the hardware's peak; None if unknown.
+        follow: Gets every written row, and the peak bytes of each pipeline rank.
     """
 
     reads_weights: ClassVar[bool] = False
@@ -104,6 +105,8 @@ class Progress(pl.Callback):
     step_times: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     val_loss: float | None = None
+    follow: Callable[[Mapping[str, Any], Sequence[int]], None] | None = None
+    _peaks: Sequence[int] = ()
     _pending: dict[str, Any] | None = None
     _pending_pass: int = -1
     _last: float | None = None
@@ -134,7 +137,11 @@ class Progress(pl.Callback):
         self._complete(pipeline(trainer).stats)
         logged = _numbers(trainer.logged_metrics) | _numbers(trainer.progress_bar_metrics)
         loss = logged.get("train_loss")
-        if loss is not None:
+        skipped = pipeline(trainer).skipped_steps
+        left_out = bool(skipped) and skipped[-1] == trainer.global_step - 1
+        if left_out:
+            self._tell({"kind": "skipped", "step": trainer.global_step, "count": len(skipped)})
+        elif loss is not None:
             self.losses.append(loss)
         if trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
@@ -146,6 +153,7 @@ class Progress(pl.Callback):
             "tokens_per_s": rate,
             "mfu": None if self.peak_share_s is None else self.peak_share_s / took,
             "lr": self._rate,
+            "skipped_steps": len(pipeline(trainer).skipped_steps),
         }
         row |= {k: v for k, v in logged.items() if not k.startswith("val_") and k != "epoch"}
         self._pending = row
@@ -192,11 +200,14 @@ class Progress(pl.Callback):
             self._pending["grad_norm"] = stats.gradient_norm
             self._pending["exposed_grad_reduce_s"] = stats.exposed_grad_reduce_s
             self._pending["peak_memory_bytes_max"] = max(stats.peak_memory_bytes, default=None)
+            self._peaks = stats.peak_memory_bytes
         self._write()
 
     def _write(self) -> None:
         if self._pending is not None and self.file is not None:
             self.file.write(self._pending)
+            if self.follow is not None:
+                self.follow(self._pending, self._peaks)
         self._pending = None
 
     def _tell(self, event: dict[str, Any]) -> None:

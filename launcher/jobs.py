@@ -30,6 +30,7 @@ from launcher.processes.watchdog import COMPILING_S
 from launcher.resolve import Run, optimizer_options, text_source
 from launcher.rotation import RegularCheckpoints
 from launcher.task import resolve_task
+from launcher.tracked import Tracked
 from launcher.tracking import build_loggers
 from launcher.workloads.data.module import TextDataModule
 from launcher.workloads.hf.destination import export_folder
@@ -118,6 +119,7 @@ def _strategy(run: Run) -> PipelineStrategy:
         async_save=config.trainer.async_save,
         configuration=_flat(dump(config)),
         heartbeat=own_heartbeat(os.environ),
+        on_nan=config.trainer.on_nan,
         metadata={
             "model": described(run.shape) if run.describes_model else config.model.name,
             "experiment_name": config.experiment_name,
@@ -251,6 +253,8 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         log_every_n_steps=given.log_every_n_steps,
         enable_checkpointing=True,  # StopWhenAsked may have to
     )
+    tracked = Tracked(trainer.loggers, folder)
+    progress.follow = tracked.row
     try:
         trainer.fit(model, datamodule=_data(run), ckpt_path=checkpoint)
     except RuntimeError as error:
@@ -258,7 +262,8 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         if lost is None:
             raise
         raise lost from error
-    _finish_loggers(config)
+    if rank == 0:
+        tracked.end(run, closing.timeline, pipeline(trainer).plan)
     # The first step pays for connections and allocations.
     times = progress.step_times[1:] or progress.step_times
     step_time = statistics.median(times) if times else None
@@ -266,6 +271,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         "world_size": run.world_size,
         "num_parameters": num_parameters,
         "steps": trainer.global_step,
+        "skipped_steps": len(pipeline(trainer).skipped_steps),
         "loss_first": progress.losses[0] if progress.losses else None,
         "loss_last": progress.losses[-1] if progress.losses else None,
         "val_loss": progress.val_loss,
@@ -325,13 +331,6 @@ class _Closing(Callback):
 
 def _plain(timeline: Timeline) -> dict[str, Any]:
     return {"start": timeline.start, "end": timeline.end}
-
-
-def _finish_loggers(config: LaunchConfig) -> None:
-    if config.tracking.name == "wandb":
-        import wandb
-
-        wandb.finish()
 
 
 def _evaluate(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:

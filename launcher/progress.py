@@ -68,12 +68,19 @@ class ProgressView:
                 )
         elif event["kind"] == "step":
             self._step(event)
+        elif event["kind"] == "skipped":
+            self._line(
+                f"step {event['step']:>6}  left out: loss or gradient not finite "
+                f"({event['count']} so far; the log of rank 0 names the place)"
+            )
         elif event["kind"] == "validation" and event.get("val_loss") is not None:
-            text = f"step {event['step']:>6}  val_loss {event['val_loss']:.4f}"
-            if self._bar is not None:
-                self._bar.console.print(text, highlight=False)
-            else:
-                say(text)
+            self._line(f"step {event['step']:>6}  val_loss {event['val_loss']:.4f}")
+
+    def _line(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False)
+        else:
+            say(text)
 
     def _step(self, event: dict[str, Any]) -> None:
         loss = event["loss"]

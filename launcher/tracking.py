@@ -36,6 +36,7 @@ def build_loggers(config: LaunchConfig, run_dir: Path) -> list[Logger]:
 
 
 def _wandb(config: LaunchConfig, run_dir: Path) -> Logger:
+    import wandb
     from lightning.pytorch.loggers import WandbLogger
 
     tracking = config.tracking
@@ -47,6 +48,8 @@ def _wandb(config: LaunchConfig, run_dir: Path) -> Logger:
         "config": dump(config),
         # One run per training, also across requeues.
         "id": run_id(run_dir),
+        # What a rank prints is in its own log, masked; wandb would keep a copy of its own.
+        "settings": wandb.Settings(console="off"),
     }
     if not offline:
         settings["resume"] = "allow"

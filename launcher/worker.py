@@ -15,6 +15,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from launcher.masking import MaskedStream
 from launcher.processes.failure import write_failure
 from launcher.processes.out_of_memory import as_out_of_memory
 from launcher.processes.pages import own_heartbeat
@@ -29,6 +30,8 @@ def main() -> int:
     _die_with_parent()
     faulthandler.enable()
     os.umask(0o077)
+    # What a user's model prints, and every traceback, ends in a log.
+    sys.stdout, sys.stderr = MaskedStream(sys.stdout), MaskedStream(sys.stderr)
     run_dir = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
     request = installed_request()

@@ -54,3 +54,7 @@ class RunError(PipelineError):
     """A run that started and failed; the first failing rank is named."""
 
     exit_code = 1
+
+
+class NotFiniteError(RunError):
+    """A loss or gradient that is not finite; no rank has applied the step."""

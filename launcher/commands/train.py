@@ -128,9 +128,7 @@ def _measured(plan: Plan, rows: dict[str, Any] | None) -> Timeline | None:
 def _beside(run: Run, predicted: Metrics, measured: Timeline | None) -> dict[str, object]:
     """Measured figures under their own names, next to what was predicted for them."""
     seconds = predicted.time_unit == "s"
-    # Nobody waits at the flush, except for the norm that clipping needs.
-    clips = run.config.trainer.gradient_clip_val is not None
-    steady = predicted.makespan if clips else predicted.period
+    steady = predicted.makespan if run.config.trainer.waits_at_flush else predicted.period
     accumulation = run.config.trainer.accumulate_grad_batches
     return {
         "model_flops_per_step": step_flops(run),

@@ -282,9 +282,16 @@ class Jobs:
                 )
             )  # fmt: skip
 
+    def _grouped(self, config: LaunchConfig) -> LaunchConfig:
+        """Trackers show the jobs of a sweep together, unless somebody has named another group."""
+        if self._folder is None or config.tracking.group is not None:
+            return config
+        group = f"{config.experiment_name} {self._folder.parent.name} {self._folder.name}"
+        return replace(config, tracking=replace(config.tracking, group=group))
+
     def _guarded(self, composed: DictConfig, hydra: HydraConf) -> int:
         try:
-            self._config = to_config(composed, hydra.runtime.choices)
+            self._config = self._grouped(to_config(composed, hydra.runtime.choices))
             return self._command(self._config, Path(hydra.runtime.output_dir))
         except PipelineError as error:
             self._error = str(error)

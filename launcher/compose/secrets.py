@@ -6,8 +6,10 @@ five places. Messages from here never repeat the value.
 
 from __future__ import annotations
 
+import os
 import re
 
+from launcher.masking import secrets_of
 from strategies.errors import PlanError
 
 _NAME = re.compile(
@@ -46,6 +48,8 @@ def refuse_secret(name: str, value: str, *, place: str = "the command line") -> 
         reason = f"the value of {shown} looks like a credential"
     elif _VARIABLE.search(value):
         reason = f"{shown} reads a credential from the environment"
+    elif (variable := _variable_with(value)) is not None:
+        reason = f"the value of {shown} is the credential of the variable {variable}"
     else:
         return
     raise PlanError(
@@ -53,3 +57,9 @@ def refuse_secret(name: str, value: str, *, place: str = "the command line") -> 
         "no secret may be part of it. Try `wandb login`, or export WANDB_API_KEY before the run: "
         "it is read without being named here."
     )
+
+
+def _variable_with(value: str) -> str | None:
+    """The environment variable whose secret is part of a value: a shell has put it there."""
+    found = secrets_of(os.environ)
+    return next((name for secret, name in found.items() if secret in value), None)

@@ -174,7 +174,7 @@ def _check_unused(config: LaunchConfig) -> None:
         )
     if config.data.name == "tokens":
         _refuse_set(config, "data.tokenizer", chosen="data=tokens", instead=" Try data=text.")
-    if config.tracking.name != "wandb":
+    if config.tracking.name != "wandb" and config.mode != "dashboard":
         names = ("tracking.entity", "tracking.group", "tracking.tags")
         _refuse_set(config, *names, chosen=f"tracking={config.tracking.name}")
     if config.checkpoint != "auto" and config.mode in ("train", "simulate", "validate", "profile"):

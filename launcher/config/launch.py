@@ -22,7 +22,7 @@ from launcher.config.workload import (
 
 Mode = Literal[
     "train", "simulate", "plan", "validate", "profile", "eval", "predict", "generate", "export",
-    "collect",
+    "collect", "dashboard",
 ]  # fmt: skip
 
 
@@ -35,7 +35,7 @@ class LaunchConfig:
         "train; simulate: the timeline without starting anything; plan: the best degrees, cut and "
         "schedule; validate: check and print what would run; profile: measure layers and links; "
         "eval, predict, generate: use a checkpoint; export: write it for transformers; collect: "
-        "compare the jobs of a sweep.",
+        "compare the jobs of a sweep; dashboard: save the workspace in your W&B project.",
     )
     pp: int = key(1, "Pipeline degree: ranks one model is cut over.", low=1, high=65536, example=4)
     tp: int = key(

@@ -88,8 +88,18 @@ class TrainerConfig:
         False, "Deterministic kernels only; warn = warn where there is none."
     )
     detect_anomaly: bool = key(False, "Autograd's check for NaN in backward; slow.")
+    on_nan: Literal["stop", "skip", "ignore"] = key(
+        "stop",
+        "NaN or infinity in the loss or a gradient of any rank: no rank applies the step, and the "
+        "run stops or goes on; ignore = not looked for.",
+    )
     enable_progress_bar: bool = key(True, "Show a progress bar.")
     enable_model_summary: bool = key(False, "Print the layers before training.")
+
+    @property
+    def waits_at_flush(self) -> bool:
+        """Whether ranks wait for each other before they update: for the norm, or for a NaN."""
+        return self.gradient_clip_val is not None or self.on_nan != "ignore"
 
 
 @dataclass(frozen=True, slots=True)

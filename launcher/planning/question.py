@@ -74,7 +74,7 @@ def question(config: LaunchConfig, pinned: Collection[str]) -> Question:
         sequence_parallel=config.sequence_parallel,
         transport=config.costs.transport,
         # As a training run's prediction: clipping's norm is the one synchronisation.
-        waits_at_flush=config.trainer.gradient_clip_val is not None,
+        waits_at_flush=config.trainer.waits_at_flush,
     )
 
     def loads(tp: int, size: int, selective: bool) -> tuple[Load, ...]:

@@ -10,6 +10,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from launcher.masking import mask
 from strategies.errors import PipelineError, RunError
 
 _TAIL_LINES = 12
@@ -70,7 +71,7 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
         host=socket.gethostname(),
         at=time.time(),
         kind=type(error).__name__,
-        message=str(error) or traceback.format_exception_only(error)[-1].strip(),
+        message=mask(str(error) or traceback.format_exception_only(error)[-1].strip()),
         exit_code=code,
     )
     failure_file(run_dir, rank).write_text(json.dumps(asdict(failure)))

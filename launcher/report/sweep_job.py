@@ -138,12 +138,21 @@ def _asked(config: LaunchConfig | None) -> dict[str, object]:
 
 
 def _read_timelines(path: Path) -> tuple[JobTimeline, ...]:
-    page = _Page()
     try:
-        page.feed(path.read_text(encoding="utf-8"))
-        data = json.loads(page.data)
+        return read_timelines(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ()
+
+
+def read_timelines(text: str) -> tuple[JobTimeline, ...]:
+    """The timelines of a ``timeline.html``.
+
+    Raises:
+        ValueError: It is no such page.
+    """
+    page = _Page()
+    page.feed(text)
+    data = json.loads(page.data)
     kinds = tuple(data["kinds"])
     return tuple(
         JobTimeline(label, kinds, panel)

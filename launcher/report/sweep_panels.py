@@ -115,8 +115,14 @@ def _panel(sweep: Sweep, job: SweepJob, timeline: JobTimeline) -> PicturePanel:
         makespan=data["makespan"],
         num_stages=data["stages"],
         num_ranks=len(data["rows"]),
-        bars=tuple(_bars(data["rows"], timeline.kinds, channel=data["channel"])),
+        bars=bars(timeline),
     )
+
+
+def bars(timeline: JobTimeline) -> tuple[Bar, ...]:
+    """All bars of a timeline, each in its rank's row."""
+    data: Any = timeline.panel
+    return tuple(_bars(data["rows"], timeline.kinds, channel=data["channel"]))
 
 
 def _bars(rows: Sequence[Any], kinds: Sequence[str], *, channel: bool) -> Iterator[Bar]:

@@ -39,6 +39,7 @@ from strategies.runtime.main_weights import (
 from strategies.runtime.memory_use import MemoryUse
 from strategies.runtime.mesh import Communicators, Coordinates
 from strategies.runtime.microbatch import Microbatch, checksum, split_batch
+from strategies.runtime.nan_guard import Finding, NanWatch, all_finite
 from strategies.runtime.pulse import Pulse
 from strategies.runtime.recorder import Recorder, StepRecord
 from strategies.runtime.rng import kept_generators
@@ -71,6 +72,7 @@ class Options:
         sequence_parallel: With tp > 1, cut the stream between matrices along the sequence.
         gradient_dtype: Type in which gradients travel to be reduced; None for that of their sum.
         compile: Run each unit through ``torch.compile``.
+        watch_nan: Note where a loss or a gradient is not finite, for ``leaves_out``.
     """
 
     units_per_stage: tuple[int, ...] | None = None
@@ -82,6 +84,7 @@ class Options:
     sequence_parallel: bool = False
     gradient_dtype: torch.dtype | None = None
     compile: bool = False
+    watch_nan: bool = False
 
 
 @dataclass
@@ -199,6 +202,8 @@ class Engine:
             tensor_ranks=self.tensor_ranks,
             pulse=self.pulse,
         )
+        self._watch = self.executor.watch = NanWatch() if options.watch_nan else None
+        self._not_finite = False
         self._flushed = False
         self._compared = False
         self._shared_works: list[dist.Work] = []
@@ -387,6 +392,7 @@ class Engine:
                 count=max(count, 1),
                 group=self.communicators.get("reduce", owners) if count else None,
                 launched=self.executor.reduction_started,
+                noted=None if self._watch is None else self._watch.note_bucket,
                 sharded=self.plan.overlap == "zero1",
                 wire=self.options.gradient_dtype,
             )
@@ -472,6 +478,8 @@ class Engine:
         if fresh:
             self._follow_freezing()
             self.mains.relink()
+            if self._watch is not None:
+                self._watch.begin()
         self._attach(zero=fresh)
         self._flushed = False
         scale = 1.0 / (accumulation * self.coordinates.dp)
@@ -700,6 +708,8 @@ class Engine:
     def _note_norm(self) -> None:
         """Keeps the norm for the next step's message; replicas' shares are added on the way."""
         self._norm = self._local_squared_norm()
+        if self._watch is not None:
+            self._not_finite = self._sees_not_finite()
         if self._loss_scale is not None:
             self._norm /= self._loss_scale.cpu().double().square()
         where = self.coordinates
@@ -708,9 +718,62 @@ class Engine:
             if group is not None:
                 self._norm_work = dist.all_reduce(self._norm, group=group, async_op=True)
 
+    def _sees_not_finite(self) -> bool:
+        """Whether this rank alone would leave the step out; reductions have ended."""
+        assert self._watch is not None
+        last = self.gradients.get(self.placement.num_stages - 1)
+        loss = self._watch.loss
+        if last is not None and last.buffers:
+            lost = last.tainted
+        else:
+            # A last stage without weights has nothing that would tell other holders.
+            alone = self.coordinates.dp == 1 and self.placement.weight_copies == 1
+            lost = alone and loss is not None and not bool(torch.isfinite(loss))
+        if lost:
+            return True
+        if self._loss_scale is not None or bool(torch.isfinite(self._norm)):
+            return False  # A scaler looks for infs itself, and lowers the scale.
+        # The sum of squares may overflow where no element does.
+        return not all_finite(self._reduced().values())
+
+    def _reduced(self) -> dict[str, Tensor]:
+        """This rank's gradients by name; of sharded ones only the own share is summed up."""
+        names = {id(parameter): name for name, parameter in self.named_parameters().items()}
+        found = {name: gradient for name, _, gradient in self._shared_gradients}
+        for gradients in self.gradients.values():
+            found |= {names[id(p)]: gradient for p, gradient in gradients.views()}
+        return found
+
+    def leaves_out(self) -> bool:
+        """Whether a loss or gradient is not finite on any rank: nobody may update then.
+
+        Collective over the replica, with sharded weights over all processes. Replicas need no
+        other word: they hold the same sums of gradients.
+        """
+        group = self._update_group()
+        flag = torch.tensor(float(self._not_finite))
+        if group is not None:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+            self._flushed_at = self.recorder.stamp()  # The update begins after that wait.
+        return bool(flag)
+
+    def findings(self) -> list[Finding]:
+        """What is not finite on this rank, for the message; after ``leaves_out``."""
+        assert self._watch is not None
+        return self._watch.findings(
+            self.coordinates, stages=self._parameters, gradients=self._reduced()
+        )
+
+    def left_out(self) -> None:
+        """Ends a step whose update nobody has made."""
+        self._end_step()
+
     def stepped(self) -> None:
         """Notes that the optimizer has updated the stages: the STEPs of the program have ended."""
         self.mains.updated()
+        self._end_step()
+
+    def _end_step(self) -> None:
         record = self.recorder.current
         if record is not None:
             row = record.program.ranks[self.coordinates.pp_rank]
@@ -731,10 +794,9 @@ class Engine:
         ranks hold count once.
         """
         total = self._local_squared_norm()
-        group = self._control
-        if self.mains.sharded:
-            everybody = tuple(range(self.coordinates.world_size))
-            group = self.communicators.get("control", everybody)
+        if self._not_finite:
+            total = torch.full_like(total, math.nan)  # also for a loss
+        group = self._update_group()
         if group is not None:
             asked = time.perf_counter()
             self.pulse.phase(Phase.REDUCING)
@@ -742,6 +804,13 @@ class Engine:
             self.pulse.phase(Phase.UPDATING)
             self.norm_waits_s.append(time.perf_counter() - asked)
         return total.sqrt()
+
+    def _update_group(self) -> dist.ProcessGroup | None:
+        """Who together holds the gradient of a whole model once."""
+        if self.mains.sharded:
+            everybody = tuple(range(self.coordinates.world_size))
+            return self.communicators.get("control", everybody)
+        return self._control
 
     def _local_squared_norm(self) -> Tensor:
         """This rank's share of the squared norm; weights on several ranks count on the first."""

@@ -29,6 +29,7 @@ from strategies.runtime.logs import LogEntry
 from strategies.runtime.mailbox import Mailbox
 from strategies.runtime.main_weights import AllMainWeights
 from strategies.runtime.microbatch import Microbatch
+from strategies.runtime.nan_guard import NanWatch
 from strategies.runtime.pulse import Pulse
 from strategies.runtime.recompute import KeptForward, Recomputation
 from strategies.runtime.recorder import Recorder, StepRecord
@@ -119,6 +120,7 @@ class Executor:
         self.begins_in_place: set[int] = set()
         self._recomputation = Recomputation(model.module)
         self.activations: ActivationBytes | None = None  # measured if there
+        self.watch: NanWatch | None = None  # notes what is not finite if there
 
     def run(
         self,
@@ -404,9 +406,15 @@ class _Run:
         self.result.logs.extend(
             LogEntry(call, microbatch.share, item.stage, copy) for call in output.logs
         )
+        watch = self._executor.watch if self._learns else None
         if item.stage == self._last:
             self._end_of_pipeline(item.microbatch, output.loss, output.result)
+            if watch is not None and output.loss is not None:
+                gradients = self._executor._gradients.get(item.stage)
+                watch.note_loss(item.stage, item.microbatch, output.loss, gradients)
         else:
+            if watch is not None:
+                watch.note_output(item.stage, item.microbatch, output.tensors)
             for target, part in self._links.deal(item.stage, output):
                 self._mailbox.describe(item.stage, target, item.microbatch, part)
                 detached = tuple(tensor.detach() for tensor in part)

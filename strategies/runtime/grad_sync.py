@@ -27,6 +27,7 @@ from strategies.runtime.flat_layout import FlatLayout
 from strategies.runtime.reduction import Reduction, start_all_reduce, start_reduce_scatter
 
 Launched = Callable[[int, int, dist.Work | None], None]
+Noted = Callable[[int, int, Sequence[Tensor]], None]
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -101,6 +102,7 @@ class StageGradients:
     _reductions: list[Reduction] = field(default_factory=list)
     _handles: list[Any] = field(default_factory=list)
     _launched: Launched | None = None
+    _noted: Noted | None = None
 
     @classmethod
     def build(
@@ -111,6 +113,7 @@ class StageGradients:
         count: int,
         group: dist.ProcessGroup | None,
         launched: Launched | None = None,
+        noted: Noted | None = None,
         sharded: bool = False,
         wire: torch.dtype | None = None,
     ) -> StageGradients:
@@ -122,11 +125,12 @@ class StageGradients:
             count: Number of buckets, >= 1.
             group: Whom to reduce with.
             launched: Called when a bucket's reduction starts.
+            noted: Called with this rank's own part of a bucket, before others are added.
             sharded: Give each member the sum of its share only; needs a group.
             wire: Type in which gradients travel; None for their own.
         """
         sharded = sharded and group is not None
-        gradients = cls(stage, group, count, sharded, wire, _launched=launched)
+        gradients = cls(stage, group, count, sharded, wire, _launched=launched, _noted=noted)
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in reversed(parameters):
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
@@ -180,7 +184,7 @@ class StageGradients:
                 parameter.grad = share.view
             if not share.touched:
                 share.touched = True
-                share.mark.fill_(1)
+                share.mark.add_(1)  # a taint stays
             if self._armed:
                 for bucket in share.buckets:
                     self._pending[bucket] -= 1
@@ -241,6 +245,9 @@ class StageGradients:
         started: list[Reduction] = []
         if self.group is not None:
             start = start_reduce_scatter if self.sharded else start_all_reduce
+            if self._noted is not None:
+                parts = [buffer.bucket(bucket) for buffer in self.buffers]
+                self._noted(self.stage, bucket, [part for part in parts if part.numel()])
             for buffer in self.buffers:
                 gradient = buffer.bucket(bucket)
                 if gradient.numel():
@@ -271,6 +278,24 @@ class StageGradients:
                     main.grad = gradient if used else None
             elif not used:
                 share.parameter.grad = None
+
+    def taint(self, nothing: Tensor) -> None:
+        """Lets all members of the group know of a NaN, without a message of its own.
+
+        Args:
+            nothing: A scalar, 0 or NaN, which stays on its device.
+        """
+        if self.buffers:
+            self.buffers[0].marks[:1].add_(nothing.to(self.buffers[0].marks.dtype))
+
+    @property
+    def tainted(self) -> bool:
+        """Whether any member has been, once reductions have ended; waits for the device."""
+        return bool(self.buffers) and not bool(torch.isfinite(self.buffers[0].marks[0]))
+
+    def views(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        """Every trained parameter with where its gradient lies."""
+        return ((share.parameter, share.view) for share in self._shares)
 
     def remove_hooks(self) -> None:
         """Leaves the parameters alone from now on."""

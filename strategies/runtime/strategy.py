@@ -6,6 +6,7 @@ stands beside it. Nothing in Lightning is patched.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -30,9 +31,10 @@ from torch.optim import Optimizer
 
 from strategies.compiled_units import refuse_selective, refuse_split_backward
 from strategies.costs.table import Costs
-from strategies.errors import ModelError
+from strategies.errors import CheckpointError, ModelError, NotFiniteError
 from strategies.heartbeat import Heartbeat, Phase
 from strategies.ir.placement import Placement
+from strategies.manifest import MANIFEST
 from strategies.plan import Overlap, Plan
 from strategies.ranks_in_words import by_host
 from strategies.recompute import Policy, Recompute
@@ -47,6 +49,7 @@ from strategies.runtime.loss_scale import SharedGradScaler
 from strategies.runtime.main_optimizer import MainOptimizer
 from strategies.runtime.measured import gather_timeline
 from strategies.runtime.mesh import Coordinates
+from strategies.runtime.nan_guard import Finding, NotFiniteStep, OnNan, first_finding
 from strategies.runtime.stage_model import Mode, StageModel
 from strategies.runtime.storage.exchange import Exchange
 from strategies.runtime.storage.saver import Saver
@@ -60,6 +63,8 @@ from strategies.timeline import Timeline
 
 Backend = Literal["auto", "gloo", "nccl", "staged", "strict"]
 GradientType = Literal["fp32", "bf16"]
+
+_log = logging.getLogger(__name__)
 
 
 class PipelineStrategy(ParallelStrategy):
@@ -110,6 +115,12 @@ class PipelineStrategy(ParallelStrategy):
         configuration: Names and values that have to be the same on all ranks, besides what is said
             here: compared before the first step.
         heartbeat: Where this rank says what it is doing, for a process that watches it.
+        on_nan: What happens where a loss or gradient is NaN or infinite on any rank: no rank
+            applies the step, and training ends (``stop``) or goes on (``skip``); see
+            ``skipped_steps``. The ranks of a pipeline agree in the all-reduce of clipping by norm,
+            without it in one of their own at the flush, for which a rank waits that could have
+            begun its next step (schedules whose period is below their makespan); ``ignore`` looks
+            at nothing. With a gradient scaler, infinite gradients are the scaler's.
     """
 
     def __init__(
@@ -143,6 +154,7 @@ class PipelineStrategy(ParallelStrategy):
         compile: bool = False,
         configuration: Mapping[str, object] | None = None,
         heartbeat: Heartbeat | None = None,
+        on_nan: OnNan = "stop",
     ) -> None:
         self._num_nodes = 1
         self._hosts: dict[int, str] = {}
@@ -166,6 +178,8 @@ class PipelineStrategy(ParallelStrategy):
         self._metadata = dict(metadata or {})
         self._async_save = async_save
         self._compile = compile
+        self._on_nan: OnNan = on_nan
+        self.skipped_steps: list[int] = []  # optimizer steps, as of Trainer.global_step before them
         self._saver: Saver | None = None
         self._checkpoints: set[Path] = set()
         self._random_state: Mapping[str, Any] | None = None
@@ -358,6 +372,7 @@ class PipelineStrategy(ParallelStrategy):
                 gradient_dtype=self._grad_dtype,
                 sequence_parallel=self._sequence_parallel,
                 compile=self._compile,
+                watch_nan=self._on_nan != "ignore",
             )
             # Before the first group is made: ranks that differ would wait for each other there.
             compare(
@@ -449,6 +464,11 @@ class PipelineStrategy(ParallelStrategy):
                 raise ModelError(
                     "LBFGS decides on each rank by itself how often it runs the step, so the ranks "
                     "would wait for each other for ever. Use another optimizer, or pp=1 dp=1."
+                )
+            if isinstance(optimizer, torch.optim.LBFGS) and self._on_nan == "skip":
+                raise ModelError(
+                    "LBFGS moves the weights several times in a step, so none can be left out as a "
+                    "whole. Use on_nan=stop, or another optimizer."
                 )
         mains = self.engine.mains
         mains.refresh()  # Somebody may have written weights since the last fit().
@@ -632,16 +652,71 @@ class PipelineStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         """The flush: this rank's reductions end, then its stages are updated."""
+        result: Any = None
 
         def flushed() -> Any:
+            nonlocal result
             result = closure()
             self._last_norm = None
             self.engine.flush()
+            if self._on_nan != "ignore" and not self._clips_by_norm and self.engine.leaves_out():
+                raise NotFiniteStep
             return result
 
-        output = super().optimizer_step(optimizer, flushed, model, **kwargs)
+        try:
+            output = super().optimizer_step(optimizer, flushed, model, **kwargs)
+        except NotFiniteStep:
+            self._leave_out()
+            return result
         self.engine.stepped()
         return output
+
+    @property
+    def _clips_by_norm(self) -> bool:
+        """Whether the norm's all-reduce will tell all ranks that a step is to be left out."""
+        trainer: Any = self._trainer
+        return (
+            bool(trainer.gradient_clip_val)
+            and trainer.gradient_clip_algorithm in (None, "norm")
+            and self._scaler is None
+            and not is_overridden("configure_gradient_clipping", self.lightning_module)
+        )
+
+    def _leave_out(self) -> None:
+        """All ranks are here, and none has updated; collective.
+
+        Raises:
+            NotFiniteError: With ``on_nan="stop"``.
+        """
+        own = self.engine.findings()
+        gathered: list[list[Finding]] = [own]
+        if dist.is_initialized():
+            gathered = [own] * self.world_size
+            dist.all_gather_object(gathered, own)
+        step = int(self._trainer.global_step)
+        cause = first_finding(item for items in gathered for item in items).sentence()
+        message = f"step {step + 1}: {cause}. No rank has applied this step."
+        if self._on_nan == "stop":
+            raise NotFiniteError(f"{message} {self._last_checkpoint()}")
+        self.engine.left_out()
+        self.skipped_steps.append(step)
+        if self.is_global_zero:
+            _log.warning("%s %d skipped so far.", message, len(self.skipped_steps))
+
+    def _last_checkpoint(self) -> str:
+        skip = "trainer.on_nan=skip leaves such steps out and goes on"
+        try:
+            self.saver.finish()
+        except CheckpointError as error:
+            return f"The last checkpoint failed, too: {error} Try a smaller rate; {skip}."
+        there = [path for path in self._checkpoints if (path / MANIFEST).is_file()]
+        if not there:
+            return f"No checkpoint has been written. Try a smaller rate; {skip}."
+        newest = max(there, key=lambda path: (path / MANIFEST).stat().st_mtime)
+        return (
+            f"The last checkpoint is {newest}: trainer.resume={newest} goes on from there, say "
+            f"with a smaller rate; {skip}."
+        )
 
     def gradient_norm(self) -> Tensor:
         """2-norm of the whole model's gradient; collective, once per step however often asked."""
@@ -652,7 +727,10 @@ class PipelineStrategy(ParallelStrategy):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         from strategies.runtime.grad_sync import clip_
 
-        clip_(self.engine.updated_parameters(), self.gradient_norm(), float(clip_val))
+        norm = self.gradient_norm()
+        if self._on_nan != "ignore" and self._clips_by_norm and not bool(torch.isfinite(norm)):
+            raise NotFiniteStep  # All ranks have the same norm.
+        clip_(self.engine.updated_parameters(), norm, float(clip_val))
 
     # ------------------------------------------------------------- evaluation
 

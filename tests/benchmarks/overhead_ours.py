@@ -71,7 +71,7 @@ class SleepingModel(StageModel):
 class Ours(Engine):
     """A whole training step but for the optimizer's update."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, *, watch_nan: bool = False) -> None:
         copies = find_schedule(task.schedule).weight_copies
         plan = Plan(
             task.schedule,
@@ -84,13 +84,14 @@ class Ours(Engine):
             model=SleepingModel(resolve_placement(plan).num_stages, task.emulation),
             plan=plan,
             buckets_open=False,
-            options=Options(),
+            options=Options(watch_nan=watch_nan),
             coordinates=Coordinates(task.ranks, 1, task.rank, 0),
             device=torch.device("cpu"),
         )
         self._runtime.build_gradients()
         self._batch = torch.zeros(task.num_microbatches, TOKENS)
         self._steps = 0
+        self._watches = watch_nan
 
     def step(self, *, clip: bool = False) -> None:
         runtime = self._runtime
@@ -99,6 +100,8 @@ class Ours(Engine):
         runtime.flush()
         if clip:
             runtime.clip_by_norm(1.0)
+        elif self._watches:
+            assert not runtime.leaves_out()
         runtime.stepped()
         self._steps += 1
 

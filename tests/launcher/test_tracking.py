@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from launcher.compose.execute import Jobs
+from launcher.config import LaunchConfig
 
 from .runs import MODEL, Finished, launch, read_metrics
 
@@ -18,6 +25,9 @@ RUN = (
     "experiment_name=tracked", "data.global_batch_size=2",
 )  # fmt: skip
 _BLOCK = 32768
+CANARY = "canary-5f1d20-do-not-copy-this-anywhere-"
+OURS = ("lr", "grad_norm", "step_time_s", "tokens_per_s", "bubble_ratio", "peak_memory_bytes_max",
+        "skipped_steps")  # fmt: skip
 
 
 def wandb_records(file: Path) -> Iterator[bytes]:
@@ -40,30 +50,39 @@ def wandb_records(file: Path) -> Iterator[bytes]:
 
 @pytest.fixture(scope="module")
 def wandb_run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    words = [*RUN, "pp=2", "tracking=wandb", "tracking.project=mine", "tracking.tags=[a,b]"]
-    return launch(words, tmp_path_factory.mktemp("wandb")).assert_done()
+    words = [*RUN, "pp=2", "tracking=wandb", "tracking.project=mine", "tracking.tags=[a,b]",
+             "tracking.offline=true", "trainer.checkpoint_every_n_steps=3"]  # fmt: skip
+    secrets = {"WANDB_API_KEY": CANARY, "HF_TOKEN": CANARY}
+    return launch(words, tmp_path_factory.mktemp("wandb"), **secrets).assert_done()
 
 
 @pytest.fixture(scope="module")
-def history(wandb_run: Finished) -> tuple[list[dict[str, float]], object]:
-    """Rows as logged, and the record that describes the run."""
+def records(wandb_run: Finished) -> list[Any]:
+    """The transaction log as wandb's own messages."""
     from wandb.proto import wandb_internal_pb2
 
     (file,) = wandb_run.folder.rglob("*.wandb")
-    rows, run = [], None
+    found = []
     for content in wandb_records(file):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(content)
-        if record.WhichOneof("record_type") == "run":
-            run = record.run
-        if record.WhichOneof("record_type") == "history":
-            rows.append(
-                {
-                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                    for item in record.history.item
-                }
-            )
-    return rows, run
+        found.append(record)
+    return found
+
+
+@pytest.fixture(scope="module")
+def history(records: list[Any]) -> tuple[list[dict[str, Any]], Any]:
+    """Rows as logged, and the record that describes the run."""
+    rows = [
+        {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    return rows, runs[-1]
 
 
 def test_wandb_without_a_key_writes_every_step_locally(wandb_run, history):
@@ -91,6 +110,73 @@ def test_wandb_knows_the_run(wandb_run, history):
     assert settings["model"]["hidden"] == 16
 
 
+def test_wandb_has_every_figure_of_every_step(wandb_run, history):
+    rows, _ = history
+    for name in OURS:
+        found = {int(r["trainer/global_step"]) + 1: r[name] for r in rows if name in r}
+        known = {int(r["step"]): r[name] for r in read_metrics(wandb_run.folder) if name in r}
+        assert len(known) == 6
+        assert found == pytest.approx(known, rel=1e-5), name
+
+
+def test_wandb_has_the_memory_of_every_rank(wandb_run, history):
+    rows, _ = history
+    peaks = [
+        [row[f"peak_memory_bytes/rank_{rank:05d}"] for rank in (0, 1)]
+        for row in rows
+        if "peak_memory_bytes_max" in row
+    ]
+    assert [max(pair) for pair in peaks] == [
+        row["peak_memory_bytes_max"] for row in read_metrics(wandb_run.folder)
+    ]
+
+
+def test_wandb_has_the_timeline_as_a_page_and_as_a_picture(wandb_run, history):
+    rows, _ = history
+    (row,) = [row for row in rows if "timeline/path" in row]
+    (folder,) = (wandb_run.folder / "wandb").glob("offline-run-*/files")
+    page, picture = (
+        (folder / row[f"{name}/path"]).read_bytes() for name in ("timeline", "timeline_image")
+    )
+    assert (row["timeline/_type"], row["timeline_image/_type"]) == ("html-file", "image-file")
+    assert row["timeline/sha256"] == hashlib.sha256(page).hexdigest()
+    assert re.findall("<section><h2>(.*?)</h2>", page.decode()) == ["predicted", "measured"]
+    assert row["timeline_image/sha256"] == hashlib.sha256(picture).hexdigest()
+    assert picture.startswith(b"\x89PNG")
+
+
+def test_wandb_has_the_manifest_of_every_checkpoint(wandb_run, records):
+    artifacts = {
+        record.artifact.aliases[0]: json.loads(record.artifact.metadata)
+        for record in records
+        if record.WhichOneof("record_type") == "artifact"
+    }
+    assert sorted(artifacts) == ["step-00000003", "step-00000006"]
+    for name, metadata in artifacts.items():
+        path = wandb_run.folder / "checkpoints" / f"{name}.ckpt"
+        manifest = json.loads((path / "manifest.json").read_text())
+        assert metadata["path"] == str(path)
+        assert metadata["files"] == manifest["files"]
+        assert metadata["step"] == int(name[-8:])
+        assert metadata["layout"] == {"pp": 2, "dp": 1, "tp": 1, "world_size": 2}
+
+
+def test_a_key_in_the_environment_is_in_no_file(wandb_run):
+    files = [path for path in wandb_run.cwd.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
+    assert CANARY not in wandb_run.output + wandb_run.errors
+
+
+def test_runs_of_a_sweep_are_a_group(tmp_path):
+    jobs = Jobs(lambda *_: 0, jobs=[["seed=1"]], folder=tmp_path / "2026-01-02" / "03-04-05")
+    config = replace(LaunchConfig(), experiment_name="mine")
+    assert jobs._grouped(config).tracking.group == "mine 2026-01-02 03-04-05"
+    given = replace(config, tracking=replace(config.tracking, group="theirs"))
+    assert jobs._grouped(given) is given
+    assert Jobs(lambda *_: 0)._grouped(config) is config
+
+
 def test_wandb_files_are_private_and_in_the_run_folder(wandb_run):
     assert [path.name for path in wandb_run.cwd.iterdir() if not path.name.startswith(".")] == [
         "outputs"
@@ -116,3 +202,6 @@ def test_tensorboard_gets_every_step(tmp_path):
     assert found["train_loss"] == pytest.approx([row["train_loss"] for row in rows], rel=1e-5)
     known = [row["val_loss"] for row in rows if row["val_loss"]]
     assert found["val_loss"] == pytest.approx(known, rel=1e-5)
+    for name in OURS:
+        assert found[name] == pytest.approx([row[name] for row in rows], rel=1e-5), name
+    assert len(found["peak_memory_bytes/rank_00000"]) == len(rows)
