@@ -175,7 +175,8 @@ def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object)
     )
 
 
-def _model(run: Run) -> pl.LightningModule:
+def build_model(run: Run) -> pl.LightningModule:
+    """The run's model; the built-in ones without weights, which each rank then makes."""
     if run.own_model or isinstance(run.shape, HfShape):
         built = load(MODELS, run.config.model.name)(run.config)
         return cast(pl.LightningModule, built)
@@ -186,7 +187,8 @@ def _model(run: Run) -> pl.LightningModule:
         )
 
 
-def _data(run: Run) -> pl.LightningDataModule:
+def build_data(run: Run) -> pl.LightningDataModule:
+    """The run's data module."""
     config = run.config
     if run.own_data:
         return cast(pl.LightningDataModule, load(DATA, config.data.name)(config, run.batch_size))
@@ -211,7 +213,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     rows = run.batch_size * run.dp * given.accumulate_grad_batches
     # Only the built-in text has a known number of tokens per row.
     tokens = None if run.own_data else rows * run.shape.sequence
-    model = _model(run)
+    model = build_model(run)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     ideal = ideal_step_s(run)
     file = MetricsFile(run_dir / "metrics.csv") if rank == 0 else None
@@ -256,7 +258,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     tracked = Tracked(trainer.loggers, folder)
     progress.follow = tracked.row
     try:
-        trainer.fit(model, datamodule=_data(run), ckpt_path=checkpoint)
+        trainer.fit(model, datamodule=build_data(run), ckpt_path=checkpoint)
     except RuntimeError as error:
         lost = as_lost_loader(error, trainer)
         if lost is None:
@@ -336,7 +338,7 @@ def _plain(timeline: Timeline) -> dict[str, Any]:
 def _evaluate(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     trainer = _trainer(run, run_dir, [])
     (found,) = trainer.test(
-        _model(run), datamodule=_data(run), ckpt_path=checkpoint, verbose=False
+        build_model(run), datamodule=build_data(run), ckpt_path=checkpoint, verbose=False
     ) or ({},)
     loss = found.get("test_loss")
     return {"val_loss": loss, "checkpoint": checkpoint, "world_size": run.world_size}
@@ -347,7 +349,7 @@ def _predict(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     trainer = _trainer(run, run_dir, [])
-    batches = trainer.predict(_model(run), datamodule=_data(run), ckpt_path=checkpoint)
+    batches = trainer.predict(build_model(run), datamodule=build_data(run), ckpt_path=checkpoint)
     where = pipeline(trainer).coordinates
     path = run_dir / f"predictions_{where.dp_rank:05d}.safetensors"
     own: tuple[str, int] | None = None
@@ -372,7 +374,7 @@ def _generate(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]
     from launcher.workloads.data.prompt import decode, encode
 
     wanted = run.config.generate
-    model = _model(run)
+    model = build_model(run)
     assert isinstance(model, LanguageModel)
     for name, _ in model.pipeline_units():
         model.initialise_unit(name)

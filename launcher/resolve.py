@@ -23,7 +23,8 @@ from launcher.workloads.hf.shape import HfShape, read_shape
 from launcher.workloads.loads import unit_loads
 from launcher.workloads.model_share import check_tp, vocabulary_note
 from launcher.workloads.optimizer_options import OptimizerOptions
-from launcher.workloads.specs import ModelShape, model_costs, units_per_layer
+from launcher.workloads.specs import ModelShape, PlannedShape, model_costs, units_per_layer
+from launcher.workloads.traced_shape import TracedShape, stage_handing
 from strategies.compiled_units import refuse_split_backward
 from strategies.compiler import Programs, compile_plan, resolve_shape
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
@@ -35,6 +36,8 @@ from strategies.errors import PlanError
 from strategies.ir.placement import Placement
 from strategies.partition import balance, by_counts
 from strategies.plan import Plan, num_buckets
+from strategies.planner.problem import handing
+from strategies.planner.routes import skips
 from strategies.schedule_file import ScheduleFile
 
 ELEMENT_BYTES = {
@@ -67,6 +70,7 @@ class Run:
             architecture of transformers without known sizes): it is cut there, and predicted with
             uniform costs.
         own_data: Whether the data module does.
+        traced: The figures of such a model, where it is planned with them.
     """
 
     config: LaunchConfig
@@ -81,6 +85,7 @@ class Run:
     num_parameters: int | None
     own_model: bool
     own_data: bool
+    traced: TracedShape | None = None
 
     @property
     def world_size(self) -> int:
@@ -106,17 +111,22 @@ class Run:
     @property
     def layers_per_stage(self) -> tuple[float, ...]:
         """Layers per stage; a half is an attention or an MLP alone."""
+        if self.traced is not None:
+            return tuple(float(len(stage)) for stage in self.stages)
         share = units_per_layer(self.shape)
         last = share * self.shape.layers + 1
         return tuple(sum(1 for u in stage if 0 < u < last) / share for stage in self.stages)
 
 
-def resolve(config: LaunchConfig, file: ScheduleFile | None = None) -> Run:
+def resolve(
+    config: LaunchConfig, file: ScheduleFile | None = None, *, traced: TracedShape | None = None
+) -> Run:
     """Fills in what was left open and compiles the programs.
 
     Args:
         config: What was asked.
         file: The content of ``schedule.file`` as the parent has read it; None to read it.
+        traced: What a trace knows of a model that only the ranks know otherwise.
 
     Raises:
         PlanError: Degrees, batch sizes or the cut do not work together.
@@ -135,6 +145,7 @@ def resolve(config: LaunchConfig, file: ScheduleFile | None = None) -> Run:
         refuse_split_backward(schedule.name, own=schedule.splits_backward, asked=asked)
     num_microbatches, batch_size = plan_batches(config, dp, schedule.num_microbatches)
     shape = model_shape(config)
+    sized: PlannedShape = traced or shape
     plan = Plan(
         schedule=config.schedule.name,
         pp=config.pp,
@@ -153,13 +164,17 @@ def resolve(config: LaunchConfig, file: ScheduleFile | None = None) -> Run:
     )
     uniform = config.mode == "simulate" and config.costs.name == "uniform"
     # With uniform costs the model plays no part: any number of stages goes.
-    opaque = uniform or own_model
+    opaque = uniform or (own_model and traced is None)
     if not opaque or (isinstance(shape, HfShape) and not uniform):
-        check_tp(shape, config.tp, sequence_parallel=config.sequence_parallel)
-    stages = () if opaque else _stages(config, shape, placement)
-    loads = _loads(config, shape, stages) if stages else ()
+        check_tp(sized, config.tp, sequence_parallel=config.sequence_parallel)
+    stages = () if opaque else _stages(config, sized, placement)
+    loads = _loads(config, sized, stages) if stages else ()
     assumed = opaque or config.costs.name == "uniform"
     costs: Costs = _uniform(config) if assumed else _analytic(config, dp, loads)
+    if traced is not None and isinstance(costs, AnalyticCosts):
+        handed = stage_handing(traced, stages, config.data.microbatch_size)
+        costs = replace(costs, stages=handing(list(costs.stages), handed), handed=handed)
+        plan = replace(plan, skips=skips(handed))
     if config.costs.name == "profiled":
         costs = _profiled(config, shape, stages, costs, dp)
     plan = replace(
@@ -179,9 +194,10 @@ def resolve(config: LaunchConfig, file: ScheduleFile | None = None) -> Run:
         plan=plan,
         programs=compile_plan(plan),
         costs=costs,
-        num_parameters=None if own_model else shape.num_parameters,
+        num_parameters=None if own_model and traced is None else sized.num_parameters,
         own_model=own_model,
         own_data=config.data.name in installed_names("data"),
+        traced=traced,
     )
 
 
@@ -255,6 +271,11 @@ def hardware(config: LaunchConfig) -> Hardware:
         given.inter_bandwidth,
         given.inter_latency_s,
         given.gpus_per_node,
+        given.unit_overhead_s,
+        given.stage_overhead_s,
+        given.step_overhead_s,
+        given.ring_bandwidth,
+        given.ring_latency_s,
     )
 
 
@@ -283,7 +304,7 @@ def _replicas(config: LaunchConfig) -> int:
     return max(1, world // (config.pp * config.tp))
 
 
-def _stages(config: LaunchConfig, shape: ModelShape, placement: Placement) -> tuple[range, ...]:
+def _stages(config: LaunchConfig, shape: PlannedShape, placement: Placement) -> tuple[range, ...]:
     num_stages = placement.num_stages
     counts = config.schedule.layers_per_stage
     costs = model_costs(shape)
@@ -306,7 +327,9 @@ def _stages(config: LaunchConfig, shape: ModelShape, placement: Placement) -> tu
     return by_counts(units, len(costs), num_stages)
 
 
-def _loads(config: LaunchConfig, shape: ModelShape, stages: tuple[range, ...]) -> tuple[Load, ...]:
+def _loads(
+    config: LaunchConfig, shape: PlannedShape, stages: tuple[range, ...]
+) -> tuple[Load, ...]:
     units = unit_loads(
         shape,
         config.tp,

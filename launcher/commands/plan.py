@@ -7,14 +7,17 @@ from pathlib import Path
 
 from launcher.commands.predicted import run_mapping, write_pictures
 from launcher.config import LaunchConfig
+from launcher.planning.branches import better_order
+from launcher.planning.calibration import calibration
 from launcher.planning.explained import explained, pinned_space
 from launcher.planning.no_plan import refuse
-from launcher.planning.question import ask, typed_words
+from launcher.planning.question import Question, ask, typed_words
 from launcher.planning.report import Listed, answer_mapping, command_line, list_plans
 from launcher.report.html import Panel
 from launcher.report.plan_table import memory_bars, plan_table, refused
 from launcher.report.result import metrics_mapping, write_result
 from launcher.terminal import say
+from launcher.workloads.traced_shape import TracedShape
 from strategies.planner.confirmed import search_confirmed
 
 
@@ -41,13 +44,10 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     machine = asked.problem.machine
     say(
         f"{config.model.name} on {asked.space.num_gpus} x {machine.hardware.name} with "
-        f"{machine.memory_bytes / 1e9:g} GB each, {asked.space.global_batch_size} sequences of "
-        f"{asked.shape.sequence} tokens per step, {config.trainer.precision}"
+        f"{machine.memory_bytes / 1e9:g} GB each, {asked.space.global_batch_size} "
+        f"{_rows(asked)} per step, {config.trainer.precision}"
     )
-    say(
-        "uncalibrated: times are computed from datasheet figures, at "
-        f"{machine.hardware.efficiency:.0%} of the peak"
-    )
+    say(calibration(config))
     plans = mapping["plans"]
     assert isinstance(plans, list)
     say(plan_table(plans))
@@ -61,10 +61,21 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
         f"{answer.num_candidates} candidates, {answer.num_simulated} simulated, "
         f"{answer.search_s:.2f} s"
     )
+    if config.planner.partition == "ilp" and isinstance(asked.shape, TracedShape):
+        ratio = config.planner.balance_ratio
+        note = better_order(asked.shape, first.outcome.candidate.units, balance_ratio=ratio)
+        if note is not None:
+            say(note)
     typed = typed_words(run_dir)
     say(f"plan 1: {command_line(typed, first)}")
     say(f"files: {run_dir}")
     return 0
+
+
+def _rows(asked: Question) -> str:
+    """What a batch is made of: sequences, or whatever another package's data has."""
+    tokens = asked.shape.sequence
+    return f"sequences of {tokens} tokens" if tokens > 1 else "rows"
 
 
 def _bars(plan: Listed, limit: int) -> str:

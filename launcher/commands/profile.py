@@ -13,6 +13,7 @@ from launcher.commands.ranks import (
     run_ranks,
 )
 from launcher.config import LaunchConfig
+from launcher.measured_hardware import hardware_file, hardware_yaml
 from launcher.profiled import class_numbers, measured_sizes, writable
 from launcher.report.atomic import write_atomically
 from launcher.report.profile_table import profile_table
@@ -20,7 +21,7 @@ from launcher.report.result import write_result
 from launcher.resolve import Run, element_sizes, num_gpus, resolve, uses_gpu
 from launcher.terminal import say
 from launcher.workloads.specs import model_units
-from strategies.costs.profile import parse_profile
+from strategies.costs.profile import Profile, parse_profile
 from strategies.errors import PlanError
 from strategies.runtime.profiling.sample import sample_units
 
@@ -33,6 +34,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     """
     resolved = resolve(config)
     target = _target(config, run_dir)
+    option = None if config.profile.hardware is None else hardware_file(config.profile.hardware)
     _check(resolved)
     world = profile_ranks(resolved)
     common = run_mapping(resolved, "done")
@@ -45,7 +47,26 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     say(profile_table(parse_profile(text, label=str(target))))
     say(f"profile: {target}")
     say(f"use it: costs=profiled costs.file={target}")
+    if option is not None:
+        _write_hardware(option, parse_profile(text, label=str(target)), resolved)
     return 0
+
+
+def _write_hardware(option: Path, profile: Profile, run: Run) -> None:
+    sizes, memory = element_sizes(run.config), _rank_memory(run)
+    text = hardware_yaml(option.stem, profile, run.config, run.shape, sizes, memory)
+    write_atomically(option, text)
+    say(f"hardware: {option}")
+    say(f"use it: --config-dir {option.parent.parent} hardware={option.stem}")
+
+
+def _rank_memory(run: Run) -> int:
+    """What one of as many ranks as there are cores may use; a GPU's is the option's that was."""
+    if uses_gpu(run.config):
+        return int(run.config.hardware.memory_gb * 1e9)
+    import psutil
+
+    return int(psutil.virtual_memory().total) // (os.cpu_count() or 1)
 
 
 def profile_ranks(run: Run) -> int:

@@ -147,6 +147,29 @@ class HardwareConfig:
     )
     inter_latency_s: float = key(2.0e-4, "Its latency, in seconds.", low=0)
     gpus_per_node: int = key(64, "Ranks that share a node and its faster links.", low=1)
+    unit_overhead_s: float = key(
+        0.0,
+        "Seconds of a unit's forward, and of each half of its backward, beside its FLOPs.",
+        low=0,
+    )
+    stage_overhead_s: float = key(0.0, "The same for a stage, whatever lies in it.", low=0)
+    step_overhead_s: float = key(
+        0.0, "Seconds of an optimizer step on a rank beside its weights.", low=0
+    )
+    ring_bandwidth: float | None = key(
+        None, "Collectives in a node, in bytes/s; null = intra_bandwidth.", above=0, example=1e9
+    )
+    ring_latency_s: float | None = key(
+        None, "Of each step of a collective; null = intra_latency_s.", low=0, example=1e-4
+    )
+    measured_on: str | None = key(
+        None,
+        "Where mode=profile has measured these figures; null = they are a datasheet's.",
+        example="a processor, torch 2.13",
+    )
+    fit_error: float | None = key(
+        None, "Relative error of these figures on what was measured.", low=0, example=0.05
+    )
     cores: int | None = key(
         None,
         "CPU cores that all ranks share in predictions; null = a core, or GPU, for each.",

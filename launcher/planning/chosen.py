@@ -6,13 +6,14 @@ from dataclasses import replace
 
 from launcher.config import LaunchConfig, PlannerConfig
 from launcher.config.key import spell
-from launcher.workloads.specs import ModelShape, model_costs
+from launcher.workloads.specs import PlannedShape, model_costs
+from launcher.workloads.traced_shape import TracedShape
 from strategies.partition import balance
 from strategies.planner.layout import Candidate
 from strategies.schedules import find_schedule
 
 
-def chosen_words(candidate: Candidate, shape: ModelShape, global_batch_size: int) -> list[str]:
+def chosen_words(candidate: Candidate, shape: PlannedShape, global_batch_size: int) -> list[str]:
     """Overrides that make a run of a candidate."""
     layout, order = candidate.layout, candidate.order
     words = [
@@ -36,7 +37,7 @@ def chosen_words(candidate: Candidate, shape: ModelShape, global_batch_size: int
 
 
 def chosen_config(
-    config: LaunchConfig, candidate: Candidate, shape: ModelShape, global_batch_size: int
+    config: LaunchConfig, candidate: Candidate, shape: PlannedShape, global_batch_size: int
 ) -> LaunchConfig:
     """The configuration that ``chosen_words`` makes of this one.
 
@@ -79,8 +80,10 @@ def chosen_config(
     )
 
 
-def _cut(candidate: Candidate, shape: ModelShape) -> tuple[int, ...] | None:
+def _cut(candidate: Candidate, shape: PlannedShape) -> tuple[int, ...] | None:
     """Units per stage, where a run would not cut there by itself."""
+    if isinstance(shape, TracedShape):
+        return candidate.units
     default = balance(model_costs(shape), len(candidate.units))
     same = tuple(len(stage) for stage in default) == candidate.units
     return None if same else candidate.units

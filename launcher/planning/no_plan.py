@@ -64,8 +64,8 @@ def _memory(asked: Question, answer: Answer) -> str:
         text += f" The nearest, {describe(what)}, needs {at_least}{needed / 1e9:.4g} GB."
     changes = [
         change
-        for change in (_recompute(asked), _small_microbatches(asked), _more_gpus(asked),
-                       _more_memory(asked))
+        for change in (_recompute(asked), _small_microbatches(asked), _smaller_batch(asked),
+                       _more_gpus(asked), _more_memory(asked))
         if change is not None
     ]  # fmt: skip
     return f"{text} Try {', or '.join(changes)}." if changes else f"{text} Try a smaller model."
@@ -88,6 +88,19 @@ def _small_microbatches(asked: Question) -> str | None:
         return None
     free = replace(asked, space=replace(asked.space, microbatch_size=1, num_microbatches=None))
     return "data.microbatch_size=1" if _fits(free) else None
+
+
+def _smaller_batch(asked: Question) -> str | None:
+    """Fewer microbatches at once, where the schedule keeps the activations of all of them."""
+    count = asked.space.global_batch_size
+    space = replace(asked.space, num_microbatches=None)
+    for _ in range(_MOST_DOUBLINGS):
+        if count % 2:
+            return None
+        count //= 2
+        if _fits(replace(asked, space=replace(space, global_batch_size=count))):
+            return f"data.global_batch_size={count}"
+    return None
 
 
 def _more_gpus(asked: Question) -> str | None:

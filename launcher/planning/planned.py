@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.config import LaunchConfig, check
+from launcher.planning.calibration import label
 from launcher.planning.chosen import chosen_config, chosen_words
 from launcher.planning.no_plan import refuse
 from launcher.planning.question import ask
@@ -33,7 +34,7 @@ def planned(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
     batch = asked.space.global_batch_size
     say(
         f"plan=auto: {' '.join(chosen_words(best.candidate, asked.shape, batch))} "
-        f"(uncalibrated: {format_duration(best.step_time_s, 's')} per step, the best of "
+        f"({label(config)}: {format_duration(best.step_time_s, 's')} per step, the best of "
         f"{answer.num_candidates} candidates, {answer.search_s:.2f} s)"
     )
     chosen = chosen_config(config, best.candidate, asked.shape, batch)

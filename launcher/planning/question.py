@@ -15,13 +15,13 @@ from typing import TypeVar
 from launcher.config import LaunchConfig
 from launcher.config.key import keys_of
 from launcher.config.recompute import recompute_policy
-from launcher.installed import installed_names
+from launcher.planning.traced import needs_trace, traced_shape
 from launcher.processes.nodes import asked_world
 from launcher.resolve import MOMENTS, element_sizes, hardware, model_shape, num_gpus, uses_gpu
-from launcher.workloads.hf.shape import HfShape
 from launcher.workloads.loads import unit_loads
 from launcher.workloads.model_share import check_tp
-from launcher.workloads.specs import ModelShape, units_per_layer
+from launcher.workloads.specs import ModelShape, PlannedShape, units_per_layer
+from launcher.workloads.traced_shape import TracedShape
 from strategies.costs.analytic import Load
 from strategies.errors import PlanError
 from strategies.planner.problem import Machine, Problem
@@ -41,12 +41,14 @@ class Question:
         space: What may be chosen.
         shape: The model.
         pinned: Keys that the user has set.
+        config: What was asked.
     """
 
     problem: Problem
     space: Space
-    shape: ModelShape
+    shape: PlannedShape
     pinned: frozenset[str]
+    config: LaunchConfig
 
 
 def ask(config: LaunchConfig, run_dir: Path) -> Question:
@@ -59,12 +61,18 @@ def ask(config: LaunchConfig, run_dir: Path) -> Question:
     Raises:
         PipelineError: The model has no known sizes, or keys contradict each other.
     """
-    return question(config, pinned_keys(config, run_dir))
+    _check_costs(config)
+    return question(config, pinned_keys(config, run_dir), traced_shape(config, run_dir))
 
 
-def question(config: LaunchConfig, pinned: Collection[str]) -> Question:
-    """The question for known pins; see ``ask``."""
-    shape = _known_shape(config)
+def question(
+    config: LaunchConfig, pinned: Collection[str], traced: TracedShape | None = None
+) -> Question:
+    """The question for known pins, and for the trace of a model that needs one; see ``ask``."""
+    _check_costs(config)
+    shape: PlannedShape = traced or _known_shape(config)
+    if traced is not None:
+        _check_traced(config, frozenset(pinned))
     machine = Machine(
         hardware=hardware(config),
         memory_bytes=int((config.planner.memory_gb or config.hardware.memory_gb) * 1e9),
@@ -88,8 +96,10 @@ def question(config: LaunchConfig, pinned: Collection[str]) -> Question:
             return str(error)
         return None
 
-    problem = Problem(machine, loads, len(loads(1, 1, False)), refuse_tp)
-    return Question(problem, _space(config, frozenset(pinned), shape), shape, frozenset(pinned))
+    graph = None if traced is None else traced.graph
+    problem = Problem(machine, loads, len(loads(1, 1, False)), refuse_tp, graph)
+    pins = frozenset(pinned)
+    return Question(problem, _space(config, pins, shape), shape, pins, config)
 
 
 def pinned_keys(config: LaunchConfig, run_dir: Path) -> frozenset[str]:
@@ -119,7 +129,7 @@ def typed_words(run_dir: Path) -> tuple[str, ...]:
     return tuple(str(word) for word in OmegaConf.load(file)) if file.is_file() else ()
 
 
-def _known_shape(config: LaunchConfig) -> ModelShape:
+def _check_costs(config: LaunchConfig) -> None:
     if config.costs.name != "analytic":
         raise PlanError(
             f"costs={config.costs.name}: plans are compared in seconds. Try costs=analytic."
@@ -129,9 +139,21 @@ def _known_shape(config: LaunchConfig) -> ModelShape:
             f"schedule.file={config.schedule.file} is an order for fixed degrees: there is nothing "
             "left to plan. Try mode=simulate, or leave schedule= to the planner."
         )
+
+
+def _check_traced(config: LaunchConfig, pinned: frozenset[str]) -> None:
+    """Refuses what a trace cannot tell anything about."""
+    asked = {"recompute", "recompute.name"} & pinned
+    if asked and config.recompute.name == "selective":
+        raise PlanError(
+            f"recompute=selective with model={config.model.name}: a trace does not know what its "
+            "layers would compute again. Try recompute=full, or leave it to the planner."
+        )
+
+
+def _known_shape(config: LaunchConfig) -> ModelShape:
     shape = model_shape(config)
-    own = config.model.name in installed_names("model")
-    if own or (isinstance(shape, HfShape) and shape.sizes is None):
+    if needs_trace(config, shape):
         raise PlanError(
             f"model={config.model.name}: only its ranks know the sizes of its layers, and the "
             "planner needs them beforehand. Try pp= and schedule= by hand with mode=train, or a "
@@ -140,7 +162,7 @@ def _known_shape(config: LaunchConfig) -> ModelShape:
     return shape
 
 
-def _space(config: LaunchConfig, pinned: frozenset[str], shape: ModelShape) -> Space:
+def _space(config: LaunchConfig, pinned: frozenset[str], shape: PlannedShape) -> Space:
     def given(key: str, value: T) -> T | None:
         return value if key in pinned else None
 
@@ -167,15 +189,18 @@ def _space(config: LaunchConfig, pinned: frozenset[str], shape: ModelShape) -> S
         whole_backward=config.compile,
         partition=config.planner.partition,
         balance_ratio=config.planner.balance_ratio,
+        selective=not isinstance(shape, TracedShape),
     )
 
 
-def _units(config: LaunchConfig, shape: ModelShape) -> tuple[int, ...] | None:
+def _units(config: LaunchConfig, shape: PlannedShape) -> tuple[int, ...] | None:
     if config.schedule.units_per_stage is not None:
         return config.schedule.units_per_stage
     layers = config.schedule.layers_per_stage
     if layers is None:
         return None
+    if isinstance(shape, TracedShape):
+        return layers
     units = [units_per_layer(shape) * count for count in layers]
     units[0] += 1  # the embedding
     units[-1] += 1  # the head

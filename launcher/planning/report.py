@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from launcher.commands.predicted import predict
 from launcher.config import LaunchConfig
+from launcher.planning.calibration import is_calibrated
 from launcher.planning.chosen import chosen_config, chosen_words
 from launcher.planning.no_plan import describe
 from launcher.planning.question import Question
 from launcher.resolve import Run, resolve
 from launcher.workloads.specs import model_units
+from launcher.workloads.traced_shape import TracedShape
 from strategies.metrics import Metrics
 from strategies.planner.evaluate import Outcome
 from strategies.planner.search import Answer
@@ -56,7 +58,8 @@ def list_plans(config: LaunchConfig, asked: Question, answer: Answer) -> tuple[L
     found = []
     for outcome in answer.plans:
         candidate = outcome.candidate
-        run = resolve(chosen_config(config, candidate, asked.shape, batch))
+        traced = asked.shape if isinstance(asked.shape, TracedShape) else None
+        run = resolve(chosen_config(config, candidate, asked.shape, batch), traced=traced)
         timeline, metrics = predict(run)
         waits = asked.problem.machine.waits_at_flush
         step = metrics.makespan if waits else metrics.period
@@ -113,7 +116,8 @@ def answer_mapping(asked: Question, answer: Answer, listed: Sequence[Listed]) ->
         "search_s": answer.search_s,
         "num_candidates": answer.num_candidates,
         "num_simulated": answer.num_simulated,
-        "calibrated": False,
+        "calibrated": is_calibrated(asked.config),
+        "calibrated_error": asked.config.hardware.fit_error,
     }
 
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from launcher.workloads.model_share import model_shares
 from launcher.workloads.selective import selective_shares
-from launcher.workloads.specs import ModelShape
+from launcher.workloads.specs import PlannedShape, model_units
+from launcher.workloads.traced_shape import TracedShape
 from strategies.costs.analytic import Load
 
 
 def unit_loads(
-    shape: ModelShape,
+    shape: PlannedShape,
     tp: int,
     microbatch_size: int,
     *,
@@ -27,6 +28,11 @@ def unit_loads(
         sequence_parallel: Whether activations are cut between those ranks.
         selective: Whether layers recompute what is cheap (``recompute=selective``).
     """
+    if isinstance(shape, TracedShape):
+        assert tp == 1
+        assert not selective
+        return shape.loads(microbatch_size)
+    units = model_units(shape)
     stream = shape.sequence * shape.hidden * microbatch_size
     loads = tuple(
         Load(
@@ -36,8 +42,13 @@ def unit_loads(
             unit.saved_elements * microbatch_size,
             (stream,) * unit.forward_sums,
             (stream,) * unit.backward_sums,
+            owns=(0,) if number == 0 else (),
+            # Tied is the embedding's matrix, which tensor-parallel ranks share.
+            tied=((0, spec.tied_parameters // tp),) if spec.tied_parameters else (),
         )
-        for unit in model_shares(shape, tp, sequence_parallel=sequence_parallel)
+        for number, (spec, unit) in enumerate(
+            zip(units, model_shares(shape, tp, sequence_parallel=sequence_parallel), strict=True)
+        )
     )
     if not selective:
         return loads

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from launcher.workloads.hf.shape import HfShape
 from launcher.workloads.hf.share import check_hf_tp, hf_shares
-from launcher.workloads.specs import ModelShape, model_units
+from launcher.workloads.specs import ModelShape, PlannedShape, model_units
+from launcher.workloads.traced_shape import TracedShape, check_traced_tp
 from launcher.workloads.transformer_share import (
     UnitShare,
     check_transformer_tp,
@@ -13,13 +14,15 @@ from launcher.workloads.transformer_share import (
 )
 
 
-def check_tp(shape: ModelShape, tp: int, *, sequence_parallel: bool = False) -> None:
+def check_tp(shape: PlannedShape, tp: int, *, sequence_parallel: bool = False) -> None:
     """Refuses a number of ranks that a model cannot be cut into.
 
     Raises:
         PlanError: With the nearest numbers that work.
     """
-    if isinstance(shape, HfShape):
+    if isinstance(shape, TracedShape):
+        check_traced_tp(shape, tp)
+    elif isinstance(shape, HfShape):
         check_hf_tp(shape, tp, sequence_parallel=sequence_parallel)
     else:
         check_transformer_tp(shape, tp, sequence_parallel=sequence_parallel)

@@ -36,6 +36,11 @@ class Load:
         forward_sums: Elements that a forward adds up over tensor-parallel ranks, tensor by tensor.
         backward_sums: The same for a backward.
         again_flops: What a backward computes again inside its layers.
+        backward_flops: Of one backward, for its inputs and for its weights; None for those of a
+            forward each.
+        num_units: How many units it is made of.
+        owns: Names of groups of parameters that it has, which others may use, too.
+        tied: (group, parameters) that it uses of other units; a stage without that unit has a copy.
     """
 
     forward_flops: float
@@ -45,18 +50,50 @@ class Load:
     forward_sums: tuple[int, ...] = ()
     backward_sums: tuple[int, ...] = ()
     again_flops: float = 0.0
+    backward_flops: tuple[float, float] | None = None
+    num_units: int = 1
+    owns: tuple[int, ...] = ()
+    tied: tuple[tuple[int, int], ...] = ()
 
 
 def sum_loads(loads: list[Load]) -> Load:
-    """A stage from its units; what it hands on is what its last unit hands on."""
+    """A stage from its units; what it hands on is what its last unit hands on.
+
+    Parameters that it shares with another stage are its own as well: each has a copy, and a state.
+    """
+    flops = again = inputs = weights = 0.0
+    parameters = saved = units = 0
+    known = False
+    owned: set[int] = set()
+    tied: dict[int, int] = {}
+    forward_sums: list[int] = []
+    backward_sums: list[int] = []
+    for load in loads:
+        flops += load.forward_flops
+        again += load.again_flops
+        parameters += load.parameters
+        saved += load.saved_elements
+        units += load.num_units
+        forward_sums += load.forward_sums
+        backward_sums += load.backward_sums
+        owned.update(load.owns)
+        for group, count in load.tied:
+            tied[group] = max(count, tied.get(group, 0))
+        both = load.backward_flops
+        known = known or both is not None
+        inputs += load.forward_flops if both is None else both[0]
+        weights += load.forward_flops if both is None else both[1]
+    parameters += sum(count for group, count in tied.items() if group not in owned)
     return Load(
-        sum(load.forward_flops for load in loads),
-        sum(load.parameters for load in loads),
+        flops,
+        parameters,
         loads[-1].output_elements if loads else 0,
-        sum(load.saved_elements for load in loads),
-        tuple(size for load in loads for size in load.forward_sums),
-        tuple(size for load in loads for size in load.backward_sums),
-        sum(load.again_flops for load in loads),
+        saved,
+        tuple(forward_sums),
+        tuple(backward_sums),
+        again,
+        (inputs, weights) if known else None,
+        units,
     )
 
 
@@ -74,6 +111,8 @@ class AnalyticCosts:
         transport: ``buffered`` or ``rendezvous``.
         tp: Ranks that share the matrices of a stage.
         sequence_parallel: Whether boundary tensors are cut between those ranks anyway.
+        handed: (source, target, elements) of what stages hand to which others; () where each hands
+            its ``output_elements`` to the next.
         one_link: Messages and reductions leave a rank through one interface, which they share;
             else nothing slows them but others of their kind. Only for ``buffered``.
     """
@@ -88,6 +127,7 @@ class AnalyticCosts:
     tp: int = 1
     sequence_parallel: bool = False
     one_link: bool = False
+    handed: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.one_link and self.transport != "buffered":
@@ -124,17 +164,19 @@ class AnalyticCosts:
         back = [self._sums(load.backward_sums) for load in self.stages]
         forward = tuple(map(sum, zip(computed, sums, strict=True)))
         again = [self._computing(load.again_flops) for load in self.stages]
+        inputs = [self._backward(load, 0) for load in self.stages]
+        weights = [self._backward(load, 1) for load in self.stages]
         links = [self._link(program, b.source, b.target) for b in program.boundaries]
-        sent = [self.stages[b.source].output_elements for b in program.boundaries]
+        sent = self._sent(program)
         return CostTable(
             name="analytic",
             time_unit="s",
             forward=forward,
             backward=tuple(
-                a + c + max(c, b) for a, c, b in zip(again, computed, back, strict=True)
+                a + i + max(w, b) for a, i, w, b in zip(again, inputs, weights, back, strict=True)
             ),
-            backward_input=tuple(map(sum, zip(again, computed, back, strict=True))),
-            backward_weight=computed,
+            backward_input=tuple(map(sum, zip(again, inputs, back, strict=True))),
+            backward_weight=tuple(weights),
             recompute=forward,
             step=tuple(
                 self._step(program, stage, sharded=stage in gathered)
@@ -199,11 +241,18 @@ class AnalyticCosts:
             backward_temporaries=tuple(ends),
         )
 
+    def _sent(self, program: Program) -> list[int]:
+        """Elements that travel over each boundary."""
+        if not self.handed:
+            return [self.stages[b.source].output_elements for b in program.boundaries]
+        known = {(source, target): count for source, target, count in self.handed}
+        return [known.get((b.source, b.target), 0) for b in program.boundaries]
+
     def _stage_inputs(self, program: Program) -> tuple[float, ...]:
         """What a stage receives over what it saves; token ids count for nothing."""
         received = [0.0] * len(self.stages)
-        for boundary in program.boundaries:
-            received[boundary.target] += self.stages[boundary.source].output_elements
+        for boundary, count in zip(program.boundaries, self._sent(program), strict=True):
+            received[boundary.target] += count
         cut = self.tp if self.sequence_parallel else 1
         return tuple(
             min(1.0, count / cut / load.saved_elements) if load.saved_elements else 0.0
@@ -224,7 +273,12 @@ class AnalyticCosts:
         touched = sizes.gradient + 2 * (sizes.main or sizes.weight) + 4 * sizes.moment
         touched += sizes.weight if sizes.main else 0
         moved = self.stages[stage].parameters * touched / shares
-        return moved / self.hardware.memory_bandwidth
+        took = moved / self.hardware.memory_bandwidth
+        if not self.hardware.step_overhead_s:
+            return took
+        placement = program.placement
+        most = max(len(placement.stages_of(owner)) for owner in placement.owners(stage))
+        return took + self.hardware.step_overhead_s / most
 
     @property
     def _sizes(self) -> ElementSizes:
@@ -232,7 +286,19 @@ class AnalyticCosts:
 
     def _forward(self, load: Load) -> float:
         moved = 2 * load.output_elements * self._sizes.activation / self.hardware.memory_bandwidth
-        return max(self._computing(load.forward_flops), moved)
+        return max(self._computing(load.forward_flops), moved) + self._overhead(load)
+
+    def _overhead(self, load: Load) -> float:
+        """Of a stage and its units: launching kernels, walking lists."""
+        return self.hardware.stage_overhead_s + load.num_units * self.hardware.unit_overhead_s
+
+    def _backward(self, load: Load, part: int) -> float:
+        """Of the inputs' gradients (0), or the weights' (1)."""
+        if load.backward_flops is None:
+            return self._forward(load)
+        flops = load.backward_flops[part]
+        moved = 2 * load.output_elements * self._sizes.activation / self.hardware.memory_bandwidth
+        return max(self._computing(flops), moved) + self._overhead(load) if flops else 0.0
 
     def _computing(self, flops: float) -> float:
         return flops / (self.hardware.peak_flops * self.hardware.efficiency)
@@ -241,7 +307,7 @@ class AnalyticCosts:
         """Adding up tensors over tensor-parallel ranks, one after the other."""
         if self.tp == 1:
             return 0.0
-        bandwidth, latency = self.hardware.link(0, self.tp - 1)
+        bandwidth, latency = self.hardware.ring(0, self.tp - 1)
         steps = 2 * (self.tp - 1)
         once = steps / self.tp * self._sizes.activation / bandwidth
         return sum(size * once + steps * latency for size in sizes)
@@ -250,7 +316,7 @@ class AnalyticCosts:
         """Completing a boundary tensor from its slices."""
         if self.tp == 1 or self.sequence_parallel:
             return 0.0
-        bandwidth, latency = self.hardware.link(0, self.tp - 1)
+        bandwidth, latency = self.hardware.ring(0, self.tp - 1)
         share = (self.tp - 1) / self.tp
         moved = share * count * self._sizes.activation
         return moved / bandwidth + (self.tp - 1) * latency
@@ -279,5 +345,5 @@ def _slowest_link(
     """(bandwidth, latency) that a ring over all replicas of a stage's owners is held to."""
     members = [(owner * dp + replica) * tp for owner in owners for replica in range(dp)]
     pairs = zip(members, members[1:] + members[:1], strict=True)
-    links = {hardware.link(first, second) for first, second in pairs}
+    links = {hardware.ring(first, second) for first, second in pairs}
     return min(link[0] for link in links), max(link[1] for link in links)

@@ -20,6 +20,12 @@ class Hardware:
         inter_bandwidth: Bytes/s per direction between nodes.
         inter_latency_s: Seconds.
         gpus_per_node: Ranks of a node.
+        unit_overhead_s: What a unit's forward, and each half of its backward, takes beside its
+            FLOPs.
+        stage_overhead_s: The same for a stage, whatever lies in it.
+        step_overhead_s: What an optimizer step takes on a rank beside its weights.
+        ring_bandwidth: Bytes/s of a collective in a node; None for that of messages.
+        ring_latency_s: Of each of its steps; None likewise.
     """
 
     name: str
@@ -32,6 +38,21 @@ class Hardware:
     inter_bandwidth: float
     inter_latency_s: float
     gpus_per_node: int
+    unit_overhead_s: float = 0.0
+    stage_overhead_s: float = 0.0
+    step_overhead_s: float = 0.0
+    ring_bandwidth: float | None = None
+    ring_latency_s: float | None = None
+
+    def ring(self, first: int, second: int) -> tuple[float, float]:
+        """(bandwidth, latency) of a collective's step between two global ranks."""
+        bandwidth, latency = self.link(first, second)
+        if first // self.gpus_per_node != second // self.gpus_per_node:
+            return bandwidth, latency
+        return (
+            bandwidth if self.ring_bandwidth is None else self.ring_bandwidth,
+            latency if self.ring_latency_s is None else self.ring_latency_s,
+        )
 
     def link(self, first: int, second: int) -> tuple[float, float]:
         """(bandwidth, latency) between two global ranks."""

@@ -49,6 +49,8 @@ class Placement:
 
     def owners(self, stage: int) -> tuple[int, ...]:
         """All ranks that hold the weights of ``stage``, ascending."""
+        if len(self.copies) == 1:
+            return (self.copies[0][stage],)
         return tuple(sorted({copy[stage] for copy in self.copies}))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

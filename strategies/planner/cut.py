@@ -84,7 +84,9 @@ def cut_chain(
         for end in range(first[stage], last[stage] + 1):
             behind = crossing[end] if end < count and stage < num_stages - 1 else 0.0
             for start in range(end - min_units, -1, -1):
-                if not reach.fits(stage, start, end, limit):
+                if sums[end] - sums[start] > limit:
+                    break
+                if room is not None and not reach.fits(stage, start, end, limit):
                     break
                 before = best.get(start)
                 if before is not None:
@@ -217,11 +219,18 @@ class _Reach:
         return edges if edges[-1] == self.count else None
 
     def _furthest(self, stage: int, start: int, limit: float) -> int:
-        end = bisect_right(self.sums, self.sums[start] + limit, start) - 1
+        times = self.sums
+        end = bisect_right(times, times[start] + limit, start) - 1
+        if self._bytes is None:
+            # The sum may round across the limit where the difference does not.
+            while end > start and times[end] - times[start] > limit:
+                end -= 1
+            while end < self.count and times[end + 1] - times[start] <= limit:
+                end += 1
+            return max(end, start)
         if self._bytes is not None and self._room is not None:
             sums = self._bytes[stage]
             end = min(end, bisect_right(sums, sums[start] + self._room.limit, start) - 1)
-        # The sum may round across the limit where the difference does not.
         while end > start and not self.fits(stage, start, end, limit):
             end -= 1
         while end < self.count and self.fits(stage, start, end + 1, limit):

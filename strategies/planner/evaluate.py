@@ -12,6 +12,7 @@ from strategies.planner.clock import step_time
 from strategies.planner.group import Group
 from strategies.planner.held import rank_bytes
 from strategies.planner.layout import Candidate, Order
+from strategies.planner.routes import skips
 from strategies.planner.structure import Structure, build_structure
 from strategies.schedules import find_schedule
 from strategies.simulator.engine import simulate
@@ -106,6 +107,7 @@ def plan_of(group: Group, order: Order) -> Plan:
         costs=group.costs,
         memory_bytes=int(group.costs.hardware.memory_gb * 1e9),
         recompute=group.recompute,
+        skips=skips(group.costs.handed),
     )
 
 
@@ -120,7 +122,8 @@ def _known(program: Program, group: Group) -> tuple[int, ...]:
 
 
 def _needs_program(group: Group, order: Order) -> bool:
-    """Whether the quick walk does not cover it: two weight copies, sends that wait, own orders."""
+    """Whether the quick walk does not cover it: two weight copies, waiting sends, long skips."""
     two_copies = find_schedule(order.schedule).weight_copies > 1
     waits = group.costs.transport == "rendezvous"
-    return two_copies or waits or group.recompute.policy == "optimal"
+    past = bool(skips(group.costs.handed))  # tensors that pass by stages
+    return two_copies or waits or past or group.recompute.policy == "optimal"

@@ -10,7 +10,7 @@ from strategies.ir.placement import Placement
 from strategies.ir.program import Program, chain
 from strategies.plan import Overlap
 from strategies.planner.cut import Room, cut_chain, even_ranks
-from strategies.planner.graph import chain_graph
+from strategies.planner.graph import UnitGraph, chain_graph
 from strategies.planner.ilp import cut_by_ilp
 from strategies.planner.layout import Candidate, Layout, Order
 from strategies.planner.problem import Problem
@@ -166,11 +166,14 @@ def _fastest(
     """The cut of one sequence's times; larger microbatches only scale them."""
     single = replace(layout, microbatch_size=1)
     times = _times(problem.unit_table(single, selective=selective))
+    sent = [float(load.output_elements) for load in problem.units(single)]
     if space.partition == "ilp":
-        graph = chain_graph(times, [load.output_elements for load in problem.units(single)])
-        stages = cut_by_ilp(graph, len(owner), balance_ratio=space.balance_ratio)
+        graph = chain_graph(times, sent)
+        if problem.graph is not None:
+            graph = UnitGraph(tuple(times), problem.graph(1).tensors)
+        stages = cut_by_ilp(graph, len(owner), balance_ratio=space.balance_ratio, in_order=True)
         return tuple(map(stages.count, range(len(owner))))
-    cut = cut_chain(times, len(owner))
+    cut = cut_chain(times, len(owner), sent=None if problem.graph is None else sent)
     assert cut is not None  # orders() lists no more stages than units
     return even_ranks(cut, times, owner) if shared else cut
 

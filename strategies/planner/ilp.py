@@ -19,7 +19,9 @@ _SECONDS = 60.0
 _SAME = 1e-9
 
 
-def cut_by_ilp(graph: UnitGraph, num_stages: int, *, balance_ratio: float) -> tuple[int, ...]:
+def cut_by_ilp(
+    graph: UnitGraph, num_stages: int, *, balance_ratio: float, in_order: bool = False
+) -> tuple[int, ...]:
     """The stage of each unit.
 
     Args:
@@ -27,6 +29,8 @@ def cut_by_ilp(graph: UnitGraph, num_stages: int, *, balance_ratio: float) -> tu
         num_stages: 1 or more.
         balance_ratio: The slowest stage may take that many times an equal share, or as long as the
             best cut along the given order needs if that is longer.
+        in_order: Units keep the graph's order, as a runtime needs it that runs a model's own code:
+            it cannot take a later branch first.
 
     Raises:
         PlanError: scipy is not installed.
@@ -47,10 +51,12 @@ def cut_by_ilp(graph: UnitGraph, num_stages: int, *, balance_ratio: float) -> tu
         for wanted in range(num_stages)
     )
     limit = max(balance_ratio * sum(graph.times) / num_stages, slowest) * (1 + _SAME)
-    return _solve(graph, num_stages, limit, crossing_bytes(graph, known))
+    return _solve(graph, num_stages, limit, crossing_bytes(graph, known), in_order=in_order)
 
 
-def _solve(graph: UnitGraph, num_stages: int, limit: float, most_bytes: float) -> tuple[int, ...]:
+def _solve(
+    graph: UnitGraph, num_stages: int, limit: float, most_bytes: float, *, in_order: bool
+) -> tuple[int, ...]:
     optimize, sparse, numpy = _scipy()
     count, boundaries = len(graph.times), num_stages - 1
     tensors = [tensor for tensor in graph.tensors if tensor.consumers]
@@ -74,6 +80,9 @@ def _solve(graph: UnitGraph, num_stages: int, limit: float, most_bytes: float) -
     for unit in range(count):
         for boundary in range(boundaries - 1):
             add({later(unit, boundary): 1.0, later(unit, boundary + 1): -1.0}, 0.0, numpy.inf)
+    for unit in range(count - 1 if in_order else 0):
+        for boundary in range(boundaries):
+            add({later(unit + 1, boundary): 1.0, later(unit, boundary): -1.0}, 0.0, numpy.inf)
     for number, tensor in enumerate(tensors):
         for unit in tensor.consumers:
             for boundary in range(boundaries):

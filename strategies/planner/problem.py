@@ -13,7 +13,9 @@ from strategies.costs.table import CostTable, Transport
 from strategies.ir.placement import loop
 from strategies.ir.program import Program, chain
 from strategies.plan import num_buckets
+from strategies.planner.graph import UnitGraph
 from strategies.planner.layout import Layout
+from strategies.planner.routes import handed_on
 
 # tp, sequences of a microbatch, whether layers recompute selectively -> one load per unit, on one
 # rank.
@@ -55,12 +57,14 @@ class Problem:
         loads: Figures of the model's units.
         num_units: How many there are.
         refuse_tp: Why the model cannot be cut into so many tensor-parallel ranks; None if it can.
+        graph: What goes from unit to unit, in elements, for so many sequences; None for a chain.
     """
 
     machine: Machine
     loads: Loads
     num_units: int
     refuse_tp: Callable[[int], str | None] = lambda tp: None
+    graph: Callable[[int], UnitGraph] | None = None
 
     def units(self, layout: Layout, *, selective: bool = False) -> tuple[Load, ...]:
         """One load per unit of one rank."""
@@ -78,7 +82,10 @@ class Problem:
         for count in units_per_stage:
             stages.append(sum_loads(list(units[start : start + count])))
             start += count
-        return self._costs(layout, tuple(stages))
+        if self.graph is None:
+            return self._costs(layout, tuple(stages))
+        handed = handed_on(self.graph(layout.microbatch_size), units_per_stage)
+        return replace(self._costs(layout, handing(stages, handed)), handed=handed)
 
     def table(
         self, costs: AnalyticCosts, draft: Program, *, zero1: bool
@@ -144,6 +151,18 @@ class Problem:
     @cached_property
     def _whole(self) -> dict[tuple[int, int, int, bool, bool], CostTable]:
         return {}
+
+
+def handing(stages: list[Load], handed: tuple[tuple[int, int, int], ...]) -> tuple[Load, ...]:
+    """Stages with all that they hand on, to whichever others, as their output."""
+    given = [0] * len(stages)
+    for source, _, count in handed:
+        given[source] += count
+    last = len(stages) - 1
+    return tuple(
+        load if stage == last else replace(load, output_elements=given[stage])
+        for stage, load in enumerate(stages)
+    )
 
 
 def _draft(num_stages: int) -> Program:

@@ -11,7 +11,7 @@ from strategies.group_choice import group_candidates
 from strategies.plan import Overlap
 from strategies.planner.layout import Layout, Order
 from strategies.planner.problem import Problem
-from strategies.recompute import NO_RECOMPUTE, Recompute
+from strategies.recompute import Policy, Recompute
 from strategies.schedules import SCHEDULES, Schedule, find_schedule
 
 Level = Literal["O2", "O3"]
@@ -57,6 +57,7 @@ class Space:
         partition: Who cuts: dynamic programming, or an integer program.
         balance_ratio: What the latter allows the slowest stage, over an equal share.
         lean: Whether O2 looks at the schedules that are made for little memory.
+        selective: Whether layers can recompute selectively.
     """
 
     num_gpus: int
@@ -78,13 +79,17 @@ class Space:
     partition: Partition = "dp"
     balance_ratio: float = 1.08
     lean: bool = False
+    selective: bool = True
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
         """Policies, those that hold more first."""
         if self.recompute is not None:
             return (self.recompute,)
-        found = (NO_RECOMPUTE, Recompute("selective"), Recompute("full"))
+        policies: tuple[Policy, ...] = (
+            ("none", "selective", "full") if self.selective else ("none", "full")
+        )
+        found = tuple(map(Recompute, policies))
         return (*found, Recompute("mario")) if self.level == "O3" else found
 
     def overlaps(self, layout: Layout) -> tuple[Overlap, ...]:

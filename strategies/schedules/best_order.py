@@ -109,12 +109,18 @@ def blocks(
 
 def _following(placement: Placement, regular: Callable[[int], Rows]) -> list[Recipe]:
     """Recipes for the regular order of F and I, by its times under equal costs, W where idle."""
+    guides: dict[int, Guide] = {}
+
+    def guide(lanes: Lanes) -> Guide:
+        if lanes.num_microbatches not in guides:
+            steps = lanes.steps(regular(lanes.num_microbatches))
+            times = replay(lanes, equal_durations(placement), steps)
+            guides[lanes.num_microbatches] = Guide(times.forward, times.backward)
+        return guides[lanes.num_microbatches]
 
     def recipe(spare: int, patience: float) -> Recipe:
         def make(lanes: Lanes, durations: Durations) -> Policy:
-            steps = lanes.steps(regular(lanes.num_microbatches))
-            times = replay(lanes, equal_durations(placement), steps)
-            return Policy(Guide(times.forward, times.backward), spare, patience)
+            return Policy(guide(lanes), spare, patience)
 
         return make
 

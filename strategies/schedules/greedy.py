@@ -108,6 +108,8 @@ class _Walk:
             [next_of(lanes, kind, lane) for lane in range(len(lanes.rank))] for kind in (F, I)
         ]
         self.done = [[0] * len(lanes.rank) for _ in (F, I, W)]
+        self.held = [0] * len(caps)
+        self.from_last = [own[::-1] for own in lanes.of_rank]
         self.busy_until = [0.0] * len(caps)
         self.rows: StepRows = [[] for _ in caps]
         # Set when every rank waits for what another cannot run: guides may ask for the impossible.
@@ -138,29 +140,31 @@ class _Walk:
         """(kind, lane, -) of what to run now, or (-1, -1, when to ask again)."""
         done_f, done_i, done_w = self.done
         nominal_f, nominal_i = self.nominal
-        own = self.lanes.of_rank[rank]
+        sizes, arrivals = self.lanes.size, self.arrival
         next_kind = next_lane = fill_kind = fill_lane = weight = -1
         next_time = fill_time = weight_time = blocked_time = next_arrival = _NEVER
-        held = sum(done_f[lane] - done_w[lane] for lane in own)
-        may_fill = self.stalled or self.caps[rank] - held > self.policy.spare
-        below, free = held, _NEVER
-        for higher, lane in enumerate(reversed(own)):
-            free = min(free, self.caps[rank] - higher - below)
-            below -= done_f[lane] - done_w[lane]
+        # What is left for a lane after all pairs below it, and one for each lane above.
+        room = self.caps[rank] - self.held[rank]
+        may_fill = self.stalled or room > self.policy.spare
+        free = _NEVER
+        for lane in self.from_last[rank]:
             index = done_f[lane]
-            if index < self.lanes.size[lane]:
+            if room < free:
+                free = room
+            room += index - done_w[lane] - 1
+            if index < sizes[lane]:
                 time = nominal_f[lane][index]
                 if free > 0:
-                    arrival = self.arrival[F][lane][index]
+                    arrival = arrivals[F][lane][index]
                     if time < next_time:
                         next_time, next_arrival, next_kind, next_lane = time, arrival, F, lane
                     if arrival <= now and may_fill and time < fill_time:
                         fill_time, fill_kind, fill_lane = time, F, lane
-                else:
-                    blocked_time = min(blocked_time, time)
+                elif time < blocked_time:
+                    blocked_time = time
             index = done_i[lane]
             if index < done_f[lane]:
-                time, arrival = nominal_i[lane][index], self.arrival[I][lane][index]
+                time, arrival = nominal_i[lane][index], arrivals[I][lane][index]
                 if time < next_time:
                     next_time, next_arrival, next_kind, next_lane = time, arrival, I, lane
                 if arrival <= now and time < fill_time:
@@ -190,7 +194,10 @@ class _Walk:
         self.busy_until[rank] = end
         heappush(events, (end, rank))
         if kind == W:
+            self.held[rank] -= 1
             return
+        if kind == F:
+            self.held[rank] += 1
         target, direction = self.goes_to[kind][lane]
         if target >= 0:
             there = self.lanes.rank[target]

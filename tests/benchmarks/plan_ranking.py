@@ -1,46 +1,79 @@
 """Whether the planner's order of layouts is the measured one.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.plan_ranking [--steps 12] [--json FILE]
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.plan_ranking [--steps 5] [--json FILE]
 
-Layouts of one small transformer on two ranks (pp, dp, tp, schedule, microbatch size, recompute),
-each predicted by ``mode=simulate`` costs and trained by the launcher; no more ranks than cores, so
-compute is real. Printed: predicted and measured step time, Kendall's tau-b between them, and by how
-much the layout predicted to be fastest misses the fastest one. ``hardware=cpu_laptop`` scales all
-predictions alike, so its peak does not matter to the order, only the ratio of links to compute.
+Layouts of a small transformer (pp, dp, tp, schedule, microbatch size, recompute) on two ranks: no
+more than cores, so compute is real. ``mode=profile profile.hardware=`` measures the machine first;
+with that option of ``hardware=`` each layout is predicted as ``mode=plan`` does it, and those
+that the planner itself lists first are among them. All are then run by the same two processes,
+in turns, so that a disturbance meets all alike. Printed: predicted and measured step time and
+memory, Kendall's tau-b of the times, and by how much the layout predicted to be fastest misses the
+fastest one. Other programs disturb it: run it alone, or before them (``chrt -r 10 python ...``).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from pathlib import Path
+from typing import Any
 
-MODEL = (
-    "model.layers=8", "model.hidden=256", "model.heads=4", "model.kv_heads=4", "model.ffn=768",
-    "model.vocab=512", "model.sequence=128", "data.global_batch_size=16",
-)  # fmt: skip
+import torch
+import torch.distributed as dist
+import yaml
 
-LAYOUTS: tuple[tuple[str, ...], ...] = (
-    ("pp=1", "schedule=1f1b"),
-    ("pp=1", "schedule=1f1b", "recompute=full"),
-    ("dp=2",),
-    ("tp=2",),
-    ("pp=2", "schedule=naive"),
-    ("pp=2", "schedule=1f1b"),
-    ("pp=2", "schedule=1f1b", "recompute=full"),
-    ("pp=2", "schedule=1f1b", "data.microbatch_size=4"),
-    ("pp=2", "schedule=1f1b", "data.microbatch_size=8"),
-    ("pp=2", "schedule=gpipe", "data.microbatch_size=8", "recompute=full"),
-    ("pp=2", "schedule=gpipe", "data.microbatch_size=16"),
-    ("pp=2", "schedule=zb_v", "data.microbatch_size=2"),
-    ("pp=2", "schedule=interleaved_1f1b", "data.microbatch_size=4"),
-    ("pp=2", "schedule=naive", "recompute=full"),
+from launcher.commands.predicted import predict
+from launcher.config import LaunchConfig, dump, from_dict
+from launcher.planning.chosen import chosen_config
+from launcher.planning.question import question
+from launcher.resolve import Run, optimizer_options, resolve
+from launcher.workloads.language_model import LanguageModel
+from launcher.workloads.optimizer import build_optimizer
+from strategies.memory_model import peak_saved
+from strategies.planner.confirmed import search_confirmed
+from strategies.runtime.engine import Engine, Options
+from strategies.runtime.mesh import Coordinates
+from strategies.runtime.unit_model import UnitModel
+from tests.distributed.pool import Ranks
+
+RANKS = 2
+BATCH = 16
+SHAPE: dict[str, object] = {
+    "layers": 8, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 768, "vocab": 512,
+    "sequence": 128,
+}  # fmt: skip
+# As conf/optimizer/adamw.yaml has it, which the profile is made with.
+OPTIMIZER: dict[str, object] = {"name": "adamw", "betas": [0.9, 0.95], "eps": 1e-8}
+_WARM_UPS = 2
+_ROUNDS = 2
+
+# Degrees and schedule; microbatch size; recompute.
+LAYOUTS: tuple[tuple[dict[str, object], int, str], ...] = (
+    ({"pp": 1, "schedule": {"name": "1f1b"}}, 1, "none"),
+    ({"pp": 1, "schedule": {"name": "1f1b"}}, 4, "full"),
+    ({"dp": 2}, 1, "none"),
+    ({"dp": 2}, 8, "full"),
+    ({"tp": 2}, 2, "none"),
+    ({"tp": 2}, 8, "full"),
+    ({"pp": 2, "schedule": {"name": "naive"}}, 1, "none"),
+    ({"pp": 2, "schedule": {"name": "naive"}}, 4, "full"),
+    ({"pp": 2, "schedule": {"name": "1f1b"}}, 1, "none"),
+    ({"pp": 2, "schedule": {"name": "1f1b"}}, 1, "full"),
+    ({"pp": 2, "schedule": {"name": "1f1b"}}, 4, "none"),
+    ({"pp": 2, "schedule": {"name": "1f1b"}}, 8, "none"),
+    ({"pp": 2, "schedule": {"name": "gpipe"}}, 8, "full"),
+    ({"pp": 2, "schedule": {"name": "gpipe"}}, 16, "none"),
+    ({"pp": 2, "schedule": {"name": "zb_v"}}, 2, "none"),
+    ({"pp": 2, "schedule": {"name": "interleaved_1f1b", "stages_per_rank": 2}}, 4, "none"),
+    ({"pp": 2, "schedule": {"name": "interleaved_1f1b", "stages_per_rank": 2}}, 8, "full"),
 )
 
 
@@ -49,30 +82,24 @@ class Row:
     """One layout.
 
     Attributes:
-        words: Its overrides.
+        words: What it is.
         predicted_s: Step time.
         measured_s: Median step time.
+        predicted_bytes: Per rank, held for backwards at the worst moment.
+        measured_bytes: The same.
     """
 
-    words: tuple[str, ...]
+    words: str
     predicted_s: float
     measured_s: float
+    predicted_bytes: tuple[int, ...]
+    measured_bytes: tuple[int, ...]
 
-
-def measure(words: Sequence[str], steps: int) -> Row:
-    """Trains one layout in a process tree of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
-            [
-                sys.executable, "-m", "launcher", *MODEL, *words, f"trainer.max_steps={steps}",
-                "trainer.limit_val_batches=0", "trainer.save_last=false", "tracking=none",
-                "trainer.enable_progress_bar=false", f"hydra.run.dir={folder}/run",
-            ],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        result = json.loads((Path(folder) / "run" / "result.json").read_text())
-    return Row(tuple(words), result["predicted_step_time_s"], result["step_time_s"])
+    @property
+    def memory_error(self) -> float:
+        """Of the rank that is worst predicted."""
+        pairs = zip(self.predicted_bytes, self.measured_bytes, strict=True)
+        return max((p / m - 1.0 for p, m in pairs if m), key=abs, default=0.0)
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
@@ -92,26 +119,179 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
     return agree / scale if scale else 0.0
 
 
+def measured_hardware(folder: Path) -> dict[str, object]:
+    """What ``mode=profile`` says of this machine."""
+    target = folder / "hardware" / "here.yaml"
+    subprocess.run(
+        [
+            sys.executable, "-m", "launcher", "mode=profile", f"pp={RANKS}",
+            *(f"model.{name}={value}" for name, value in SHAPE.items()),
+            "profile.microbatch_sizes=[1,2,4,8]", "profile.iterations=15",
+            f"profile.hardware={target}", f"hydra.run.dir={folder / 'run'}",
+        ],
+        check=True,
+        cwd=folder,
+        stdout=sys.stderr,
+    )  # fmt: skip
+    found: dict[str, object] = yaml.safe_load(target.read_text())
+    return found
+
+
+def configurations(hardware: dict[str, object]) -> list[LaunchConfig]:
+    """All layouts, and those that the planner puts first."""
+    common = {"model": SHAPE, "optimizer": OPTIMIZER, "hardware": hardware}
+    found = [
+        from_dict(
+            {
+                **common,
+                **degrees,
+                "mode": "validate",
+                "data": {"global_batch_size": BATCH, "microbatch_size": size},
+                "recompute": {"name": recompute},
+            }
+        )
+        for degrees, size, recompute in LAYOUTS
+    ]
+    wanted = {"num_gpus": RANKS, "global_batch_size": BATCH}
+    asked = question(from_dict({**common, "mode": "plan", "planner": wanted}), ())
+    for plan in search_confirmed(asked.problem, asked.space, top_k=3).plans:
+        chosen = chosen_config(asked.config, plan.candidate, asked.shape, BATCH)
+        config = replace(chosen, mode="validate")
+        if config not in found:
+            found.append(config)
+    return found
+
+
+def describe(config: LaunchConfig) -> str:
+    """A layout in the words of the command line."""
+    degrees = f"pp={config.pp} dp={config.dp} tp={config.tp}"
+    return (
+        f"{degrees} schedule={config.schedule.name} "
+        f"data.microbatch_size={config.data.microbatch_size} recompute={config.recompute.name}"
+        + (f" overlap={config.overlap.name}" if config.dp != 1 else "")
+    )
+
+
+def run_steps(*, config: str, steps: int) -> tuple[list[float], int] | None:
+    """(end of each step on this rank, most bytes saved for backwards); None on a rank too many."""
+    run = resolve(from_dict(json.loads(config)))
+    rank = dist.get_rank()
+    if rank >= run.world_size:
+        return None
+    with torch.device("meta"):
+        module = LanguageModel(run.shape, seed=run.config.seed)  # type: ignore[arg-type]
+    engine = Engine(
+        model=UnitModel(module),
+        plan=run.plan,
+        buckets_open=False,
+        options=Options(units_per_stage=tuple(map(len, run.stages)), check_batches=False),
+        coordinates=Coordinates.of(rank, pp=run.config.pp, dp=run.dp, tp=run.config.tp),
+        device=torch.device("cpu"),
+    )
+    engine.build_gradients()
+    optimizer = build_optimizer(engine.updated_parameters(), optimizer_options(run.config))
+    batch = _batch(run)
+    ends = []
+    for step in range(_WARM_UPS + steps):
+        _step(engine, optimizer, batch, step)
+        ends.append(time.perf_counter())
+    activations = engine.measure_activations()
+    _step(engine, optimizer, batch, 0)
+    peak = activations.peak
+    engine.close()
+    return ends[_WARM_UPS:], peak
+
+
+def _batch(run: Run) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    rows = (run.batch_size, run.shape.sequence + 1)
+    tokens = torch.randint(run.shape.vocab, rows, generator=generator)  # type: ignore[arg-type]
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def _step(engine: Engine, optimizer: Any, batch: dict[str, torch.Tensor], step: int) -> None:
+    engine.train_pass(batch, batch_idx=step, step=step, accumulation=1, update=True)
+    engine.restore_gradients()
+    engine.flush()
+    optimizer.step()
+    engine.stepped()
+
+
+def measure(configs: Sequence[LaunchConfig], steps: int) -> list[Row]:
+    """Predicts and runs all layouts."""
+    ranks = Ranks(RANKS)
+    periods: list[list[float]] = [[] for _ in configs]
+    peaks: list[dict[int, int]] = [{} for _ in configs]
+    for _ in range(_ROUNDS):
+        for number, config in enumerate(configs):
+            answers = ranks.run(run_steps, config=json.dumps(dump(config)), steps=steps)
+            found = [answer for answer in answers if answer is not None]
+            times = [[b - a for a, b in pairwise(ends)] for ends, _ in found]
+            periods[number].append(max(statistics.median(each) for each in times))
+            share = len(found) // config.pp
+            peaks[number] = {r: found[r * share][1] for r in range(config.pp)}
+    ranks.close()
+    rows = []
+    for number, config in enumerate(configs):
+        run = resolve(config)
+        _, metrics = predict(run)
+        memory = run.costs.table(run.programs.train).memory
+        assert memory is not None
+        rows.append(
+            Row(
+                describe(config),
+                metrics.period,
+                statistics.median(periods[number]),
+                peak_saved(run.programs.train, memory),
+                tuple(peaks[number].values()),
+            )
+        )
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line per layout, fastest prediction first, then the summary."""
+    lines = [f"{'predicted':>12} {'measured':>12} {'memory':>7}  layout"]
+    for row in sorted(rows, key=lambda row: row.predicted_s):
+        lines.append(
+            f"{row.predicted_s * 1e3:9.1f} ms {row.measured_s * 1e3:9.1f} ms "
+            f"{row.memory_error:+7.1%}  {row.words}"
+        )
+    tau, regret = figures(rows)
+    error = statistics.mean(abs(row.predicted_s / row.measured_s - 1.0) for row in rows)
+    memory = max(abs(row.memory_error) for row in rows)
+    lines.append(
+        f"{len(rows)} layouts: Kendall tau {tau:.3f}; the chosen layout is {regret:.1%} off the "
+        f"best measured; step time MAPE {error:.1%}; memory within {memory:.1%}"
+    )
+    return "\n".join(lines)
+
+
+def figures(rows: Sequence[Row]) -> tuple[float, float]:
+    """Kendall's tau, and what the layout predicted to be fastest takes beyond the fastest."""
+    tau = kendall_tau([(row.predicted_s, row.measured_s) for row in rows])
+    chosen = min(rows, key=lambda row: row.predicted_s)
+    return tau, chosen.measured_s / min(row.measured_s for row in rows) - 1.0
+
+
 def main() -> None:
     """Measures all layouts and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--hardware", type=Path, help="an option of hardware= measured before")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = [measure(words, options.steps) for words in LAYOUTS]
-    tau = kendall_tau([(row.predicted_s, row.measured_s) for row in rows])
-    chosen = min(rows, key=lambda row: row.predicted_s)
-    regret = chosen.measured_s / min(row.measured_s for row in rows) - 1.0
-    lines = [f"{'predicted':>12} {'measured':>12}  layout"]
-    for row in sorted(rows, key=lambda row: row.predicted_s):
-        lines.append(
-            f"{row.predicted_s * 1e3:9.1f} ms {row.measured_s * 1e3:9.1f} ms  {' '.join(row.words)}"
-        )
-    lines.append(f"Kendall tau {tau:.3f}; the chosen layout is {regret:.1%} off the best measured")
-    sys.stdout.write("\n".join(lines) + "\n")
+    if options.hardware is not None:
+        hardware = yaml.safe_load(options.hardware.read_text())
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            hardware = measured_hardware(Path(folder))
+    rows = measure(configurations(hardware), options.steps)
+    sys.stdout.write(table(rows) + "\n")
     if options.json is not None:
-        figures = {"tau": tau, "regret": regret, "layouts": [list(r.words) for r in rows]}
-        options.json.write_text(json.dumps(figures))
+        tau, regret = figures(rows)
+        content = {"tau": tau, "regret": regret, "layouts": [row.words for row in rows]}
+        options.json.write_text(json.dumps(content))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ MORE = ("profile.iterations=3", "data=stdlib", "data.max_bytes=20000")
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     folder = tmp_path_factory.mktemp("profile")
-    done = launch(["mode=profile", "pp=2", SIZES, *MODEL, *MORE], folder).assert_done()
+    option = f"profile.hardware={folder}/conf/hardware/mine.yaml"
+    done = launch(["mode=profile", "pp=2", SIZES, *MODEL, *MORE, option], folder).assert_done()
     return done, done.folder / "profile.json"
 
 
@@ -47,6 +48,18 @@ def test_a_profile_has_every_class_of_units_and_both_links(made):
     assert done.result["status"] == "done"
     assert done.result["profile"] == str(path)
     assert f"use it: costs=profiled costs.file={path}" in done.output
+
+
+@pytest.mark.distributed
+def test_a_plan_for_the_measured_hardware_is_calibrated(made, tmp_path):
+    (option,) = made[0].cwd.rglob("hardware/mine.yaml")
+    assert f"--config-dir {option.parents[1]} hardware=mine" in made[0].output
+    words = ["--config-dir", str(option.parents[1]), "hardware=mine", "mode=plan", *MODEL]
+    done = launch([*words, "planner.num_gpus=2"], tmp_path).assert_done()
+    assert done.result["calibrated"] is True
+    assert done.result["calibrated_error"] >= 0
+    assert "\ncalibrated, +-" in done.output
+    assert "uncalibrated" not in done.output
 
 
 @pytest.mark.distributed

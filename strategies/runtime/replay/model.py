@@ -107,7 +107,7 @@ class ReplayModel(StageModel):
             units = select_units(module, chain, opened)
             cache: dict[Hashable, Outcome] = {}
             path = probe_path(module, units, table, mode, example_batch, 0, cache)
-            more = _units_to_open(units, path, table) - opened
+            more = units_to_open(units, path, table) - opened
             if not more:
                 break
             opened |= more
@@ -301,9 +301,7 @@ class ReplayModel(StageModel):
         assert position == num_units, f"stages cover {position} of {num_units} units"
 
 
-def _units_to_open(
-    units: dict[str, nn.Module], path: Path, table: ParameterTable
-) -> frozenset[str]:
+def units_to_open(units: dict[str, nn.Module], path: Path, table: ParameterTable) -> frozenset[str]:
     """Units that the step never calls although it uses what is in them, piece by piece."""
     called = {path.units[call.unit] for call in path.calls}
     used = {name for events in path.events for event in events for name in event.parameters}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from itertools import chain
 from typing import Any
 
@@ -33,8 +33,11 @@ def probe_path(
     batch: Any,
     batch_idx: int,
     cache: dict[Hashable, Outcome],
+    make: Callable[..., Probe] = Probe,
 ) -> Path:
     """Runs one step of ``mode`` on shapes; leaves module, batch and random states as they were.
+
+    ``make`` builds the probe; another one than ``Probe`` itself notes more.
 
     Raises:
         ModelError: If the step cannot be replayed; names the user's line and the remedy.
@@ -42,7 +45,7 @@ def probe_path(
     step = STEP_NAMES[mode]
     batch = rebuild(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
     versions = [(tensor, tensor._version) for tensor in tensors(batch) if not tensor.is_inference()]
-    probe = Probe(
+    probe = make(
         list(units.values()),
         tuple(units),
         parameters=table.by_identity(),

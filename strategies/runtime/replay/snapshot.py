@@ -45,10 +45,10 @@ class KeptObjects:
     A layer may change a cache that it was given before it turns out that it has to run again.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, depth: int = 6) -> None:
         self._saved: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
-        self._walk(value, 6)
+        self._walk(value, depth)
 
     def restore(self) -> None:
         """Puts the contents back, in place."""

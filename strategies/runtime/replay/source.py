@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 _HERE = str(Path(__file__).parent)
+_TRACING = str(Path(__file__).parents[1] / "tracing")
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
@@ -69,7 +70,7 @@ def _frames() -> Iterator[FrameType]:
 def _best_line(places: Iterator[tuple[str, int]]) -> str:
     fallback = "unknown line"
     for file, line in places:
-        if file.startswith(("<", _HERE)):
+        if file.startswith(("<", _HERE, _TRACING)):
             continue
         if not file.startswith(_LIBRARY) and "site-packages" not in file:
             return f"{file}:{line}"

@@ -124,8 +124,8 @@ def test_loads_of_another_cut_are_refused():
 
 
 def test_a_stage_is_the_sum_of_its_units_and_hands_on_what_the_last_one_does():
-    assert sum_loads(list(STAGES)) == Load(350, 35, 1, 10)
-    assert sum_loads([]) == Load(0, 0, 0, 0)
+    assert sum_loads(list(STAGES)) == Load(350, 35, 1, 10, num_units=3)
+    assert sum_loads([]) == Load(0, 0, 0, 0, num_units=0)
 
 
 def test_sharded_weights_halve_a_reduction_and_share_optimizer_and_state():

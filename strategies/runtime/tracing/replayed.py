@@ -1,0 +1,215 @@
+"""Figures of any other LightningModule: what its replay's probe has seen, call by call.
+
+The graph is the one that the runtime cuts: its units, the places of its cuts, and the values that
+cross them. Operations between units belong to the unit on whose side of a cut they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from strategies.errors import ModelError
+from strategies.runtime.replay.hole import Hole, Spec
+from strategies.runtime.replay.layout import group_calls
+from strategies.runtime.replay.model import units_to_open
+from strategies.runtime.replay.ownership import ParameterTable, used_parameters
+from strategies.runtime.replay.path import Boundary, Cut, Key, Path, Position
+from strategies.runtime.replay.probe import Probe
+from strategies.runtime.replay.probing import batch_device, probe_path
+from strategies.runtime.replay.selection import select_units
+from strategies.runtime.replay.snapshot import KeptObjects, unchanged
+from strategies.runtime.replay.source import operation_name
+from strategies.runtime.replay.structure import leaves, rebuild, tensors
+from strategies.runtime.tracing.figures import Slot, Tracer
+from strategies.runtime.tracing.grouped import ModelFigures, UnitFigures
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A unit's call or an operation: when, on what, and the keys of what came out."""
+
+    position: Position
+    unit: int | None
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    objects: KeptObjects
+    outputs: tuple[Hashable, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[Hashable, ...]:
+        """Keys of the values among the arguments, each once, in order."""
+        slots = (leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Slot))
+        return tuple(dict.fromkeys(slot.key for slot in slots if not slot.parameter))
+
+
+class TracingProbe(Probe):
+    """A probe that also notes what units and operations were called with."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[_Seen] = []
+        self._alive: dict[int, Any] = {}
+
+    def on_unit(
+        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Notes the call."""
+        call = len(self.record.calls)
+        given, named = self._noted((args, kwargs))
+        # A cache among them, say, to which the layer is about to add something.
+        seen = _Seen(
+            (call, -1), index, forward, given, named, KeptObjects((given, named), depth=10)
+        )
+        self.seen.append(seen)
+        result = super().on_unit(index, forward, args, kwargs)
+        seen.outputs = self._keys(result)
+        return result
+
+    def on_operation(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Notes an operation that makes something."""
+        call = len(self.record.calls)
+        before = len(self.record.events[call])
+        given, named = self._noted((args, kwargs))
+        result = super().on_operation(func, args, kwargs)
+        if len(self.record.events[call]) > before:
+            seen = _Seen((call, before + 1), None, func, given, named, KeptObjects(()))
+            seen.outputs = self._keys(result)
+            self.seen.append(seen)
+        return result
+
+    def _noted(self, value: Any) -> Any:
+        """Arguments with slots for holes and parameters, and copies of everything else."""
+        slots: dict[int, Slot] = {}
+
+        def note(leaf: Any) -> Any:
+            if not isinstance(leaf, Hole | nn.Parameter):
+                return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+            if id(leaf) not in slots:
+                slots[id(leaf)] = self._slot(leaf)
+            return slots[id(leaf)]
+
+        return rebuild(value, note)
+
+    def _slot(self, tensor: Tensor) -> Slot:
+        parameter = not isinstance(tensor, Hole) or tensor.parameter is not None
+        spec = tensor.spec if isinstance(tensor, Hole) else Spec.of(tensor)
+        spec = Spec(spec.shape, spec.stride, spec.dtype, torch.device("cpu"), spec.requires_grad)
+        return Slot(spec, self._key(tensor), parameter=parameter)
+
+    def _key(self, tensor: Tensor) -> Hashable:
+        storage = self.twin(tensor).untyped_storage()
+        self._alive[int(storage._cdata)] = storage  # or its number would be given away again
+        return int(storage._cdata)
+
+    def _keys(self, result: Any) -> tuple[Hashable, ...]:
+        return tuple(
+            self._key(t) if isinstance(t, Hole) else ("real", id(t)) for t in tensors(result)
+        )
+
+
+def trace_replayed(
+    module: LightningModule, batch: Any, tracer: Tracer, *, chain: str | None = None
+) -> ModelFigures:
+    """All units on one microbatch.
+
+    Args:
+        module: Its weights may be on the meta device.
+        batch: One microbatch.
+        tracer: Knows what was traced before.
+        chain: As ``ReplayModel.probe``.
+
+    Raises:
+        ModelError: The step cannot be cut into stages, or a layer cannot be traced.
+    """
+    table = ParameterTable(module, batch_device(batch, module))
+    opened: frozenset[str] = frozenset()
+    made: list[TracingProbe] = []
+
+    def make(*args: Any, **kwargs: Any) -> TracingProbe:
+        made.append(TracingProbe(*args, **kwargs))
+        return made[-1]
+
+    while True:
+        units = select_units(module, chain, opened)
+        path = probe_path(module, units, table, "train", batch, 0, {}, make)
+        more = units_to_open(units, path, table) - opened
+        if not more:
+            break
+        opened |= more
+    if not path.calls:
+        raise ModelError(
+            f"training_step of {type(module).__name__} calls no layer that owns parameters, so "
+            "there is nothing to cut. Use pp=1."
+        )
+    with unchanged(module):  # What runs on fakes must not stay in a module's attributes.
+        return _figures(path, made[-1], list(units.values()), tracer)
+
+
+def _figures(
+    path: Path, probe: TracingProbe, modules: list[nn.Module], tracer: Tracer
+) -> ModelFigures:
+    groups = group_calls(path)
+    units = [UnitFigures(path.name(calls.start)) for calls in groups]
+    cuts = [path.cuts[calls.start] for calls in groups]
+    starts = [cut.position for cut in cuts if isinstance(cut, Cut)]
+    assert len(starts) == len(groups)
+    starts[0] = (0, -1)
+    ends: list[Position] = [*starts[1:], (len(path.calls), len(path.events[-1]))]
+    for number, (calls, start, end) in enumerate(zip(groups, starts, ends, strict=True)):
+        units[number].parameters = dict.fromkeys(used_parameters(path, start, end, calls))
+    for place, seen in enumerate(probe.seen):
+        seen.objects.restore()
+        if seen.unit is not None:
+            call = seen.position[0]
+            number = next(i for i, calls in enumerate(groups) if call in calls)
+            name = path.name(call)
+            figures = tracer.layer(name, modules[seen.unit], seen.args, seen.kwargs)
+        else:
+            number = next(
+                (i for i, end in enumerate(ends) if seen.position <= end), len(groups) - 1
+            )
+            name = f"{operation_name(seen.func)} between {units[number].name} and the next"
+            figures = tracer.operation(name, seen.func, seen.args, seen.kwargs)
+        units[number].add(figures, call=place, inputs=seen.inputs, outputs=seen.outputs)
+    return ModelFigures(tuple(units), _crossing(path, groups))
+
+
+def _crossing(
+    path: Path, groups: tuple[range, ...]
+) -> tuple[tuple[int, tuple[int, ...], int], ...]:
+    """Every value that crosses a cut: the unit that makes it, those that use it, its bytes."""
+    clocks: list[int] = []
+    crossing: dict[Key, list[int]] = {}
+    boundaries: dict[Key, Boundary] = {}
+    for number, calls in enumerate(groups):
+        cut = path.cuts[calls.start]
+        assert isinstance(cut, Cut)
+        clocks.append(cut.clock)
+        for boundary in cut.tensors if number else ():
+            crossing.setdefault(boundary.key, []).append(number)
+            boundaries[boundary.key] = boundary
+    found = []
+    for key, numbers in crossing.items():
+        # It crosses the cuts in front of these units.
+        boundary = boundaries[key]
+        users = [
+            number
+            for number in range(numbers[0], numbers[-1] + 1)
+            if boundary.changed
+            or any(
+                clocks[number] < use and (number + 1 == len(clocks) or use <= clocks[number + 1])
+                for use in boundary.uses
+            )
+        ]
+        users = sorted({*users, numbers[-1]})
+        found.append((numbers[0] - 1, tuple(users), boundary.spec.num_bytes))
+    return tuple(sorted(found))

@@ -1,0 +1,265 @@
+"""Plans for a model of somebody else's package: traced once, cut as its ranks can cut it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.config import LaunchConfig
+from launcher.config.launch import HardwareConfig
+from launcher.config.planner import PlannerConfig
+from launcher.config.recompute import RecomputeConfig
+from launcher.config.workload import ModelConfig
+from launcher.planning.branches import better_order
+from launcher.planning.chosen import chosen_config
+from launcher.planning.question import question
+from launcher.resolve import resolve
+from launcher.workloads.traced_shape import TracedShape
+from strategies.costs.traced import Line, TracedModel, TracedTensor, TracedUnit
+from strategies.errors import PlanError
+from strategies.memory_model import peak_memory_bytes
+from strategies.planner.confirmed import search_confirmed
+from strategies.planner.graph import UnitGraph, crossing_bytes, cut_in_order
+from strategies.planner.routes import skips
+from strategies.simulator.engine import simulate
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PACKAGE = """
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+WIDTH = 16
+
+
+def block(a, b):
+    return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.SiLU())
+
+
+class Net(pl.LightningModule):
+    '''A U-Net: what an encoder block makes is used by the decoder block that mirrors it, too.'''
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.down = nn.ModuleList([block(3, WIDTH), *(block(WIDTH, WIDTH) for _ in range(2))])
+        self.up = nn.ModuleList([*(block(2 * WIDTH, WIDTH) for _ in range(2)), block(WIDTH, 3)])
+
+    def forward(self, x):
+        kept = []
+        for layer in self.down:
+            x = layer(x)
+            kept.append(x)
+            x = nn.functional.avg_pool2d(x, 2)
+        for layer in self.up[:2]:
+            x = nn.functional.interpolate(x, scale_factor=2.0)
+            x = layer(torch.cat([x, kept.pop()], 1))
+        return self.up[2](nn.functional.interpolate(x, scale_factor=2.0))
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self(batch[0]), batch[0])
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+class Branching(Net):
+    def training_step(self, batch, batch_idx):
+        if self(batch[0]).sum().item() > 0:
+            return self.up[2](batch[0])
+        return self(batch[0]).mean()
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, batch_size):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        x = torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(x), batch_size=self.batch_size)
+
+
+def build_model(config):
+    return Net(config.seed)
+
+
+def build_branching(config):
+    return Branching(config.seed)
+
+
+def build_data(config, batch_size):
+    return Data(batch_size)
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "my_unet.py").write_text(PACKAGE)
+    info = folder / "my_unet-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-unet\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[foldpipe.models]\nmy_unet = my_unet:build_model\nmy_branching = my_unet:build_branching\n"
+        "[foldpipe.data]\nmy_images = my_unet:build_data\n"
+    )
+    return folder
+
+
+def launch(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "XDG_CACHE_HOME": str(site / "cache"),
+    }  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "launcher", *words, f"hydra.run.dir={folder}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+@pytest.mark.distributed
+def test_a_u_net_of_ones_own_is_planned_once_traced_and_trains_as_it_is_printed(
+    site: Path, tmp_path: Path
+):
+    words = ["model=my_unet", "data=my_images", "pp=2", "planner.global_batch_size=8"]
+    words += ["planner.num_gpus=2"]
+    first = launch(site, tmp_path / "plan", *words, "mode=plan")
+    assert first.returncode == 0, first.stderr
+    assert "tracing model=my_unet" in first.stdout
+    assert "8 rows per step" in first.stdout
+    again = launch(site, tmp_path / "again", *words, "mode=plan", "planner.partition=ilp")
+    assert again.returncode == 0, again.stderr
+    assert "tracing" not in again.stdout  # the cache has it
+    plan = json.loads((tmp_path / "plan" / "result.json").read_text())["plans"][0]
+    assert sum(plan["units_per_stage"]) == 6
+    (printed,) = (line for line in first.stdout.splitlines() if line.startswith("plan 1: "))
+    command = printed.partition("python -m launcher ")[2].replace("'", "").split()
+    trained = launch(site, tmp_path / "train", *command, "trainer.max_steps=2")
+    assert trained.returncode == 0, trained.stderr
+    result = json.loads((tmp_path / "train" / "result.json").read_text())
+    assert (result["status"], result["steps"], result["pp"]) == ("done", 2, 2)
+
+
+@pytest.mark.full
+def test_a_step_that_cannot_be_traced_is_refused_with_the_users_line(site: Path, tmp_path: Path):
+    words = ["mode=plan", "model=my_branching", "data=my_images", "planner.num_gpus=2"]
+    done = launch(site, tmp_path, *words)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "my_unet.py:" in done.stderr
+    assert "item" in done.stderr
+
+
+def unit(name: str, flops: float, parameters: int = 1000) -> TracedUnit:
+    line = Line(0.0, flops)
+    return TracedUnit(name, parameters, (), line, line, line, Line(0.0, 4096.0))
+
+
+def u_net(half: int = 4) -> TracedShape:
+    """Deeper units work more and hand on less."""
+    count = 2 * half
+    sizes = [4096.0 / 2 ** min(i, count - 1 - i) for i in range(count)]
+    tensors = tuple(
+        TracedTensor(
+            i, (i + 1, count - 1 - i) if i + 1 < count - 1 - i else (i + 1,), Line(0.0, sizes[i])
+        )
+        for i in range(count - 1)
+    )
+    units = tuple(unit(f"u{i}", 1e9 * (1 + min(i, count - 1 - i) / 4)) for i in range(count))
+    return TracedShape(TracedModel("Net", 1000 * count, units, tensors), "my_net", 1, 4)
+
+
+def config_of(**planner: object) -> LaunchConfig:
+    return LaunchConfig(
+        mode="plan",
+        model=ModelConfig(name="my_net"),
+        planner=PlannerConfig(num_gpus=4, global_batch_size=16, **planner),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("partition", ["dp", "ilp"])
+def test_what_is_listed_for_a_graph_is_what_its_program_takes(partition, monkeypatch):
+    if partition == "ilp":
+        pytest.importorskip("scipy")
+    monkeypatch.setattr("launcher.resolve.installed_names", lambda option: ("my_net",))
+    config, traced = config_of(partition=partition), u_net()
+    asked = question(config, (), traced)
+    answer = search_confirmed(asked.problem, asked.space, top_k=4)
+    assert answer.plans
+    for plan in answer.plans:
+        run = resolve(chosen_config(config, plan.candidate, traced, 16), traced=traced)
+        program = run.programs.train
+        assert simulate(program, run.costs).period == pytest.approx(plan.step_time_s, rel=1e-9)
+        assert peak_memory_bytes(program, run.costs.table(program)) == plan.rank_bytes
+        assert plan.candidate.layout.tp == 1
+        assert run.layers_per_stage == tuple(map(float, plan.candidate.units))
+        assert run.plan.skips == skips(run.costs.handed)  # type: ignore[union-attr]
+    deep = question(replace(config, pp=4, planner=PlannerConfig(num_gpus=4)), ("pp",), traced)
+    assert search_confirmed(deep.problem, deep.space, top_k=1).plans[0].plan.skips
+
+
+@pytest.mark.parametrize("half", [3, 4, 5])
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_the_integer_program_in_order_and_the_dynamic_one_send_equally_little(half, num_stages):
+    pytest.importorskip("scipy")
+    from strategies.planner.ilp import cut_by_ilp
+
+    traced = u_net(half)
+    times = tuple(u.forward_flops.per_row for u in traced.trace.units)
+    graph = UnitGraph(times, traced.graph(1).tensors)
+    units = cut_in_order(graph, num_stages, balance_ratio=1.3)
+    assert units is not None
+    stages = cut_by_ilp(graph, num_stages, balance_ratio=1.3, in_order=True)
+    assert list(stages) == sorted(stages)
+    known = [stage for stage, count in enumerate(units) for _ in range(count)]
+    assert crossing_bytes(graph, stages) == pytest.approx(crossing_bytes(graph, known))
+
+
+def branches() -> TracedShape:
+    """A trunk into three arms whose layers are called in turns, so that every cut cuts all arms."""
+    tensors = [TracedTensor(0, (1, 2, 3), Line(0.0, 4.0))]
+    tensors += [TracedTensor(i, (i + 3,), Line(0.0, 400.0)) for i in range(1, 7)]
+    tensors += [TracedTensor(i, (10,), Line(0.0, 4.0)) for i in range(7, 10)]
+    units = tuple(unit(f"u{i}", 1e9) for i in range(11))
+    return TracedShape(TracedModel("Net", 11000, units, tuple(tensors)), "my_net", 1, 4)
+
+
+def test_branches_that_another_order_would_not_cut_are_named():
+    pytest.importorskip("scipy")
+    said = better_order(branches(), (4, 4, 3), balance_ratio=1.4)
+    assert said is not None
+    assert "Try calling its layers in this one: u0, " in said
+    less = int(said.partition("would send ")[2].partition("%")[0])
+    assert less > 50
+    # What the planner itself cuts keeps the order.
+    asked = question(config_of(partition="ilp", balance_ratio=1.4), ("pp",), branches())
+    for plan in search_confirmed(asked.problem, asked.space, top_k=5).plans:
+        assert sum(plan.candidate.units) == 11
+    assert better_order(u_net(), (4, 4), balance_ratio=1.3) is None
+    assert better_order(branches(), (11,), balance_ratio=1.3) is None
+
+
+def test_what_a_trace_cannot_tell_is_refused():
+    config = replace(config_of(), recompute=RecomputeConfig(name="selective"))
+    with pytest.raises(PlanError, match=r"Try recompute=full"):
+        question(config, ("recompute",), u_net())
+    asked = question(replace(config_of(), tp=2), ("tp",), u_net())
+    refused = asked.problem.refuse_tp(2)
+    assert refused is not None
+    assert "Try tp=1" in refused
+    measured = replace(config_of(), hardware=HardwareConfig(measured_on="here", fit_error=0.02))
+    assert question(measured, (), u_net()).config.hardware.fit_error == 0.02
