@@ -165,7 +165,9 @@ def _mean_size(parts: Sequence[SizeProfile]) -> SizeProfile:
     units: list[UnitProfile] = []
     for same in zip(*(part.units for part in parts), strict=True):
         units.append(replace(same[0], seconds=_mean([unit.seconds for unit in same])))
-    return SizeProfile(_mean([part.fixed for part in parts]), tuple(units))
+    errors = [part.error for part in parts if part.error is not None]
+    error = sum(errors) / len(errors) if errors else None
+    return SizeProfile(_mean([part.fixed for part in parts]), tuple(units), error)
 
 
 def _mean(parts: Sequence[Seconds]) -> Seconds:

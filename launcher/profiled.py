@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,41 @@ def profiled_costs(
     )
     profile.at(config.data.microbatch_size)  # Raises now, not when a table is asked for.
     return costs
+
+
+def checked_profile(
+    config: LaunchConfig,
+    shape: ModelShape,
+    *,
+    ranks: int,
+    gpu: bool,
+    pinned: Collection[str],
+) -> tuple[Profile, LaunchConfig]:
+    """The profile for a plan, and the configuration with what it leaves to be chosen.
+
+    Args:
+        config: Its ``costs.file`` is given.
+        shape: The model.
+        ranks: Processes that are planned for.
+        gpu: Whether they run on GPUs.
+        pinned: Keys that the user has set: of the others, those that decide a unit's costs (tp,
+            selective recomputation) become what they were when it was made.
+
+    Raises:
+        CostError: There is no such file, or it is a profile of something else.
+    """
+    profile = read_profile(config)
+    facts = dict(profile.model)
+    if "tp" not in pinned and facts.get("tp", "").isdigit():
+        config = replace(config, tp=int(facts["tp"]))
+    free = not {"recompute", "recompute.name"} & set(pinned)
+    if free and facts.get("selective", "null") != "null":
+        config = replace(config, recompute=replace(config.recompute, name="selective"))
+    wanted = words(config)
+    if not config.costs.any_machine:
+        _check_machine(config, profile, this_machine(ranks=ranks, gpu=gpu), wanted)
+    _check_model(config, profile, model_facts(config, shape), wanted)
+    return profile, config
 
 
 def read_profile(config: LaunchConfig) -> Profile:

@@ -17,6 +17,7 @@ from strategies.costs.profile import Profile, Seconds, SizeProfile, dump_profile
 from strategies.costs.profiled import ProfiledCosts
 from strategies.costs.table import Costs, CostTable
 from strategies.ir.instruction import Kind
+from strategies.simulator.engine import simulate
 from strategies.timeline import Timeline
 
 _NAMES = {
@@ -32,7 +33,10 @@ def write_refined(target: Path, costs: Costs, measured: Timeline) -> None:
     """Writes a run's profile, corrected by its median step."""
     assert isinstance(costs, ProfiledCosts)
     ratios = kind_ratios(measured, costs.table(measured.program))
-    write_atomically(target, dump_profile(refined(costs.profile, ratios)))
+    better = replace(costs, profile=refined(costs.profile, ratios))
+    predicted = simulate(measured.program, better).makespan
+    error = abs(predicted / measured.makespan - 1.0) if measured.makespan > 0 else None
+    write_atomically(target, dump_profile(with_error(better.profile, error)))
 
 
 def kind_ratios(measured: Timeline, table: CostTable) -> dict[Kind, float]:
@@ -64,8 +68,16 @@ def refined(profile: Profile, ratios: Mapping[Kind, float]) -> Profile:
 
     def sized(figures: SizeProfile) -> SizeProfile:
         units = tuple(replace(unit, seconds=scaled(unit.seconds)) for unit in figures.units)
-        return SizeProfile(scaled(figures.fixed), units)
+        return SizeProfile(scaled(figures.fixed), units, figures.error)
 
     return replace(
         profile, sizes=tuple((number, sized(figures)) for number, figures in profile.sizes)
+    )
+
+
+def with_error(profile: Profile, error: float | None) -> Profile:
+    """The profile with what a run's step has shown of it."""
+    return replace(
+        profile,
+        sizes=tuple((number, replace(figures, error=error)) for number, figures in profile.sizes),
     )

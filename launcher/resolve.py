@@ -336,6 +336,7 @@ def _loads(
         config.data.microbatch_size,
         sequence_parallel=config.sequence_parallel,
         selective=config.recompute.name == "selective",
+        layers=recompute_policy(config.recompute).layers,
     )
     return tuple(sum_loads([units[index] for index in stage]) for stage in stages)
 

@@ -49,6 +49,11 @@ class PlannerConfig:
         high=100,
     )
     top_k: int = key(5, "Plans that are listed.", low=1, high=100)
+    maximize: Literal["throughput", "sequence_length", "model_size"] = key(
+        "throughput",
+        "With pp, dp, tp and schedule pinned: the fastest recompute policy and microbatch size, "
+        "or the longest model.sequence, or the most model.layers that fit, and at what speed.",
+    )
     explain: tuple[str, ...] = key(
         (), "Show the best plan of one layout in detail.", example=["tp=4", "pp=8"]
     )

@@ -49,6 +49,11 @@ def check_planner(config: LaunchConfig) -> None:
         raise PlanError(
             f"planner.explain={spell(planner.explain)} is an answer of mode=plan. Try mode=plan."
         )
+    if planner.explain and planner.maximize != "throughput":
+        raise PlanError(
+            f"planner.explain={spell(planner.explain)} shows one layout of a search over many, and "
+            f"planner.maximize={planner.maximize} keeps to one. Try without planner.explain."
+        )
     for word in planner.explain:
         name, _, value = word.replace(":", "=", 1).partition("=")
         if name not in EXPLAINED or not value:

@@ -10,11 +10,25 @@ from launcher.workloads.specs import PlannedShape, model_costs
 from launcher.workloads.traced_shape import TracedShape
 from strategies.partition import balance
 from strategies.planner.layout import Candidate
+from strategies.recompute import NUM_PASSES, Recompute
 from strategies.schedules import find_schedule
 
 
-def chosen_words(candidate: Candidate, shape: PlannedShape, global_batch_size: int) -> list[str]:
-    """Overrides that make a run of a candidate."""
+def chosen_words(
+    candidate: Candidate,
+    shape: PlannedShape,
+    global_batch_size: int,
+    *,
+    memory_gb: float | None = None,
+) -> list[str]:
+    """Overrides that make a run of a candidate.
+
+    Args:
+        candidate: The plan.
+        shape: The model.
+        global_batch_size: Sequences per optimizer step.
+        memory_gb: What the plan was made for; printed where the program depends on it.
+    """
     layout, order = candidate.layout, candidate.order
     words = [
         f"pp={layout.pp}",
@@ -32,7 +46,27 @@ def chosen_words(candidate: Candidate, shape: PlannedShape, global_batch_size: i
     if units is not None:
         words.append(f"schedule.units_per_stage={spell(units)}")
     words.append(f"overlap={candidate.overlap}")
-    words.append(f"recompute={candidate.recompute.policy}")
+    words += _recompute_words(candidate.recompute)
+    if memory_gb is not None and fills_memory(candidate):
+        words.append(f"hardware.memory_gb={memory_gb:.12g}")
+    return words
+
+
+def fills_memory(candidate: Candidate) -> bool:
+    """Whether the program is made for the memory of a rank."""
+    recompute = candidate.recompute
+    return recompute.policy == "optimal" and recompute.max_full_activations is None
+
+
+def _recompute_words(recompute: Recompute) -> list[str]:
+    words = [f"recompute={recompute.policy}"]
+    if recompute.passes != NUM_PASSES:
+        words.append(f"recompute.passes={recompute.passes}")
+    if recompute.max_full_activations is not None:
+        words.append(f"recompute.max_full_activations={recompute.max_full_activations:g}")
+    if recompute.layers:
+        entries = (f"{name}:{'+'.join(kinds) or 'none'}" for name, kinds in recompute.layers)
+        words.append(f"recompute.layers=[{','.join(entries)}]")
     return words
 
 
@@ -49,9 +83,13 @@ def chosen_config(
     """
     layout, order = candidate.layout, candidate.order
     virtual = find_schedule(order.schedule).virtual_stages
+    memory_gb = config.hardware.memory_gb
+    if fills_memory(candidate):
+        memory_gb = config.planner.memory_gb or memory_gb
     return replace(
         config,
         plan="manual",
+        hardware=replace(config.hardware, memory_gb=memory_gb),
         planner=PlannerConfig(),
         pp=layout.pp,
         tp=layout.tp,
@@ -76,6 +114,7 @@ def chosen_config(
             name=candidate.recompute.policy,
             passes=candidate.recompute.passes,
             max_full_activations=candidate.recompute.max_full_activations,
+            layers=config.recompute.layers if candidate.recompute.layers else (),
         ),
     )
 

@@ -8,7 +8,8 @@ from launcher.config import LaunchConfig, check
 from launcher.planning.calibration import label
 from launcher.planning.chosen import chosen_config, chosen_words
 from launcher.planning.no_plan import refuse
-from launcher.planning.question import ask
+from launcher.planning.question import Question, ask
+from launcher.planning.tuned import tuned, tunes
 from launcher.report.units import format_duration
 from launcher.terminal import say
 from strategies.planner.confirmed import search_confirmed
@@ -27,16 +28,32 @@ def planned(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
     if config.plan != "auto":
         return config
     asked = ask(config, run_dir)
+    if tunes(config, asked):
+        return _tuned(config, asked)
     answer = search_confirmed(asked.problem, asked.space, top_k=1)
     if not answer.plans:
         raise refuse(asked, answer)
     best = answer.plans[0]
     batch = asked.space.global_batch_size
+    memory_gb = asked.problem.machine.hardware.memory_gb
+    words = chosen_words(best.candidate, asked.shape, batch, memory_gb=memory_gb)
     say(
-        f"plan=auto: {' '.join(chosen_words(best.candidate, asked.shape, batch))} "
-        f"({label(config)}: {format_duration(best.step_time_s, 's')} per step, the best of "
+        f"plan=auto: {' '.join(words)} "
+        f"({label(asked)}: {format_duration(best.step_time_s, 's')} per step, the best of "
         f"{answer.num_candidates} candidates, {answer.search_s:.2f} s)"
     )
     chosen = chosen_config(config, best.candidate, asked.shape, batch)
     check(chosen)
     return chosen
+
+
+def _tuned(config: LaunchConfig, asked: Question) -> LaunchConfig:
+    found = tuned(config, asked, top_k=1)
+    (best,) = found.listed
+    say(
+        f"plan=auto: {' '.join(best.words)} "
+        f"({label(asked)}: {format_duration(best.step_time_s, 's')} per step, the best of "
+        f"{found.answer.num_candidates} candidates, {found.answer.search_s:.2f} s)"
+    )
+    check(best.run.config)
+    return best.run.config

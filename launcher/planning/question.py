@@ -15,6 +15,7 @@ from typing import TypeVar
 from launcher.config import LaunchConfig
 from launcher.config.key import keys_of
 from launcher.config.recompute import recompute_policy
+from launcher.planning.measured import with_profile
 from launcher.planning.traced import needs_trace, traced_shape
 from launcher.processes.nodes import asked_world
 from launcher.resolve import MOMENTS, element_sizes, hardware, model_shape, num_gpus, uses_gpu
@@ -73,9 +74,11 @@ def question(
     shape: PlannedShape = traced or _known_shape(config)
     if traced is not None:
         _check_traced(config, frozenset(pinned))
+    memory_gb = config.planner.memory_gb or config.hardware.memory_gb
     machine = Machine(
-        hardware=hardware(config),
-        memory_bytes=int((config.planner.memory_gb or config.hardware.memory_gb) * 1e9),
+        # What recompute=optimal and the group of foldx fill is the planner's limit.
+        hardware=replace(hardware(config), memory_gb=memory_gb),
+        memory_bytes=int(memory_gb * 1e9),
         sizes=element_sizes(config),
         optimizer_elements=MOMENTS[config.optimizer.name],
         bucket_mb=config.overlap.bucket_mb,
@@ -85,9 +88,13 @@ def question(
         waits_at_flush=config.trainer.waits_at_flush,
     )
 
+    layers = recompute_policy(config.recompute).layers
+
     def loads(tp: int, size: int, selective: bool) -> tuple[Load, ...]:
         cut = config.sequence_parallel
-        return unit_loads(shape, tp, size, sequence_parallel=cut, selective=selective)
+        return unit_loads(
+            shape, tp, size, sequence_parallel=cut, selective=selective, layers=layers
+        )
 
     def refuse_tp(tp: int) -> str | None:
         try:
@@ -97,9 +104,13 @@ def question(
         return None
 
     graph = None if traced is None else traced.graph
-    problem = Problem(machine, loads, len(loads(1, 1, False)), refuse_tp, graph)
     pins = frozenset(pinned)
-    return Question(problem, _space(config, pins, shape), shape, pins, config)
+    space = _space(config, pins, shape)
+    problem = Problem(machine, loads, len(loads(1, 1, False)), refuse_tp, graph)
+    if config.costs.name == "profiled":
+        assert not isinstance(shape, TracedShape)
+        problem, space = with_profile(config, pins, shape, problem, space)
+    return Question(problem, space, shape, pins, config)
 
 
 def pinned_keys(config: LaunchConfig, run_dir: Path) -> frozenset[str]:
@@ -130,9 +141,10 @@ def typed_words(run_dir: Path) -> tuple[str, ...]:
 
 
 def _check_costs(config: LaunchConfig) -> None:
-    if config.costs.name != "analytic":
+    if config.costs.name == "uniform":
         raise PlanError(
-            f"costs={config.costs.name}: plans are compared in seconds. Try costs=analytic."
+            "costs=uniform: plans are compared in seconds. Try costs=analytic, or costs=profiled "
+            "with a profile of mode=profile."
         )
     if config.schedule.file is not None:
         raise PlanError(
@@ -143,6 +155,12 @@ def _check_costs(config: LaunchConfig) -> None:
 
 def _check_traced(config: LaunchConfig, pinned: frozenset[str]) -> None:
     """Refuses what a trace cannot tell anything about."""
+    if config.costs.name == "profiled":
+        raise PlanError(
+            f"costs=profiled with model={config.model.name}: mode=profile measures the units of "
+            "built-in models and of model=hf. Try costs=analytic, with a hardware= that was "
+            "measured (mode=profile profile.hardware=FILE)."
+        )
     asked = {"recompute", "recompute.name"} & pinned
     if asked and config.recompute.name == "selective":
         raise PlanError(
@@ -171,7 +189,7 @@ def _space(config: LaunchConfig, pinned: frozenset[str], shape: PlannedShape) ->
     recomputes = "recompute" in pinned or "recompute.name" in pinned
     num_microbatches = config.num_microbatches
     return Space(
-        num_gpus=config.planner.num_gpus or _here(config),
+        num_gpus=config.planner.num_gpus or _num_gpus(config, pinned),
         global_batch_size=_batch(config),
         level=config.planner.level,
         tp=given("tp", config.tp),
@@ -217,6 +235,13 @@ def _batch(config: LaunchConfig) -> int:
     return asked or given or _DEFAULT_BATCH
 
 
+def _num_gpus(config: LaunchConfig, pinned: frozenset[str]) -> int:
+    """Those of a pinned layout, else those that are here."""
+    if {"pp", "tp", "dp"} <= pinned and config.dp != "auto":
+        return config.pp * config.tp * int(config.dp)
+    return _here(config)
+
+
 def _here(config: LaunchConfig) -> int:
     if (asked := asked_world(config)) is not None:
         return asked
@@ -232,5 +257,7 @@ def _get(config: LaunchConfig, path: str) -> object:
 
 def with_memory(asked: Question, memory_bytes: int) -> Question:
     """The same question for ranks with another memory."""
-    machine = replace(asked.problem.machine, memory_bytes=memory_bytes)
+    before = asked.problem.machine
+    roomy = replace(before.hardware, memory_gb=memory_bytes / 1e9)
+    machine = replace(before, hardware=roomy, memory_bytes=memory_bytes)
     return replace(asked, problem=replace(asked.problem, machine=machine))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from launcher.commands.predicted import predict
 from launcher.config import LaunchConfig
-from launcher.planning.calibration import is_calibrated
+from launcher.planning.calibration import calibration_error, is_calibrated
 from launcher.planning.chosen import chosen_config, chosen_words
 from launcher.planning.no_plan import describe
 from launcher.planning.question import Question
@@ -55,6 +55,7 @@ def list_plans(config: LaunchConfig, asked: Question, answer: Answer) -> tuple[L
     """Compiles and simulates what the search lists."""
     batch = asked.space.global_batch_size
     flops = sum(unit.forward_flops for unit in model_units(asked.shape))
+    memory_gb = asked.problem.machine.hardware.memory_gb
     found = []
     for outcome in answer.plans:
         candidate = outcome.candidate
@@ -67,7 +68,7 @@ def list_plans(config: LaunchConfig, asked: Question, answer: Answer) -> tuple[L
         found.append(
             Listed(
                 outcome,
-                tuple(chosen_words(candidate, asked.shape, batch)),
+                tuple(chosen_words(candidate, asked.shape, batch, memory_gb=memory_gb)),
                 run,
                 timeline,
                 metrics,
@@ -116,8 +117,8 @@ def answer_mapping(asked: Question, answer: Answer, listed: Sequence[Listed]) ->
         "search_s": answer.search_s,
         "num_candidates": answer.num_candidates,
         "num_simulated": answer.num_simulated,
-        "calibrated": is_calibrated(asked.config),
-        "calibrated_error": asked.config.hardware.fit_error,
+        "calibrated": is_calibrated(asked),
+        "calibration_error": calibration_error(asked),
     }
 
 

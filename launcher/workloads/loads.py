@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from launcher.workloads.model_share import model_shares
-from launcher.workloads.selective import selective_shares
+from launcher.workloads.selective import Layers, selective_shares
 from launcher.workloads.specs import PlannedShape, model_units
 from launcher.workloads.traced_shape import TracedShape
 from strategies.costs.analytic import Load
@@ -18,6 +18,7 @@ def unit_loads(
     *,
     sequence_parallel: bool = False,
     selective: bool = False,
+    layers: Layers = (),
 ) -> tuple[Load, ...]:
     """One load per unit, in execution order.
 
@@ -27,6 +28,10 @@ def unit_loads(
         microbatch_size: Sequences of a microbatch.
         sequence_parallel: Whether activations are cut between those ranks.
         selective: Whether layers recompute what is cheap (``recompute=selective``).
+        layers: What they recompute, by type, where that is not the default.
+
+    Raises:
+        PlanError: ``layers`` names a type that the model does not have.
     """
     if isinstance(shape, TracedShape):
         assert tp == 1
@@ -52,7 +57,7 @@ def unit_loads(
     )
     if not selective:
         return loads
-    kept = selective_shares(shape, tp, sequence_parallel=sequence_parallel)
+    kept = selective_shares(shape, tp, sequence_parallel=sequence_parallel, layers=layers)
     return tuple(
         replace(
             load,

@@ -1,18 +1,26 @@
 """What units keep, and compute again, under ``recompute=selective``. Torch-free.
 
-A layer keeps its input and what products with weights give where something asks for it: queries,
-keys, values, the MLP's inner activations, and with dropout what is dropped. Norms, activation
-functions and the attention core are computed again. The loss is no layer; its share stays. This is
-what the policy does by default: ``recompute.layers`` is not looked at.
+Everything but products with weights is computed again where ``recompute.layers`` does not say
+otherwise. The loss is no layer; its share stays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from launcher.workloads.hf.layer_steps import hf_steps, type_names
 from launcher.workloads.hf.shape import HfShape
+from launcher.workloads.kept import Step, kept
+from launcher.workloads.layer_steps import UNIT_TYPES, unit_steps
 from launcher.workloads.specs import ModelShape
 from launcher.workloads.transformer_share import padded_vocab
+from strategies.errors import PlanError
+from strategies.recompute import Family
+
+_DEFAULT: tuple[Family, ...] = ("attention", "norm", "activation")
+
+Layers = Sequence[tuple[str, tuple[Family, ...]]]
 
 
 class SelectiveShare(NamedTuple):
@@ -28,35 +36,50 @@ class SelectiveShare(NamedTuple):
 
 
 def selective_shares(
-    shape: ModelShape, tp: int, *, sequence_parallel: bool = False
+    shape: ModelShape, tp: int, *, sequence_parallel: bool = False, layers: Layers = ()
 ) -> tuple[SelectiveShare, ...]:
-    """The units in execution order, on one of ``tp`` ranks."""
-    tokens, ids = shape.sequence, padded_vocab(shape.vocab, tp) // tp
-    stream = tokens * shape.hidden // (tp if sequence_parallel else 1)
+    """The units in execution order, on one of ``tp`` ranks.
+
+    Args:
+        shape: The model.
+        tp: Ranks that share its matrices.
+        sequence_parallel: Whether activations are cut between those ranks.
+        layers: Types of layers and the families that are computed again there.
+
+    Raises:
+        PlanError: ``layers`` names a type that the model does not have.
+    """
     if isinstance(shape, HfShape):
-        layers = [_hf_layer(shape, stream, tp)] * shape.layers
-        first = tokens
+        kinds = type_names(shape)
+        # Types that only the ranks know are theirs to refuse.
+        _check_names(layers, kinds, all_known=len(kinds[1]) > 1)
+        first, layer, head = (
+            _share(steps, names, layers)
+            for steps, names in zip(hf_steps(shape, tp), kinds, strict=True)
+        )
+        middle = [layer] * shape.layers
     else:
-        dropped = stream if shape.dropout else 0
-        inner = 2 if shape.activation == "swiglu" else 1
-        heads = tokens * (shape.hidden + 2 * shape.kv_hidden) // tp
-        scores = 4 * tokens * tokens * shape.hidden / tp
-        layers = [
-            SelectiveShare(stream + heads + dropped, scores),
-            SelectiveShare(stream + tokens * inner * shape.ffn // tp + dropped, 0.0),
-        ] * shape.layers
-        first = tokens
-    head = SelectiveShare(stream + tokens * ids + tokens, 0.0)
-    return (SelectiveShare(first, 0.0), *layers, head)
+        _check_names(layers, tuple((name,) for name in UNIT_TYPES), all_known=True)
+        steps = unit_steps(shape, tp, sequence_parallel=sequence_parallel)
+        first, attention, mlp, head = (_share(steps[n], (n,), layers) for n in UNIT_TYPES)
+        middle = [attention, mlp] * shape.layers
+    ids = padded_vocab(shape.vocab, tp) // tp
+    loss = shape.sequence * (ids + 1)
+    return (first, *middle, head._replace(saved_elements=head.saved_elements + loss))
 
 
-def _hf_layer(shape: HfShape, stream: int, tp: int) -> SelectiveShare:
-    sizes = shape.sizes
-    assert sizes is not None
-    wide, narrow = sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
-    inner = 2 if sizes.kind == "llama" else 1
-    cut = shape.sequence * (wide + 2 * narrow + inner * sizes.ffn) // tp
-    # The MLP's norm reads the attention's output, so that product is asked for, too.
-    whole = (3 if sizes.residual_dropout else 2) * stream
-    scores = 4 * shape.sequence**2 * wide / tp
-    return SelectiveShare(whole + cut, scores)
+def _share(steps: Sequence[Step], names: Sequence[str], layers: Layers) -> SelectiveShare:
+    asked = dict(layers)
+    families = next((asked[name] for name in names if name in asked), _DEFAULT)
+    return SelectiveShare(*kept(steps, families))
+
+
+def _check_names(layers: Layers, kinds: Sequence[Sequence[str]], *, all_known: bool) -> None:
+    known = {name for names in kinds for name in names}
+    for name, families in layers:
+        if all_known and name not in known:
+            fix = f"{sorted(known)[0]}:{'+'.join(families) or 'none'}"
+            raise PlanError(
+                f"recompute.layers names {name}, but the model's layers are of the types "
+                f"{', '.join(sorted(known))}. Try recompute.layers=[{fix}]."
+            )

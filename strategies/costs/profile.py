@@ -6,7 +6,7 @@ One JSON object, written by ``mode=profile``::
      "machine": {"processor": ..., "accelerator": ..., "cores": ..., "threads": ..., "torch": ...},
      "model": {...},                    what decides the cost of a unit; not how many layers
      "classes": ["net.embedding", "net.layers.*.attention", ...],
-     "sizes": {"1": {"fixed": {...}, "units": [{...}, ...]}},       by microbatch size
+     "sizes": {"1": {"fixed": {...}, "units": [{...}, ...], "error": ...}},  by microbatch size
      "rest_s": ...,                     of a step: what is no instruction
      "links": {"messages": {"latency_s": ..., "bandwidth": ...}, "reductions": {...}}}
 
@@ -77,10 +77,14 @@ class SizeProfile:
     Attributes:
         fixed: What any stage takes, be it empty.
         units: One entry per class, in the profile's order.
+        error: How far these sums are from what was measured, as a share of it: from the stages of
+            the sample, or, in a profile that a training run has corrected, from that run's step.
+            None where nobody has compared.
     """
 
     fixed: Seconds
     units: tuple[UnitProfile, ...]
+    error: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,11 @@ class Profile:
     rest_s: float
     messages: Link | None
     reductions: Link | None
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """Of the microbatch sizes that have one."""
+        return tuple(each.error for _, each in self.sizes if each.error is not None)
 
     def at(self, microbatch_size: int) -> SizeProfile:
         """The figures of a size; between two that were measured, a straight line.
@@ -264,7 +273,9 @@ def _size(content: Mapping[str, Any]) -> SizeProfile:
             if entry.name != "seconds"
         }
         units.append(UnitProfile(_seconds(unit["seconds"]), **counts))
-    return SizeProfile(_seconds(content["fixed"]), tuple(units))
+    error = content.get("error")
+    fixed = _seconds(content["fixed"])
+    return SizeProfile(fixed, tuple(units), None if error is None else float(error))
 
 
 def _seconds(content: Mapping[str, Any]) -> Seconds:
@@ -291,4 +302,5 @@ def _between(low: SizeProfile, high: SizeProfile, share: float) -> SizeProfile:
             if entry.name != "seconds"
         ]
         units.append(UnitProfile(seconds(first.seconds, second.seconds), *counts))
-    return SizeProfile(seconds(low.fixed, high.fixed), tuple(units))
+    errors = [each.error for each in (low, high) if each.error is not None]
+    return SizeProfile(seconds(low.fixed, high.fixed), tuple(units), max(errors, default=None))

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from strategies.costs.analytic import AnalyticCosts
+from strategies.costs.hardware import Hardware
 from strategies.costs.profile import Link, Profile, Seconds, SizeProfile
 from strategies.costs.stage_memory import StageMemory
-from strategies.costs.table import CostTable
-from strategies.costs.uniform import gathered_stages
+from strategies.costs.table import CostTable, Transport
+from strategies.costs.uniform import count_buckets, gathered_stages
 from strategies.errors import CostError
 from strategies.ir.program import Program
 
@@ -42,9 +43,24 @@ class ProfiledCosts:
         Raises:
             CostError: The stages are others than the program's, or the size was not measured.
         """
+        if len(self.stages) != program.placement.num_stages:
+            raise CostError(
+                f"costs of {len(self.stages)} stages for a program of "
+                f"{program.placement.num_stages}."
+            )
+        return self.table_for(program, count_buckets(program), gathered_stages(program))
+
+    def table_for(
+        self, program: Program, buckets: Sequence[int], gathered: frozenset[int]
+    ) -> CostTable:
+        """The table of a program that has no reductions yet; see ``AnalyticCosts.table_for``.
+
+        Raises:
+            CostError: The microbatch size was not measured.
+        """
         figures = self.profile.at(self.microbatch_size)
-        links = self._with(self.profile.messages).table(program)
-        reductions = self._with(self.profile.reductions).table(program)
+        links = self._with(self.profile.messages).table_for(program, buckets, gathered)
+        reductions = self._with(self.profile.reductions).table_for(program, buckets, gathered)
         assert links.state_bytes is not None
         assert links.memory is not None
         memory = self._memory(figures, links.memory)
@@ -60,7 +76,7 @@ class ProfiledCosts:
             backward_input=sums("backward_input"),
             backward_weight=sums("backward_weight"),
             recompute=sums("recompute"),
-            step=self._steps(program, sums("step")),
+            step=self._steps(program, sums("step"), gathered),
             reduce=reductions.reduce,
             gather=reductions.gather,
             activation_bytes=memory.activations,
@@ -70,6 +86,21 @@ class ProfiledCosts:
             ),
             memory=memory,
         )
+
+    @property
+    def handed(self) -> tuple[tuple[int, int, int], ...]:
+        """As of the assumed costs."""
+        return self.assumed.handed
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machine as far as it is assumed."""
+        return self.assumed.hardware
+
+    @property
+    def transport(self) -> Transport:
+        """Whether sends wait for their receives."""
+        return self.assumed.transport
 
     def _with(self, link: Link | None) -> AnalyticCosts:
         """The assumptions, with a measured link between ranks of a node."""
@@ -82,9 +113,10 @@ class ProfiledCosts:
         )
         return replace(self.assumed, hardware=hardware)
 
-    def _steps(self, program: Program, whole: tuple[float, ...]) -> tuple[float, ...]:
+    def _steps(
+        self, program: Program, whole: tuple[float, ...], gathered: frozenset[int]
+    ) -> tuple[float, ...]:
         """Updates, spread over replicas where weights are; and a rank's share of all the rest."""
-        gathered = gathered_stages(program)
         placement = program.placement
         steps = []
         for stage, took in enumerate(whole):

@@ -28,6 +28,7 @@ class Outcome:
         step_time_s: Period, or makespan where ranks wait for each other at the flush.
         rank_bytes: Peak per rank: state and activations, or all where it says so.
         bound_s: The group's lower bound.
+        recomputes: Whether its program has an R; known of whole programs only.
     """
 
     candidate: Candidate
@@ -35,6 +36,7 @@ class Outcome:
     step_time_s: float
     rank_bytes: tuple[int, ...]
     bound_s: float
+    recomputes: bool = False
 
     @property
     def peak_bytes(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.table import CostTable
 from strategies.ir.placement import Placement
 from strategies.ir.program import Program, chain
@@ -13,6 +12,7 @@ from strategies.planner.cut import Room, cut_chain, even_ranks
 from strategies.planner.graph import UnitGraph, chain_graph
 from strategies.planner.ilp import cut_by_ilp
 from strategies.planner.layout import Candidate, Layout, Order
+from strategies.planner.measured import PlannedCosts
 from strategies.planner.problem import Problem
 from strategies.planner.space import Space, orders
 from strategies.planner.step_bound import Rules, step_bound
@@ -46,7 +46,7 @@ class Group:
     split_backward: bool
     units: tuple[int, ...]
     orders: tuple[Order, ...]
-    costs: AnalyticCosts
+    costs: PlannedCosts
     table: CostTable
     buckets: tuple[int, ...]
     bound: float
@@ -75,7 +75,7 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
     cuts: dict[Placement, list[tuple[int, ...]]] = {}
     tables: dict[
         tuple[Placement, tuple[int, ...], Overlap],
-        tuple[AnalyticCosts, CostTable, tuple[int, ...]],
+        tuple[PlannedCosts, CostTable, tuple[int, ...]],
     ] = {}
     for (placement, splits), members in by_placement.items():
         if placement not in cuts:
@@ -164,7 +164,7 @@ def _fastest(
     selective: bool,
 ) -> tuple[int, ...]:
     """The cut of one sequence's times; larger microbatches only scale them."""
-    single = replace(layout, microbatch_size=1)
+    single = replace(layout, microbatch_size=problem.least_size)
     times = _times(problem.unit_table(single, selective=selective))
     sent = [float(load.output_elements) for load in problem.units(single)]
     if space.partition == "ilp":
@@ -179,7 +179,8 @@ def _fastest(
 
 
 def _times(table: CostTable) -> list[float]:
-    return [f + b for f, b in zip(table.forward, table.backward, strict=True)]
+    # What was measured may be nothing; a cut asks for more.
+    return [max(f + b, 1e-12) for f, b in zip(table.forward, table.backward, strict=True)]
 
 
 def _least_bytes(placement: Placement, table: CostTable) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
 from strategies.costs.element_sizes import ElementSizes
@@ -15,6 +16,7 @@ from strategies.ir.program import Program, chain
 from strategies.plan import num_buckets
 from strategies.planner.graph import UnitGraph
 from strategies.planner.layout import Layout
+from strategies.planner.measured import Measured, PlannedCosts
 from strategies.planner.routes import handed_on
 
 # tp, sequences of a microbatch, whether layers recompute selectively -> one load per unit, on one
@@ -58,6 +60,7 @@ class Problem:
         num_units: How many there are.
         refuse_tp: Why the model cannot be cut into so many tensor-parallel ranks; None if it can.
         graph: What goes from unit to unit, in elements, for so many sequences; None for a chain.
+        measured: What units take on the machine, where it was measured; else it is computed.
     """
 
     machine: Machine
@@ -65,6 +68,12 @@ class Problem:
     num_units: int
     refuse_tp: Callable[[int], str | None] = lambda tp: None
     graph: Callable[[int], UnitGraph] | None = None
+    measured: Measured | None = None
+
+    @property
+    def least_size(self) -> int:
+        """The smallest microbatch whose costs are known."""
+        return 1 if self.measured is None else self.measured.sizes[0]
 
     def units(self, layout: Layout, *, selective: bool = False) -> tuple[Load, ...]:
         """One load per unit of one rank."""
@@ -75,27 +84,27 @@ class Problem:
 
     def costs(
         self, layout: Layout, units_per_stage: tuple[int, ...], *, selective: bool = False
-    ) -> AnalyticCosts:
+    ) -> PlannedCosts:
         """The costs of a cut, as a run with this layout has them."""
-        units = self.units(layout, selective=selective)
-        stages, start = [], 0
-        for count in units_per_stage:
-            stages.append(sum_loads(list(units[start : start + count])))
-            start += count
+        ends = list(accumulate(units_per_stage, initial=0))
+        stages = [range(*span) for span in pairwise(ends)]
         if self.graph is None:
-            return self._costs(layout, tuple(stages))
+            return self._cut(layout, stages, selective=selective)
+        units = self.units(layout, selective=selective)
+        loads = [sum_loads([units[unit] for unit in stage]) for stage in stages]
         handed = handed_on(self.graph(layout.microbatch_size), units_per_stage)
-        return replace(self._costs(layout, handing(stages, handed)), handed=handed)
+        return replace(self._costs(layout, handing(loads, handed)), handed=handed)
 
     def table(
-        self, costs: AnalyticCosts, draft: Program, *, zero1: bool
+        self, costs: PlannedCosts, draft: Program, *, zero1: bool
     ) -> tuple[CostTable, tuple[int, ...]]:
         """Durations and bytes of a program that has no reductions yet, and its buckets."""
-        reduces = costs.dp > 1 or draft.placement.weight_copies > 1
+        assumed = costs if isinstance(costs, AnalyticCosts) else costs.assumed
+        reduces = assumed.dp > 1 or draft.placement.weight_copies > 1
         wire = self.machine.sizes.wire
         buckets = tuple(
             num_buckets(load.parameters * wire, self.machine.bucket_mb) if reduces else 0
-            for load in costs.stages
+            for load in assumed.stages
         )
         shared = frozenset(stage for stage, n in enumerate(buckets) if n) if zero1 else frozenset()
         return costs.table_for(draft, buckets, shared), buckets
@@ -104,7 +113,8 @@ class Problem:
         """Each unit as a stage of its own: what a cut goes by."""
         key = (layout.tp, layout.microbatch_size, selective)
         if key not in self._unit_tables:
-            costs = self._costs(layout, self.units(layout, selective=selective))
+            alone = [range(unit, unit + 1) for unit in range(self.num_units)]
+            costs = self._cut(layout, alone, selective=selective, fixed=False)
             draft = _draft(self.num_units)
             self._unit_tables[key] = costs.table_for(draft, (0,) * self.num_units, frozenset())
         return self._unit_tables[key]
@@ -116,11 +126,30 @@ class Problem:
         shares = zero1 and layout.dp > 1
         key = (layout.tp, layout.dp, layout.microbatch_size, shares, selective)
         if key not in self._whole:
-            units = self.units(layout, selective=selective)
-            load = replace(sum_loads(list(units)), output_elements=0)
             shared = frozenset({0}) if shares else frozenset()
-            self._whole[key] = self._costs(layout, (load,)).table_for(_draft(1), (0,), shared)
+            everything = [range(self.num_units)]
+            costs = self._cut(layout, everything, selective=selective, sends=False)
+            self._whole[key] = costs.table_for(_draft(1), (0,), shared)
         return self._whole[key]
+
+    def _cut(
+        self,
+        layout: Layout,
+        stages: Sequence[range],
+        *,
+        selective: bool,
+        fixed: bool = True,
+        sends: bool = True,
+    ) -> PlannedCosts:
+        """``fixed`` as in ``Measured.costs``; ``sends`` is off for the whole model."""
+        units = self.units(layout, selective=selective)
+        loads = [sum_loads([units[unit] for unit in stage]) for stage in stages]
+        if not sends:
+            loads = [replace(load, output_elements=0) for load in loads]
+        assumed = self._costs(layout, tuple(loads))
+        if self.measured is None:
+            return assumed
+        return self.measured.costs(assumed, stages, layout.microbatch_size, fixed=fixed)
 
     def _costs(self, layout: Layout, stages: tuple[Load, ...]) -> AnalyticCosts:
         machine = self.machine

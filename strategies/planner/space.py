@@ -58,6 +58,8 @@ class Space:
         balance_ratio: What the latter allows the slowest stage, over an equal share.
         lean: Whether O2 looks at the schedules that are made for little memory.
         selective: Whether layers can recompute selectively.
+        policies: What is tried where ``recompute`` is free; None for what the level has.
+        sizes: Microbatch sizes that are tried where that is free; None for what the level has.
     """
 
     num_gpus: int
@@ -80,12 +82,16 @@ class Space:
     balance_ratio: float = 1.08
     lean: bool = False
     selective: bool = True
+    policies: tuple[Recompute, ...] | None = None
+    sizes: tuple[int, ...] | None = None
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
         """Policies, those that hold more first."""
         if self.recompute is not None:
             return (self.recompute,)
+        if self.policies is not None:
+            return self.policies
         policies: tuple[Policy, ...] = (
             ("none", "selective", "full") if self.selective else ("none", "full")
         )
@@ -116,7 +122,8 @@ def layouts(space: Space, problem: Problem, tp: int, pp: int, dp: int) -> list[L
     if space.global_batch_size % dp:
         return []
     rows = space.global_batch_size // dp
-    sizes = [n for n in _MICROBATCHES[space.level] if n <= rows]
+    tried = _MICROBATCHES[space.level] if space.sizes is None else space.sizes
+    sizes = [n for n in tried if n <= rows]
     if space.microbatch_size is not None:
         sizes = [space.microbatch_size]
     found = [

@@ -13,6 +13,7 @@ from launcher.config.decode import from_dict
 from launcher.config.workload import ModelConfig
 from launcher.measured_hardware import fit_rates, hardware_file, hardware_yaml
 from launcher.planning.calibration import calibration, label
+from launcher.planning.question import question
 from launcher.profiled import class_numbers
 from launcher.resolve import hardware, model_shape
 from launcher.workloads.loads import unit_loads
@@ -67,9 +68,9 @@ def test_the_file_is_an_option_that_says_where_it_was_measured():
     assert found.link(0, 1) == (2e9, 1e-4)
     assert found.ring(0, 1) == (1e9, 2e-4)
     assert found.ring(0, found.gpus_per_node) == found.link(0, found.gpus_per_node)
-    assert label(config).startswith("calibrated, +-")
-    assert "a processor" in calibration(config)
-    assert calibration(CONFIG).startswith("uncalibrated")
+    assert label(question(config, ())).startswith("calibrated, +-")
+    assert "a processor" in calibration(question(config, ()))
+    assert calibration(question(CONFIG, ())).startswith("uncalibrated")
     alone = replace(profile_of(CONFIG), messages=None, reductions=None)
     text = hardware_yaml("x", alone, CONFIG, model_shape(CONFIG), ElementSizes(), int(8e9))
     assert hardware(from_dict({"hardware": yaml.safe_load(text)})).ring_bandwidth is None

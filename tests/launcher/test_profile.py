@@ -57,7 +57,7 @@ def test_a_plan_for_the_measured_hardware_is_calibrated(made, tmp_path):
     words = ["--config-dir", str(option.parents[1]), "hardware=mine", "mode=plan", *MODEL]
     done = launch([*words, "planner.num_gpus=2"], tmp_path).assert_done()
     assert done.result["calibrated"] is True
-    assert done.result["calibrated_error"] >= 0
+    assert done.result["calibration_error"] >= 0
     assert "\ncalibrated, +-" in done.output
     assert "uncalibrated" not in done.output
 

@@ -24,7 +24,7 @@ from strategies.plan import Plan
 from strategies.recompute import NO_RECOMPUTE, Recompute
 from strategies.runtime.engine import Engine, Options
 from strategies.runtime.mesh import Coordinates
-from strategies.runtime.profiling.line import fit_line
+from strategies.runtime.profiling.line import fit_error, fit_line
 from strategies.runtime.profiling.sample import Sample
 from strategies.runtime.profiling.temporaries import transient
 from strategies.runtime.unit_model import UnitModel
@@ -275,6 +275,8 @@ def _fitted(task: Task, stages: _Stages) -> SizeProfile:
     """What units add to stages, from what stages took."""
     counts = task.counts
     fits = {name: fit_line(counts, values) for name, values in stages.seconds.items()}
+    # What one training step is made of; the other kinds are parts of it or its like.
+    error = fit_error(counts, [(stages.seconds[n], fits[n]) for n in ("forward", "backward")])
     fits.setdefault("recompute", fits["forward"])
     for half in ("backward_input", "backward_weight"):  # of compiled units, which run it whole
         fixed, each = fits["backward"]
@@ -292,7 +294,8 @@ def _fitted(task: Task, stages: _Stages) -> SizeProfile:
         )
         for kind, stage in enumerate(task.sample.singles)
     ]
-    return SizeProfile(Seconds(**{name: fixed for name, (fixed, _) in fits.items()}), tuple(units))
+    fixed_part = Seconds(**{name: fixed for name, (fixed, _) in fits.items()})
+    return SizeProfile(fixed_part, tuple(units), error)
 
 
 def _synchronise(device: torch.device) -> None:

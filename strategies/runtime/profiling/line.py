@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -34,3 +34,28 @@ def fit_line(
         return fit_line(counts, measured, fixed=False)
     each = tuple(max(0.0, value) for value in found[: rows.shape[1]])
     return (found[-1] if fixed else 0.0), each
+
+
+def fit_error(
+    counts: Sequence[Sequence[int]],
+    measured: Iterable[tuple[Sequence[float], tuple[float, Sequence[float]]]],
+) -> float | None:
+    """How far sums are from what was measured, all stages together, as a share of that.
+
+    Args:
+        counts: As for ``fit_line``.
+        measured: Per kind of instruction what stages took, and the line through it.
+
+    Returns:
+        None where nothing took any time.
+
+    >>> fit_error([[1, 0], [1, 1]], [([2.0, 3.0], (1.0, [1.0, 1.5]))])
+    0.1
+    """
+    missed = whole = 0.0
+    for values, (fixed, each) in measured:
+        for row, value in zip(counts, values, strict=True):
+            found = fixed + sum(n * share for n, share in zip(row, each, strict=True))
+            missed += abs(found - value)
+            whole += value
+    return missed / whole if whole > 0 else None

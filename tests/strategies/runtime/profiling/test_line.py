@@ -1,6 +1,6 @@
 import pytest
 
-from strategies.runtime.profiling.line import fit_line
+from strategies.runtime.profiling.line import fit_error, fit_line
 
 COUNTS = [[1, 0], [0, 1], [1, 1], [2, 2]]
 
@@ -33,3 +33,11 @@ def test_too_few_stages_leave_nothing_fixed():
 
 def test_units_that_take_nothing():
     assert fit_line([[1], [2]], [0, 0]) == (0.0, (0.0,))
+
+
+def test_the_error_of_a_line_is_what_it_misses_of_all_that_was_measured():
+    counts, measured = [[1], [2], [4]], [1.0, 2.0, 5.0]
+    assert fit_error(counts, [(measured, (0.0, (1.0,)))]) == pytest.approx(1 / 8)
+    both = [(measured, (0.0, (1.0,))), ([2.0, 4.0, 8.0], (0.0, (2.0,)))]
+    assert fit_error(counts, both) == pytest.approx(1 / 22)
+    assert fit_error(counts, [([0.0, 0.0, 0.0], (0.0, (0.0,)))]) is None

@@ -1,0 +1,175 @@
+"""What the layers of the built-in transformer do, as far as keeping and recomputing go. Torch-free.
+
+As torch 2.13 runs them on a CPU: RMSNorm as single operations, products without a bias followed by
+a view in the same memory. The tests hold these lists to what the runtime keeps, family by family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.workloads.kept import Asked, Made, Step
+from launcher.workloads.transformer_shape import TransformerShape
+from launcher.workloads.transformer_share import padded_vocab
+
+UNIT_TYPES = ("Embedding", "Attention", "Mlp", "Head")
+
+
+def unit_steps(
+    shape: TransformerShape, tp: int, *, sequence_parallel: bool = False
+) -> dict[str, tuple[Step, ...]]:
+    """Per type of unit what it does for one sequence, on one of ``tp`` ranks."""
+    tokens = shape.sequence
+    cut = Cut(
+        tokens=tokens,
+        rows=tokens // (tp if sequence_parallel else 1),
+        hidden=shape.hidden,
+        dropout=bool(shape.dropout),
+        rms=shape.norm == "rmsnorm",
+        biases=shape.biases,
+    )
+    ids = padded_vocab(shape.vocab, tp) // tp
+    return {
+        "Embedding": (
+            Asked("ids", tokens),
+            made("looked up", cut.stream, "activation"),
+            *dropped(cut),
+        ),
+        "Attention": (
+            *norm(cut, "in"),
+            *_mixing(shape, cut, tp),
+            product("branch", cut.stream, biases=cut.biases),
+            *dropped(cut),
+        ),
+        "Mlp": (
+            *norm(cut, "in"),
+            *_inner(shape, cut, tp),
+            product("branch", cut.stream, biases=cut.biases),
+            *dropped(cut),
+        ),
+        "Head": (*norm(cut, "in"), Asked("normed"), product("logits", tokens * ids, biases=False)),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Sizes of what lies on the residual stream.
+
+    Attributes:
+        tokens: Of a sequence.
+        rows: Of them on this rank, between matrices.
+        hidden: Width.
+        dropout: Whether branches are dropped in training.
+        rms: RMSNorm, else LayerNorm.
+        biases: Whether products with weights add one.
+    """
+
+    tokens: int
+    rows: int
+    hidden: int
+    dropout: bool
+    rms: bool
+    biases: bool
+
+    @property
+    def stream(self) -> int:
+        """Elements of a boundary tensor on this rank."""
+        return self.rows * self.hidden
+
+
+def made(name: str, elements: int, *families: str) -> Made:
+    """An operation with one result and no products."""
+    return Made(families, ((name, elements),))  # type: ignore[arg-type]
+
+
+def product(name: str, elements: int, *, biases: bool, flops: float = 0.0) -> Made:
+    """A product with a weight; without a bias a view of its result follows."""
+    return Made(("matmul",) if biases else ("matmul", "activation"), ((name, elements),), flops)
+
+
+def norm(cut: Cut, source: str, suffix: str = "") -> tuple[Step, ...]:
+    """A norm in front of matrices; its result is ``normed``."""
+    whole = cut.tokens * cut.hidden
+    if not cut.rms:
+        results = ((f"normed{suffix}", whole), (f"mean{suffix}", cut.rows),
+                   (f"deviation{suffix}", cut.rows))  # fmt: skip
+        return (
+            Asked(source, cut.stream), Made(("norm",), results),
+            Asked(f"mean{suffix}"), Asked(f"deviation{suffix}"),
+        )  # fmt: skip
+    return root_mean_square(
+        source, cut.stream, cut.rows, whole, first=f"scaled{suffix}", result=f"normed{suffix}"
+    )
+
+
+def root_mean_square(
+    source: str, elements: int, rows: int, whole: int, *, first: str, result: str
+) -> tuple[Step, ...]:
+    """RMSNorm, operation by operation."""
+    scale = f"scale of {result}"
+    return (
+        Asked(source, elements),
+        made(scale, rows, "norm"),
+        Asked(scale),
+        made(first, elements, "activation"),
+        Asked(first),
+        made(result, whole, "activation"),
+    )
+
+
+def dropped(cut: Cut, suffix: str = "") -> tuple[Step, ...]:
+    """Dropout at the end of a branch: its mask is asked for."""
+    return masked(f"mask{suffix}", cut.stream) if cut.dropout else ()
+
+
+def masked(name: str, elements: int) -> tuple[Step, ...]:
+    """A mask is drawn in place."""
+    return (made(name, elements), Asked(name))
+
+
+def rotated(name: str, elements: int) -> tuple[Step, ...]:
+    """Queries or keys turned by their positions; the tables are asked for."""
+    return (Asked("cosines"), Asked("sines"), made(f"rotated {name}", elements, "activation"))
+
+
+def scores(sources: tuple[str, str, str], mixed: int, sums: int, flops: float) -> tuple[Step, ...]:
+    """The attention core as one kernel: its result and one number per token and head."""
+    return (
+        *map(Asked, sources),
+        Made(("attention",), (("mixed", mixed), ("sums", sums)), flops),
+        Asked("sums"),
+        Asked("mixed"),
+    )
+
+
+def _mixing(shape: TransformerShape, cut: Cut, tp: int) -> tuple[Step, ...]:
+    tokens = shape.sequence
+    wide, narrow = tokens * shape.hidden // tp, tokens * shape.kv_hidden // tp
+    per_feature = 2.0 * shape.hidden
+    steps: list[Step] = []
+    for name, size in (("query", wide), ("key", narrow), ("value", narrow)):
+        flops = per_feature * size
+        steps += [Asked("normed"), product(name, size, biases=cut.biases, flops=flops)]
+    sources = ("key", "query", "value")
+    if shape.position == "rope":
+        tables = tokens * shape.head_size
+        steps += [made("cosines", tables, "activation"), made("sines", tables, "activation")]
+        steps += [*rotated("query", wide), *rotated("key", narrow)]
+        sources = ("rotated key", "rotated query", "value")
+    core = 4.0 * tokens * wide
+    return (*steps, *scores(sources, wide, tokens * shape.heads // tp, core))
+
+
+def _inner(shape: TransformerShape, cut: Cut, tp: int) -> tuple[Step, ...]:
+    size = shape.sequence * shape.ffn // tp
+    flops = 2.0 * shape.hidden * size
+    up = product("up", size, biases=cut.biases, flops=flops)
+    if shape.activation == "gelu":
+        return (Asked("normed"), up, Asked("up"), made("curved", size, "activation"),
+                Asked("curved"))  # fmt: skip
+    gate = product("gate", size, biases=cut.biases, flops=flops)
+    return (
+        Asked("normed"), up, Asked("normed"), gate,
+        Asked("gate"), made("curved", size, "activation"),
+        Asked("up"), Asked("curved"), made("gated", size, "activation"), Asked("gated"),
+    )  # fmt: skip
