@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
+collect_ignore = ["launcher/dashboard_definition.py"]  # A program with a dependency of its own.
 SLURM_DAEMONS = ("slurmctld", "slurmd", "munged")
 
 # No deadline: on a shared machine it would assert a timing. The everyday profile draws the same

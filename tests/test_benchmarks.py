@@ -11,7 +11,7 @@ import pytest
 from strategies.compiler import compile_program
 from strategies.costs.uniform import UniformCosts
 from strategies.simulator.engine import simulate
-from tests.benchmarks import pipeline_overhead, recompute_cost
+from tests.benchmarks import pipeline_overhead, plan_ranking, recompute_cost
 from tests.benchmarks.overhead_paths import critical_path
 from tests.benchmarks.split_backward_cost import Size
 
@@ -72,3 +72,19 @@ def test_the_cost_of_recomputing_is_measured_in_time_and_bytes(
     assert list(held) == ["plain", "twice", "R", "torch", "selective"]
     assert held["plain"] == held["twice"] == held["R"]
     assert held["torch"] < held["selective"] < held["plain"]
+
+
+def test_a_ranking_says_how_far_the_chosen_layout_is_off_the_best():
+    held = (100,)
+    rows = [
+        plan_ranking.Row("a", 1.0, 1.1, held, held),
+        plan_ranking.Row("b", 2.0, 1.0, (104,), held),
+        plan_ranking.Row("c", 3.0, 3.0, held, held),
+    ]
+    assert plan_ranking.figures(rows) == pytest.approx((1 / 3, 0.1))
+    assert "memory within 4.0%" in plan_ranking.table(rows)
+    # Layouts are told apart by their words, and none is another's configuration.
+    machine = {"name": "here", "measured_on": "here", "gpus_per_node": 2}
+    configs = plan_ranking.configurations(machine)
+    assert len(configs) >= 12
+    assert {config.pp * int(config.dp) * config.tp for config in configs} == {1, 2}

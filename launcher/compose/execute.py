@@ -52,6 +52,8 @@ class RunFolder:
     def undo(self) -> None:
         """Restores what was there before, unless the run has written files of its own."""
         hydra = self.path / ".hydra"
+        if not self.kept and any(file != hydra for file in self.path.iterdir()):
+            return  # Its ranks have refused, and said so in logs and result.json.
         if hydra.is_dir() and {file.name for file in hydra.iterdir()} <= _HYDRA_FILES:
             if self.kept:
                 for file, content in self.kept.items():

@@ -79,8 +79,8 @@ class TrainerConfig:
     )
     watchdog_s: float = key(
         60.0,
-        "Seconds until a rank that is stopped, or that others wait for inside a step, ends the "
-        "run and is named; 0 = never.",
+        "Seconds until a rank whose process is stopped, or (cluster=local) that others wait for "
+        "inside a step, ends the run and is named; 0 = never.",
         low=0,
         high=86400,
     )

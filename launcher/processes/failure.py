@@ -58,6 +58,15 @@ class RankFailedError(RunError):
         self.figures: dict[str, object] = {}
 
 
+class RankRefusedError(RankFailedError):
+    """A rank has found, before the first step, that what was asked cannot be done.
+
+    The message is the rank's own, as if the parent had seen it.
+    """
+
+    exit_code = PipelineError.exit_code
+
+
 def failure_file(run_dir: Path, rank: int) -> Path:
     """Where a rank leaves its failure."""
     return run_dir / "logs" / f"rank_{rank:05d}.error.json"

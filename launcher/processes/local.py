@@ -27,6 +27,7 @@ from launcher.processes.blame import blame
 from launcher.processes.failure import (
     Failure,
     RankFailedError,
+    RankRefusedError,
     describe,
     failure_file,
     read_failure,
@@ -35,6 +36,7 @@ from launcher.processes.failure import (
 from launcher.processes.out_of_memory import OomCount
 from launcher.processes.pages import Pages
 from launcher.processes.preempted import PREEMPTED
+from launcher.processes.store import store_served
 from launcher.processes.watchdog import Stall, State, Watchdog, state_of
 
 _POLL_S = 0.1
@@ -93,9 +95,9 @@ class LocalRanks:
             failure_file(self.run_dir, rank).unlink(missing_ok=True)
         reader, writer = os.pipe()
         try:
-            with self._stop_passed_on():
+            with self._stop_passed_on(), store_served() as port:
                 try:
-                    self._start(writer)
+                    self._start(writer, port)
                     os.close(writer)
                     writer = -1
                     self._watch(reader)
@@ -136,14 +138,7 @@ class LocalRanks:
                 if process.poll() is None:
                     process.send_signal(self._asked_to_stop)
 
-    def _start(self, writer: int) -> None:
-        # Taken now and handed to rank 0: nobody else can get the port in between, and the store
-        # that ranks meet at answers on this machine alone.
-        with socket.create_server(("127.0.0.1", 0), backlog=1024) as store:
-            self._start_ranks(writer, store)
-
-    def _start_ranks(self, writer: int, store: socket.socket) -> None:
-        port: int = store.getsockname()[1]
+    def _start(self, writer: int, port: int) -> None:
         for rank in range(self.world_size):
             log = self.log_file(rank).open("ab" if self.restarted else "wb")
             with log:
@@ -153,19 +148,16 @@ class LocalRanks:
                 self._processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "launcher.worker", str(self.run_dir)],
-                        env=self._environment(rank, port, writer, store.fileno()),
+                        env=self._environment(rank, port, writer if rank == 0 else None),
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         stdin=subprocess.DEVNULL,
-                        pass_fds=(
-                            self._pages.files[rank],
-                            *((writer, store.fileno()) if rank == 0 else ()),
-                        ),
+                        pass_fds=(self._pages.files[rank], *((writer,) if rank == 0 else ())),
                         start_new_session=True,
                     )
                 )
 
-    def _environment(self, rank: int, port: int, events: int, store: int) -> dict[str, str]:
+    def _environment(self, rank: int, port: int, events: int | None) -> dict[str, str]:
         environment = dict(os.environ)
         threads = self.threads or max(1, (os.cpu_count() or 1) // self.world_size)
         environment.setdefault("OMP_NUM_THREADS", str(threads))
@@ -179,6 +171,7 @@ class LocalRanks:
             NODE_RANK="0",
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
+            FOLDPIPE_STORE="parent",
             FOLDPIPE_PARENT=str(os.getpid()),
             PYTHONUNBUFFERED="1",
             **self._pages.variables(rank),
@@ -187,8 +180,8 @@ class LocalRanks:
         root = str(Path(__file__).resolve().parents[2])
         known = environment.get("PYTHONPATH", "")
         environment["PYTHONPATH"] = os.pathsep.join(part for part in (root, known) if part)
-        if rank == 0:
-            environment.update(FOLDPIPE_EVENTS=str(events), FOLDPIPE_STORE=str(store))
+        if events is not None:
+            environment["FOLDPIPE_EVENTS"] = str(events)
         return environment
 
     def log_file(self, rank: int) -> Path:
@@ -272,6 +265,8 @@ class LocalRanks:
     def _error(self, failure: Failure) -> RankFailedError:
         beat = self._pages.beat(failure.rank)
         failure = replace(failure, doing=beat.describe(), step=beat.step)
+        if failure.exit_code == RankRefusedError.exit_code and not self._training:
+            return RankRefusedError(failure.message, failure)
         message = describe(failure, self.log_file(failure.rank))
         return RankFailedError(message, failure, asked_to_stop=self._asked_to_stop is not None)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.processes.failure import Failure, RankFailedError
+from launcher.processes.failure import Failure, RankFailedError, RankRefusedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,8 @@ class Restarts:
             try:
                 start(checkpoint)
                 return
+            except RankRefusedError:
+                raise
             except RankFailedError as error:
                 refused = self._refused(error, checkpoint)
                 if refused is not None:

@@ -118,12 +118,14 @@ class Watchdog:
             beat = self.pages.beat(index)
             if not beat.waiting:
                 continue
-            found = self._end_of_chain(index, beat)
+            chain = self._chain(index, beat)
+            if any(self.states(link) is not State.RUNNING for link in chain):
+                continue  # a stopped one has a deadline of its own, a debugged one none
+            found = chain[0] if self.pages.beat(chain[-1]).waiting else chain[-1]
             culprit = self.pages.beat(found)
             idle = now - self._since[found][1]
-            healthy = not culprit.in_pass or idle < limit
-            if healthy or self.states(found) is not State.RUNNING:
-                continue  # a stopped one has a deadline of its own
+            if not culprit.in_pass or idle < limit:
+                continue
             waits = (
                 "waits itself, so a message is lost" if culprit.waiting else "others wait for it"
             )
@@ -135,20 +137,20 @@ class Watchdog:
             )
         return None
 
-    def _end_of_chain(self, index: int, beat: Beat) -> int:
-        """Follows who waits for whom, to one that waits for nobody, or back to where it began."""
+    def _chain(self, index: int, beat: Beat) -> list[int]:
+        """Follows who waits for whom, to one that waits for nobody, or until nobody is new."""
         seen = [index]
         while beat.waiting:
             others = self._local(beat.peers) or range(len(self.pages.files))
             fresh = [other for other in others if other not in seen]
             if not fresh:
-                return seen[0]
+                break
             # Of several, one that does not wait itself.
             beats = {other: self.pages.beat(other) for other in fresh}
             index = min(fresh, key=lambda other: (beats[other].waiting, self._since[other][1]))
             beat = beats[index]
             seen.append(index)
-        return seen[-1]
+        return seen
 
     def _local(self, ranks: Sequence[int]) -> list[int]:
         indices = (rank - self.first_rank for rank in ranks)

@@ -16,7 +16,8 @@ def profile_table(profile: Profile) -> str:
     ]
     width = max(len(name) for name in (*profile.classes, "any stage"))
     for size, figures in profile.sizes:
-        lines.append(f"microbatches of {size}: ms per unit, MiB per microbatch")
+        error = "" if figures.error is None else f", to {100 * figures.error:.1f} %"
+        lines.append(f"microbatches of {size}: ms per unit{error}, MiB per microbatch")
         lines.append(_row(_HEAD, width))
         lines.append(_row(("any stage", *_times(figures.fixed), "", ""), width))
         for name, unit in zip(profile.classes, figures.units, strict=True):

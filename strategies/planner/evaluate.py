@@ -51,11 +51,12 @@ class Evaluator:
     Attributes:
         waits_at_flush: Whether the makespan counts, else the period.
         num_simulated: How many times were computed.
+        structures: Orders walked so far.
     """
 
     waits_at_flush: bool
     num_simulated: int = 0
-    _structures: dict[object, Structure] = field(default_factory=dict)
+    structures: dict[object, Structure] = field(default_factory=dict)
 
     def rank_bytes(self, group: Group, order: Order) -> tuple[int, ...]:
         """Peak per rank of one of a group's candidates."""
@@ -90,9 +91,9 @@ class Evaluator:
             group.recompute if group.recompute.rewrites else None,
             plan.costs if cost_aware else None,
         )
-        if key not in self._structures:
-            self._structures[key] = build_structure(plan)
-        return self._structures[key]
+        if key not in self.structures:
+            self.structures[key] = build_structure(plan)
+        return self.structures[key]
 
 
 def plan_of(group: Group, order: Order) -> Plan:

@@ -73,10 +73,7 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
     found = []
     selective = recompute.policy == "selective"
     cuts: dict[Placement, list[tuple[int, ...]]] = {}
-    tables: dict[
-        tuple[Placement, tuple[int, ...], Overlap],
-        tuple[PlannedCosts, CostTable, tuple[int, ...]],
-    ] = {}
+    tables = problem.tables
     for (placement, splits), members in by_placement.items():
         if placement not in cuts:
             cuts[placement] = _cuts(problem, space, layout, placement, recompute)
@@ -89,7 +86,7 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
         )
         for units in cuts[placement]:
             for overlap in space.overlaps(layout):
-                key2 = (placement, units, overlap)
+                key2 = (layout, placement, units, overlap, selective)
                 if key2 not in tables:
                     costs = problem.costs(layout, units, selective=selective)
                     tables[key2] = costs, *problem.table(costs, draft, zero1=overlap == "zero1")

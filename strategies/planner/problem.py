@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
 from strategies.costs.element_sizes import ElementSizes
@@ -18,6 +19,10 @@ from strategies.planner.graph import UnitGraph
 from strategies.planner.layout import Layout
 from strategies.planner.measured import Measured, PlannedCosts
 from strategies.planner.routes import handed_on
+
+if TYPE_CHECKING:
+    from strategies.planner.group import Group
+    from strategies.planner.structure import Structure
 
 # tp, sequences of a microbatch, whether layers recompute selectively -> one load per unit, on one
 # rank.
@@ -167,6 +172,21 @@ class Problem:
     @cached_property
     def fastest_cuts(self) -> dict[tuple[int, bool, tuple[int, ...]], tuple[int, ...]]:
         """Cuts found so far, by tp, selective recomputation and the rank of each stage."""
+        return {}
+
+    @cached_property
+    def structures(self) -> dict[object, Structure]:
+        """Orders walked so far, by all that decides them."""
+        return {}
+
+    @cached_property
+    def tables(self) -> dict[object, tuple[PlannedCosts, CostTable, tuple[int, ...]]]:
+        """Costs, durations and buckets of cuts so far; policies that rerun whole stages share."""
+        return {}
+
+    @cached_property
+    def groups(self) -> dict[object, list[Group]]:
+        """Groups of candidates made so far, by space, layout and policy."""
         return {}
 
     @cached_property

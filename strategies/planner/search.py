@@ -101,7 +101,7 @@ def search(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
 
 def _search(problem: Problem, space: Space, top_k: int) -> Answer:
     rejected = Rejected()
-    evaluator = Evaluator(problem.machine.waits_at_flush)
+    evaluator = Evaluator(problem.machine.waits_at_flush, structures=problem.structures)
     number = count()
     queue: list[tuple[float, int, Group | tuple[Layout, Recompute]]] = []
     num_candidates = 0
@@ -120,7 +120,7 @@ def _search(problem: Problem, space: Space, top_k: int) -> Answer:
     while queue and queue[0][0] <= worst * (1 + _SAME):
         _, _, item = heappop(queue)
         if not isinstance(item, Group):
-            for group in groups(problem, space, *item):
+            for group in _groups(problem, space, *item):
                 if group.least_bytes > problem.machine.memory_bytes:
                     rejected.too_large(group.least_bytes, group.layout, len(group.orders))
                 else:
@@ -143,6 +143,14 @@ def _search(problem: Problem, space: Space, top_k: int) -> Answer:
         evaluator.num_simulated,
         search_s=0.0,
     )
+
+
+def _groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Group]:
+    """Made once: a search for more plans begins with those of the one before."""
+    key = (space, layout, recompute)
+    if key not in problem.groups:
+        problem.groups[key] = groups(problem, space, layout, recompute)
+    return problem.groups[key]
 
 
 def rank_key(outcome: Outcome) -> tuple[object, ...]:

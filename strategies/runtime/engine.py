@@ -753,7 +753,9 @@ class Engine:
         group = self._update_group()
         flag = torch.tensor(float(self._not_finite))
         if group is not None:
+            self.pulse.phase(Phase.REDUCING)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+            self.pulse.phase(Phase.UPDATING)
             self._flushed_at = self.recorder.stamp()  # The update begins after that wait.
         return bool(flag)
 

@@ -24,8 +24,8 @@ def join(
 ) -> tuple[Store, dict[int, str]]:
     """Reaches the store of this world, and returns when all ranks have.
 
-    Where torchrun's agent keeps a store, that one is used; otherwise rank 0 makes it, on the socket
-    that ``FOLDPIPE_STORE`` names if its parent has opened one.
+    Where whoever has started the ranks keeps a store (torchrun's agent, or a parent that says so in
+    ``FOLDPIPE_STORE``), that one is used; otherwise rank 0 makes it.
 
     Args:
         rank: This process.
@@ -43,11 +43,23 @@ def join(
     """
     began = time.monotonic()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"foldpipe/{attempt}", _store(rank, address, port, timeout_s))
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    master = rank == 0 and not agent and "FOLDPIPE_STORE" not in os.environ
+    if not master:
+        _reach(rank, address, port, timeout_s)
+    found = _store(address, port, timeout_s, master=master)
+    store = PrefixStore(f"foldpipe/{attempt}", found)
     store.set(f"here/{rank}", socket.gethostname())
     missing = list(range(world_size))
     while missing:
-        missing = [other for other in missing if not store.check([f"here/{other}"])]
+        try:
+            missing = [other for other in missing if not store.check([f"here/{other}"])]
+        except RuntimeError as error:
+            # Rank 0 has given up a moment earlier, and its list is gone.
+            raise RunError(
+                f"rank 0, which kept the list of ranks, has left; {name_ranks(missing)} had not "
+                f"come by then ({str(error).splitlines()[0]})"
+            ) from None
         if missing and time.monotonic() - began > timeout_s:
             raise RunError(_absent(missing, store, world_size, timeout_s))
         if missing:
@@ -56,10 +68,25 @@ def join(
     return store, _hosts(store, range(world_size))
 
 
-def _store(rank: int, address: str, port: int, timeout_s: float) -> Store:
-    outside = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    master = rank == 0 and not outside
-    given = os.environ.get("FOLDPIPE_STORE")
+def _reach(rank: int, address: str, port: int, timeout_s: float) -> None:
+    """Waits for the store; torch's client would look for its words for seconds more."""
+    until = time.monotonic() + timeout_s
+    while True:
+        left = until - time.monotonic()
+        try:
+            with socket.create_connection((address, port), timeout=max(left, _LOOK_S)):
+                return
+        except OSError as error:
+            if left <= 0:
+                raise RunError(
+                    f"rank 0 has not come within {timeout_s:g} s (cluster.timeout_s): nobody "
+                    f"answers at {address}:{port}, where it keeps the list of ranks ({error}). "
+                    f"Rank {rank} on {socket.gethostname()} is here."
+                ) from None
+        time.sleep(_LOOK_S)
+
+
+def _store(address: str, port: int, timeout_s: float, *, master: bool) -> Store:
     try:
         return TCPStore(
             address,
@@ -68,19 +95,12 @@ def _store(rank: int, address: str, port: int, timeout_s: float) -> Store:
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             # torchrun's processes have met before, on the same port.
-            multi_tenant=not (master and given),
-            master_listen_fd=int(given) if master and given else None,
+            multi_tenant=True,
         )
     except RuntimeError as error:
         if master and "EADDRINUSE" in str(error):
             raise PlanError(_taken(port)) from None
-        if master:
-            raise
-        raise RunError(
-            f"rank 0 has not come within {timeout_s:g} s (cluster.timeout_s): nobody answers at "
-            f"{address}:{port}, where it keeps the list of ranks. Rank {rank} on "
-            f"{socket.gethostname()} is here. ({str(error).splitlines()[0]})"
-        ) from None
+        raise
 
 
 def _absent(missing: list[int], store: Store, world_size: int, timeout_s: float) -> str:

@@ -14,7 +14,13 @@ from torch.optim import Optimizer
 
 
 class SharedGradScaler(torch.amp.GradScaler):
-    """A scaler that skips a step, and changes its scale, on all ranks or on none."""
+    """A scaler that skips a step, and changes its scale, on all ranks or on none.
+
+    Attributes:
+        overflowed: Whether the step before was skipped; the same on all ranks.
+    """
+
+    overflowed: Tensor | None = None
 
     @classmethod
     def like(cls, scaler: torch.amp.GradScaler, *, device: torch.device) -> SharedGradScaler:
@@ -43,4 +49,13 @@ class SharedGradScaler(torch.amp.GradScaler):
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
             for flag in found.values():
                 flag.copy_(anywhere)
+        self.overflowed = torch.stack(list(found.values())).amax()
         return found
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether gradients are not finite although nothing is left to scale down.
+
+        Waits for the device, as the scaler's own step does.
+        """
+        return self.overflowed is not None and bool(self.overflowed) and self.get_scale() < 1.0

@@ -106,7 +106,7 @@ class NanWatch:
     def note_output(self, stage: int, microbatch: int, tensors: Iterable[Tensor]) -> None:
         """Of a forward that other stages go on with."""
         for tensor in tensors:
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() or tensor.is_complex():
                 self._outputs.append((stage, microbatch, _total(tensor)))
 
     def note_loss(
@@ -193,7 +193,11 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 def _value(tensor: Tensor | None) -> str | None:
     """``nan`` or ``inf`` if it has such an element."""
-    if tensor is None or tensor.is_meta or not tensor.is_floating_point():
+    if tensor is None or tensor.is_meta:
+        return None
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.detach())
+    if not tensor.is_floating_point():
         return None
     total = float(tensor.detach().sum(dtype=torch.float64))
     if math.isfinite(total):
@@ -205,5 +209,8 @@ def _value(tensor: Tensor | None) -> str | None:
 
 def _total(tensor: Tensor) -> Tensor:
     """One number that is not finite if an element is not; left on the device."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    return tensor.detach().sum(dtype=wide)
+    return tensor.sum(dtype=wide)

@@ -120,7 +120,8 @@ class PipelineStrategy(ParallelStrategy):
             ``skipped_steps``. The ranks of a pipeline agree in the all-reduce of clipping by norm,
             without it in one of their own at the flush, for which a rank waits that could have
             begun its next step (schedules whose period is below their makespan); ``ignore`` looks
-            at nothing. With a gradient scaler, infinite gradients are the scaler's.
+            at nothing. With a gradient scaler, infinite gradients are the scaler's, as long as its
+            scale is at least 1.
     """
 
     def __init__(
@@ -668,6 +669,10 @@ class PipelineStrategy(ParallelStrategy):
         except NotFiniteStep:
             self._leave_out()
             return result
+        scaler = self._scaler
+        if self._on_nan != "ignore" and isinstance(scaler, SharedGradScaler) and scaler.exhausted:
+            self._leave_out()  # The scaler's own all-reduce has told all ranks.
+            return output
         self.engine.stepped()
         return output
 

@@ -37,6 +37,7 @@ from launcher.planning.question import question
 from launcher.resolve import Run, optimizer_options, resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
+from strategies.costs.stage_memory import StageMemory
 from strategies.memory_model import peak_saved
 from strategies.planner.confirmed import search_confirmed
 from strategies.runtime.engine import Engine, Options
@@ -85,7 +86,8 @@ class Row:
         words: What it is.
         predicted_s: Step time.
         measured_s: Median step time.
-        predicted_bytes: Per rank, held for backwards at the worst moment.
+        predicted_bytes: Per rank, weights, gradients, optimizer state, and what is held for
+            backwards at the worst moment.
         measured_bytes: The same.
     """
 
@@ -173,7 +175,7 @@ def describe(config: LaunchConfig) -> str:
 
 
 def run_steps(*, config: str, steps: int) -> tuple[list[float], int] | None:
-    """(end of each step on this rank, most bytes saved for backwards); None on a rank too many."""
+    """(end of each step on this rank, most bytes that it held); None on a rank too many."""
     run = resolve(from_dict(json.loads(config)))
     rank = dist.get_rank()
     if rank >= run.world_size:
@@ -197,9 +199,24 @@ def run_steps(*, config: str, steps: int) -> tuple[list[float], int] | None:
         ends.append(time.perf_counter())
     activations = engine.measure_activations()
     _step(engine, optimizer, batch, 0)
-    peak = activations.peak
+    peak = activations.peak + _state_bytes(engine, optimizer)
     engine.close()
     return ends[_WARM_UPS:], peak
+
+
+def _state_bytes(engine: Engine, optimizer: Any) -> int:
+    """Weights, gradients and optimizer state on this rank, each storage once."""
+    engine.restore_gradients()
+    weights = list(engine.model.module.parameters())
+    moments = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    ]
+    held = [*weights, *(w.grad for w in weights if w.grad is not None), *moments]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+    return sum(storages.values())
 
 
 def _batch(run: Run) -> dict[str, torch.Tensor]:
@@ -242,11 +259,23 @@ def measure(configs: Sequence[LaunchConfig], steps: int) -> list[Row]:
                 describe(config),
                 metrics.period,
                 statistics.median(periods[number]),
-                peak_saved(run.programs.train, memory),
+                _predicted_bytes(run, memory),
                 tuple(peaks[number].values()),
             )
         )
     return rows
+
+
+def _predicted_bytes(run: Run, memory: StageMemory) -> tuple[int, ...]:
+    program = run.programs.train
+    state = [
+        memory.parameters[stage] + memory.gradients[stage] + memory.optimizer[stage]
+        for stage in range(program.placement.num_stages)
+    ]
+    return tuple(
+        saved + sum(state[stage] for stage in program.placement.stages_of(rank))
+        for rank, saved in enumerate(peak_saved(program, memory))
+    )
 
 
 def table(rows: Sequence[Row]) -> str:

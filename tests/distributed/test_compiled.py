@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies.errors import PlanError
+from strategies.recompute import Recompute
 from strategies.runtime.strategy import PipelineStrategy
 from tests.distributed import test_parity, test_tensor_parallel
 from tests.distributed.pool import Ranks
@@ -22,6 +24,8 @@ from tests.distributed.training import Case, small_shape, train
 
 pytestmark = pytest.mark.distributed
 
+NONE = Recompute()
+R = re.compile(r"\d+R\d+.*")
 SMALL = small_shape(layers=1)
 SHARED = small_shape(layers=1, hidden=16, heads=4, kv_heads=4, tie_embeddings=True)
 
@@ -78,6 +82,34 @@ def test_compiled_training_equals_plain_torch_everywhere(
     case: Case, ranks: Callable[[int], Ranks]
 ) -> None:
     check(replace(case, steps=10 if case.tp == 1 else 5), ranks)
+
+
+RECOMPUTED = {
+    "full": Case("1f1b", recompute=Recompute("full")),
+    "mario": Case("1f1b", recompute=Recompute("mario"), clip=0.05),
+    "optimal": Case("gpipe", recompute=Recompute("optimal", max_full_activations=1)),
+    "full-chimera": Case("chimera", recompute=Recompute("full")),
+    "dropout": Case("1f1b", recompute=Recompute("full"), shape=replace(SMALL, dropout=0.3)),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_compiled_units_run_again_for_their_backward(
+    name: str, ranks: Callable[[int], Ranks]
+) -> None:
+    case = replace(RECOMPUTED[name], pp=2, steps=3, rows=8, microbatches=4)
+    if name == "dropout":
+        # No plain training draws what compiled ranks do: the same ranks without R do.
+        plain = ranks(2).run(train_and_count, case=replace(case, compile=True, recompute=NONE))
+        again = ranks(2).run(train_and_count, case=replace(case, compile=True))
+        for one, other in zip(plain, again, strict=True):
+            assert one["graphs"] > 0
+            assert other["losses"] == pytest.approx(one["losses"], abs=1e-10)
+    else:
+        case = replace(case, shape=SMALL)
+        again = check(case, ranks)
+    assert any(R.fullmatch(instruction) for result in again for instruction in result["program"])
 
 
 @pytest.mark.full

@@ -39,6 +39,7 @@ class Fault:
     value: float = math.nan
     case: Case = field(default_factory=Case)
     precision: str = "64-true"
+    scale: float = 65536.0
 
 
 class Faulty(Learner):
@@ -113,7 +114,9 @@ def train(*, fault: Fault, on_nan: str) -> dict[str, Any]:
     )
     kinds: dict[str, Any] = {"precision": fault.precision}
     if fault.precision == "16-mixed":  # Lightning would take bf16 on a CPU
-        kinds = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]}
+        kinds = {
+            "plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", fault.scale))]
+        }
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy=strategy,
@@ -303,6 +306,16 @@ def test_infinite_gradients_are_the_scalers_where_there_is_one(
     for rank in ranks(2).run(train, fault=fault, on_nan="stop"):
         assert (rank["error"], rank["skipped"], rank["step"]) == ("", [], STEPS)
         assert same(rank["weights"][BAD - 1], rank["weights"][BAD])  # it has left the step out
+
+
+@pytest.mark.full
+def test_a_scaler_that_has_nothing_left_to_scale_down_is_no_excuse(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    fault = Fault("gradient", DOWN, case=Case(pp=2), precision="16-mixed", scale=1.0)
+    for rank in ranks(2).run(train, fault=fault, on_nan="stop"):
+        assert f"the gradient of {DOWN}" in rank["error"]
+        assert same(rank["weights"][-1], rank["left"])
 
 
 def test_a_run_that_ignores_them_goes_on_with_what_it_has(ranks: Callable[[int], Ranks]) -> None:

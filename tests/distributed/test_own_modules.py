@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies.ir.instruction import Kind
+from strategies.recompute import Recompute
 from strategies.runtime.strategy import PipelineStrategy
 from tests.distributed.pool import Ranks
 
@@ -86,6 +88,7 @@ def loader() -> DataLoader[Any]:
 
 def fit(kind: str, **options: Any) -> dict[str, Any]:
     module = MODULES[kind]()
+    calls = count_calls(module)
     strategy = PipelineStrategy(num_microbatches=3, timeout_s=60, **options)
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", precision="64-true", max_epochs=1, logger=False,
@@ -94,6 +97,7 @@ def fit(kind: str, **options: Any) -> dict[str, Any]:
     )  # fmt: skip
     trainer.fit(module, loader(), loader())
     engine = strategy.engine
+    rank = engine.coordinates.pp_rank
     mailbox = engine.mailbox
     found = {
         "weights": {name: value.detach().clone() for name, value in module.named_parameters()},
@@ -101,14 +105,33 @@ def fit(kind: str, **options: Any) -> dict[str, Any]:
         "skips": engine.plan.skips,
         "sent": [
             (item.stage, item.peer, [] if spec is None else [len(shape) for shape in spec.shapes])
-            for item in engine.programs.train.ranks[engine.coordinates.pp_rank]
+            for item in engine.programs.train.ranks[rank]
             if item.kind is Kind.SEND and item.payload is Kind.F and item.microbatch == 0
             for spec in [mailbox._specs.get(mailbox._key(item.stage, item.peer, 0))]
         ],
         "bytes": mailbox.bytes_sent,
+        "again": sum(item.kind is Kind.R for item in engine.programs.train.ranks[rank]),
+        "forwards": sum(item.kind is Kind.F for item in engine.programs.train.ranks[rank]),
+        "calls": sum(calls.values()),
     }
     engine.close()
     return found
+
+
+def count_calls(module: pl.LightningModule) -> Counter[str]:
+    """How often each layer runs in training."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., None]:
+        def count(layer: nn.Module, given: Any) -> None:
+            calls[name] += layer.training
+
+        return count
+
+    for name, layer in module.named_modules():
+        if not list(layer.children()):
+            layer.register_forward_pre_hook(counted(name))
+    return calls
 
 
 def plain(kind: str) -> tuple[dict[str, torch.Tensor], float]:
@@ -176,3 +199,50 @@ def test_training_equals_plain_torch_everywhere(
     kind: str, options: dict[str, Any], ranks: Callable[[int], Ranks]
 ) -> None:
     check(kind, options, ranks)
+
+
+# Two on the way down, the turn, and the last: the first image goes past the middle stage.
+CUTS: dict[int, dict[str, Any]] = {3: {"units_per_stage": (2, 3, 2)}}
+RECOMPUTED = [
+    pytest.param(4, "1f1b", Recompute("mario"), id="mario-4"),
+    *(
+        pytest.param(3, schedule, policy, marks=pytest.mark.full, id=f"{name}-{schedule}-3")
+        for schedule in ("1f1b", "zb_h1")
+        for name, policy in (
+            ("full", Recompute("full")),
+            ("mario", Recompute("mario")),
+            ("selective", Recompute("selective")),
+            ("optimal", Recompute("optimal", max_full_activations=1)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("pp", "schedule", "policy"), RECOMPUTED)
+def test_recomputed_forwards_see_the_tensors_that_skipped_stages(
+    pp: int, schedule: str, policy: Recompute, ranks: Callable[[int], Ranks]
+) -> None:
+    options = {"pp": pp, "schedule": schedule, "recompute": policy} | CUTS.get(pp, {})
+    results = check("unet", options, ranks)
+    assert results[0]["skips"]
+    again = sum(result["again"] for result in results)
+    forwards = sum(result["forwards"] for result in results)
+    assert forwards == 3 * pp
+    wanted = {"full": forwards, "selective": 0}.get(policy.policy)
+    assert again == wanted if wanted is not None else 0 < again < forwards
+
+
+@pytest.mark.full
+def test_a_recomputed_stage_with_skips_runs_exactly_once_more(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    """Each call of a layer beyond those of the same training without R belongs to one R."""
+    plain_runs, again = (
+        ranks(3).run(
+            fit, kind="unet", pp=3, schedule="1f1b", recompute=Recompute(policy), **CUTS[3]
+        )
+        for policy in ("none", "full")
+    )
+    for rank, (one, other) in enumerate(zip(plain_runs, again, strict=True)):
+        layers = CUTS[3]["units_per_stage"][rank]
+        assert other["calls"] - one["calls"] == STEPS * other["again"] * layers

@@ -35,7 +35,7 @@ def test_a_killed_rank_is_named_and_restarted_and_a_stopped_one_ends_the_run(tmp
         assert re.search(r"restart 1 of 1 from \S+/here/checkpoints/step-\d{8}\.ckpt: rank 1", said)
         hit.wait_for_next_step()
         assert hit.gone_s < 5
-        assert hit.next_step_s < 15
+        assert hit.next_step_s < 30  # 15 in the long run, which has the machine to itself
         stopped = victim(run, 1)
         beat = stopped.stop_in(receiving)
         begin = time.monotonic()

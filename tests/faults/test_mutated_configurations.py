@@ -14,7 +14,7 @@ import pytest
 
 from tests.launcher.command_line import run_here
 
-from .mutations import mutations, write
+from .mutated_requests import mutations, write
 from .results import record
 
 LIMIT_S = 3.0

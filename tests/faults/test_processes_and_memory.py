@@ -20,6 +20,7 @@ from tests.launcher.runs import (
     MODEL,
     Started,
     environment,
+    parent,
     started,
     within,
 )
@@ -37,12 +38,8 @@ LONG = (
 
 def _loader_of(run: Started, rank: int) -> int:
     """The pid of a process that loads data for a rank."""
-    parent = run.rank(rank)
-    for pid in run.family():
-        text = (Path("/proc") / str(pid) / "stat").read_text()
-        if int(text.rpartition(")")[2].split()[1]) == parent:
-            return pid
-    raise AssertionError(run.family())
+    own = run.rank(rank)
+    return next(pid for pid in run.family() if parent(pid) == own)
 
 
 def _kill_a_loader(cwd: Path, rank: int) -> tuple[float, str]:

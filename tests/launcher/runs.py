@@ -127,7 +127,9 @@ class Started:
         (pid,) = (
             pid
             for pid, command in self.family().items()
-            if "launcher.worker" in command and _variable(pid, "RANK") == str(number)
+            if "launcher.worker" in command
+            and _variable(pid, "RANK") == str(number)
+            and parent(pid) == self.process.pid  # and no process that loads its data
         )
         return pid
 
@@ -166,6 +168,12 @@ def processes_with(assignment: str) -> dict[int, str]:
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
                 found[int(entry.name)] = command.decode(errors="replace")
     return found
+
+
+def parent(pid: int) -> int:
+    """The pid of the process that has started this one."""
+    text = (Path("/proc") / str(pid) / "stat").read_text()
+    return int(text.rpartition(")")[2].split()[1])
 
 
 def _variable(pid: int, name: str) -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig
 
 from launcher.__main__ import main
 from tests.tiny_models import write_model
@@ -113,6 +113,23 @@ def test_a_folder_is_evaluated_without_a_checkpoint(trained, folder):
     result = json.loads((trained.cwd / "again" / "eval" / "result.json").read_text())
     assert 5.0 < result["val_loss"] < 6.5  # about ln(300)
     assert result["checkpoint"] is None
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+def test_what_only_a_rank_can_refuse_is_one_message_and_exit_code_2(tmp_path):
+    MambaConfig(
+        vocab_size=300, hidden_size=16, state_size=4, num_hidden_layers=2, intermediate_size=32,
+        architectures=["MambaForCausalLM"],
+    ).save_pretrained(tmp_path / "mamba")  # fmt: skip
+    words = (*WORDS, f"model.path={tmp_path / 'mamba'}", "model.pretrained=false", "pp=2")
+    done = launch(words, tmp_path)
+    assert done.code == 2
+    assert done.errors.startswith("error: model.path=")
+    assert "Try another list, model.layers_path=NAME" in done.errors
+    assert done.errors.count("\n") == 1
+    assert done.result["status"] == "failed"
+    assert done.result["error"] + "\n" == done.errors.removeprefix("error: ")
 
 
 def test_validating_prints_layers_and_memory_without_torch(folder, tmp_path):

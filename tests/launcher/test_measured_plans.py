@@ -88,9 +88,10 @@ def test_a_listed_plan_is_what_its_run_predicts_from_the_same_profile(profile):
         run = resolve(chosen_config(config, plan.candidate, what.shape, 16))
         assert run.costs.table(run.programs.train).name == "profiled"
         metrics = measure(simulate(run.programs.train, run.costs), run.costs)
-        assert metrics.period == pytest.approx(plan.step_time_s, rel=1e-9)
+        step = metrics.makespan if what.problem.machine.waits_at_flush else metrics.period
+        assert step == pytest.approx(plan.step_time_s, rel=1e-9)
         assert metrics.peak_memory_bytes == plan.rank_bytes
-        assert metrics.period >= plan.bound_s * (1 - 1e-9)
+        assert step >= plan.bound_s * (1 - 1e-9)
 
 
 def test_what_was_measured_decides(profile):

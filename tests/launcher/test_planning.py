@@ -78,17 +78,19 @@ def test_4096_gpus_simulate_a_fraction_of_the_candidates():
 def test_a_listed_plan_is_what_its_run_predicts(pinned):
     values: dict[str, object] = {"pp": 4} if pinned == ("pp",) else {}
     if pinned == ("schedule",):
-        values = {"schedule": {"name": "zb_v"}}
+        # Its steady step is shorter than its makespan where no rank waits at the flush.
+        values = {"schedule": {"name": "zb_v"}, "trainer": {"on_nan": "ignore"}}
     config, asked = small(pinned, **values)
     answer = search_confirmed(asked.problem, asked.space)
     assert answer.plans
     for plan in answer.plans:
         run = resolve(chosen_config(config, plan.candidate, asked.shape, 32))
         metrics = measure(simulate(run.programs.train, run.costs), run.costs)
-        assert metrics.period == pytest.approx(plan.step_time_s, rel=1e-9)
+        step = metrics.makespan if asked.problem.machine.waits_at_flush else metrics.period
+        assert step == pytest.approx(plan.step_time_s, rel=1e-9)
         assert metrics.peak_memory_bytes == plan.rank_bytes
         assert max(plan.rank_bytes) <= asked.problem.machine.memory_bytes
-        assert metrics.period >= plan.bound_s * (1 - 1e-9)
+        assert step >= plan.bound_s * (1 - 1e-9)
         assert run.world_size == 8
         if pinned:
             assert "pp=4" in chosen_words(plan.candidate, asked.shape, 32) or values.get("schedule")

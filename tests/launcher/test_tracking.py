@@ -15,6 +15,7 @@ import pytest
 
 from launcher.compose.execute import Jobs
 from launcher.config import LaunchConfig
+from launcher.tracking import build_loggers
 
 from .runs import MODEL, Finished, launch, read_metrics
 
@@ -166,6 +167,19 @@ def test_a_key_in_the_environment_is_in_no_file(wandb_run):
     assert len(files) > 10
     assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
     assert CANARY not in wandb_run.output + wandb_run.errors
+
+
+def test_a_requeued_training_stays_one_run(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    config = replace(LaunchConfig(), tracking=replace(LaunchConfig().tracking, name="wandb"))
+    (tmp_path / "resolved.json").write_text('{"run_id": "0badcafe"}')
+    for offline in (True, False):
+        given = replace(config, tracking=replace(config.tracking, offline=offline))
+        (logger,) = build_loggers(given, tmp_path)
+        options = logger._wandb_init
+        assert options["id"] == "0badcafe"
+        assert options["resume"] == "allow"
+        assert options["settings"].console == "off"
 
 
 def test_runs_of_a_sweep_are_a_group(tmp_path):

@@ -72,7 +72,8 @@ def test_a_listed_setting_is_what_its_run_predicts():
     for plan in found_with(top_k=3).listed:
         run = resolve(chosen_config(config, plan.outcome.candidate, what.shape, 32))
         metrics = measure(simulate(run.programs.train, run.costs), run.costs)
-        assert metrics.period == pytest.approx(plan.outcome.step_time_s, rel=1e-9)
+        step = metrics.makespan if what.problem.machine.waits_at_flush else metrics.period
+        assert step == pytest.approx(plan.outcome.step_time_s, rel=1e-9)
         assert metrics.peak_memory_bytes == plan.outcome.rank_bytes
         assert max(plan.outcome.rank_bytes) <= 12_000_000
         assert (run.config.pp, run.dp, run.config.schedule.name) == (4, 2, "1f1b")

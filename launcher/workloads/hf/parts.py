@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from launcher.workloads.hf.shell import Shell
 from launcher.workloads.hf.skeleton import Skeleton
@@ -136,8 +137,9 @@ class LayerArguments:
         return call
 
     def _work_out(self, hidden: Tensor, mask: Tensor | None) -> tuple[Call | None, ...]:
-        # What validation works out in inference mode could not be used in training.
-        with torch.inference_mode(False), torch.no_grad():
+        # What validation works out in inference mode could not be used in training. The library
+        # takes fake tensors for a compiler's and makes masks that it leaves out otherwise.
+        with unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
             given = None if mask is None else mask.clone()
             self._shell.run({"inputs_embeds": _blank(hidden), "attention_mask": given})
         calls = tuple(

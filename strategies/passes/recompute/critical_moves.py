@@ -9,6 +9,7 @@ as in ``pace_search``; worth it for programs of a few hundred instructions only.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import pairwise
 from math import exp
 from random import Random
@@ -95,13 +96,18 @@ class _Moves:
                 there = hop if self.rank[low] != self.rank[high] else 0.0
                 self.needs[4 * high + _F] += ((4 * low + _F, there),)
                 self.needs[4 * low + _B] += ((4 * high + _B, there),)
-        self.start = [0.0] * len(self.took)
-        self.end = [0.0] * len(self.took)
+        # Of the order that was taken last; of the one that is tried.
+        self.start = self.new_start = [0.0] * len(self.took)
+        self.end = self.new_end = [0.0] * len(self.took)
+        # The last trial in which an instruction's time was computed, and that trial's number.
+        self.made = [0] * len(self.took)
+        self.trial = 0
 
     def run(self, tries: int, goal: float) -> Program:
-        found = self.times()
+        found = self.times([0] * len(self.rows), -1.0)
         assert found is not None
         current = best = first = found
+        self.take()
         rows = [list(row) for row in self.rows]
         chain = self.chain()
         for turn in range(tries):
@@ -110,7 +116,7 @@ class _Moves:
             undo = self.move(chain)
             if undo is None:
                 continue
-            found = self.times()
+            found = self.times_after(undo[0], undo[1])
             heat = _HEAT * self.took[0] * (1 - turn / tries)
             worse = None if found is None else found[1] - current[1]
             if worse is None or (
@@ -123,6 +129,7 @@ class _Moves:
                 continue
             assert found is not None
             current = found
+            self.take()
             chain = self.chain()
             if current < best:
                 best, rows = current, [list(row) for row in self.rows]
@@ -182,23 +189,52 @@ class _Moves:
             done[pair] = what
         return True
 
-    def times(self) -> tuple[float, float] | None:
-        """(makespan, makespan and a little of all ranks' ends); None if the lists cannot run."""
-        end, start, took, needs = self.end, self.start, self.took, self.needs
-        made = bytearray(len(took))
-        place = [0] * len(self.rows)
-        clock = [0.0] * len(self.rows)
-        left = sum(map(len, self.rows))
+    def take(self) -> None:
+        """The order that was tried is the one to go on from."""
+        self.start, self.end = self.new_start, self.new_end
+
+    def times_after(self, rank: int, before: list[int]) -> tuple[float, float] | None:
+        """Like ``times``, of all that can have changed with one rank's list.
+
+        What began before the first changed place of the list is what it was: nothing that changed
+        ended before it did.
+        """
+        row, start = self.rows[rank], self.start
+        first = next((i for i, (a, b) in enumerate(zip(row, before, strict=False)) if a != b), 0)
+        since = self.end[row[first - 1]] if first else 0.0
+        places = [bisect_left(other, since, key=start.__getitem__) for other in self.rows]
+        places[rank] = first
+        return self.times(places, since)
+
+    def times(self, places: list[int], since: float) -> tuple[float, float] | None:
+        """(makespan, makespan and a little of all ranks' ends); None if the lists cannot run.
+
+        Args:
+            places: Per rank, where its list begins to be new; it is changed.
+            since: What began earlier is known.
+        """
+        self.trial += 1
+        trial, made, needs, took = self.trial, self.made, self.needs, self.took
+        old = self.start
+        start, end = old.copy(), self.end.copy()
+        clock = []
+        for row, index in zip(self.rows, places, strict=True):
+            clock.append(end[row[index - 1]] if index else 0.0)
+            # What takes no time begins when it ends.
+            while index and old[row[index - 1]] >= since:
+                index -= 1
+                made[row[index]] = trial
+        left = sum(map(len, self.rows)) - sum(places)
         waiting: dict[int, list[int]] = {}
         ready = list(range(len(self.rows)))
         while ready:
             rank = ready.pop()
-            row, index, now = self.rows[rank], place[rank], clock[rank]
+            row, index, now = self.rows[rank], places[rank], clock[rank]
             while index < len(row):
                 node = row[index]
                 time = now
                 for need, hop in needs[node]:
-                    if not made[need]:
+                    if old[need] >= since and made[need] != trial:
                         waiting.setdefault(need, []).append(rank)
                         break
                     if end[need] + hop > time:
@@ -206,16 +242,17 @@ class _Moves:
                 else:
                     start[node] = time
                     now = end[node] = time + took[node]
-                    made[node] = 1
+                    made[node] = trial
                     left -= 1
                     index += 1
                     if node in waiting:
                         ready += waiting.pop(node)
                     continue
                 break
-            place[rank], clock[rank] = index, now
+            places[rank], clock[rank] = index, now
         if left:
             return None
+        self.new_start, self.new_end = start, end
         span = max(clock)
         return span, span + 0.1 * sum(clock) / len(clock)
 

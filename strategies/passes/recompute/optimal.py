@@ -1,14 +1,16 @@
 """Recomputes no more than a memory limit demands, in an order made for it.
 
-Two kinds of orders are made and timed: the schedule's own, with as few pairs recomputed as fit
-(``kept_intervals``), and generated ones that know the limit from the start (``pace_search``). The
-fastest one wins, of equal ones the one with less recomputation.
+Three kinds of orders are timed: the schedule's own, with as few pairs recomputed as fit
+(``kept_intervals``), those of other schedules on the same placement (``sibling_orders``), and
+generated ones that know the limit from the start (``pace_search``). In short programs small moves
+improve the best of them. The fastest one wins, of equal ones the one with less recomputation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
+from dataclasses import replace
+from itertools import count, pairwise
 from typing import NamedTuple
 
 from strategies.bounds import lower_bound
@@ -24,11 +26,17 @@ from strategies.passes.recompute.critical_moves import improve, is_short
 from strategies.passes.recompute.kept_intervals import keep_what_fits, weights_at_once
 from strategies.passes.recompute.list_clock import ListClock
 from strategies.passes.recompute.pace_search import best_orders
+from strategies.passes.recompute.sibling_orders import sibling_orders
 from strategies.schedules.lanes import F, I, Lanes, W, lanes_of
 
 # Generated orders that small moves start from, and how often what they have found starts again.
 _GENERATED = 2
-_ROUNDS = 3
+_ROUNDS = 4
+_STARTS = 4  # Orders that small moves begin with.
+_SHARE = 0.6  # Of the budget for generated orders, where they are not all there is.
+# Microbatches by which a forward one stage up comes later: where neighbours share a rank, the
+# oldest go first; round a loop half a microbatch per stage does better.
+_SLOPES = {True: 0.01, False: 0.5}
 _SAME = 1e-9
 
 
@@ -87,12 +95,22 @@ def _reordered(program: Program, table: CostTable, room: tuple[int, ...]) -> lis
     share = 1.0 / program.placement.stages_per_microbatch
     caps = tuple(share * places for places in room)
     goal = max(lower_bound(program, table).value, memory_bound(program, table, caps).value)
-    found = _generated(program, table, room, goal)
-    own = keep_what_fits(weights_at_once(program), room)
-    found += [] if own is None else [own]
+    short = is_short(program)
+    siblings = sibling_orders(program, every=short)
+    found = [
+        candidate
+        for order in (program, *siblings)
+        for candidate in _fitted(order, room, every=short)
+    ]
     timed = [_Timed.of(candidate, table) for candidate in found]
-    best = list(timed)
-    for seed in range(_ROUNDS if is_short(program) else 0):
+    least = min(timed, key=lambda c: c.makespan, default=None)
+    # Of a long program, an order that fits as it is is not improved by one that recomputes.
+    enough = not short and least is not None and not recomputed_pairs(least.program)
+    if not enough and (least is None or least.makespan > goal * (1 + _SAME)):
+        generated = _generated(program, table, room, goal, others=bool(siblings))
+        timed += [_Timed.of(candidate, table) for candidate in generated]
+    best = sorted(timed, key=lambda c: c.makespan)[:_STARTS]
+    for seed in range(_ROUNDS if short else 0):
         if min(c.makespan for c in best) <= goal * (1 + _SAME):
             break
         moved = [improve(start.program, table, room, goal=goal, seed=seed) for start in best]
@@ -101,15 +119,29 @@ def _reordered(program: Program, table: CostTable, room: tuple[int, ...]) -> lis
     return timed + best
 
 
+def _fitted(order: Program, room: tuple[int, ...], *, every: bool) -> list[Program]:
+    """An order with what must be recomputed, as it is and with each W right behind its I."""
+    own = keep_what_fits(order, room)
+    if own is not None and not every:
+        return [own]
+    early = keep_what_fits(weights_at_once(order), room)
+    return [found for found in dict.fromkeys((own, early)) if found is not None]
+
+
 def _generated(
-    program: Program, table: CostTable, room: tuple[int, ...], goal: float
+    program: Program, table: CostTable, room: tuple[int, ...], goal: float, *, others: bool
 ) -> list[Program]:
+    """Orders made for the limit; fewer are tried where other schedules have some."""
     placement = program.placement
     # Long skips wait for what neighbours have passed on before; the walk need not know them.
     neighbours = chain(placement.num_stages)
     assert program.boundaries[: len(neighbours)] == neighbours
     split = any(part.kind is Kind.I for row in program.ranks for i in row for part in i.parts)
-    turns = _turns(program, table)
+    turns = [_turns(program, table)]
+    short = is_short(program)
+    share = _SHARE if short or others else 1.0
+    if short and placement.weight_copies == 1 and placement.num_stages > placement.num_ranks:
+        turns.append(_oldest_first(program))
     hops = [table.latency[i] + table.occupancy[i] for i in range(len(neighbours))]
 
     lanes = lanes_of(placement, program.num_microbatches)
@@ -119,12 +151,21 @@ def _generated(
         lanes=lanes,
         took=tuple(tuple(kind[stage] for stage in lanes.stage) for kind in kinds),
         hop=tuple((*hops, 0.0)[stage] for stage in lanes.stage),
-        turn=tuple(turns),
+        turn=(),
         room=room,
         split=split,
     )
-    orders = best_orders(work, goal=goal)
-    return [program.with_ranks(_rows(lanes, order)) for order in orders[:_GENERATED]]
+    orders = [
+        order
+        for turn in turns
+        for order in best_orders(
+            replace(work, turn=tuple(turn)),
+            goal=goal,
+            share=share / len(turns),
+            wanted=_GENERATED if short else 1,
+        )
+    ]
+    return [program.with_ranks(_rows(lanes, order)) for order in orders]
 
 
 def _turns(program: Program, table: CostTable) -> list[tuple[float, ...]]:
@@ -144,6 +185,17 @@ def _turns(program: Program, table: CostTable) -> list[tuple[float, ...]]:
             for index in range(size)
         )
         for lane, size in enumerate(lanes.size)
+    ]
+
+
+def _oldest_first(program: Program) -> list[tuple[float, ...]]:
+    """Other turns for ranks with several stages in line: more or less a microbatch at a time."""
+    lanes = lanes_of(program.placement, program.num_microbatches)
+    owners = program.placement.copies[0]
+    slope = _SLOPES[any(first == second for first, second in pairwise(owners))]
+    return [
+        tuple(index + slope * stage for index in range(size))
+        for stage, size in zip(lanes.stage, lanes.size, strict=True)
     ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import product
+from math import ceil
 from random import Random
 
 from strategies.passes.recompute.capped_walk import Order, Pace, Work, capped_order
@@ -18,22 +19,23 @@ Paces = tuple[Pace, ...]
 
 # Instructions that a search may order in all: well under a second's worth.
 _BUDGET = 120_000
-_LEAST = 12
-_FINALISTS = 3
+_LEAST = 8
 _SEEDS = 6
 _HIGHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 
 
-def best_orders(work: Work, *, goal: float) -> list[Order]:
+def best_orders(work: Work, *, goal: float, share: float, wanted: int) -> list[Order]:
     """The fastest orders found, the best first; at least one.
 
     Args:
         work: What is to be ordered.
         goal: No order is faster; the search ends when it finds one of that makespan.
+        share: Of the budget.
+        wanted: How many at most.
     """
-    count = max(_LEAST, _BUDGET // (3 * sum(work.lanes.size)))
+    count = max(ceil(share * _LEAST), int(share * _BUDGET) // (3 * sum(work.lanes.size)))
     found = _Search(work, count, goal=goal).run()
-    return [capped_order(work, paces) for paces in found[:_FINALISTS]]
+    return [capped_order(work, paces) for paces in found[:wanted]]
 
 
 class _Search:

@@ -22,6 +22,8 @@ from strategies.runtime.replay.structure import leaves, rebuild, tensors
 from strategies.runtime.tracing.flops import FlopCount
 
 _MOST_MADE_UP = 2_000_000_000  # bytes
+# Parts of the names of attributes that number a layer and decide nothing else.
+_NUMBERS = ("idx", "index", "layer_id", "name")
 
 
 class Slot:
@@ -316,9 +318,8 @@ def structure(module: nn.Module) -> Hashable:
         settings = tuple(
             (key, value)
             for key, value in sorted(vars(child).items())
-            if not key.startswith("_")
-            and isinstance(value, bool | int | float | str | type(None))
-            and not any(part in key for part in ("idx", "index", "layer_id"))
+            if isinstance(value, bool | int | float | str | type(None))
+            and not any(part in key for part in _NUMBERS)
         )
         held = tuple(
             (key, tuple(t.shape), str(t.dtype), t.requires_grad)

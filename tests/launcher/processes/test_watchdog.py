@@ -148,6 +148,18 @@ def test_a_process_in_a_debugger_or_stopped_for_a_moment_is_left_alone(bench):
         assert it.after(1) is None
 
 
+def test_a_stopped_rank_that_waits_itself_is_named_and_not_those_that_wait_for_it(bench):
+    it = bench(2)
+    names = it.ranks[0].names([("", (), ""), ("RECV grad mb=0 from stage 1", (1,), "")])
+    it.ranks[0].begin(names, fresh=False)
+    it.waits(0)
+    it.waits(1)
+    it.now += 0.5
+    it.states[1] = State.STOPPED
+    found = it.after(15)
+    assert (found.index, found.kind) == (1, "SIGSTOP")
+
+
 def test_time_in_which_the_watching_process_did_not_run_does_not_count(bench):
     it = bench(2)
     it.computes(0)

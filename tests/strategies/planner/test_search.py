@@ -146,7 +146,7 @@ def test_orders_are_walked_once_for_many_cost_tables():
             for group in groups(asked, space, layout, space.recomputes[0]):
                 times.add(evaluator.outcome(group, group.orders[0]).step_time_s)
     assert len(times) > 1
-    assert evaluator.num_simulated > len(evaluator._structures)
+    assert evaluator.num_simulated > len(evaluator.structures)
     assert all(math.isfinite(time) for time in times)
 
 

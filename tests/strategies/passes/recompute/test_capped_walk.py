@@ -93,8 +93,8 @@ def test_every_pace_ends_within_its_room(data):
 @pytest.mark.parametrize("goal", [0.0, 21.0])
 def test_a_search_is_never_slower_than_its_first_pace_and_always_the_same(goal):
     given_work = work(loop(4, 1), 4, 1)
-    orders = best_orders(given_work, goal=goal)
-    assert orders == best_orders(given_work, goal=goal)
+    orders = best_orders(given_work, goal=goal, share=1.0, wanted=3)
+    assert orders == best_orders(given_work, goal=goal, share=1.0, wanted=3)
     assert orders[0].makespan == 21.0
 
 

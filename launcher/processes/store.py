@@ -1,0 +1,273 @@
+"""The store that ranks meet at, kept by the parent: no rank's death takes it away.
+
+Speaks to torch's own client, ``torch.distributed.TCPStore``, without torch: requests are a byte for
+the command, then little-endian numbers, keys and values, each with its length before it. Listens on
+this machine only. torch's queues (``queue_push`` and its kin), which no process group uses, are not
+served; a request that is not understood closes the connection, as torch's own server does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+_MAGIC = 0x3C85F7CE
+_MOST_KEYS = 1 << 17
+_MOST_BYTES = 1 << 24
+_STOP_WAITING, _WAIT_CANCELED = b"\0", b"\1"
+_READY, _NOT_READY = b"\0", b"\1"
+
+
+class Command(IntEnum):
+    """The first byte of a request."""
+
+    VALIDATE = 0
+    SET = 1
+    COMPARE_SET = 2
+    GET = 3
+    ADD = 4
+    CHECK = 5
+    WAIT = 6
+    GETNUMKEYS = 7
+    DELETE_KEY = 8
+    APPEND = 9
+    MULTI_GET = 10
+    MULTI_SET = 11
+    CANCEL_WAIT = 12
+    PING = 13
+
+
+class _IncompleteError(Exception):
+    """The rest of a request is still on its way."""
+
+
+class _RefusedError(Exception):
+    """Not torch's client, or one that asks for what is not served."""
+
+
+@dataclass(eq=False)
+class _Client:
+    connection: socket.socket
+    received: bytearray = field(default_factory=bytearray)
+    to_send: bytearray = field(default_factory=bytearray)
+    known: bool = False
+    awaited: set[bytes] = field(default_factory=set)
+
+
+@dataclass
+class _Request:
+    """Reads one request from what has been received."""
+
+    data: bytearray
+    at: int = 0
+
+    def take(self, size: int) -> bytes:
+        if size > _MOST_BYTES:
+            raise _RefusedError
+        if self.at + size > len(self.data):
+            raise _IncompleteError
+        self.at += size
+        return bytes(self.data[self.at - size : self.at])
+
+    def number(self, kind: str) -> int:
+        (found,) = struct.unpack(f"<{kind}", self.take(struct.calcsize(f"<{kind}")))
+        return int(found)
+
+    def text(self) -> bytes:
+        return self.take(self.number("Q"))
+
+    def texts(self) -> list[bytes]:
+        count = self.number("Q")
+        if count > _MOST_KEYS:
+            raise _RefusedError
+        return [self.text() for _ in range(count)]
+
+
+class Store:
+    """Keys and values, and who waits for which."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._values: dict[bytes, bytes] = {}
+        self._clients: set[_Client] = set()
+        self._selector = selectors.DefaultSelector()
+        self._commands: dict[int, Callable[[_Client, _Request], bytes]] = {
+            Command.SET: self._set,
+            Command.COMPARE_SET: self._compare_set,
+            Command.GET: lambda _, request: _framed(self._values.get(request.text(), b"")),
+            Command.ADD: self._add,
+            Command.CHECK: self._check,
+            Command.WAIT: self._wait,
+            Command.GETNUMKEYS: lambda *_: struct.pack("<q", len(self._values)),
+            Command.DELETE_KEY: self._delete,
+            Command.APPEND: self._append,
+            Command.MULTI_GET: self._multi_get,
+            Command.MULTI_SET: self._multi_set,
+            Command.CANCEL_WAIT: self._cancel,
+            Command.PING: lambda _, request: request.take(4),
+        }
+
+    def serve(self, end: int) -> None:
+        """Answers until somebody writes to, or closes, the other end of a pipe."""
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(end, selectors.EVENT_READ)
+        try:
+            while True:
+                for key, events in self._selector.select():
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.data is None:
+                        return
+                    else:
+                        self._talk(key.data, events)
+        finally:
+            for client in tuple(self._clients):
+                self._close(client)
+            self._selector.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client = _Client(connection)
+            self._clients.add(client)
+            self._selector.register(connection, selectors.EVENT_READ, client)
+
+    def _talk(self, client: _Client, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ:
+                data = client.connection.recv(1 << 16)
+                if not data:
+                    raise _RefusedError  # it has left
+                client.received += data
+                while self._answer(client):
+                    pass
+            self._send(client)
+        except (_RefusedError, OSError):
+            self._close(client)
+
+    def _answer(self, client: _Client) -> bool:
+        """Answers the first request of what has been received; False if there is none."""
+        request = _Request(client.received)
+        try:
+            command = request.number("B")
+            if not client.known:
+                if command != Command.VALIDATE or request.number("I") != _MAGIC:
+                    raise _RefusedError
+                client.known = True
+            elif command in self._commands:
+                client.to_send += self._commands[command](client, request)
+            else:
+                raise _RefusedError
+        except _IncompleteError:
+            return False
+        del client.received[: request.at]
+        return True
+
+    def _send(self, client: _Client) -> None:
+        if client.to_send:
+            with contextlib.suppress(BlockingIOError):
+                del client.to_send[: client.connection.send(client.to_send)]
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.to_send else 0)
+        if self._selector.get_key(client.connection).events != wanted:
+            self._selector.modify(client.connection, wanted, client)
+
+    def _close(self, client: _Client) -> None:
+        self._clients.discard(client)
+        self._selector.unregister(client.connection)
+        client.connection.close()
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        self._values[key] = value
+        for client in tuple(self._clients):
+            if key in client.awaited:
+                client.awaited.discard(key)
+                if not client.awaited:
+                    client.to_send += _STOP_WAITING
+                    try:
+                        self._send(client)
+                    except OSError:
+                        self._close(client)
+
+    def _set(self, _: _Client, request: _Request) -> bytes:
+        key, value = request.text(), request.text()
+        self._put(key, value)
+        return b""
+
+    def _compare_set(self, _: _Client, request: _Request) -> bytes:
+        key, expected, desired = request.text(), request.text(), request.text()
+        found = self._values.get(key)
+        if found == expected or (found is None and not expected):
+            self._put(key, desired)
+            return _framed(desired)
+        return _framed(expected if found is None else found)
+
+    def _add(self, _: _Client, request: _Request) -> bytes:
+        key, amount = request.text(), request.number("q")
+        total = int(self._values.get(key, b"0")) + amount
+        self._put(key, str(total).encode())
+        return struct.pack("<q", total)
+
+    def _check(self, _: _Client, request: _Request) -> bytes:
+        there = all(key in self._values for key in request.texts())
+        return _READY if there else _NOT_READY
+
+    def _wait(self, client: _Client, request: _Request) -> bytes:
+        client.awaited = {key for key in request.texts() if key not in self._values}
+        return b"" if client.awaited else _STOP_WAITING
+
+    def _cancel(self, client: _Client, _: _Request) -> bytes:
+        client.awaited.clear()
+        return _WAIT_CANCELED
+
+    def _delete(self, _: _Client, request: _Request) -> bytes:
+        found = self._values.pop(request.text(), None)
+        return struct.pack("<q", found is not None)
+
+    def _append(self, _: _Client, request: _Request) -> bytes:
+        key, value = request.text(), request.text()
+        self._put(key, self._values.get(key, b"") + value)
+        return b""
+
+    def _multi_get(self, _: _Client, request: _Request) -> bytes:
+        return b"".join(_framed(self._values.get(key, b"")) for key in request.texts())
+
+    def _multi_set(self, _: _Client, request: _Request) -> bytes:
+        count = request.number("Q")
+        if count > _MOST_KEYS:
+            raise _RefusedError
+        for key, value in [(request.text(), request.text()) for _ in range(count)]:
+            self._put(key, value)
+        return b""
+
+
+@contextmanager
+def store_served() -> Iterator[int]:
+    """A store on a port of this machine, in a thread, as long as the block runs."""
+    reader, writer = os.pipe()
+    # Taken from the kernel once, and never let go: nobody else can get it in between.
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        port: int = listener.getsockname()[1]
+        store = Store(listener)
+        thread = threading.Thread(target=store.serve, args=(reader,), name="store", daemon=True)
+        thread.start()
+        try:
+            yield port
+        finally:
+            os.close(writer)
+            thread.join()
+            os.close(reader)
+
+
+def _framed(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value

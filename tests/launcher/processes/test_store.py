@@ -1,0 +1,126 @@
+"""torch's own client at the parent's store: whoever changes torch's version hears of it here."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from launcher.processes.store import store_served
+
+GREETING = b"\0" + struct.pack("<I", 0x3C85F7CE)
+
+
+@pytest.fixture
+def port():
+    with store_served() as found:
+        yield found
+
+
+def client(port: int, timeout_s: float = 10.0) -> dist.TCPStore:
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def test_values_are_shared_between_clients(port):
+    one, two = client(port), client(port)
+    one.set("word", "spoken")
+    assert two.get("word") == b"spoken"
+    assert one.add("count", 2) == 2
+    assert two.add("count", -5) == -3
+    assert one.get("count") == b"-3"
+    two.append("word", " twice")
+    assert one.get("word") == b"spoken twice"
+    assert two.check(["word", "count"])
+    assert not two.check(["word", "other"])
+    one.multi_set(["a", "b"], ["1", "2"])
+    assert two.multi_get(["b", "a"]) == [b"2", b"1"]
+    assert two.num_keys() == 4
+    assert two.delete_key("a")
+    assert not two.delete_key("a")
+    assert not one.check(["a"])
+
+
+def test_compare_and_set_does_so_only_where_it_is_as_expected(port):
+    store = client(port)
+    assert store.compare_set("key", "old", "new") == b"old"
+    assert not store.check(["key"])
+    assert store.compare_set("key", "", "first") == b"first"
+    assert store.compare_set("key", "other", "second") == b"first"
+    assert store.compare_set("key", "first", "second") == b"second"
+    assert store.get("key") == b"second"
+
+
+def test_whoever_waits_goes_on_when_the_last_key_is_there(port):
+    waiting, setting = client(port), client(port)
+    went_on = []
+
+    def wait() -> None:
+        waiting.wait(["a", "b"], timedelta(seconds=10))
+        went_on.append(time.monotonic())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    setting.set("a", "1")
+    time.sleep(0.2)
+    assert went_on == []
+    setting.add("b", 1)
+    thread.join()
+    assert len(went_on) == 1
+
+
+def test_a_wait_that_takes_too_long_leaves_the_connection_usable(port):
+    store = client(port)
+    with pytest.raises(RuntimeError):
+        store.wait(["never"], timedelta(seconds=0.3))
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_large_values_come_through_whole(port):
+    one, two = client(port), client(port)
+    data = bytes(range(256)) * 8192
+    one.set("large", data)
+    assert two.get("large") == data
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\1" + struct.pack("<Q", 4) + b"word" + struct.pack("<Q", 1) + b"x",  # no greeting
+        GREETING + b"\xee",
+        GREETING + b"\3" + struct.pack("<Q", 1 << 60),
+        GREETING + b"\5" + struct.pack("<Q", 1 << 60),
+    ],
+)
+def test_whoever_is_not_torch_is_shown_out_and_changes_nothing(port, said):
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+        stranger.sendall(said)
+        assert stranger.recv(1) == b""
+    assert not client(port).check(["word"])
+
+
+def test_it_outlives_every_client_and_listens_on_this_machine_only(port):
+    first = client(port)
+    first.set("word", "spoken")
+    del first
+    assert client(port).get("word") == b"spoken"
+    with pytest.raises(OSError), socket.create_connection(("::1", port), timeout=5):
+        pass
+
+
+def test_the_port_is_free_again_after_the_block():
+    with store_served() as port:
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)

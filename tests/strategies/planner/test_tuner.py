@@ -1,0 +1,73 @@
+"""The tuner against simulating every program of a layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from strategies.planner.problem import Problem
+from strategies.planner.search import rank_key
+from strategies.planner.space import Space
+from strategies.planner.tuner import POLICIES, choices, setting_of, simulated, tune
+
+from .models import problem
+
+
+def space(**changes) -> Space:
+    return Space(
+        4, 16, tp=1, pp=2, dp=2, schedule="1f1b", policies=POLICIES, sizes=(1, 2, 4, 8), **changes
+    )
+
+
+def limited(memory: float) -> Problem:
+    """Ranks of that memory, which recompute=optimal fills."""
+    asked = problem(4, memory=memory)
+    hardware = replace(asked.machine.hardware, memory_gb=memory / 1e9)
+    return replace(asked, machine=replace(asked.machine, hardware=hardware))
+
+
+@pytest.mark.parametrize("memory", [1e9, 0.16e9, 0.12e9])
+def test_it_lists_what_simulating_everything_finds_best(memory):
+    asked = limited(memory)
+    best = {}
+    for choice in choices(asked, space()):
+        outcome = simulated(asked, choice)
+        if outcome is None or outcome.peak_bytes > memory:
+            continue
+        setting = setting_of(outcome.candidate.layout, outcome.candidate.recompute)
+        if setting.recompute.policy == "optimal" and not outcome.recomputes:
+            continue
+        if setting not in best or rank_key(outcome) < rank_key(best[setting]):
+            best[setting] = outcome
+    wanted = sorted(best.values(), key=rank_key)
+    found = tune(asked, space(), top_k=3)
+    assert [plan.candidate for plan in found.plans] == [o.candidate for o in wanted[:3]]
+    assert found.plans
+    assert found.num_simulated <= found.num_candidates
+    assert any(refusal.reason == "memory" for refusal in found.refusals) == (memory < 1e9)
+    # A setting that was left out by its bound is slower than what is listed.
+    times = {setting: outcome.step_time_s for setting, outcome in best.items()}
+    for refusal in found.refusals:
+        if refusal.reason == "slower" and refusal.setting in times:
+            assert refusal.step_time_s <= times[refusal.setting] * (1 + 1e-9)
+            assert refusal.step_time_s >= found.plans[-1].step_time_s * (1 - 1e-9)
+        if refusal.reason == "memory" and refusal.exact:
+            assert refusal.setting not in times
+
+
+def test_what_needs_least_is_named_where_nothing_fits():
+    asked = limited(1e6)
+    found = tune(asked, space(), top_k=3)
+    assert found.plans == ()
+    everything = [simulated(asked, choice) for choice in choices(asked, space())
+                  if choice[0].recompute.policy != "optimal"]  # fmt: skip
+    assert found.smallest.peak_bytes == min(outcome.peak_bytes for outcome in everything)
+    assert found.plain.candidate.recompute.policy == "none"
+    assert {refusal.reason for refusal in found.refusals} == {"memory"}
+
+
+def test_a_pinned_policy_is_the_only_one():
+    found = tune(problem(4), space(recompute=POLICIES[-1]), top_k=9)
+    assert {plan.candidate.recompute.policy for plan in found.plans} == {"full"}
+    assert {plan.candidate.layout.microbatch_size for plan in found.plans} == {1, 2, 4, 8}
