@@ -44,19 +44,35 @@ class MetricsFile:
     path: Path
     _columns: list[str] = field(default_factory=list)
     _rows: list[dict[str, Any]] = field(default_factory=list)
+    _last: int | None = None  # where the row begins that is to be replaced
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Appends a row; a name not seen before adds a column to the whole file."""
+    def write(self, row: Mapping[str, Any], *, complete: bool = True) -> None:
+        """Appends a row; a name not seen before adds a column to the whole file.
+
+        Args:
+            row: Values by column.
+            complete: Whether no more is to come; otherwise the next call replaces it. A run that
+                is killed leaves what is known of its last step.
+        """
         new = [name for name in row if name not in self._columns]
+        if self._last is not None:
+            self._rows.pop()
         self._rows.append(dict(row))
         if new:
             self._columns += new
-            write_atomically(self.path, "".join(self._lines([{}, *self._rows])))
+            *before, last = self._lines([{}, *self._rows])
+            write_atomically(self.path, "".join([*before, last]))
+            at = self.path.stat().st_size - len(last.encode())
         else:
-            with self.path.open("a") as stream:
-                stream.writelines(self._lines([row]))
+            with self.path.open("r+b") as stream:
+                at = stream.seek(0, os.SEEK_END) if self._last is None else self._last
+                stream.seek(at)
+                stream.write("".join(self._lines([row])).encode())
+                stream.truncate()
                 stream.flush()
-                os.fsync(stream.fileno())
+                if complete:
+                    os.fsync(stream.fileno())
+        self._last = None if complete else at
 
     def go_on(self, step: int) -> None:
         """Keeps the rows up to a step of a run that goes on in its own folder."""
@@ -88,8 +104,8 @@ class MetricsFile:
 class Progress(pl.Callback):
     """Collects a row per logged step, on rank 0, and tells the parent.
 
-    Bubble and gradient norm of a step come with the next step's messages, so a row is written when
-    they are there; the collective that would bring them at once would stall the pipeline.
+    Bubble and gradient norm of a step come with the next step's messages, so a row is completed
+    when they are there; the collective that would bring them at once would stall the pipeline.
 
     Attributes:
         file: Where rows go; None on all ranks but the first.
@@ -158,6 +174,8 @@ class Progress(pl.Callback):
         row |= {k: v for k, v in logged.items() if not k.startswith("val_") and k != "epoch"}
         self._pending = row
         self._pending_pass = trainer.fit_loop.total_batch_idx
+        if self.file is not None:
+            self.file.write(row, complete=False)
         stats = pipeline(trainer).stats
         self._tell(
             {

@@ -49,7 +49,7 @@ class Rates:
         flops_per_s: Reached.
         unit_overhead_s: As ``Hardware``.
         stage_overhead_s: The same.
-        error: Of a unit's time, root mean square over classes and microbatch sizes.
+        error: What units are off, over what they take; the mean over microbatch sizes.
     """
 
     flops_per_s: float
@@ -120,6 +120,7 @@ def hardware_yaml(
     if profile.reductions is not None:
         values["ring_bandwidth"] = _short(profile.reductions.bandwidth)
         values["ring_latency_s"] = _short(profile.reductions.latency_s)
+        values["lockstep_loss"] = _short(profile.lockstep_loss)
     lines = [
         "# Measured by mode=profile; peak_flops, inter_* and gpus_per_node are those of "
         f"hardware={old.name}.",
@@ -148,16 +149,14 @@ def fit_rates(profile: Profile, config: LaunchConfig, shape: ModelShape) -> Rate
         r.weight for r in rows if not r.units
     )
     slope, overhead = _line([row for row in rows if row.units])
-    # By the seconds that it is about: a unit that takes nothing cannot be far off.
-    missed = whole = 0.0
+    # Seconds that units are off over those that they take: a small one cannot be far off.
+    errors = []
     for found, numbers in wholes:
-        every = sum(n * row.seconds for row, n in zip(found, numbers, strict=True))
-        for row, n in zip(found, numbers, strict=True):
-            share = n * row.seconds / every
-            fitted = slope * row.flops + overhead
-            missed += share * (fitted / row.seconds - 1.0) ** 2 if row.seconds else 0.0
-            whole += share
-    return Rates(1.0 / max(slope, 1e-18), overhead, stage, (missed / whole) ** 0.5)
+        pairs = list(zip(found, numbers, strict=True))
+        missed = sum(n * abs(slope * row.flops + overhead - row.seconds) for row, n in pairs)
+        errors.append(missed / sum(n * row.seconds for row, n in pairs))
+    error = sum(errors) / len(errors)
+    return Rates(1.0 / max(slope, 1e-18), overhead, stage, error)
 
 
 def _line(rows: Sequence[Measured]) -> tuple[float, float]:

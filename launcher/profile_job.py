@@ -39,7 +39,7 @@ from strategies.recompute import NO_RECOMPUTE
 from strategies.runtime.mesh import Coordinates
 from strategies.runtime.profiling.chosen import choose_units, draw_quickly
 from strategies.runtime.profiling.layers import Task, measure_layers
-from strategies.runtime.profiling.links import measure_links
+from strategies.runtime.profiling.links import measure_links, measure_lockstep
 from strategies.runtime.profiling.sample import sample_units
 
 _TIME_S = 45.0  # for all training steps together; starting up and memory come on top
@@ -68,13 +68,16 @@ def measure(run: Run) -> dict[str, Any]:
         )
     found = _layers(run, device, backend, world=world, rank=rank)
     links: tuple[Link, Link] | None = None
+    lost: float | None = None
     if world > config.tp:
         links = measure_links(0, config.tp, backend=backend, device=device)
-    gathered: list[Any] = [(found, links)]
+        lost = measure_lockstep(0, config.tp, backend=backend, device=device)
+    gathered: list[Any] = [(found, links, lost)]
     if world > 1:
         gathered = [None] * world
-        dist.all_gather_object(gathered, (found, links))
+        dist.all_gather_object(gathered, (found, links, lost))
     profile = _profile(run, [entry[0] for entry in gathered if entry[0]], gathered[0][1], gpu=gpu)
+    profile = replace(profile, lockstep_loss=gathered[0][2] or 0.0)
     return {"profile": dump_profile(profile), "world_size": world}
 
 

@@ -276,6 +276,7 @@ def hardware(config: LaunchConfig) -> Hardware:
         given.step_overhead_s,
         given.ring_bandwidth,
         given.ring_latency_s,
+        given.lockstep_loss,
     )
 
 

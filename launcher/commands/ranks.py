@@ -74,6 +74,9 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
     elif checkpoint is not None and not run.own_model:
         assert isinstance(run.shape, TransformerShape)
         check_model(checkpoint, run.shape)
+    asked = config.trainer.resume if config.mode in ("train", "validate") else config.checkpoint
+    if checkpoint is not None and asked != "auto":  # the newest has been looked at
+        check_whole(checkpoint)
 
 
 def check_world(config: LaunchConfig) -> None:
@@ -193,15 +196,13 @@ def find_checkpoint(run: Run, asked: str | None, run_dir: Path, *, optional: boo
     """A checkpoint by path, or the newest of this experiment for ``auto``.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: There is none.
     """
     if asked is None:
         return None
     if asked == "auto":
         return newest_checkpoint(run.config.experiment_name, run_dir, optional=optional)
-    path = Path(asked).expanduser().absolute()
-    check_whole(path)
-    return path
+    return Path(asked).expanduser().absolute()
 
 
 @contextmanager

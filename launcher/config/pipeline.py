@@ -162,6 +162,9 @@ class HardwareConfig:
     ring_latency_s: float | None = key(
         None, "Of each step of a collective; null = intra_latency_s.", low=0, example=1e-4
     )
+    lockstep_loss: float = key(
+        0.0, "Share of their compute that tensor-parallel ranks lose to waiting.", low=0, high=10
+    )
     measured_on: str | None = key(
         None,
         "Where mode=profile has measured these figures; null = they are a datasheet's.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -70,6 +71,7 @@ class LocalRanks:
     saves: bool = False
     restarted: int = 0
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _token: str = field(default_factory=lambda: secrets.token_hex(16))
     _buffer: bytes = b""
     _training: bool = False
     _asked_to_stop: signal.Signals | None = None
@@ -95,7 +97,7 @@ class LocalRanks:
             failure_file(self.run_dir, rank).unlink(missing_ok=True)
         reader, writer = os.pipe()
         try:
-            with self._stop_passed_on(), store_served() as port:
+            with self._stop_passed_on(), store_served(self._token) as port:
                 try:
                     self._start(writer, port)
                     os.close(writer)
@@ -171,7 +173,7 @@ class LocalRanks:
             NODE_RANK="0",
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
-            FOLDPIPE_STORE="parent",
+            FOLDPIPE_STORE=self._token,
             FOLDPIPE_PARENT=str(os.getpid()),
             PYTHONUNBUFFERED="1",
             **self._pages.variables(rank),

@@ -3,7 +3,9 @@
 Speaks to torch's own client, ``torch.distributed.TCPStore``, without torch: requests are a byte for
 the command, then little-endian numbers, keys and values, each with its length before it. Listens on
 this machine only. torch's queues (``queue_push`` and its kin), which no process group uses, are not
-served; a request that is not understood closes the connection, as torch's own server does.
+served; a request that is not understood closes the connection, as torch's own server does. So does
+one about a key without the job's token: what ranks read here tells them whom to connect to, and any
+process of this machine can reach the port.
 """
 
 from __future__ import annotations
@@ -92,17 +94,24 @@ class _Request:
 
 
 class Store:
-    """Keys and values, and who waits for which."""
+    """Keys and values, and who waits for which.
 
-    def __init__(self, listener: socket.socket) -> None:
+    Args:
+        listener: Where clients come.
+        token: With which every key begins (``PrefixStore(token, ...)``); empty for any key.
+    """
+
+    def __init__(self, listener: socket.socket, token: str = "") -> None:
         self._listener = listener
+        # torch's client puts a slash before every key.
+        self._prefix = f"/{token}/".encode() if token else b""
         self._values: dict[bytes, bytes] = {}
         self._clients: set[_Client] = set()
         self._selector = selectors.DefaultSelector()
         self._commands: dict[int, Callable[[_Client, _Request], bytes]] = {
             Command.SET: self._set,
             Command.COMPARE_SET: self._compare_set,
-            Command.GET: lambda _, request: _framed(self._values.get(request.text(), b"")),
+            Command.GET: lambda _, request: _framed(self._values.get(self._key(request), b"")),
             Command.ADD: self._add,
             Command.CHECK: self._check,
             Command.WAIT: self._wait,
@@ -199,13 +208,25 @@ class Store:
                     except OSError:
                         self._close(client)
 
+    def _key(self, request: _Request) -> bytes:
+        key = request.text()
+        if not key.startswith(self._prefix):
+            raise _RefusedError
+        return key
+
+    def _keys(self, request: _Request) -> list[bytes]:
+        keys = request.texts()
+        if not all(key.startswith(self._prefix) for key in keys):
+            raise _RefusedError
+        return keys
+
     def _set(self, _: _Client, request: _Request) -> bytes:
-        key, value = request.text(), request.text()
+        key, value = self._key(request), request.text()
         self._put(key, value)
         return b""
 
     def _compare_set(self, _: _Client, request: _Request) -> bytes:
-        key, expected, desired = request.text(), request.text(), request.text()
+        key, expected, desired = self._key(request), request.text(), request.text()
         found = self._values.get(key)
         if found == expected or (found is None and not expected):
             self._put(key, desired)
@@ -213,17 +234,17 @@ class Store:
         return _framed(expected if found is None else found)
 
     def _add(self, _: _Client, request: _Request) -> bytes:
-        key, amount = request.text(), request.number("q")
+        key, amount = self._key(request), request.number("q")
         total = int(self._values.get(key, b"0")) + amount
         self._put(key, str(total).encode())
         return struct.pack("<q", total)
 
     def _check(self, _: _Client, request: _Request) -> bytes:
-        there = all(key in self._values for key in request.texts())
+        there = all(key in self._values for key in self._keys(request))
         return _READY if there else _NOT_READY
 
     def _wait(self, client: _Client, request: _Request) -> bytes:
-        client.awaited = {key for key in request.texts() if key not in self._values}
+        client.awaited = {key for key in self._keys(request) if key not in self._values}
         return b"" if client.awaited else _STOP_WAITING
 
     def _cancel(self, client: _Client, _: _Request) -> bytes:
@@ -231,34 +252,38 @@ class Store:
         return _WAIT_CANCELED
 
     def _delete(self, _: _Client, request: _Request) -> bytes:
-        found = self._values.pop(request.text(), None)
+        found = self._values.pop(self._key(request), None)
         return struct.pack("<q", found is not None)
 
     def _append(self, _: _Client, request: _Request) -> bytes:
-        key, value = request.text(), request.text()
+        key, value = self._key(request), request.text()
         self._put(key, self._values.get(key, b"") + value)
         return b""
 
     def _multi_get(self, _: _Client, request: _Request) -> bytes:
-        return b"".join(_framed(self._values.get(key, b"")) for key in request.texts())
+        return b"".join(_framed(self._values.get(key, b"")) for key in self._keys(request))
 
     def _multi_set(self, _: _Client, request: _Request) -> bytes:
         count = request.number("Q")
         if count > _MOST_KEYS:
             raise _RefusedError
-        for key, value in [(request.text(), request.text()) for _ in range(count)]:
+        for key, value in [(self._key(request), request.text()) for _ in range(count)]:
             self._put(key, value)
         return b""
 
 
 @contextmanager
-def store_served() -> Iterator[int]:
-    """A store on a port of this machine, in a thread, as long as the block runs."""
+def store_served(token: str = "") -> Iterator[int]:
+    """A store on a port of this machine, in a thread, as long as the block runs.
+
+    Args:
+        token: Known to the job's processes alone; all keys begin with it. Empty for any key.
+    """
     reader, writer = os.pipe()
     # Taken from the kernel once, and never let go: nobody else can get it in between.
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         port: int = listener.getsockname()[1]
-        store = Store(listener)
+        store = Store(listener, token)
         thread = threading.Thread(target=store.serve, args=(reader,), name="store", daemon=True)
         thread.start()
         try:

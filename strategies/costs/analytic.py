@@ -150,7 +150,12 @@ class AnalyticCosts:
         return self.table_for(program, count_buckets(program), gathered_stages(program))
 
     def table_for(
-        self, program: Program, buckets: Sequence[int], gathered: frozenset[int]
+        self,
+        program: Program,
+        buckets: Sequence[int],
+        gathered: frozenset[int],
+        *,
+        breakdown: bool = True,
     ) -> CostTable:
         """The table of a program that has no reductions yet: a search does not make them.
 
@@ -158,6 +163,7 @@ class AnalyticCosts:
             program: Its placement and boundaries count.
             buckets: That it will have, per stage.
             gathered: Stages whose weights will be gathered.
+            breakdown: Whether the table tells what stages hold by what it is for.
         """
         computed = tuple(self._forward(load) for load in self.stages)
         sums = [self._sums(load.forward_sums) for load in self.stages]
@@ -212,7 +218,7 @@ class AnalyticCosts:
                 self._state_bytes(program, stage, sharded=stage in gathered)
                 for stage in range(len(self.stages))
             ),
-            memory=self.memory(program, gathered),
+            memory=self.memory(program, gathered) if breakdown else None,
         )
 
     def memory(self, program: Program, gathered: frozenset[int] | None = None) -> StageMemory:
@@ -225,6 +231,7 @@ class AnalyticCosts:
         cut = self.tp if self.sequence_parallel else 1
         made = [load.output_elements * sizes.activation // cut for load in self.stages]
         ends = [made[s] + (made[s - 1] if s else 0) for s in range(count)]
+        ends[-1:] = [size + made[-1] for size in ends[-1:]]  # the loss's own gradient, too
         shares = zip(self._stage_inputs(program), saved, strict=True)
         return StageMemory(
             parameters=tuple(n * sizes.weight for n in weights),
@@ -301,7 +308,8 @@ class AnalyticCosts:
         return max(self._computing(flops), moved) + self._overhead(load) if flops else 0.0
 
     def _computing(self, flops: float) -> float:
-        return flops / (self.hardware.peak_flops * self.hardware.efficiency)
+        took = flops / (self.hardware.peak_flops * self.hardware.efficiency)
+        return took * (1.0 + self.hardware.lockstep_loss) if self.tp > 1 else took
 
     def _sums(self, sizes: tuple[int, ...]) -> float:
         """Adding up tensors over tensor-parallel ranks, one after the other."""

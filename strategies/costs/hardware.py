@@ -26,6 +26,8 @@ class Hardware:
         step_overhead_s: What an optimizer step takes on a rank beside its weights.
         ring_bandwidth: Bytes/s of a collective in a node; None for that of messages.
         ring_latency_s: Of each of its steps; None likewise.
+        lockstep_loss: Share of their compute that ranks lose which share matrices: after each
+            product they wait for the slower one.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Hardware:
     step_overhead_s: float = 0.0
     ring_bandwidth: float | None = None
     ring_latency_s: float | None = None
+    lockstep_loss: float = 0.0
 
     def ring(self, first: int, second: int) -> tuple[float, float]:
         """(bandwidth, latency) of a collective's step between two global ranks."""

@@ -131,6 +131,8 @@ class Profile:
         rest_s: What a training step takes on a rank beside its instructions.
         messages: Links between ranks of one node; None where there was one rank.
         reductions: The same for all-reduces.
+        lockstep_loss: Share of their compute that ranks lose which wait for each other all the
+            time; 0 where there was one.
     """
 
     machine: Machine
@@ -140,6 +142,7 @@ class Profile:
     rest_s: float
     messages: Link | None
     reductions: Link | None
+    lockstep_loss: float = 0.0
 
     @property
     def errors(self) -> tuple[float, ...]:
@@ -200,6 +203,7 @@ def dump_profile(profile: Profile) -> str:
         "classes": list(profile.classes),
         "sizes": {str(number): asdict(figures) for number, figures in profile.sizes},
         "rest_s": profile.rest_s,
+        "lockstep_loss": profile.lockstep_loss,
         "links": {
             "messages": None if profile.messages is None else asdict(profile.messages),
             "reductions": None if profile.reductions is None else asdict(profile.reductions),
@@ -261,6 +265,7 @@ def _profile(content: Mapping[str, Any]) -> Profile:
         rest_s=float(content["rest_s"]),
         messages=_link(links["messages"]),
         reductions=_link(links["reductions"]),
+        lockstep_loss=float(content.get("lockstep_loss", 0.0)),
     )
 
 

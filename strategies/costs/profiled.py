@@ -51,7 +51,12 @@ class ProfiledCosts:
         return self.table_for(program, count_buckets(program), gathered_stages(program))
 
     def table_for(
-        self, program: Program, buckets: Sequence[int], gathered: frozenset[int]
+        self,
+        program: Program,
+        buckets: Sequence[int],
+        gathered: frozenset[int],
+        *,
+        breakdown: bool = True,
     ) -> CostTable:
         """The table of a program that has no reductions yet; see ``AnalyticCosts.table_for``.
 
@@ -84,7 +89,7 @@ class ProfiledCosts:
                 min(1.0, kept / full) if full else 0.0
                 for kept, full in zip(memory.inputs, memory.activations, strict=True)
             ),
-            memory=memory,
+            memory=memory if breakdown else None,
         )
 
     @property

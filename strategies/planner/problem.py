@@ -112,7 +112,7 @@ class Problem:
             for load in assumed.stages
         )
         shared = frozenset(stage for stage, n in enumerate(buckets) if n) if zero1 else frozenset()
-        return costs.table_for(draft, buckets, shared), buckets
+        return costs.table_for(draft, buckets, shared, breakdown=False), buckets
 
     def unit_table(self, layout: Layout, *, selective: bool = False) -> CostTable:
         """Each unit as a stage of its own: what a cut goes by."""
@@ -121,7 +121,9 @@ class Problem:
             alone = [range(unit, unit + 1) for unit in range(self.num_units)]
             costs = self._cut(layout, alone, selective=selective, fixed=False)
             draft = _draft(self.num_units)
-            self._unit_tables[key] = costs.table_for(draft, (0,) * self.num_units, frozenset())
+            self._unit_tables[key] = costs.table_for(
+                draft, (0,) * self.num_units, frozenset(), breakdown=False
+            )
         return self._unit_tables[key]
 
     def whole_table(
@@ -134,7 +136,7 @@ class Problem:
             shared = frozenset({0}) if shares else frozenset()
             everything = [range(self.num_units)]
             costs = self._cut(layout, everything, selective=selective, sends=False)
-            self._whole[key] = costs.table_for(_draft(1), (0,), shared)
+            self._whole[key] = costs.table_for(_draft(1), (0,), shared, breakdown=False)
         return self._whole[key]
 
     def _cut(

@@ -173,17 +173,23 @@ class _Tuner:
         ]  # fmt: skip
         num_candidates = len(queue)
         heapify(queue)
-        too_large = []
+        too_large: list[Choice] = []
+        too_slow: list[tuple[Setting, Choice]] = []
         while queue:
             bound, _, _, choice = heappop(queue)
             group, _ = choice
             setting = setting_of(group.layout, group.recompute)
             if bound > self.worst * (1 + _SAME):
                 self.refuse(Refusal(setting, "slower", step_time_s=bound, exact=False))
+                too_slow.append((setting, choice))
             elif group.least_bytes > self.limit:
                 self.refuse(Refusal(setting, "memory", group.least_bytes, exact=False))
                 too_large.append(choice)
             else:
+                self.consider(setting, choice)
+        for setting, choice in too_slow:
+            # Whether a setting fits is told by all its programs.
+            if self.refused[setting].reason == "memory" and setting not in self.best:
                 self.consider(setting, choice)
         ranked = sorted(self.best.values(), key=rank_key)
         if not ranked:

@@ -24,8 +24,8 @@ def join(
 ) -> tuple[Store, dict[int, str]]:
     """Reaches the store of this world, and returns when all ranks have.
 
-    Where whoever has started the ranks keeps a store (torchrun's agent, or a parent that says so in
-    ``FOLDPIPE_STORE``), that one is used; otherwise rank 0 makes it.
+    Where whoever has started the ranks keeps a store (torchrun's agent, or a parent that gives its
+    store's token in ``FOLDPIPE_STORE``), that one is used; otherwise rank 0 makes it.
 
     Args:
         rank: This process.
@@ -47,8 +47,9 @@ def join(
     master = rank == 0 and not agent and "FOLDPIPE_STORE" not in os.environ
     if not master:
         _reach(rank, address, port, timeout_s)
-    found = _store(address, port, timeout_s, master=master)
-    store = PrefixStore(f"foldpipe/{attempt}", found)
+    token = os.environ.get("FOLDPIPE_STORE", "")  # that store takes no key without it
+    place = f"{token}/foldpipe/{attempt}" if token else f"foldpipe/{attempt}"
+    store = PrefixStore(place, _store(address, port, timeout_s, master=master))
     store.set(f"here/{rank}", socket.gethostname())
     missing = list(range(world_size))
     while missing:

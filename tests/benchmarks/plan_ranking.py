@@ -1,6 +1,6 @@
 """Whether the planner's order of layouts is the measured one.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.plan_ranking [--steps 5] [--json FILE]
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.plan_ranking [--steps 5] [--rounds 3]
 
 Layouts of a small transformer (pp, dp, tp, schedule, microbatch size, recompute) on two ranks: no
 more than cores, so compute is real. ``mode=profile profile.hardware=`` measures the machine first;
@@ -54,7 +54,6 @@ SHAPE: dict[str, object] = {
 # As conf/optimizer/adamw.yaml has it, which the profile is made with.
 OPTIMIZER: dict[str, object] = {"name": "adamw", "betas": [0.9, 0.95], "eps": 1e-8}
 _WARM_UPS = 2
-_ROUNDS = 2
 
 # Degrees and schedule; microbatch size; recompute.
 LAYOUTS: tuple[tuple[dict[str, object], int, str], ...] = (
@@ -234,12 +233,12 @@ def _step(engine: Engine, optimizer: Any, batch: dict[str, torch.Tensor], step: 
     engine.stepped()
 
 
-def measure(configs: Sequence[LaunchConfig], steps: int) -> list[Row]:
+def measure(configs: Sequence[LaunchConfig], steps: int, rounds: int) -> list[Row]:
     """Predicts and runs all layouts."""
     ranks = Ranks(RANKS)
     periods: list[list[float]] = [[] for _ in configs]
     peaks: list[dict[int, int]] = [{} for _ in configs]
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         for number, config in enumerate(configs):
             answers = ranks.run(run_steps, config=json.dumps(dump(config)), steps=steps)
             found = [answer for answer in answers if answer is not None]
@@ -307,6 +306,7 @@ def main() -> None:
     """Measures all layouts and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="of all layouts in turns")
     parser.add_argument("--hardware", type=Path, help="an option of hardware= measured before")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -315,7 +315,7 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory() as folder:
             hardware = measured_hardware(Path(folder))
-    rows = measure(configurations(hardware), options.steps)
+    rows = measure(configurations(hardware), options.steps, options.rounds)
     sys.stdout.write(table(rows) + "\n")
     if options.json is not None:
         tau, regret = figures(rows)

@@ -17,7 +17,7 @@ from tests.launcher.command_line import run_here
 from .mutated_requests import mutations, write
 from .results import record
 
-LIMIT_S = 3.0
+LIMIT_S = 3.0  # of the processor: others may use it meanwhile
 
 
 @dataclass
@@ -34,10 +34,10 @@ def judge(count: int, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     verdict = Verdict()
     for number, mutation in enumerate(mutations(count, seed=seed)):
         words = write(mutation, folder / f"options{number}")
-        begun = time.perf_counter()
+        begun = time.process_time()
         try:
             done = run_here(words, folder / f"cwd{number}", monkeypatch)
-            took = time.perf_counter() - begun
+            took = time.process_time() - begun
             verdict.worst_s = max(verdict.worst_s, took)
             assert took < LIMIT_S
             assert "Traceback" not in done.errors

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import struct
 import subprocess
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher.__main__ import main
-from strategies.runtime.checkpoint import FORMAT
+from strategies.manifest import FORMAT, seal
 
 from .runs import MODEL
 
@@ -59,7 +58,7 @@ def checkpoint_of(folder: Path, **differences: object) -> Path:
     folder.mkdir(parents=True)
     metadata = {"model": SHAPE | differences, "experiment_name": "default"}
     manifest = {"format": FORMAT, "pp": 1, "dp": 1, "metadata": metadata, "files": {}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(seal(manifest))
     return folder
 
 

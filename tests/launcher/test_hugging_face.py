@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, MambaConfig
 
 from launcher.__main__ import main
+from strategies.manifest import FORMAT, seal
 from tests.tiny_models import write_model
 
 from .runs import Finished, launch
@@ -191,7 +192,8 @@ def test_a_damaged_file_is_refused_before_a_rank_is_started(refused, tmp_path):
 def checkpoint_of(path: Path, model: object) -> Path:
     path.mkdir(parents=True)
     metadata = {"model": model, "experiment_name": "default"}
-    (path / "manifest.json").write_text(json.dumps({"metadata": metadata, "files": {}}))
+    content = {"format": FORMAT, "metadata": metadata, "files": {}}
+    (path / "manifest.json").write_text(seal(content))
     return path
 
 

@@ -30,7 +30,7 @@ TRAINED = (
     "tokens_per_s", "mfu", "predicted_step_time_s", "measured_bubble_ratio",
     "measured_exposed_grad_reduce_s", "peak_memory_bytes", "predicted_peak_memory_bytes",
     "checkpoint", "measured_makespan_s", "measured_period_s", "measured_norm_sync_s",
-    "model_flops_per_step", "skipped_steps",
+    "model_flops_per_step", "skipped_steps", "restarts",
 )  # fmt: skip
 PICTURES = ("schedule.txt", "schedule.csv", "timeline.html", "trace.json")
 

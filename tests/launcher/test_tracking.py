@@ -148,7 +148,9 @@ def test_wandb_has_the_timeline_as_a_page_and_as_a_picture(wandb_run, history):
 
 def test_wandb_has_the_manifest_of_every_checkpoint(wandb_run, records):
     artifacts = {
-        record.artifact.aliases[0]: json.loads(record.artifact.metadata)
+        next(a for a in record.artifact.aliases if a != "latest"): json.loads(
+            record.artifact.metadata
+        )
         for record in records
         if record.WhichOneof("record_type") == "artifact"
     }

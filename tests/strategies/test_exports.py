@@ -23,5 +23,6 @@ def test_what_a_user_causes_exits_with_2_and_a_run_that_failed_with_1():
     assert len(kinds) >= 7
     assert all(issubclass(kind, errors.PipelineError) for kind in kinds)
     assert {kind.__name__: kind.exit_code for kind in kinds if kind.exit_code != 2} == {
-        "RunError": 1
+        "RunError": 1,
+        "NotFiniteError": 1,
     }

@@ -28,6 +28,7 @@ _SIZES = (2**10, 2**14, 2**17, 2**20, 2**22)  # bytes
 _REPETITIONS = 12
 _WARM_UPS = 3
 _PAUSE_S = 3e-3
+_ROUNDS, _PRODUCTS = 10, 4
 
 
 def measure_links(
@@ -59,6 +60,44 @@ def measure_links(
         dist.destroy_process_group(made)
     # A ring of two moves the whole once, in two steps.
     return messages, Link(reductions.latency_s / 2, reductions.bandwidth)
+
+
+def measure_lockstep(
+    first: int, second: int, *, backend: str, device: torch.device
+) -> float | None:
+    """What two ranks lose that wait for each other after every few products; collective over all.
+
+    Neither is always as fast as the other: cores are shared, clocks change. Each wait costs what
+    the slower one takes longer, and the next time that may be the other.
+
+    Returns:
+        A share of the compute between two waits, on the two ranks; None on others.
+    """
+    members = sorted({first, second})
+    group = dist.new_group(members, backend="nccl" if backend == "nccl" else "gloo")
+    if dist.get_rank() not in members:
+        return None
+    left, right = (torch.ones(256, width, device=device) for width in (256, 1024))
+    mark = torch.zeros(1024, device=device)
+
+    def took(*, products: bool, waits: bool) -> float:
+        dist.barrier(group)
+        begun = time.perf_counter()
+        for _ in range(_ROUNDS):
+            for _ in range(_PRODUCTS if products else 0):
+                left @ right
+            if waits:
+                dist.all_reduce(mark, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begun
+
+    losses = []
+    for _ in range(_WARM_UPS + _REPETITIONS):
+        alone, waiting = took(products=True, waits=False), took(products=False, waits=True)
+        losses.append((took(products=True, waits=True) - waiting) / alone - 1.0)
+    dist.destroy_process_group(group)
+    return max(0.0, statistics.median(losses[_WARM_UPS:]))
 
 
 def _fitted(device: torch.device, call: Callable[[Tensor], None], *, trips: int) -> Link:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -11,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from launcher.processes.local import LocalRanks
 from launcher.processes.store import store_served
 
 GREETING = b"\0" + struct.pack("<I", 0x3C85F7CE)
@@ -124,3 +126,36 @@ def test_the_port_is_free_again_after_the_block():
         pass
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda store: store.set("word", "mine"),
+        lambda store: store.set("wrong/word", "mine"),
+        lambda store: store.get("word"),
+        lambda store: store.add("word", 1),
+        lambda store: store.append("word", "!"),
+        lambda store: store.compare_set("word", "spoken", "mine"),
+        lambda store: store.multi_set(["token/word", "word"], ["mine", "mine"]),
+        lambda store: store.multi_get(["word"]),
+        lambda store: store.delete_key("word"),
+        lambda store: store.check(["word"]),
+    ],
+)
+def test_whoever_does_not_know_the_token_reads_and_writes_nothing(act):
+    with store_served("token") as port:
+        ours = dist.PrefixStore("token", client(port))
+        ours.set("word", "spoken")
+        stranger = client(port, timeout_s=2)
+        with contextlib.suppress(RuntimeError):  # a set is not answered, so torch does not notice
+            act(stranger)
+            stranger.set("after", "x")
+        assert ours.get("word") == b"spoken"
+        assert ours.num_keys() == 1
+
+
+def test_a_new_run_has_a_new_token(tmp_path):
+    one, other = (LocalRanks(tmp_path, 1, lambda _: None)._token for _ in range(2))
+    assert one != other
+    assert len(one) == len(other) == 32
