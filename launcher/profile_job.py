@@ -36,6 +36,7 @@ from strategies.costs.profile import (
     dump_profile,
 )
 from strategies.recompute import NO_RECOMPUTE
+from strategies.runtime.joining import join
 from strategies.runtime.mesh import Coordinates
 from strategies.runtime.profiling.chosen import choose_units, draw_quickly
 from strategies.runtime.profiling.layers import Task, measure_layers
@@ -62,9 +63,20 @@ def measure(run: Run) -> dict[str, Any]:
         # NCCL refuses ranks that share a GPU.
         backend = ("staged" if world > torch.cuda.device_count() else "nccl") if gpu else "gloo"
     if world > 1:
+        patience_s = max(config.cluster.timeout_s, 600.0)
+        store, _ = join(
+            rank=rank,
+            world_size=world,
+            address=os.environ["MASTER_ADDR"],
+            port=int(os.environ["MASTER_PORT"]),
+            timeout_s=patience_s,
+        )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-            timeout=timedelta(seconds=max(config.cluster.timeout_s, 600.0)),
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=patience_s),
         )
     found = _layers(run, device, backend, world=world, rank=rank)
     links: tuple[Link, Link] | None = None

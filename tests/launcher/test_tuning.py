@@ -91,7 +91,7 @@ def test_what_is_pinned_stays():
     data = {"global_batch_size": 32, "microbatch_size": 2}
     config, what = asked(
         (*LAYOUT, "recompute", "data.microbatch_size"), recompute={"name": "mario"}, data=data,
-        gb=0.015,
+        gb=0.0155,
     )  # fmt: skip
     found = tuned(config, what, top_k=5)
     (plan,) = found.listed
