@@ -23,7 +23,7 @@ from launcher.config import LaunchConfig, dump
 from launcher.lost_loader import as_lost_loader
 from launcher.model_flops import ideal_step_s
 from launcher.preemption import StopWhenAsked
-from launcher.processes.outcome import write_outcome
+from launcher.processes.outcome import wait_for_outcome, write_outcome
 from launcher.processes.pages import own_heartbeat
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
 from launcher.processes.watchdog import COMPILING_S
@@ -71,6 +71,9 @@ def run(task: dict[str, Any], run_dir: Path) -> None:
     stopped_by = outcome.pop("stopped_by", None)
     if first:
         write_outcome(run_dir, outcome, stopped_by=stopped_by)
+    elif stopped_by is not None and resolved.config.cluster.name == "slurm":
+        # srun ends the others with the first that leaves, and rank 0 may have trackers to finish.
+        wait_for_outcome(run_dir)
     if stopped_by is not None:
         raise PreemptedError(f"stopped by {stopped_by}", {})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ _STOPPED_BY = "stopped_by"
 def write_outcome(run_dir: Path, outcome: dict[str, Any], *, stopped_by: str | None) -> None:
     """Writes the file; a signal's name marks a run that was asked to stop."""
     write_result(run_dir / OUTCOME, {**outcome, _STOPPED_BY: stopped_by})
+
+
+def wait_for_outcome(run_dir: Path, *, timeout_s: float = 20.0) -> None:
+    """Returns when rank 0 has written the file, or does not seem to."""
+    until = time.monotonic() + timeout_s
+    while not (run_dir / OUTCOME).is_file() and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def take_outcome(run_dir: Path) -> dict[str, Any]:

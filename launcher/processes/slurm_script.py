@@ -74,7 +74,8 @@ code=$?
 
 # 85: the ranks were asked to stop, and have written a checkpoint.
 if [ "$code" -eq 85 ] && [ -z "$cancelled" ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+  # The requeue ends this script; one that is gone before counts as a job that has failed.
+  scontrol requeue "$SLURM_JOB_ID" && sleep 20
 fi
 exit "$code"
 """
