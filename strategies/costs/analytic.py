@@ -165,24 +165,16 @@ class AnalyticCosts:
             gathered: Stages whose weights will be gathered.
             breakdown: Whether the table tells what stages hold by what it is for.
         """
-        computed = tuple(self._forward(load) for load in self.stages)
-        sums = [self._sums(load.forward_sums) for load in self.stages]
-        back = [self._sums(load.backward_sums) for load in self.stages]
-        forward = tuple(map(sum, zip(computed, sums, strict=True)))
-        again = [self._computing(load.again_flops) for load in self.stages]
-        inputs = [self._backward(load, 0) for load in self.stages]
-        weights = [self._backward(load, 1) for load in self.stages]
+        forward, backward, inputs, weights = self._durations()
         links = [self._link(program, b.source, b.target) for b in program.boundaries]
         sent = self._sent(program)
         return CostTable(
             name="analytic",
             time_unit="s",
             forward=forward,
-            backward=tuple(
-                a + i + max(w, b) for a, i, w, b in zip(again, inputs, weights, back, strict=True)
-            ),
-            backward_input=tuple(map(sum, zip(again, inputs, back, strict=True))),
-            backward_weight=tuple(weights),
+            backward=backward,
+            backward_input=inputs,
+            backward_weight=weights,
             recompute=forward,
             step=tuple(
                 self._step(program, stage, sharded=stage in gathered)
@@ -294,6 +286,23 @@ class AnalyticCosts:
     def _forward(self, load: Load) -> float:
         moved = 2 * load.output_elements * self._sizes.activation / self.hardware.memory_bandwidth
         return max(self._computing(load.forward_flops), moved) + self._overhead(load)
+
+    def _durations(self) -> tuple[tuple[float, ...], ...]:
+        """Per stage of F, B, I and W; stages that are one object are looked at once."""
+        known: dict[int, tuple[float, float, float, float]] = {}
+        for load in self.stages:
+            if id(load) not in known:
+                summed, back = self._sums(load.forward_sums), self._sums(load.backward_sums)
+                again = self._computing(load.again_flops)
+                inputs, weights = self._backward(load, 0), self._backward(load, 1)
+                known[id(load)] = (
+                    self._forward(load) + summed,
+                    again + inputs + max(weights, back),
+                    again + inputs + back,
+                    weights,
+                )
+        found = [known[id(load)] for load in self.stages]
+        return tuple(zip(*found, strict=True)) if found else ((), (), (), ())
 
     def _overhead(self, load: Load) -> float:
         """Of a stage and its units: launching kernels, walking lists."""

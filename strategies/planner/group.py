@@ -85,11 +85,12 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
             problem.machine.waits_at_flush,
         )
         for units in cuts[placement]:
+            made = None
             for overlap in space.overlaps(layout):
                 key2 = (layout, placement, units, overlap, selective)
                 if key2 not in tables:
-                    costs = problem.costs(layout, units, selective=selective)
-                    tables[key2] = costs, *problem.table(costs, draft, zero1=overlap == "zero1")
+                    made = made or problem.costs(layout, units, selective=selective)
+                    tables[key2] = made, *problem.table(made, draft, zero1=overlap == "zero1")
                 costs, table, buckets = tables[key2]
                 found.append(
                     Group(

@@ -95,8 +95,7 @@ class Problem:
         stages = [range(*span) for span in pairwise(ends)]
         if self.graph is None:
             return self._cut(layout, stages, selective=selective)
-        units = self.units(layout, selective=selective)
-        loads = [sum_loads([units[unit] for unit in stage]) for stage in stages]
+        loads = [self._stage_load(layout, stage, selective=selective) for stage in stages]
         handed = handed_on(self.graph(layout.microbatch_size), units_per_stage)
         return replace(self._costs(layout, handing(loads, handed)), handed=handed)
 
@@ -149,14 +148,22 @@ class Problem:
         sends: bool = True,
     ) -> PlannedCosts:
         """``fixed`` as in ``Measured.costs``; ``sends`` is off for the whole model."""
-        units = self.units(layout, selective=selective)
-        loads = [sum_loads([units[unit] for unit in stage]) for stage in stages]
+        loads = [self._stage_load(layout, stage, selective=selective) for stage in stages]
         if not sends:
             loads = [replace(load, output_elements=0) for load in loads]
         assumed = self._costs(layout, tuple(loads))
         if self.measured is None:
             return assumed
         return self.measured.costs(assumed, stages, layout.microbatch_size, fixed=fixed)
+
+    def _stage_load(self, layout: Layout, stage: range, *, selective: bool) -> Load:
+        """The sum of a stage's units: one object for equal sums, which costs look for."""
+        key = (layout.tp, layout.microbatch_size, selective, stage.start, stage.stop)
+        if key not in self._stage_loads:
+            units = self.units(layout, selective=selective)
+            load = sum_loads([units[unit] for unit in stage])
+            self._stage_loads[key] = self._equal_loads.setdefault(load, load)
+        return self._stage_loads[key]
 
     def _costs(self, layout: Layout, stages: tuple[Load, ...]) -> AnalyticCosts:
         machine = self.machine
@@ -193,6 +200,14 @@ class Problem:
 
     @cached_property
     def _units(self) -> dict[tuple[int, int, bool], tuple[Load, ...]]:
+        return {}
+
+    @cached_property
+    def _stage_loads(self) -> dict[tuple[int, int, bool, int, int], Load]:
+        return {}
+
+    @cached_property
+    def _equal_loads(self) -> dict[Load, Load]:
         return {}
 
     @cached_property

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from strategies.compiler import compile_compute, order_compute
 from strategies.errors import ProgramError
@@ -25,15 +24,11 @@ from strategies.recompute import NO_RECOMPUTE, Recompute
 _ROW = {kind: index for index, kind in enumerate(DURATION_ROWS)}
 
 
-class Move(NamedTuple):
-    """One instruction: what it waits for and where its result goes."""
-
-    node: int
-    rank: int
-    duration: int  # index into the flat duration table
-    need: int  # node whose result must be there; -1 for none
-    link: int  # source rank * P + target rank; -1 if the result stays
-    boundary: int  # index of the boundary that it crosses; -1 likewise
+Move = tuple[int, int, int, int, int, int]
+"""One instruction, what it waits for and where its result goes: node, rank, index into the flat
+duration table, node whose result must be there (-1 for none), source rank * P + target rank (-1 if
+the result stays), boundary that it crosses (-1 likewise). Searches make and read millions of them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +139,7 @@ def flatten(program: Program) -> Structure:
                     if need < 0:
                         break
                 duration = _ROW[kind] * num_stages + stage
-                moves.append(Move(node, rank, duration, need, link, crossed))
+                moves.append((node, rank, duration, need, link, crossed))
                 index += 1
             place[rank] = index
             progressed = progressed or index > begun
