@@ -6,9 +6,10 @@ Layouts of a small transformer (pp, dp, tp, schedule, microbatch size, recompute
 more than cores, so compute is real. ``mode=profile profile.hardware=`` measures the machine first;
 with that option of ``hardware=`` each layout is predicted as ``mode=plan`` does it, and those
 that the planner itself lists first are among them. All are then run by the same two processes,
-in turns, so that a disturbance meets all alike. Printed: predicted and measured step time and
-memory, Kendall's tau-b of the times, and by how much the layout predicted to be fastest misses the
-fastest one. Other programs disturb it: run it alone, or before them (``chrt -r 10 python ...``).
+in turns, and the quietest of the rounds counts: a disturbance can only add. Printed: predicted and
+measured step time and memory, Kendall's tau-b of the times, and by how much the layout predicted to
+be fastest misses the fastest one. Other programs disturb it: run it alone, or before them
+(``chrt -r 10 python ...``).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Row:
     Attributes:
         words: What it is.
         predicted_s: Step time.
-        measured_s: Median step time.
+        measured_s: Median step time of the quietest round.
         predicted_bytes: Per rank, weights, gradients, optimizer state, and what is held for
             backwards at the worst moment.
         measured_bytes: The same.
@@ -257,7 +258,7 @@ def measure(configs: Sequence[LaunchConfig], steps: int, rounds: int) -> list[Ro
             Row(
                 describe(config),
                 metrics.period,
-                statistics.median(periods[number]),
+                min(periods[number]),
                 _predicted_bytes(run, memory),
                 tuple(peaks[number].values()),
             )
