@@ -55,7 +55,10 @@ def _equal(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> None:
     "case",
     [
         Case("1f1b", pp=2, dp=2, shape=small_shape(dropout=0.2)),
-        Case("foldx_fifo", pp=2, accumulation=2, shape=small_shape(dropout=0.2)),
+        pytest.param(
+            Case("foldx_fifo", pp=2, accumulation=2, shape=small_shape(dropout=0.2)),
+            marks=pytest.mark.full,
+        ),
         Case("gpipe", pp=1, shape=small_shape(tie_embeddings=True)),
     ],
     ids=["dp", "accumulation", "one-process"],

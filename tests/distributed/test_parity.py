@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -161,7 +162,15 @@ def test_tied_embeddings_keep_parity(case: Case, ranks: Callable[[int], Ranks]) 
 UNSPLIT = [name for name in NAMES if not SCHEDULES[name].splits_backward]
 
 
-@pytest.mark.parametrize("schedule", UNSPLIT)
+def _long_but(names: list[str], *everyday: str) -> list[Any]:
+    """The others run with the full matrices."""
+    full = pytest.mark.full
+    return [name if name in everyday else pytest.param(name, marks=full) for name in names]
+
+
+@pytest.mark.parametrize(
+    "schedule", _long_but(UNSPLIT, "gpipe", "1f1b", "interleaved_1f1b", "foldx", "chimera")
+)
 def test_split_backwards_keep_parity(schedule: str, ranks: Callable[[int], Ranks]) -> None:
     case = _case(schedule, pp=2, dp=2, accumulation=2, ragged=True)
     results = check(replace(case, split_backward=True), ranks)
@@ -209,7 +218,12 @@ def test_every_schedule_evaluates(
         assert (result["predictions"] - chances).abs().max().item() < TOLERANCE
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize(
+    "schedule",
+    _long_but(
+        NAMES, "1f1b", "interleaved_1f1b", "foldx_fifo", "zb_v", "v_half", "hanayo", "dualpipe"
+    ),
+)
 def test_every_schedule_runs_on_the_strict_transport(
     schedule: str, ranks: Callable[[int], Ranks]
 ) -> None:

@@ -84,7 +84,9 @@ def check(case: Case, ranks: Callable[[int], Ranks]) -> list[dict[str, Any]]:
     ("pp", "dp", "tp", "steps"),
     [(1, 1, 2, 10), (2, 1, 2, 10), (1, 2, 2, 10), (1, 1, 4, 10), FULL_EIGHT],
 )
-@pytest.mark.parametrize("shape", [GROUPED, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "shape", [GROUPED, pytest.param(TIED, marks=pytest.mark.full)], ids=["untied", "tied"]
+)
 def test_training_equals_a_single_process(
     pp: int, dp: int, tp: int, steps: int, shape: Any, ranks: Callable[[int], Ranks]
 ) -> None:

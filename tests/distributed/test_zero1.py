@@ -136,7 +136,9 @@ def train_resumed(case: Case, path: str) -> dict[str, Any]:
     return train(case, resume=path)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "chimera"])
+@pytest.mark.parametrize(
+    "schedule", ["interleaved_1f1b", pytest.param("chimera", marks=pytest.mark.full)]
+)
 def test_a_checkpoint_does_not_tell_how_weights_were_sharded(
     schedule: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:

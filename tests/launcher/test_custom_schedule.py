@@ -141,6 +141,7 @@ TRAIN = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_training_and_evaluation_of_a_csv_are_those_of_its_schedule(tmp_path):
     words = (*TRAIN, "schedule=interleaved_1f1b", "pp=2", "num_microbatches=4")

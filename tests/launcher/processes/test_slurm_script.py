@@ -212,6 +212,7 @@ def test_the_script_runs_in_any_folder_and_requeues_unless_cancelled(requeues, s
     fake(tmp_path / "bin", "srun", f"pwd > {tmp_path}/pwd; echo $MASTER_ADDR $MASTER_PORT > "
          f"{tmp_path}/master; echo '{outcome}' > {run}/outcome.json; {srun}; exit 85")  # fmt: skip
     fake(tmp_path / "bin", "scontrol", f'echo "$@" >> {tmp_path}/scontrol; echo NodeAddr=10.1.2.3')
+    fake(tmp_path / "bin", "sleep", f"echo $@ > {tmp_path}/waited")
     done = subprocess.run(
         ["bash", run / "job.sbatch"],
         env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "9"},
@@ -224,6 +225,7 @@ def test_the_script_runs_in_any_folder_and_requeues_unless_cancelled(requeues, s
     assert address == "10.1.2.3"
     assert 1024 <= int(port) < 65536
     assert ("requeue 9" in (tmp_path / "scontrol").read_text()) is requeues
+    assert (tmp_path / "waited").exists() is requeues  # for the end that the requeue brings
     assert "SIGUSR1 has stopped the run after step 3" in done.stdout
     assert '"status": "preempted"' in (run / "result.json").read_text()
     assert list(tmp_path.rglob("canary")) == []
