@@ -66,7 +66,8 @@ def _kill_a_loader(cwd: Path, rank: int) -> tuple[float, str]:
 
 def test_a_killed_loader_process_is_named_with_rank_and_batch(tmp_path):
     took, _ = _kill_a_loader(tmp_path, 1)
-    assert took < 5
+    # At once, or where a batch is waited for when torch looks after its processes: every 5 s.
+    assert took < 10
 
 
 @pytest.mark.faults
