@@ -133,6 +133,7 @@ def test_state_and_losses_are_the_same(
         assert mean == pytest.approx(expected, rel=1e-5 if dropout else 0.1)
 
 
+@pytest.mark.full
 def test_without_dropout_the_number_of_replicas_and_sharers_does_not_matter(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:

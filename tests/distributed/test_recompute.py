@@ -172,8 +172,8 @@ def _check(case: Case, ranks: Callable[[int], Ranks]) -> None:
     ("schedule", "tp", "policies"),
     [
         ("1f1b", 2, ("full", "selective")),
-        ("zb_v", 1, ("mario", "selective")),
-        ("chimera", 1, ("full",)),
+        pytest.param("zb_v", 1, ("mario", "selective"), marks=pytest.mark.full),
+        pytest.param("chimera", 1, ("full",), marks=pytest.mark.full),
     ],
 )
 def test_dropout_is_the_same_bit_for_bit(

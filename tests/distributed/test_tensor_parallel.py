@@ -151,7 +151,10 @@ def test_both_copies_of_a_stage_share_its_optimizer_and_its_matrices(
     [GROUPED, pytest.param(TIED, marks=pytest.mark.full)],
     ids=["untied", "tied"],
 )
-@pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 1, 2), (2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("pp", "dp", "tp"),
+    [pytest.param(1, 1, 2, marks=pytest.mark.full), (2, 1, 2), (1, 2, 2)],
+)
 def test_a_stream_cut_along_the_sequence_keeps_parity(
     pp: int, dp: int, tp: int, shape: Any, ranks: Callable[[int], Ranks]
 ) -> None:
@@ -181,7 +184,7 @@ def test_evaluation_and_predictions_are_those_of_a_single_process(
         assert (result["predictions"] - chances).abs().max().item() < TOLERANCE
 
 
-@pytest.mark.parametrize("overlap", ["grad_reduce", "zero1"])
+@pytest.mark.parametrize("overlap", [pytest.param("grad_reduce", marks=pytest.mark.full), "zero1"])
 def test_a_checkpoint_goes_to_one_process_and_back_bit_for_bit(
     overlap: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
