@@ -6,9 +6,9 @@ Two parts, each over schedules x recompute x microbatches x microbatch size:
 
 - emulated: 4 ranks whose compute sleeps (16 ms per sequence and forward), 1 MB messages. Predicted
   from one stage's instructions measured by themselves, and a measured link.
-- real: a small transformer on 2 ranks. ``mode=profile`` measures its layers and ``costs=profiled``
-  predicts, in rounds of a profile and all runs, of which the quietest count. Memory is what
-  autograd has saved, at each rank's worst moment.
+- real: a small transformer on 2 ranks. ``mode=profile`` measures its layers, two runs correct the
+  profile (as ``costs.refine`` does), and ``costs=profiled`` predicts all others: in rounds, whose
+  medians count. Memory is what autograd has saved, at each rank's worst moment.
 
 Printed are the mean absolute percentage error (MAPE), the worst, and Kendall's tau of the ranking.
 Other programs on the machine disturb it: run it alone, or before them (``chrt -r 10 python ...``).
@@ -145,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=("emulated", "real"))
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=4, help="of the real part")
+    parser.add_argument("--rounds", type=int, default=3, help="of the real part")
     parser.add_argument("--quick", action="store_true", help="a few configurations only")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()

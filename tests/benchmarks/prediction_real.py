@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,17 @@ from launcher.config import LaunchConfig, dump, from_dict
 from launcher.config.launch import CostsConfig, ScheduleConfig
 from launcher.config.recompute import RecomputeConfig
 from launcher.config.workload import DataConfig, ModelConfig, OptimizerConfig
+from launcher.refined_profile import write_refined
 from launcher.resolve import Run, optimizer_options, resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
 from strategies.memory_model import peak_saved
 from strategies.runtime.engine import Engine, Options
+from strategies.runtime.measured import gather_timeline
 from strategies.runtime.mesh import Coordinates
 from strategies.runtime.unit_model import UnitModel
 from strategies.simulator.engine import simulate
+from strategies.timeline import Timeline
 from tests.distributed.pool import Ranks
 
 RANKS = 2
@@ -38,19 +42,23 @@ SHAPE = {
     "sequence": 128,
 }  # fmt: skip
 _WARM_UPS = 3
+# Every kind of instruction is in one of them; none of them is a case.
+CALIBRATING = (("1f1b", "full", 4, 2), ("zb_v", "none", 4, 2))
 
 
 def cases(*, quick: bool) -> Iterator[tuple[str, str, int, int]]:
     """(schedule, recompute, microbatches, microbatch size)."""
     if quick:
-        yield from (("1f1b", "none", 4, 1), ("1f1b", "full", 4, 2), ("zb_v", "none", 4, 1))
+        yield from (("1f1b", "none", 4, 1), ("1f1b", "full", 4, 1), ("zb_v", "none", 4, 1))
         return
     for count, size in ((4, 1), (8, 1), (4, 2), (4, 4)):
         for schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
             for recompute in ("none", "full", "mario"):
-                yield schedule, recompute, count, size
+                if (schedule, recompute, count, size) not in CALIBRATING:
+                    yield schedule, recompute, count, size
         for schedule in ("foldx_fifo", "zb_h1", "zb_v"):
-            yield schedule, "none", count, size
+            if (schedule, "none", count, size) not in CALIBRATING:
+                yield schedule, "none", count, size
 
 
 def measure(
@@ -58,50 +66,79 @@ def measure(
 ) -> Iterator[tuple[str, float, float, float, float, tuple[int, ...], tuple[int, ...]]]:
     """Per case the name, and step time, compute, bytes per rank, each predicted and measured.
 
-    A round measures the layers and then runs all cases; the quietest profile and, per case, the
-    quietest run count. What else goes on around a machine lasts for minutes, only makes it slower,
-    and would meet a profile and spare a run, or the other way round.
+    A round measures the layers, corrects the profile by the calibrating runs, as ``costs.refine``
+    does, and then runs all cases. Of each case the medians of the rounds count: how fast a machine
+    is changes by the minute.
     """
     all_cases = list(cases(quick=quick))
+    seen: list[list[_Result]] = [[] for _ in all_cases]
+    ranks = Ranks(RANKS)
     with tempfile.TemporaryDirectory() as folder:
-        profiles = [Path(folder) / f"profile{number}.json" for number in range(rounds)]
-        ranks = Ranks(RANKS)
-        seen: list[list[tuple[float, float, tuple[int, ...]]]] = [[] for _ in all_cases]
-        for number, profile in enumerate(profiles, 1):
+        for number in range(1, rounds + 1):
+            profile = Path(folder) / f"profile{number}.json"
             subprocess.run(profile_command(profile), check=True, cwd=folder, stdout=sys.stderr)
+            for case in CALIBRATING:
+                config = configuration(*case, profile)
+                *_, timeline = ranks.run(run_steps, config=json.dumps(dump(config)), steps=steps)[0]
+                write_refined(profile, resolve(config).costs, timeline)
             for case, results in zip(all_cases, seen, strict=True):
                 config = configuration(*case, profile)
                 found = ranks.run(run_steps, config=json.dumps(dump(config)), steps=steps)
-                # Nobody waits at the flush: what counts is the time from step to step.
-                times = [[b - a for a, b in pairwise(ends)] for ends, _, _ in found]
-                results.append(
-                    (
-                        max(map(statistics.median, times)),
-                        sum(busy for _, busy, _ in found),
-                        tuple(peak for _, _, peak in found),
-                    )
-                )
+                results.append(_result(config, found))
             sys.stderr.write(f"round {number} of {rounds} is done\n")
-        ranks.close()
-        predictions = [[_predicted(*case, profile) for case in all_cases] for profile in profiles]
-    quietest = min(predictions, key=lambda rows: sum(period for period, _, _ in rows))
-    for case, results, (period, busy, held) in zip(all_cases, seen, quietest, strict=True):
-        schedule, recompute, count, size = case
-        name = f"{schedule}, {recompute}, {count} x {size}"
-        measured_s, measured_busy_s, measured_bytes = min(results)
-        yield name, period, measured_s, busy, measured_busy_s, held, measured_bytes
+    ranks.close()
+    for (schedule, recompute, count, size), results in zip(all_cases, seen, strict=True):
+        last = results[-1]
+        figures = [
+            statistics.median(each) for each in zip(*(r.seconds for r in results), strict=True)
+        ]
+        period, measured_s, busy, measured_busy_s = figures
+        yield (
+            f"{schedule}, {recompute}, {count} x {size}",
+            period,
+            measured_s,
+            busy,
+            measured_busy_s,
+            last.saved_bytes,
+            last.measured_bytes,
+        )
 
 
-def _predicted(
-    schedule: str, recompute: str, count: int, size: int, profile: Path
-) -> tuple[float, float, tuple[int, ...]]:
-    """Step time, compute of all ranks, and bytes saved for backwards per rank."""
-    run = resolve(configuration(schedule, recompute, count, size, profile))
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """Of one case in one round.
+
+    Attributes:
+        seconds: Step time predicted and measured, compute of all ranks predicted and measured.
+        saved_bytes: Per rank, predicted.
+        measured_bytes: The same.
+    """
+
+    seconds: tuple[float, float, float, float]
+    saved_bytes: tuple[int, ...]
+    measured_bytes: tuple[int, ...]
+
+
+def _result(
+    config: LaunchConfig, found: list[tuple[list[float], float, int, Timeline | None]]
+) -> _Result:
+    run = resolve(config)
     program = run.programs.train
     memory = run.costs.table(program).memory
     assert memory is not None
     timeline = simulate(program, run.costs)
-    return timeline.period, sum(map(timeline.busy, range(RANKS))), peak_saved(program, memory)
+    # Nobody waits at the flush: what counts is the time from step to step.
+    times = [[b - a for a, b in pairwise(ends)] for ends, *_ in found]
+    return _Result(
+        (
+            timeline.period,
+            max(map(statistics.median, times)),
+            sum(map(timeline.busy, range(RANKS))),
+            sum(busy for _, busy, *_ in found),
+        ),
+        peak_saved(program, memory),
+        tuple(peak for _, _, peak, _ in found),
+    )
 
 
 def profile_command(target: Path) -> list[str]:
@@ -133,8 +170,8 @@ def configuration(
     )
 
 
-def run_steps(*, config: str, steps: int) -> tuple[list[float], float, int]:
-    """(end of each step on this rank, its compute, most bytes saved for backwards) of one case."""
+def run_steps(*, config: str, steps: int) -> tuple[list[float], float, int, Timeline | None]:
+    """One case: end of each step on this rank, its compute, most bytes saved, all ranks' times."""
     run = resolve(from_dict(json.loads(config)))
     engine = _engine(run)
     optimizer = build_optimizer(engine.updated_parameters(), optimizer_options(run.config))
@@ -146,6 +183,7 @@ def run_steps(*, config: str, steps: int) -> tuple[list[float], float, int]:
         ends.append(time.perf_counter())
     records = list(engine.recorder.kept)[_WARM_UPS:]
     busy = statistics.median(engine.recorder.spans(record).busy for record in records)
+    timeline = gather_timeline(engine, median=True)
     activations = engine.measure_activations()
     _step(engine, optimizer, batch, 0)
     peak = activations.peak
@@ -153,7 +191,7 @@ def run_steps(*, config: str, steps: int) -> tuple[list[float], float, int]:
     engine.close()
     del engine, optimizer
     gc.collect()  # The next case finds the memory that this one leaves.
-    return ends[_WARM_UPS:], busy, peak
+    return ends[_WARM_UPS:], busy, peak, timeline
 
 
 def _engine(run: Run) -> Engine:
