@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from launcher.report.atomic import write_atomically
-from strategies.runtime.engine import StepStats
+from strategies.runtime.step_stats import StepStats
 from strategies.runtime.strategy import PipelineStrategy
 
 _FIRST_COLUMNS = ("step", "epoch", "train_loss", "val_loss", "lr", "grad_norm", "step_time_s",

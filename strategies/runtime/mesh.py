@@ -12,6 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from strategies.errors import PlanError
+
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
@@ -68,6 +70,21 @@ class Coordinates:
     def replica(self, dp_rank: int) -> tuple[int, ...]:
         """Global ranks of one replica: all its pipeline ranks' sharers, in order."""
         return tuple(rank for pp_rank in range(self.pp) for rank in self.sharers(pp_rank, dp_rank))
+
+
+def check_world(*, pp: int, dp: int, tp: int = 1, world_size: int) -> None:
+    """Refuses a world that the degrees do not fill.
+
+    Raises:
+        PlanError: pp * dp * tp is not the number of processes.
+    """
+    wanted = pp * dp * tp
+    if wanted != world_size:
+        sharers = "" if tp == 1 else f" times tp={tp}"
+        raise PlanError(
+            f"pp={pp} times dp={dp}{sharers} is {wanted} processes, but there are {world_size}. "
+            f"Try devices={wanted}, or dp={max(1, world_size // (pp * tp))}."
+        )
 
 
 @dataclass

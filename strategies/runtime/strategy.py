@@ -42,15 +42,17 @@ from strategies.runtime import checkpoint as checkpoints
 from strategies.runtime import fingerprint
 from strategies.runtime.data_order import first_batch, shard
 from strategies.runtime.device_mesh import make_device_mesh
-from strategies.runtime.engine import Engine, Options, PassResult, StepStats, check_world
+from strategies.runtime.engine import Engine, PassResult
 from strategies.runtime.fingerprint import compare
 from strategies.runtime.joining import join
 from strategies.runtime.loss_scale import SharedGradScaler
 from strategies.runtime.main_optimizer import MainOptimizer
 from strategies.runtime.measured import gather_timeline
-from strategies.runtime.mesh import Coordinates
+from strategies.runtime.mesh import Coordinates, check_world
 from strategies.runtime.nan_guard import Finding, NotFiniteStep, OnNan, first_finding
+from strategies.runtime.options import Options
 from strategies.runtime.stage_model import Mode, StageModel
+from strategies.runtime.step_stats import StepStats
 from strategies.runtime.storage.exchange import Exchange
 from strategies.runtime.storage.saver import Saver
 from strategies.runtime.tensor_parallel.share_pieces import Shares

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from strategies.plan import Plan
 from strategies.runtime.engine import Engine as Runtime
-from strategies.runtime.engine import Options, resolve_placement
+from strategies.runtime.engine import resolve_placement
 from strategies.runtime.mesh import Coordinates
+from strategies.runtime.options import Options
 from strategies.runtime.recorder import StepRecord
 from strategies.runtime.stage_model import Mode, StageModel, StageOutput, Unit
 from strategies.schedules import find_schedule

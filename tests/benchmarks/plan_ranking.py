@@ -41,8 +41,9 @@ from launcher.workloads.optimizer import build_optimizer
 from strategies.costs.stage_memory import StageMemory
 from strategies.memory_model import peak_saved
 from strategies.planner.confirmed import search_confirmed
-from strategies.runtime.engine import Engine, Options
+from strategies.runtime.engine import Engine
 from strategies.runtime.mesh import Coordinates
+from strategies.runtime.options import Options
 from strategies.runtime.unit_model import UnitModel
 from tests.distributed.pool import Ranks
 

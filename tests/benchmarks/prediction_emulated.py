@@ -22,8 +22,9 @@ from strategies.ir.instruction import Kind
 from strategies.ir.program import Program
 from strategies.plan import Plan
 from strategies.recompute import Recompute
-from strategies.runtime.engine import Engine, Options
+from strategies.runtime.engine import Engine
 from strategies.runtime.mesh import Coordinates
+from strategies.runtime.options import Options
 from strategies.runtime.profiling.links import measure_links
 from strategies.simulator.engine import simulate
 from tests.benchmarks import overhead_ranks

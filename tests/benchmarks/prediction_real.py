@@ -27,9 +27,10 @@ from launcher.resolve import Run, optimizer_options, resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
 from strategies.memory_model import peak_saved
-from strategies.runtime.engine import Engine, Options
+from strategies.runtime.engine import Engine
 from strategies.runtime.measured import gather_timeline
 from strategies.runtime.mesh import Coordinates
+from strategies.runtime.options import Options
 from strategies.runtime.unit_model import UnitModel
 from strategies.simulator.engine import simulate
 from strategies.timeline import Timeline

@@ -17,8 +17,9 @@ import torch
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.presets import PRESETS
 from strategies.plan import Plan
-from strategies.runtime.engine import Engine, Options
+from strategies.runtime.engine import Engine
 from strategies.runtime.mesh import Coordinates
+from strategies.runtime.options import Options
 from strategies.runtime.recorder import Recorder
 from strategies.runtime.unit_model import UnitModel
 
@@ -59,7 +60,7 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in recorders}
     for step in range(STEPS):
         for name, recorder in recorders.items():
-            engine.recorder = engine.executor._recorder = recorder
+            engine.recorder = engine._parts.recorder = recorder
             start = time.perf_counter()
             engine.train_pass(batch, batch_idx=0, step=step, accumulation=1, update=True)
             engine.restore_gradients()

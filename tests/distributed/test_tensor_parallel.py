@@ -256,8 +256,9 @@ def initial_weights(case: Case) -> dict[str, Any]:
     """Cuts a model on the meta device; no training."""
     from launcher.workloads.language_model import LanguageModel
     from strategies.plan import Plan
-    from strategies.runtime.engine import Engine, Options
+    from strategies.runtime.engine import Engine
     from strategies.runtime.mesh import Coordinates
+    from strategies.runtime.options import Options
     from strategies.runtime.unit_model import UnitModel
 
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

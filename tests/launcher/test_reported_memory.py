@@ -10,8 +10,9 @@ from launcher.resolve import optimizer_options, resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
 from strategies.memory_model import peak_memory_bytes
-from strategies.runtime.engine import Engine, Options
+from strategies.runtime.engine import Engine
 from strategies.runtime.mesh import Coordinates
+from strategies.runtime.options import Options
 from strategies.runtime.profiling.temporaries import transient
 from strategies.runtime.unit_model import UnitModel
 

@@ -22,8 +22,9 @@ from strategies.costs.profile import Seconds, SizeProfile, UnitProfile
 from strategies.ir.instruction import MICROBATCH_KINDS, Kind
 from strategies.plan import Plan
 from strategies.recompute import NO_RECOMPUTE, Recompute
-from strategies.runtime.engine import Engine, Options
+from strategies.runtime.engine import Engine
 from strategies.runtime.mesh import Coordinates
+from strategies.runtime.options import Options
 from strategies.runtime.profiling.line import fit_error, fit_line
 from strategies.runtime.profiling.sample import Sample
 from strategies.runtime.profiling.temporaries import transient
@@ -189,7 +190,7 @@ def _measure(task: Task, engine: Engine, size: int, found: _Stages) -> None:
     _pass(engine, batch, 0)
     engine.flush()
     bytes_of = activations.stages
-    engine.executor.activations = None
+    engine.measure_no_activations()
     if plain:
         found.saved = [bytes_of[stage].full for stage in stages]
         cleared = _step_stages(task, engine, found)

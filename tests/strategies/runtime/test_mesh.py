@@ -3,8 +3,7 @@
 import pytest
 
 from strategies.errors import PlanError
-from strategies.runtime.engine import check_world
-from strategies.runtime.mesh import Coordinates
+from strategies.runtime.mesh import Coordinates, check_world
 
 
 def test_ranks_and_coordinates_are_inverse():

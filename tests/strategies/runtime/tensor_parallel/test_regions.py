@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from strategies.runtime.executor import _backward_under_sums
 from strategies.runtime.split_backward import input_backward
+from strategies.runtime.stage_compute import backward_under_sums
 from strategies.runtime.tensor_parallel.layers import ColumnLinear, RowLinear
 from strategies.runtime.tensor_parallel.regions import Entrance
 
@@ -54,7 +54,7 @@ def test_weight_gradients_run_between_begin_and_end_of_each_sum(sequence):
     stream = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
     output = net(stream)
     ranks.events.clear()
-    _backward_under_sums(ranks, [output], [torch.ones_like(output)], [stream])
+    backward_under_sums(ranks, [output], [torch.ones_like(output)], [stream])
     begin = ["gather", "share begins"] if sequence else ["sum begins"]
     weights = {"row.weight", *(f"columns.{i}.weight" for i in range(3))}
     block = len(begin) + len(weights) + 1
@@ -75,7 +75,7 @@ def test_gradients_are_those_of_a_plain_backward():
     net.zero_grad()
     stream.grad = None
     output = net(stream).square().sum()
-    _backward_under_sums(ranks, [output], [torch.ones_like(output)], [stream])
+    backward_under_sums(ranks, [output], [torch.ones_like(output)], [stream])
     found = [p.grad for p in net.parameters()] + [stream.grad]
     for one, other in zip(expected, found, strict=True):
         assert torch.allclose(one, other, rtol=1e-13, atol=1e-13)
@@ -91,7 +91,7 @@ def test_a_shared_weight_gets_all_its_gradients_at_the_end():
     net.zero_grad()
     output = twice(stream).sum()
     ranks.events.clear()
-    _backward_under_sums(ranks, [output], [torch.ones_like(output)], [stream])
+    backward_under_sums(ranks, [output], [torch.ones_like(output)], [stream])
     assert ranks.events[:4] == ["sum begins", "ends", "sum begins", "ends"]
     for one, parameter in zip(expected, net.parameters(), strict=True):
         assert torch.allclose(one, parameter.grad, rtol=1e-13, atol=1e-13)
