@@ -10,66 +10,52 @@ import logging
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _init_dist_connection
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from strategies.compiled_units import refuse_selective, refuse_split_backward
 from strategies.costs.table import Costs
-from strategies.errors import CheckpointError, ModelError, NotFiniteError
-from strategies.heartbeat import Heartbeat, Phase
-from strategies.ir.placement import Placement
-from strategies.manifest import MANIFEST
+from strategies.errors import ModelError, NotFiniteError
+from strategies.heartbeat import Heartbeat
 from strategies.plan import Overlap, Plan
-from strategies.ranks_in_words import by_host
 from strategies.recompute import Policy, Recompute
-from strategies.runtime import checkpoint as checkpoints
 from strategies.runtime import fingerprint
-from strategies.runtime.data_order import first_batch, shard
+from strategies.runtime.checkpointing_strategy import CheckpointingStrategy
+from strategies.runtime.data_order import shard
 from strategies.runtime.device_mesh import make_device_mesh
 from strategies.runtime.engine import Engine, PassResult
 from strategies.runtime.fingerprint import compare
-from strategies.runtime.joining import join
 from strategies.runtime.loss_scale import SharedGradScaler
 from strategies.runtime.main_optimizer import MainOptimizer
 from strategies.runtime.measured import gather_timeline
-from strategies.runtime.mesh import Coordinates, check_world
 from strategies.runtime.nan_guard import Finding, NotFiniteStep, OnNan, first_finding
 from strategies.runtime.options import Options
-from strategies.runtime.stage_model import Mode, StageModel
+from strategies.runtime.predictions import concatenate, in_order
+from strategies.runtime.ranks_strategy import Backend
+from strategies.runtime.refusals import refuse_module, refuse_optimizers
+from strategies.runtime.stage_model import Mode
 from strategies.runtime.step_stats import StepStats
-from strategies.runtime.storage.exchange import Exchange
-from strategies.runtime.storage.saver import Saver
-from strategies.runtime.tensor_parallel.share_pieces import Shares
-from strategies.runtime.unit_model import HasUnits, UnitModel
+from strategies.runtime.user_module import stage_model_of
 from strategies.runtime.weight_readers import WholeWeights
 from strategies.schedule_file import ScheduleFile, read_schedule_file
 from strategies.schedules import find_schedule
 from strategies.schedules.schedule import given_group
 from strategies.timeline import Timeline
 
-Backend = Literal["auto", "gloo", "nccl", "staged", "strict"]
 GradientType = Literal["fp32", "bf16"]
 
 _log = logging.getLogger(__name__)
 
 
-class PipelineStrategy(ParallelStrategy):
+class PipelineStrategy(CheckpointingStrategy):
     """Runs a LightningModule through a pipeline program.
 
     Global rank = (pp_rank * dp + dp_rank) * tp + tp_rank. A module that declares units
@@ -159,44 +145,17 @@ class PipelineStrategy(ParallelStrategy):
         heartbeat: Heartbeat | None = None,
         on_nan: OnNan = "stop",
     ) -> None:
-        self._num_nodes = 1
-        self._hosts: dict[int, str] = {}
-        self._configuration = dict(configuration or {})
-        self._heartbeat = heartbeat or Heartbeat()
-        self._fills_node = False
-        self._dp = dp
-        self._pp = pp
-        self._tp = tp
-        self._sequence_parallel = sequence_parallel
-        super().__init__()
-        self._timeout = timedelta(seconds=timeout_s)
-        self._backend: Backend = backend
-        self._buckets = buckets
-        self._bucket_mb = bucket_mb
-        self._grad_dtype = torch.bfloat16 if grad_dtype == "bf16" else None
-        self._units_per_stage = units_per_stage
-        self._check_batches = check_batches
-        self._seed = seed
-        self._layers = pipeline_layers
-        self._metadata = dict(metadata or {})
-        self._async_save = async_save
-        self._compile = compile
-        self._on_nan: OnNan = on_nan
-        self.skipped_steps: list[int] = []  # optimizer steps, as of Trainer.global_step before them
-        self._saver: Saver | None = None
-        self._checkpoints: set[Path] = set()
-        self._random_state: Mapping[str, Any] | None = None
         if isinstance(file, str | Path):
             file = read_schedule_file(str(file))
+        found = find_schedule(schedule, file=file, pp=pp)
         if num_microbatches is None:
-            fixed = find_schedule(schedule, file=file, pp=pp).num_microbatches
-            num_microbatches = fixed or 2 * pp
-        self._plan = Plan(
+            num_microbatches = found.num_microbatches or 2 * pp
+        plan = Plan(
             schedule=schedule,
             pp=pp,
             num_microbatches=num_microbatches,
             stages_per_rank=stages_per_rank,
-            group=given_group(group, find_schedule(schedule, file=file, pp=pp)),
+            group=given_group(group, found),
             overlap=overlap,
             buckets=1 if buckets is None else buckets,
             split_backward=split_backward,
@@ -205,68 +164,36 @@ class PipelineStrategy(ParallelStrategy):
             memory_bytes=memory_bytes,
             file=file,
         )
-        self._engine: Engine | None = None
+        super().__init__(
+            plan,
+            metadata=metadata,
+            async_save=async_save,
+            pp=pp,
+            dp=dp,
+            tp=tp,
+            backend=backend,
+            timeout_s=timeout_s,
+            heartbeat=heartbeat,
+        )
+        self._configuration = dict(configuration or {})
+        self._sequence_parallel = sequence_parallel
+        self._buckets = buckets
+        self._bucket_mb = bucket_mb
+        self._grad_dtype = torch.bfloat16 if grad_dtype == "bf16" else None
+        self._units_per_stage = units_per_stage
+        self._check_batches = check_batches
+        self._seed = seed
+        self._layers = pipeline_layers
+        self._compile = compile
+        self._on_nan: OnNan = on_nan
+        self.skipped_steps: list[int] = []  # optimizer steps, as of Trainer.global_step before them
         self._device_mesh: DeviceMesh | None = None
         self._engine_module: pl.LightningModule | None = None
         self._accumulating = False
         self._last_norm: Tensor | None = None
         self._own_sampler = True
-        self._main_optimizers: list[MainOptimizer] = []
 
-    # ------------------------------------------------------------- processes
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning asks by this name; without it every ``sync_dist`` vanishes silently."""
-        return self.world_size > 1
-
-    @property
-    def num_nodes(self) -> int:
-        """Set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-        if self._fills_node:  # The Trainer sets the devices first.
-            self.parallel_devices = (self._parallel_devices or [])[:1]
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """Devices of this node; on CPU as many as there are ranks."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        # "devices=auto" on CPU means one device; the strategy knows how many ranks it needs.
-        wanted = self._pp * self._tp * (self._dp if isinstance(self._dp, int) else 1)
-        self._fills_node = bool(
-            devices and devices[0].type == "cpu" and len(devices) == 1 and wanted > 1
-        )
-        if devices and self._fills_node:
-            devices = devices * max(1, wanted // max(1, self._num_nodes))
-        self._parallel_devices = devices
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this node."""
-        devices = self._parallel_devices or []
-        if devices and devices[0].type == "cuda" and isinstance(self._dp, int):
-            wanted = self._pp * self._dp * self._tp
-            return max(len(devices), wanted // max(1, self._num_nodes))
-        return len(devices)
-
-    @property
-    def dp(self) -> int:
-        """Replicas."""
-        if isinstance(self._dp, int):
-            return self._dp
-        return max(1, self._num_nodes * self.num_processes // (self._pp * self._tp))
-
-    @property
-    def coordinates(self) -> Coordinates:
-        """Where this process stands."""
-        return Coordinates.of(self.global_rank, pp=self._pp, dp=self.dp, tp=self._tp)
+    # ------------------------------------------------------------- set-up
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -278,80 +205,13 @@ class PipelineStrategy(ParallelStrategy):
             self._device_mesh = make_device_mesh(where, self.engine.communicators, self.root_device)
         return self._device_mesh
 
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device; ranks share one where there are more ranks than GPUs."""
-        devices = self._parallel_devices
-        assert devices
-        return devices[self.local_rank % len(devices)]
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The replica's share: all stages of a pipeline read the same samples."""
-        return {"num_replicas": self.dp, "rank": self.coordinates.dp_rank}
-
-    def set_world_ranks(self) -> None:
-        """Called by the Trainer before processes start."""
-        environment = self.cluster_environment
-        if environment is not None:
-            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            environment.set_world_size(self._num_nodes * self.num_processes)
-        decorator: Any = rank_zero_only  # Lightning keeps the rank as its attribute.
-        decorator.rank = self.global_rank
-
-    def _configure_launcher(self) -> None:
-        # The base starts nothing, and one process would wait for the others for ever.
-        processes = self._num_nodes * self.num_processes
-        check_world(pp=self._pp, dp=self.dp, tp=self._tp, world_size=processes)
-        assert self.cluster_environment is not None
-        if self.world_size > 1:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self._num_nodes
-            )
-
-    def setup_environment(self) -> None:
-        """Joins the processes; runs before the module's own ``setup``."""
-        super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        if self.world_size > 1:
-            assert self.cluster_environment is not None
-            # The default group serves Lightning's own object broadcasts; ours are made from it.
-            backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
-            self._heartbeat.phase(Phase.JOINING)
-            if not dist.is_initialized():
-                store, self._hosts = join(
-                    rank=self.global_rank,
-                    world_size=self.world_size,
-                    address=self.cluster_environment.main_address,
-                    port=self.cluster_environment.main_port,
-                    timeout_s=self._timeout.total_seconds(),
-                )
-                if len(set(self._hosts.values())) > 1:
-                    self._heartbeat.others(by_host(self._hosts))
-                _init_dist_connection(
-                    self.cluster_environment, backend, timeout=self._timeout, store=store
-                )
-            self._heartbeat.phase(Phase.SETTING_UP)
-
-    @property
-    def backend(self) -> str:
-        """What carries boundary tensors."""
-        if self._backend != "auto":
-            return self._backend
-        if self.root_device.type == "cpu":
-            return "gloo"
-        return "staged" if self.num_processes > len(self._parallel_devices or []) else "nccl"
-
-    # ------------------------------------------------------------- set-up
-
     def setup(self, trainer: pl.Trainer) -> None:
         """Cuts the module, then builds the optimizer over what is left of it."""
         assert self.accelerator is not None
         module = self.lightning_module
         assert module is not None
         self.accelerator.setup(trainer)
-        self._refuse(trainer, module)
+        refuse_module(trainer, module, self._plan, compiled=self._compile)
         self._take_over_sampling(trainer)
         self.model = self.precision_plugin.convert_module(module)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -359,59 +219,7 @@ class PipelineStrategy(ParallelStrategy):
             self._engine.close()  # Another model in the same Trainer.
             self._engine = self._saver = self._device_mesh = None
         if self._engine is None:
-            if self._plan.file is not None:
-                self._plan = self.broadcast(self._plan)  # It may have changed between two reads.
-            self._engine_module = module
-            seed = self._seed
-            if seed is None:
-                seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-            options = Options(
-                units_per_stage=self._units_per_stage,
-                bucket_mb=self._bucket_mb,
-                backend=self.backend,
-                seed=seed,
-                check_batches=self._check_batches,
-                timeout_s=self._timeout.total_seconds(),
-                gradient_dtype=self._grad_dtype,
-                sequence_parallel=self._sequence_parallel,
-                compile=self._compile,
-                watch_nan=self._on_nan != "ignore",
-            )
-            # Before the first group is made: ranks that differ would wait for each other there.
-            compare(
-                fingerprint.versions_print()
-                | fingerprint.options_print("", self._plan)
-                | fingerprint.options_print("", options)
-                | fingerprint.shared_print(self._configuration)
-                | fingerprint.shared_print(
-                    {
-                        "precision": self.precision_plugin.precision,
-                        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-                    }
-                )
-                | fingerprint.weights_print(module),
-                what="versions, configuration and model",
-            )
-            self._engine = Engine(
-                model=self._stage_model(trainer, module),
-                plan=self._plan,
-                buckets_open=self._buckets is None,
-                options=options,
-                coordinates=self.coordinates,
-                device=self.root_device,
-                heartbeat=self._heartbeat,
-                hosts=self._hosts,
-            )
-            programs = self._engine.programs
-            compare(
-                {
-                    f"program {program.role}": fingerprint.program_print(program)
-                    for program in (programs.train, programs.accumulate, programs.forward)
-                },
-                what="programs",
-            )
-            self.model_to_device()
-            self._synchronise(module)
+            self._start_engine(trainer, module)
         self.model_to_device()
         if fitting:
             self._reset_optimizers_and_schedulers()
@@ -428,6 +236,65 @@ class PipelineStrategy(ParallelStrategy):
             # The stock scaler would skip a step on the ranks that have seen an inf, and only there.
             plugin: Any = self.precision_plugin
             plugin.scaler = SharedGradScaler.like(scaler, device=self.root_device)
+
+    def _options(self) -> Options:
+        seed = self._seed
+        if seed is None:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        return Options(
+            units_per_stage=self._units_per_stage,
+            bucket_mb=self._bucket_mb,
+            backend=self.backend,
+            seed=seed,
+            check_batches=self._check_batches,
+            timeout_s=self._timeout.total_seconds(),
+            gradient_dtype=self._grad_dtype,
+            sequence_parallel=self._sequence_parallel,
+            compile=self._compile,
+            watch_nan=self._on_nan != "ignore",
+        )
+
+    def _start_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Cuts the module and makes what runs it; collective."""
+        if self._plan.file is not None:
+            self._plan = self.broadcast(self._plan)  # It may have changed between two reads.
+        self._engine_module = module
+        options = self._options()
+        # Before the first group is made: ranks that differ would wait for each other there.
+        compare(
+            fingerprint.versions_print()
+            | fingerprint.options_print("", self._plan)
+            | fingerprint.options_print("", options)
+            | fingerprint.shared_print(self._configuration)
+            | fingerprint.shared_print(
+                {
+                    "precision": self.precision_plugin.precision,
+                    "accumulate_grad_batches": trainer.accumulate_grad_batches,
+                }
+            )
+            | fingerprint.weights_print(module),
+            what="versions, configuration and model",
+        )
+        self._engine = Engine(
+            model=stage_model_of(trainer, module, layers=self._layers),
+            plan=self._plan,
+            buckets_open=self._buckets is None,
+            options=options,
+            coordinates=self.coordinates,
+            device=self.root_device,
+            heartbeat=self._heartbeat,
+            hosts=self._hosts,
+        )
+        programs = self._engine.programs
+        compare(
+            {
+                f"program {program.role}": fingerprint.program_print(program)
+                for program in (programs.train, programs.accumulate, programs.forward)
+            },
+            what="programs",
+        )
+        self.model_to_device()
+        self._synchronise(module)
 
     def _synchronise(self, module: pl.LightningModule) -> None:
         self.engine.synchronise_weights()
@@ -462,17 +329,7 @@ class PipelineStrategy(ParallelStrategy):
                 "schedule.layers_per_stage), or a smaller pp."
             ) from error
 
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS) and self.world_size > 1:
-                raise ModelError(
-                    "LBFGS decides on each rank by itself how often it runs the step, so the ranks "
-                    "would wait for each other for ever. Use another optimizer, or pp=1 dp=1."
-                )
-            if isinstance(optimizer, torch.optim.LBFGS) and self._on_nan == "skip":
-                raise ModelError(
-                    "LBFGS moves the weights several times in a step, so none can be left out as a "
-                    "whole. Use on_nan=stop, or another optimizer."
-                )
+        refuse_optimizers(self.optimizers, world_size=self.world_size, on_nan=self._on_nan)
         mains = self.engine.mains
         mains.refresh()  # Somebody may have written weights since the last fit().
         self._main_optimizers = [
@@ -486,41 +343,6 @@ class PipelineStrategy(ParallelStrategy):
     def _scaler(self) -> torch.amp.GradScaler | None:
         return getattr(self.precision_plugin, "scaler", None)
 
-    @property
-    def engine(self) -> Engine:
-        """The running pipeline; there from ``setup`` on."""
-        assert self._engine is not None, "the strategy is set up by Trainer.fit and its kin"
-        return self._engine
-
-    def _refuse(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if not module.automatic_optimization:
-            raise ModelError(
-                f"{type(module).__name__} uses manual optimization, which decides when backward "
-                "runs; the pipeline program decides that here. Remove "
-                "automatic_optimization=False, or use another strategy."
-            )
-        found = find_schedule(self._plan.schedule, file=self._plan.file, pp=self._pp)
-        running = [n for n, m in module.named_modules() if getattr(m, "track_running_stats", False)]
-        if found.weight_copies > 1 and running:
-            raise ModelError(
-                f"{running[0]} keeps running statistics; schedule={found.name} holds every stage "
-                "twice: each copy would see half of the microbatches, and the two would differ in "
-                "evaluation. Try schedule=zb_v, or track_running_stats=False."
-            )
-        if self._compile and trainer.state.fn == TrainerFn.FITTING:
-            asked = self._plan.split_backward
-            refuse_split_backward(found.name, own=found.splits_backward, asked=asked)
-            refuse_selective(self._plan.recompute.policy)
-        if isinstance(module, torch._dynamo.OptimizedModule):
-            raise ModelError("compile the layers inside the module, not the LightningModule.")
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            copies = isinstance(callback, StochasticWeightAveraging)
-            if copies or type(callback).__name__ in ("WeightAveraging", "EMAWeightAveraging"):
-                raise ModelError(
-                    f"the callback {type(callback).__name__} copies the whole model before it is "
-                    f"cut into {self._pp} ranks and would average the wrong weights. Remove it."
-                )
-
     def _take_over_sampling(self, trainer: pl.Trainer) -> None:
         # Lightning's injected sampler shuffles a training loader that is not to be shuffled
         # (Lightning issue 21447) and cannot resume; process_dataloader() puts ours there. A user's
@@ -530,36 +352,6 @@ class PipelineStrategy(ParallelStrategy):
             connector.use_distributed_sampler = False
         else:
             self._own_sampler = self._engine is not None and self._own_sampler
-
-    def _stage_model(self, trainer: pl.Trainer, module: pl.LightningModule) -> StageModel:
-        if isinstance(module, HasUnits):
-            return UnitModel(module)
-        from strategies.runtime.replay import ReplayModel
-
-        modes: dict[Any, Mode] = {
-            TrainerFn.FITTING: "train",
-            TrainerFn.VALIDATING: "validate",
-            TrainerFn.TESTING: "test",
-            TrainerFn.PREDICTING: "predict",
-        }
-        function = trainer.state.fn
-        loops = {
-            TrainerFn.FITTING: trainer.fit_loop,
-            TrainerFn.VALIDATING: trainer.validate_loop,
-            TrainerFn.TESTING: trainer.test_loop,
-            TrainerFn.PREDICTING: trainer.predict_loop,
-        }
-        assert function is not None
-        loop: Any = loops[function]
-        source = loop._data_source
-        loader = source.dataloader()
-        while isinstance(loader, list | tuple):
-            loader = loader[0]
-        plugin = self.precision_plugin
-        batch = plugin.convert_input(first_batch(loader))
-        mode = modes[function]
-        with plugin.forward_context():  # The types are those of the steps that will run.
-            return ReplayModel.probe(module, batch, mode=mode, chain=self._layers)
 
     def model_to_device(self) -> None:
         """Moves this rank's stages."""
@@ -710,21 +502,6 @@ class PipelineStrategy(ParallelStrategy):
         if self.is_global_zero:
             _log.warning("%s %d skipped so far.", message, len(self.skipped_steps))
 
-    def _last_checkpoint(self) -> str:
-        skip = "trainer.on_nan=skip leaves such steps out and goes on"
-        try:
-            self.saver.finish()
-        except CheckpointError as error:
-            return f"The last checkpoint failed, too: {error} Try a smaller rate; {skip}."
-        there = [path for path in self._checkpoints if (path / MANIFEST).is_file()]
-        if not there:
-            return f"No checkpoint has been written. Try a smaller rate; {skip}."
-        newest = max(there, key=lambda path: (path / MANIFEST).stat().st_mtime)
-        return (
-            f"The last checkpoint is {newest}: trainer.resume={newest} goes on from there, say "
-            f"with a smaller rate; {skip}."
-        )
-
     def gradient_norm(self) -> Tensor:
         """2-norm of the whole model's gradient; collective, once per step however often asked."""
         if self._last_norm is None:
@@ -766,8 +543,8 @@ class PipelineStrategy(ParallelStrategy):
                 box = [results]
                 dist.broadcast_object_list(box, src=pipeline[owner], group=group)
                 gathered.append(box[0])
-            results = _in_order(placement, gathered)
-        return _concatenate(results)
+            results = in_order(placement, gathered)
+        return concatenate(results)
 
     def _evaluate(self, batch: Any, batch_idx: int, mode: Mode, dataloader_idx: int) -> PassResult:
         result = self.engine.evaluation_pass(
@@ -796,14 +573,6 @@ class PipelineStrategy(ParallelStrategy):
         if dist.is_initialized():
             dist.barrier()
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """One object to all processes."""
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
     def reduce(
         self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean"
     ) -> Tensor | Any:
@@ -825,162 +594,6 @@ class PipelineStrategy(ParallelStrategy):
 
     def _replica_group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
         return self.engine.communicators.get("metrics", members)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Over all processes; the base would compare a sum over replicas with the world size."""
-        if not dist.is_initialized():
-            return decision
-        value = torch.tensor(int(decision))
-        # MIN is "all", MAX is "any".
-        dist.all_reduce(value, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(value.item())
-
-    # ------------------------------------------------------------- checkpoints
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Only then is the module cut, and its state can be put where it belongs."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Yes: by parameter names, in ``load_optimizer_state_dict``."""
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's part, under the names of the uncut module."""
-        assert self.lightning_module is not None
-        self.engine.mains.complete()
-        state = checkpoints.owned_state(
-            self.lightning_module.state_dict(),
-            every_parameter=self.engine.model.parameter_names,
-            owned_parameters=set(self.engine.named_parameters()),
-        )
-        return self._shares(self.engine.holders(share=True)).pieces(state)
-
-    def _shares(self, holders: Mapping[str, tuple[int, ...]]) -> Shares:
-        where = self.coordinates
-        first = where.dp_rank == 0
-        return Shares(self.engine.model.shards, where.tp_rank, holders, first_replica=first)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """This rank's part, keyed by parameter names instead of positions; collective."""
-        named = self.engine.named_parameters()
-        # Sharded state has been put together on the first replica.
-        holders = {} if self.engine.mains.sharded else self.engine.holders(share=True)
-        state = self._named_state(optimizer, named)
-        return self._shares(holders).optimizer_pieces(state, named)
-
-    def _named_state(self, optimizer: Optimizer, named: dict[str, nn.Parameter]) -> dict[str, Any]:
-        for main in self._main_optimizers:
-            if main.optimizer is getattr(optimizer, "optimizer", optimizer):
-                return main.named_state(named, group_of=self.engine.owners_group)
-        return checkpoints.name_optimizer_state(optimizer, named)
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
-    ) -> None:
-        """A folder with files per rank and a manifest; collective, renamed when complete.
-
-        Inside ``fit``, with ``async_save``, it returns when the state is copied. What goes wrong
-        later is raised by the next training step, save or load, or at the end of training.
-
-        Raises:
-            CheckpointError: The folder cannot be written.
-        """
-        self._heartbeat.phase(Phase.SAVING)
-        path = Path(self.broadcast(str(filepath)))
-        self._checkpoints.add(path.absolute())
-        state = self._trainer.state
-        holders = self.engine.holders()
-        running = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        checkpoints.save(
-            self.saver,
-            checkpoint,
-            path,
-            coordinates=self.coordinates,
-            holders=holders,
-            # Sharded state has been put together on the first replica.
-            optimizer_holders={} if self.engine.mains.sharded else holders,
-            in_thread=self._async_save and running,
-            metadata=self._metadata
-            | {
-                "schedule": self._plan.schedule,
-                "seed": self.engine.options.seed,
-                "step": checkpoint.get("global_step"),
-                "parameters": sorted(self.engine.model.parameter_names),
-            },
-        )
-        self._heartbeat.phase(Phase.BETWEEN)
-
-    @property
-    def saver(self) -> Saver:
-        """Writes this rank's part of every checkpoint."""
-        if self._saver is None:
-            self._saver = Saver(self._exchange())
-        return self._saver
-
-    def _exchange(self) -> Exchange:
-        everybody = tuple(range(self.world_size))
-        return Exchange(self.engine.communicators.get("checkpoint", everybody))
-
-    def has_checkpoint(self, filepath: str | Path) -> bool:
-        """Whether this run has loaded it, or written it, or is writing it."""
-        return Path(filepath).absolute() in self._checkpoints
-
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """What this rank needs of a checkpoint, verified before anything changes.
-
-        Raises:
-            CheckpointError: It is missing, damaged, or of another model.
-        """
-        self.saver.finish()
-        path = Path(self.broadcast(str(checkpoint_path)))
-        assert self.lightning_module is not None
-        self._checkpoints.add(path.absolute())
-        fitting = self._trainer.state.fn == TrainerFn.FITTING
-        shares = self._shares({})
-        return checkpoints.load(
-            path,
-            exchange=self._exchange(),
-            coordinates=self.coordinates,
-            state=shares.boxes(self.lightning_module.state_dict()),
-            parameters=set(self.engine.model.parameter_names),
-            optimized=shares.boxes(self.engine.named_parameters()) if fitting else {},
-            strict=self.lightning_module.strict_loading,
-        )
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads this rank's names."""
-        assert self.lightning_module is not None
-        state = self._shares({}).padded(checkpoint["state_dict"])
-        self.lightning_module.load_state_dict(state, strict=strict)
-        self.engine.mains.refresh()
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the state of this rank's parameters, by name."""
-        named = self.engine.named_parameters()
-        shares = self._shares({})
-        saved = [shares.padded_optimizer(state, named) for state in checkpoint["optimizer_states"]]
-        if self._main_optimizers:
-            for main, state in zip(self._main_optimizers, saved, strict=True):
-                main.load(state, named)
-        else:
-            for optimizer, state in zip(self.optimizers, saved, strict=True):
-                checkpoints.load_optimizer_state(optimizer, state, named)
-        # configure_optimizers() may have asked for the number of steps, which makes the loaders
-        # before the loops know where they are. They are made again.
-        loop: Any = self._trainer.fit_loop
-        loop._combined_loader = None
-        self._random_state = checkpoint
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Deletes a whole folder, once, and not before the one being written is committed."""
-        self._checkpoints.discard(Path(filepath).absolute())
-        if self.is_global_zero:
-            self.saver.remove(Path(filepath))
 
     # ------------------------------------------------------------- the end
 
@@ -1010,9 +623,7 @@ class PipelineStrategy(ParallelStrategy):
 
         Runs after ``on_train_start`` of callbacks and module, which had theirs before it was saved.
         """
-        if self._random_state is not None:
-            checkpoints.restore_random_state(self._random_state)
-            self._random_state = None
+        self._restore_random_state()
 
     def on_train_end(self) -> None:
         """Ends all sends, so that no peer is left without its message, and the last save."""
@@ -1040,33 +651,3 @@ class PipelineStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-    @property
-    def _trainer(self) -> pl.Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-
-def _in_order(placement: Placement, gathered: list[list[Any]]) -> list[Any]:
-    """Microbatches' results in order, from those of each owner of the last stage."""
-    last = placement.num_stages - 1
-    queues = dict(zip(placement.owners(last), map(iter, gathered), strict=True))
-    return [
-        next(queues[placement.rank_of(last, microbatch)])
-        for microbatch in range(sum(map(len, gathered)))
-    ]
-
-
-def _concatenate(results: list[Any]) -> Any:
-    """Predictions of the microbatches as one batch; lists stay lists."""
-    if results and all(isinstance(item, Tensor) and item.dim() > 0 for item in results):
-        return torch.cat([item.cpu() for item in results])
-    if not results or all(item is None for item in results):
-        return None
-    if len(results) == 1:
-        return results[0]
-    if all(isinstance(item, dict) for item in results):
-        return {key: _concatenate([item[key] for item in results]) for key in results[0]}
-    if all(isinstance(item, tuple) for item in results):
-        return tuple(_concatenate(list(column)) for column in zip(*results, strict=True))
-    return results
