@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,6 +36,7 @@ from launcher.workloads.hf.check import check_folder, check_same_model, check_vo
 from launcher.workloads.hf.shape import HfShape
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.errors import DataError, PlanError, RunError
+from strategies.synchronous_reductions import synchronous_reductions, torch_waits
 
 # Resident size of a rank that has imported torch and Lightning and done nothing yet.
 IDLE_RANK_BYTES = 350_000_000
@@ -49,6 +51,7 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
     """
     check_machine(run)
     config = run.config
+    _check_environment(run)
     if not run.describes_model and config.mode in ("generate", "export"):
         does = "continues text with" if config.mode == "generate" else "knows how to write"
         raise PlanError(
@@ -77,6 +80,12 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
     asked = config.trainer.resume if config.mode in ("train", "validate") else config.checkpoint
     if checkpoint is not None and asked != "auto":  # the newest has been looked at
         check_whole(checkpoint)
+
+
+def _check_environment(run: Run) -> None:
+    hidden = run.config.mode in ("train", "validate") and run.plan.overlap != "none" and run.dp > 1
+    if hidden and torch_waits(os.environ):
+        raise PlanError(synchronous_reductions(os.environ))
 
 
 def check_world(config: LaunchConfig) -> None:

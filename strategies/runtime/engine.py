@@ -153,6 +153,7 @@ class Engine:
         )
         self._trained: tuple[bool, ...] = ()
         self._compared = False
+        self._asynchronous = False
         self.stats: StepStats | None = None
 
     # ---------------------------------------------------------------- set-up
@@ -255,6 +256,9 @@ class Engine:
             launched=self._executor.reduction_started,
             noted=None if watch is None else watch.note_bucket,
         )
+        if self.plan.overlap != "none" and not self._asynchronous:
+            self._gradients.check_asynchronous(self.device)
+            self._asynchronous = True
 
     def add_hooks(self) -> None:
         """Follows the parameters' gradients (again), after ``build_gradients``."""

@@ -244,14 +244,13 @@ class StageGradients:
         self._next += 1
         started: list[Reduction] = []
         if self.group is not None:
-            start = start_reduce_scatter if self.sharded else start_all_reduce
             if self._noted is not None:
                 parts = [buffer.bucket(bucket) for buffer in self.buffers]
                 self._noted(self.stage, bucket, [part for part in parts if part.numel()])
             for buffer in self.buffers:
                 gradient = buffer.bucket(bucket)
                 if gradient.numel():
-                    started.append(start(gradient, self.group, wire=self.wire))
+                    started.append(self.start(gradient))
                 if self.sharded and self._next == self.count:
                     started.append(start_all_reduce(buffer.marks, self.group))
             # What has arrived is summed now, so that its buffer does not stay until the flush.
@@ -260,6 +259,12 @@ class StageGradients:
             self._reductions += started
         if self._launched is not None:
             self._launched(self.stage, bucket, started[-1].work if started else None)
+
+    def start(self, bucket: Tensor) -> Reduction:
+        """Starts the reduction of a bucket; all members of the group do."""
+        assert self.group is not None
+        start = start_reduce_scatter if self.sharded else start_all_reduce
+        return start(bucket, self.group, wire=self.wire)
 
     def wait(self) -> None:
         """Returns when all started reductions have ended."""

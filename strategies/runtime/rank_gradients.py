@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.ir.placement import Placement
+from strategies.runtime.asynchrony import check_asynchronous
 from strategies.runtime.grad_sync import Launched, Noted, StageGradients, main_dtype
 from strategies.runtime.main_weights import AllMainWeights, MainWeights, widened_piece
 from strategies.runtime.mesh import Communicators, Coordinates
@@ -101,6 +102,20 @@ class RankGradients:
             if shared.widened:
                 self.mains.add_shared(widened_piece(shared.parameter))
         self.add_hooks()
+
+    def check_asynchronous(self, device: torch.device) -> None:
+        """Refuses reductions that wait inside their calls; collective, after ``build``.
+
+        Raises:
+            PlanError: They do.
+        """
+        asked = set()
+        for stage, gradients in sorted(self.stages.items()):
+            group = gradients.group
+            if group is not None and gradients.buffers and group not in asked:
+                asked.add(group)
+                members = self._where.replicas(self._placement.owners(stage))
+                check_asynchronous(group, members, gradients.start, device)
 
     def add_hooks(self) -> None:
         """Follows the parameters' gradients (again), after ``build``."""

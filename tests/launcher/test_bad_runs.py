@@ -235,3 +235,15 @@ def test_a_prompt_for_a_model_of_bare_ids(refused, tmp_path):
     assert "generate.prompt cannot be encoded" in message
     message = refused([*words, "generate.prompt=''"])
     assert "generate.prompt is empty" in message
+
+
+def test_torch_settings_that_make_reductions_wait_are_refused(refused, monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    words = [*MODEL, "model.vocab=256", "dp=2", "num_microbatches=2"]
+    message = refused(words)
+    assert "TORCH_DISTRIBUTED_DEBUG=INFO, or overlap=none" in message
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        # Nothing is to be hidden there, so nothing is lost.
+        assert main(["mode=validate", *words, "overlap=none"]) == 0
+        assert main(["mode=validate", *words, "dp=1"]) == 0
