@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from launcher.workloads.data.tokens import Tokens
+from launcher.workloads.data.token_file import Tokens
 from strategies.errors import DataError
 
 

@@ -14,7 +14,8 @@ from launcher.workloads.data.loader import ResumableLoader
 from launcher.workloads.data.order import ReplicaOrder
 from launcher.workloads.data.source import DEFAULT_SOURCE, TextSource
 from launcher.workloads.data.split import Split, split_blocks
-from launcher.workloads.data.tokens import Tokens, load_tokens
+from launcher.workloads.data.token_file import Tokens
+from launcher.workloads.data.tokens import load_tokens
 from launcher.workloads.seeds import derived_seed
 
 _CHECKED_IDS = 1 << 24

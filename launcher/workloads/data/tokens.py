@@ -6,18 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from launcher.workloads.data.source import TextSource, check_file, source_files
-from launcher.workloads.data.vocabulary import load_tokenizer, vocab_size
+from launcher.workloads.data.source import TextSource, source_files
+from launcher.workloads.data.token_file import Tokens, memory_map
+from launcher.workloads.data.vocabulary import load_tokenizer
 from strategies.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-__all__ = ["SEPARATOR", "Tokens", "load_tokens", "memory_map", "vocab_size"]
-
-Tokens = npt.NDArray[np.unsignedinteger]
 
 # Text files hold no NUL byte, so it can part documents without a 257th token.
 SEPARATOR = b"\0"
@@ -40,22 +36,6 @@ def load_tokens(source: TextSource) -> Tokens:
     if source.tokenizer is None:
         return np.frombuffer(SEPARATOR.join(documents), dtype=np.uint8)
     return _encode(documents, load_tokenizer(source.tokenizer))
-
-
-def memory_map(source: TextSource) -> Tokens:
-    """The ids of a ``tokens`` source, read from the disk only where they are used.
-
-    Raises:
-        DataError: The file is missing or cannot be read.
-    """
-    assert source.path is not None
-    path = check_file("data.path", source.path)
-    dtype = np.dtype(source.dtype).newbyteorder("<")
-    size = path.stat().st_size
-    count = min(size, source.max_bytes or size) // dtype.itemsize
-    if not count:  # an empty file cannot be mapped
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
 
 
 def _read(source: TextSource) -> list[bytes]:

@@ -54,7 +54,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _largest_id(source: TextSource) -> int:
-    from launcher.workloads.data.tokens import memory_map  # brings numpy
+    from launcher.workloads.data.token_file import memory_map  # brings numpy
 
     ids = memory_map(source)
     if not len(ids):
