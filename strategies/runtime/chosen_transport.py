@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from strategies.runtime.mesh import Communicators, Coordinates
@@ -20,19 +21,22 @@ def chosen_transport(
     backend: str,
     communicators: Communicators,
     where: Coordinates,
+    device: torch.device,
     tensor_ranks: TensorRanks | None,
 ) -> Transport | None:
     """The transport of a backend; None for a pipeline of one rank.
 
     Tensor-parallel ranks send a slice each, unless their stream is cut along the sequence anyway.
     """
-    transport = _whole(backend, communicators, where)
+    transport = _whole(backend, communicators, where, device)
     if transport is None or tensor_ranks is None or tensor_ranks.sequence:
         return transport
     return SlicedTransport(transport, tensor_ranks)
 
 
-def _whole(backend: str, communicators: Communicators, where: Coordinates) -> Transport | None:
+def _whole(
+    backend: str, communicators: Communicators, where: Coordinates, device: torch.device
+) -> Transport | None:
     pipeline = where.pipeline(where.dp_rank)
     group = communicators.get("messages", pipeline)
     if group is None:
@@ -47,4 +51,6 @@ def _whole(backend: str, communicators: Communicators, where: Coordinates) -> Tr
         return NcclTransport(pair, where.pp_rank)
     if backend == "strict":
         return StrictTransport(group)
-    return StagedTransport(group) if backend == "staged" else GlooTransport(group)
+    # Gloo sends host memory only.
+    staged = backend == "staged" or device.type == "cuda"
+    return StagedTransport(group) if staged else GlooTransport(group)

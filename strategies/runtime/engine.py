@@ -6,7 +6,7 @@ Knows no Lightning; ``strategy.py`` calls it from Lightning's hooks, tests call 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,15 +25,16 @@ from strategies.runtime.activation_bytes import ActivationBytes
 from strategies.runtime.chosen_transport import chosen_transport
 from strategies.runtime.control import Bulletin
 from strategies.runtime.executor import Executor
+from strategies.runtime.fetch import Fetch
 from strategies.runtime.fingerprint import compare, shared_print
 from strategies.runtime.flush import Flush
 from strategies.runtime.grad_sync import StageGradients, clip_, main_dtype
-from strategies.runtime.logs import pack_logs, unpack_logs
+from strategies.runtime.logs import start_packing, unpack_logs
 from strategies.runtime.mailbox import Mailbox
 from strategies.runtime.main_weights import AllMainWeights, refuse_freezing
 from strategies.runtime.memory_use import MemoryUse
 from strategies.runtime.mesh import Communicators, Coordinates
-from strategies.runtime.microbatch import Microbatch, checksum, split_batch
+from strategies.runtime.microbatch import Microbatch, split_batch, start_checksum
 from strategies.runtime.nan_guard import Finding, NanWatch
 from strategies.runtime.options import Options
 from strategies.runtime.owned_weights import OwnedWeights
@@ -121,7 +122,7 @@ class Engine:
         self.programs = compile_plan(plan)
         self._bulletin = Bulletin(self.control_group, coordinates.pp * coordinates.tp)
         transport = chosen_transport(
-            options.backend, self.communicators, coordinates, self.tensor_ranks
+            options.backend, self.communicators, coordinates, device, self.tensor_ranks
         )
         self.mailbox = Mailbox(transport, coordinates.pp_rank, device)
         self.recorder = Recorder(
@@ -169,6 +170,15 @@ class Engine:
         if self.options.compile:
             self.model.compile_units()
         return stages
+
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether the host is through its list while the device is still at its forwards.
+
+        Then what all ranks are to know waits for the end of the list, and the host for nothing on
+        the way. With messages that pass through the host, it is no further than the device.
+        """
+        return self.device.type == "cuda" and (self.options.backend == "nccl" or self.mailbox.alone)
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:
@@ -348,18 +358,30 @@ class Engine:
             program = programs.forward
         else:
             program = programs.train if update else programs.accumulate
-        mark = checksum(batch) if self.options.check_batches and self.control_group else 0
+        marks = self.options.check_batches and self.control_group is not None
+        mark = start_checksum(batch) if marks else lambda: 0
         previous = self.recorder.kept[-1] if self.recorder.kept else None
 
-        def share(result: StepResult) -> None:
-            times = self._times(previous)
-            loss = None if result.loss is None else float(result.loss)
-            self._bulletin.post([mark, loss, pack_logs(result.logs), times])
+        shares: list[Callable[[], None]] = []
+
+        def share_later(result: StepResult) -> None:
+            loss = None if result.loss is None else Fetch(result.loss)
+            logs = start_packing(result.logs)
+
+            def share() -> None:
+                value = None if loss is None else float(loss.tensor())
+                self._bulletin.post([mark(), value, logs(), self._times(previous)])
+
+            shares.append(share)
+            if not self._runs_ahead:
+                shares.pop()()
 
         with kept_generators():
             result = self._executor.run(
-                program, microbatches, options, step=step, forwards_done=share
+                program, microbatches, options, step=step, forwards_done=share_later
             )
+        for share in shares:
+            share()
         self.pulse.phase(Phase.SHARING)
         answers = self._bulletin.read()
         self.pulse.phase(Phase.UPDATING if train and update else Phase.BETWEEN)
@@ -418,8 +440,16 @@ class Engine:
             return None
         norm = self._flush.noted_squared_norm()
         spans = self.recorder.spans(record)
-        peak = self._memory.peak_bytes()
-        return RankStep(record.step, record.begun, record.finished, norm, *spans, peak)
+        return RankStep(
+            step=record.step,
+            begun=spans.begun,
+            finished=spans.finished,
+            squared_norm=norm,
+            busy_s=spans.busy,
+            computed=spans.computed,
+            reduced=spans.reduced,
+            peak_bytes=self._memory.peak_bytes(),
+        )
 
     def _note(self, said: Sequence[Sequence[Any] | None]) -> None:
         self.stats = joined_stats(said, tp=self.coordinates.tp) or self.stats

@@ -14,6 +14,7 @@ from torch import Tensor
 from strategies.heartbeat import Phase
 from strategies.ir.instruction import Kind
 from strategies.ir.placement import Placement
+from strategies.runtime.fetch import Fetch
 from strategies.runtime.mesh import Communicators, Coordinates
 from strategies.runtime.nan_guard import Finding, all_finite
 from strategies.runtime.owned_weights import OwnedWeights
@@ -48,7 +49,8 @@ class Flush:
         self._not_finite = False
         self._loss_scale: Tensor | None = None
         self._flushed_at: Any = None
-        self._norm = torch.zeros((), dtype=torch.float64)
+        self._norm = Fetch(torch.zeros((), dtype=torch.float64))
+        self._norm_to_share = False
         self._norm_work: dist.Work | None = None
         self.norm_waits_s: deque[float] = deque(maxlen=1024)
 
@@ -75,33 +77,43 @@ class Flush:
 
     def _local_squared_norm(self) -> Tensor:
         shards = self._parts.model.shards
-        return self._gradients.squared_norm(lambda name: name in shards)
+        device = self._parts.recorder.device
+        return self._gradients.squared_norm(device, lambda name: name in shards)
 
     def _note_norm(self) -> None:
         """Keeps the norm for the next step's message; replicas' shares are added on the way."""
-        self._norm = self._local_squared_norm()
+        norm = self._local_squared_norm()
+        if self._loss_scale is not None:
+            norm = norm / self._loss_scale.double().square()
+        self._norm = Fetch(norm)
         if self._parts.watch is not None:
             self._not_finite = self._sees_not_finite()
-        if self._loss_scale is not None:
-            self._norm /= self._loss_scale.cpu().double().square()
-        if self._gradients.mains.sharded:
+        self._norm_to_share = self._gradients.mains.sharded
+        if not norm.is_cuda:
+            self._share_norm()  # On a device that would wait for it.
+
+    def _share_norm(self) -> None:
+        if self._norm_to_share:
+            self._norm_to_share = False
             members = self._where.replicas((self._where.pp_rank,))
             group = self._communicators.get("metrics", members)
             if group is not None:
-                self._norm_work = dist.all_reduce(self._norm, group=group, async_op=True)
+                norm = self._norm.tensor()
+                self._norm_work = dist.all_reduce(norm, group=group, async_op=True)
 
     def noted_squared_norm(self) -> float:
         """This rank's part of the squared norm of the last flush, of the whole step's gradient."""
+        self._share_norm()
         if self._norm_work is not None:
-            self._norm_work.wait()  # It was started a step ago.
+            self._norm_work.wait()  # On CPU it was started a step ago.
             self._norm_work = None
-        return float(self._norm)
+        return float(self._norm.tensor())
 
     def gradient_norm(self) -> Tensor:
         """2-norm of the whole model's gradient, a float64 scalar, equal on all ranks.
 
         Collective over the replica, with sharded weights over all processes. Weights that several
-        ranks hold count once.
+        ranks hold count once. It is on the host where ranks have talked about it.
         """
         total = self._local_squared_norm()
         if self._not_finite:
@@ -110,6 +122,7 @@ class Flush:
         if group is not None:
             asked = time.perf_counter()
             self._parts.pulse.phase(Phase.REDUCING)
+            total = total.cpu()
             dist.all_reduce(total, group=group)
             self._parts.pulse.phase(Phase.UPDATING)
             self.norm_waits_s.append(time.perf_counter() - asked)
@@ -136,7 +149,7 @@ class Flush:
             lost = alone and loss is not None and not bool(torch.isfinite(loss))
         if lost:
             return True
-        if self._loss_scale is not None or bool(torch.isfinite(self._norm)):
+        if self._loss_scale is not None or bool(torch.isfinite(self._norm.tensor())):
             return False  # A scaler looks for infs itself, and lowers the scale.
         # The sum of squares may overflow where no element does.
         return not all_finite(self._gradients.reduced().values())

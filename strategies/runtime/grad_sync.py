@@ -309,16 +309,19 @@ class StageGradients:
         self._handles.clear()
 
     def squared_norm(self, counts: Callable[[Tensor], bool] | None = None) -> Tensor:
-        """Sum of squares of the stage's gradient, or of this member's share; a float64 scalar.
+        """Sum of squares of the stage's gradient, or of this member's share.
 
         Args:
             counts: Which parameters belong to the sum; None for all.
+
+        Returns:
+            A float64 scalar, on the gradients' device still.
         """
-        total = torch.zeros((), dtype=torch.float64)
+        device = self.buffers[0].flat.device if self.buffers else None
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for buffer in self.buffers:
             for part in self._parts(buffer, counts):
-                norm = torch.linalg.vector_norm(part)
-                total = total + norm.double().square().cpu()
+                total = total + torch.linalg.vector_norm(part).double().square()
         return total
 
     def _parts(self, buffer: Buffer, counts: Callable[[Tensor], bool] | None) -> list[Tensor]:
@@ -346,4 +349,5 @@ def clip_(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> Non
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
+            # A scalar of the host goes with the kernel: a copy of it would wait for the device.
+            parameter.grad.mul_(factor.to(parameter.grad.dtype))

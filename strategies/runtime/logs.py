@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from strategies.runtime.replay.logs import LogCapture, fetched
+from strategies.runtime.replay.logs import LogCapture, start_fetching
 from strategies.runtime.stage_model import LogCall
 
 _MISSING = object()
@@ -80,13 +80,24 @@ def join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
     return joined
 
 
+def start_packing(entries: Sequence[LogEntry]) -> Callable[[], list[list[Any]]]:
+    """What gives ``pack_logs(entries)`` later; waits for no device until then."""
+    entries = list(entries)
+    fetched = start_fetching([entry.call for entry in entries])
+    return lambda: _packed(
+        [replace(entry, call=call) for entry, call in zip(entries, fetched(), strict=True)]
+    )
+
+
 def pack_logs(entries: Sequence[LogEntry]) -> list[list[Any]]:
     """One rank's log calls of a step, joined per name, stage and copy, JSON-ready.
 
     Waits for the device that they were computed on.
     """
-    calls = fetched([entry.call for entry in entries])
-    entries = [replace(entry, call=call) for entry, call in zip(entries, calls, strict=True)]
+    return start_packing(entries)()
+
+
+def _packed(entries: Sequence[LogEntry]) -> list[list[Any]]:
     groups: dict[tuple[str, int, int], list[tuple[LogCall, float]]] = {}
     for entry in entries:
         key = (entry.call.name, entry.stage, entry.copy)

@@ -81,6 +81,11 @@ class Mailbox:
         self.bytes_sent = 0
 
     @property
+    def alone(self) -> bool:
+        """Whether this rank has nobody to exchange messages with."""
+        return self._transport is None
+
+    @property
     def ordered(self) -> bool:
         """Whether messages are matched by order, so that none may be posted ahead."""
         return self._transport is not None and self._transport.ordered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
@@ -15,6 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from strategies.errors import DataError
+from strategies.runtime.fetch import Fetch
 
 _SAMPLE = 65_536
 
@@ -121,12 +122,30 @@ def signature(batch: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
 
 def checksum(batch: Any) -> int:
     """32 bits of a batch: equal batches have equal ones; of huge tensors a sample counts."""
+    return start_checksum(batch)()
+
+
+def start_checksum(batch: Any) -> Callable[[], int]:
+    """What gives the checksum later, of the batch as it is now; waits for no device until then."""
+    tensors = list_tensors(batch)
+    if not any(tensor.is_cuda for tensor in tensors):
+        value = _checksum([(tuple(tensor.shape), _sample(tensor)) for tensor in tensors])
+        return lambda: value
+    samples = [(tuple(tensor.shape), Fetch(_sample(tensor))) for tensor in tensors]
+    return lambda: _checksum([(shape, sample.tensor()) for shape, sample in samples])
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() > _SAMPLE:
+        flat = flat[:: flat.numel() // _SAMPLE]
+    return flat.contiguous()
+
+
+def _checksum(samples: Sequence[tuple[tuple[int, ...], Tensor]]) -> int:
     value = 0
-    for tensor in list_tensors(batch):
-        flat = tensor.detach().reshape(-1)
-        if flat.numel() > _SAMPLE:
-            flat = flat[:: flat.numel() // _SAMPLE]
-        data = flat.cpu().contiguous().view(torch.uint8) if flat.numel() else flat
-        value = zlib.crc32(repr(tuple(tensor.shape)).encode(), value)
+    for shape, flat in samples:
+        data = flat.cpu().view(torch.uint8) if flat.numel() else flat
+        value = zlib.crc32(repr(shape).encode(), value)
         value = zlib.crc32(data.numpy().tobytes(), value)
     return value

@@ -205,15 +205,17 @@ class RankGradients:
             found |= {names[id(p)]: gradient for p, gradient in gradients.views()}
         return found
 
-    def squared_norm(self, shards: Callable[[str], bool]) -> Tensor:
-        """This rank's share of the squared norm, a float64 scalar on the host.
-
-        Weights on several ranks count on the first.
+    def squared_norm(self, device: torch.device, shards: Callable[[str], bool]) -> Tensor:
+        """This rank's share of the squared norm; weights on several ranks count on the first.
 
         Args:
+            device: Of the gradients.
             shards: Whether a weight, by name, is cut between the tensor-parallel ranks.
+
+        Returns:
+            A float64 scalar, on that device still.
         """
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=device)
         where = self._where
         counts = None
         if where.tp_rank > 0:
@@ -233,7 +235,7 @@ class RankGradients:
                 continue
             stage = self._weights.shared[shared.name][0]
             if first and self._placement.owners(stage)[0] == where.pp_rank:
-                total += torch.linalg.vector_norm(shared.gradient).double().square().cpu()
+                total += torch.linalg.vector_norm(shared.gradient).double().square()
         return total
 
 

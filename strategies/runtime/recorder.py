@@ -1,7 +1,9 @@
 """When each instruction really ran; two clock reads per instruction, nothing else.
 
 On CPU the clock is the host's. On CUDA, events on the compute stream are recorded and read when the
-timeline is asked for, so that recording never waits for the device.
+timeline is asked for, so that recording never waits for the device's work. At each step an event
+on a stream with nothing before it, whose end the host sees at once, says how the two clocks differ:
+the device may be far behind the host, and what gloo reduces ends on the host's clock.
 """
 
 from __future__ import annotations
@@ -20,6 +22,24 @@ from strategies.ir.program import Program
 _KEPT_STEPS = 32
 
 
+class Anchor(NamedTuple):
+    """One moment on two clocks.
+
+    Attributes:
+        event: On the device's.
+        seen_s: On the host's.
+    """
+
+    event: Any
+    seen_s: float
+
+    def on_host(self, stamp: Any) -> float:
+        """When an event was, on the host's clock; what is on it already stays."""
+        if isinstance(stamp, float):
+            return stamp
+        return self.seen_s + float(self.event.elapsed_time(stamp)) / 1e3
+
+
 @dataclass
 class StepRecord:
     """One rank's stamps of one step, in list order; 0 where nothing was stamped."""
@@ -30,17 +50,22 @@ class StepRecord:
     end: list[Any]
     begun: float  # host clock at the step's first instruction
     finished: float = 0.0
+    anchor: Anchor | None = None  # on CUDA
 
 
 class Spans(NamedTuple):
     """A step of one rank in short, on the host clock.
 
     Attributes:
+        begun: When the step began; on CUDA for the device, which may be behind.
+        finished: When it ended, likewise.
         busy: Seconds of compute.
         computed: When the last compute ended.
         reduced: When the last reduction ended; None where nothing was reduced.
     """
 
+    begun: float
+    finished: float
     busy: float
     computed: float
     reduced: float | None
@@ -63,6 +88,7 @@ class Recorder:
     kept: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
     _current: StepRecord | None = None
     _side: Any = None
+    _idle: Any = None
 
     @property
     def stamp(self) -> Callable[[], Any]:
@@ -75,7 +101,18 @@ class Recorder:
         self._current = StepRecord(
             step, program, [0.0] * length, [0.0] * length, time.perf_counter()
         )
+        if self.device.type == "cuda":
+            self._current.anchor = self._anchor()
         return self._current
+
+    def _anchor(self) -> Anchor:
+        if self._idle is None:
+            self._idle = _cuda_stream(self.device)
+        with torch.cuda.stream(self._idle):
+            before = time.perf_counter()
+            event = _cuda_stamp()
+            event.synchronize()
+            return Anchor(event, (before + time.perf_counter()) / 2)
 
     def finish(self, *, keep: bool = True) -> None:
         """Ends the step, and keeps it among the last few if it is to be looked at."""
@@ -101,8 +138,7 @@ class Recorder:
             work.get_future().add_done_callback(ended)
             return
         if self._side is None:
-            make: Any = torch.cuda.Stream  # Untyped in torch.
-            self._side = make(self.device)
+            self._side = _cuda_stream(self.device)
         # A stream of its own waits for the collective's, so that compute does not.
         with torch.cuda.stream(self._side):
             work.wait()
@@ -115,21 +151,12 @@ class Recorder:
 
     def seconds(self, record: StepRecord) -> tuple[list[float], list[float]]:
         """A step's stamps on the host clock (on CUDA waits for that step, not for the device)."""
-        if self.device.type != "cuda":
+        if record.anchor is None:
             return list(record.start), list(record.end)
-        stamps = [s for s in record.start + record.end if not isinstance(s, float)]
-        if not stamps:
-            return list(record.start), list(record.end)
-        for stamp in stamps:
-            stamp.synchronize()
-        # All relative to the first event, which is taken to be when the host began.
-        zero = stamps[0]
-
-        def on_host(stamp: Any) -> float:
-            if isinstance(stamp, float):
-                return stamp
-            return record.begun + float(zero.elapsed_time(stamp)) / 1e3
-
+        for stamp in record.start + record.end:
+            if not isinstance(stamp, float):
+                stamp.synchronize()
+        on_host = record.anchor.on_host
         return list(map(on_host, record.start)), list(map(on_host, record.end))
 
     def spans(self, record: StepRecord) -> Spans:
@@ -142,11 +169,22 @@ class Recorder:
             if item.kind in MICROBATCH_KINDS
         ]
         reduced = [e for item, e in zip(row, end, strict=True) if item.kind is Kind.REDUCE and e]
+        begun, finished = record.begun, record.finished
+        if record.anchor is not None:
+            begun = min((s for s in start if s), default=begun)
+            finished = max((e for e in end if e), default=finished)
         return Spans(
+            begun=begun,
+            finished=finished,
             busy=sum(e - s for s, e in computed),
             computed=max((e for _, e in computed), default=0.0),
             reduced=max(reduced, default=None),
         )
+
+
+def _cuda_stream(device: torch.device) -> Any:
+    make: Any = torch.cuda.Stream  # Untyped in torch.
+    return make(device)
 
 
 def _cuda_stamp() -> Any:

@@ -409,7 +409,8 @@ class PipelineStrategy(CheckpointingStrategy):
         if result.loss is None:
             raise ModelError("training_step returned no loss; skipping a step is not supported.")
         # On every rank, so that progress bars, schedulers and callbacks decide alike.
-        return torch.tensor(result.loss, dtype=torch.float64, device=self.root_device)
+        # Filled in there: a copy to the device would wait for the backwards.
+        return torch.full((), result.loss, dtype=torch.float64, device=self.root_device)
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *_: Any, **__: Any

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from strategies.runtime.fetch import Fetch
+
 
 class Handle(Protocol):
     """Something that ends later."""
@@ -62,10 +64,7 @@ class GlooTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._calls: SimpleQueue[_Later | None] = SimpleQueue()
-        threading.Thread(target=_serve, args=(self._calls,), name="messages", daemon=True).start()
-        # The thread does not keep the transport alive, and ends with it.
-        weakref.finalize(self, self._calls.put, None)
+        self._calls = _thread("messages", self)
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
         """Never waits."""
@@ -129,18 +128,24 @@ class NcclTransport(Transport):
 
 
 class StagedTransport(Transport):
-    """Gloo through pinned memory, for ranks that share a GPU (NCCL refuses that)."""
+    """Gloo through pinned memory, for ranks that share a GPU (NCCL refuses that).
+
+    A thread waits for the copies to the host, so that the rank can give the device its next work.
+    It is not the thread that posts receives: those must not wait for what the device still does.
+    """
 
     ordered = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._gloo = GlooTransport(group)
+        self._copies = _thread("copies", self)
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        """Copies to the host first, which waits for the tensor's stream."""
-        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        staged.copy_(tensor)
-        return _Keeping(self._gloo.send(staged, rank, tag), staged)
+        """Starts a copy to the host; the message leaves when it is there. Never waits."""
+        fetch = Fetch(tensor)
+        later = _Later(lambda: self._gloo.send(fetch.tensor(), rank, tag))
+        self._copies.put(later)
+        return later
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
         """Copies to the device when the data is there."""
@@ -153,9 +158,9 @@ class _Later:
 
     __slots__ = ("_call", "_error", "_started", "_work")
 
-    def __init__(self, call: Callable[[], dist.Work | None]) -> None:
-        self._call: Callable[[], dist.Work | None] | None = call
-        self._work: dist.Work | None = None
+    def __init__(self, call: Callable[[], Handle | None]) -> None:
+        self._call: Callable[[], Handle | None] | None = call
+        self._work: Handle | None = None
         self._error: Exception | None = None
         # Held until the call has been made. Lighter than an Event, and there are many messages.
         self._started = threading.Lock()
@@ -176,7 +181,17 @@ class _Later:
         self._started.acquire()
         if self._error is not None:
             raise self._error
-        _work(self._work).wait()
+        assert self._work is not None, "this process is not in the message's group"
+        self._work.wait()
+
+
+def _thread(name: str, owner: object) -> SimpleQueue[_Later | None]:
+    """The queue of a thread that starts what is put there, and ends with its owner."""
+    calls: SimpleQueue[_Later | None] = SimpleQueue()
+    threading.Thread(target=_serve, args=(calls,), name=name, daemon=True).start()
+    # The thread does not keep the owner alive.
+    weakref.finalize(owner, calls.put, None)
+    return calls
 
 
 def _serve(calls: SimpleQueue[_Later | None]) -> None:
@@ -192,15 +207,6 @@ def _serve(calls: SimpleQueue[_Later | None]) -> None:
 class _Ended:
     def wait(self) -> None:
         """Nothing left to wait for."""
-
-
-class _Keeping:
-    def __init__(self, handle: Handle, tensor: Tensor) -> None:
-        self._handle = handle
-        self._tensor = tensor
-
-    def wait(self) -> None:
-        self._handle.wait()
 
 
 class _Landing:

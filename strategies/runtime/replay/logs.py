@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
+from strategies.runtime.fetch import Fetch
 from strategies.runtime.replay.gate import MARKER, unwatched
 from strategies.runtime.replay.source import user_line
 from strategies.runtime.stage_model import LogCall
@@ -65,15 +66,26 @@ def _at_hand(value: Tensor | float) -> TypeGuard[Tensor]:
 
 def fetched(calls: Sequence[LogCall]) -> list[LogCall]:
     """The calls with plain numbers; what is on a device comes in one transfer."""
+    return start_fetching(calls)()
+
+
+def start_fetching(calls: Sequence[LogCall]) -> Callable[[], list[LogCall]]:
+    """What gives ``fetched(calls)`` later; waits for no device until then."""
+    calls = list(calls)
     tensors = [call.value for call in calls if isinstance(call.value, Tensor)]
     if not tensors:
-        return list(calls)
+        return lambda: calls
     device = tensors[-1].device
-    numbers = iter(torch.stack([t.to(device, torch.float64) for t in tensors]).tolist())
-    return [
-        replace(call, value=next(numbers)) if isinstance(call.value, Tensor) else call
-        for call in calls
-    ]
+    fetch = Fetch(torch.stack([t.to(device, torch.float64, non_blocking=True) for t in tensors]))
+
+    def numbers() -> list[LogCall]:
+        values = iter(fetch.tensor().tolist())
+        return [
+            replace(call, value=next(values)) if isinstance(call.value, Tensor) else call
+            for call in calls
+        ]
+
+    return numbers
 
 
 def _number(name: str, value: Any) -> Tensor | float:
