@@ -15,6 +15,10 @@ ARGS ?=
 # Two cores are shared by several ranks: one thread each, or they fight for the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+# Two files at a time, except those whose tests start several processes: see tests/conftest.py.
+# A process that dies (of a test that hangs, say) ends the run, as it does without `-n`.
+TWO_AT_A_TIME := -n 2 --max-worker-restart=0
+
 # The stamp names the checkout, because one environment can serve several, and the last installed
 # one is what it imports.
 STAMP := $(VENV)/.foldpipe-installed
@@ -53,7 +57,7 @@ run: install ## Train with the defaults; ARGS="schedule=foldx_fifo pp=4" adds ov
 	$(BIN)/python -m launcher $(ARGS)
 
 test: install ## Run the tests, those with several processes included (about 20 minutes on 2 cores, 25 on slow ones)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(TWO_AT_A_TIME) $(ARGS)
 
 test-all: install ## Also the full matrices, the fault runs, and what this machine has GPUs or SLURM for
 	$(PYTEST) -m '' --hypothesis-profile=full $(ARGS)

@@ -1,18 +1,26 @@
-"""What all tests share: golden files, skips for missing machinery, Hypothesis profiles."""
+"""What all tests share: golden files, skips for missing machinery, Hypothesis profiles, order."""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadFileScheduling
+
 GOLDEN = Path(__file__).parent / "golden"
 collect_ignore = ["launcher/dashboard_definition.py"]  # A program with a dependency of its own.
 SLURM_DAEMONS = ("slurmctld", "slurmd", "munged")
+SEVERAL_PROCESSES = re.compile(r"\bmark\.(distributed|faults|gpu|slurm)\b")
 
 # No deadline: on a shared machine it would assert a timing. The everyday profile draws the same
 # examples each time; `make test-all` looks further and at random.
@@ -29,7 +37,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@functools.cache
+def _fills_the_cores(file: Path) -> bool:
+    """Whether a test in this file starts several processes, as its markers say."""
+    return SEVERAL_PROCESSES.search(file.read_text(encoding="utf-8")) is not None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    """`pytest -n 2`: two files at a time; then, in one process, those that fill the cores.
+
+    Whole files, because all that is known of a test here is its name. One process, because what it
+    starts for several files (ranks, a trained run) is started once per process.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "the rest" if _fills_the_cores(config.rootpath / file) else file
+
+    config.option.loadscopereorder = False  # In the order of collection, see below.
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # One of several processes that run tests.
+        items.sort(key=lambda item: _fills_the_cores(item.path))
     if config.getoption("--golden"):
         keep = [item for item in items if "golden" in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=[item for item in items if item not in keep])

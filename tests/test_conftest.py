@@ -1,0 +1,49 @@
+"""`make test`: two files at a time; then, in one process, those that start several themselves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+CONFTEST = Path(__file__).with_name("conftest.py")
+NOTE = """
+import os
+import pytest
+
+{mark}
+@pytest.mark.parametrize("number", range(3))
+def test_it(number):
+    with open("order.txt", "a") as order:
+        order.write(f"{name} {{os.environ['PYTEST_XDIST_WORKER']}}\\n")
+    assert "{name}" != "several_a" or number != 1
+"""
+
+
+def test_files_with_several_processes_come_last_and_in_one_process(tmp_path: Path) -> None:
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    shutil.copy(CONFTEST, folder)
+    for name in ("several_a", "several_b", "single_a", "single_b"):
+        mark = "@pytest.mark.distributed" if name.startswith("several") else ""
+        (folder / f"test_{name}.py").write_text(NOTE.format(mark=mark, name=name))
+    # Also where this very test runs in one of two processes.
+    outside = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestUnknownMarkWarning", "-n", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "tests"],
+        cwd=tmp_path,
+        env=outside,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILED tests/test_several_a.py::test_it[1] - " in done.stdout
+    assert "= 1 failed, 11 passed in " in done.stdout.splitlines()[-1]
+    told = [line.split() for line in (tmp_path / "order.txt").read_text().splitlines()]
+    assert len({worker for name, worker in told if name.startswith("single")}) == 2
+    assert len({worker for name, worker in told if name.startswith("several")}) == 1
+    several = [name for name, _ in told if name.startswith("several")]
+    assert several == ["several_a"] * 3 + ["several_b"] * 3
