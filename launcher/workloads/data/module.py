@@ -118,6 +118,9 @@ class TextDataModule(pl.LightningDataModule):
             sampler=order,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
+            # Copies to a GPU may wait for the device's work otherwise.
+            pin_memory=self.trainer is not None
+            and self.trainer.strategy.root_device.type == "cuda",
             # Without one, each epoch's start would draw from the global generator.
             generator=torch.Generator().manual_seed(derived_seed(self.seed, "workers")),
         )

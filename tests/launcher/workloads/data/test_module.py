@@ -1,4 +1,5 @@
 import itertools
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -33,6 +34,7 @@ class Placed:
 
     def __init__(self, num_replicas, rank):
         self.distributed_sampler_kwargs = {"num_replicas": num_replicas, "rank": rank}
+        self.strategy = SimpleNamespace(root_device=torch.device("cpu"))
 
 
 def loaded(source, *, place=None, **options):
