@@ -1,18 +1,15 @@
-import time
 from dataclasses import replace
 
 import pytest
 
 from strategies import UniformCosts, compile_program, simulate
-from strategies.compiler import compile_compute, compile_plan, compile_short
+from strategies.compiler import compile_plan, compile_short
 from strategies.errors import PlanError
 from strategies.ir import Kind
 from strategies.ir.recomputed import recomputed_pairs
-from strategies.passes.recompute.policy import add_recompute
 from strategies.plan import Plan
 from strategies.recompute import Recompute
 from strategies.schedules import SCHEDULES
-from strategies.simulator.engine import replay
 from tests.strategies.programs import texts
 
 
@@ -71,21 +68,3 @@ def test_recomputation_takes_the_time_that_costs_give_it():
         )
         assert simulate(program, costs).makespan == wanted
         assert all(Kind.R in {i.kind for i in row} for row in program.ranks)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
-def test_32_ranks_and_64_microbatches_are_transformed_and_simulated_in_time(schedule):
-    costs = UniformCosts()
-    compute = compile_compute(Plan(schedule, 32, 64, costs=costs))
-    began = time.process_time()
-    add_recompute(compute, Recompute("mario"), costs)
-    assert time.process_time() - began < 2.0
-    program = compile_plan(Plan(schedule, 32, 64, costs=costs, recompute=Recompute("mario"))).train
-    table = costs.table(program)
-
-    def once():
-        began = time.process_time()
-        replay(program, table)
-        return time.process_time() - began
-
-    assert min(once() for _ in range(5)) < 0.05
