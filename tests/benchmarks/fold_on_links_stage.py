@@ -140,6 +140,10 @@ class LayeredModel(StageModel):
         self._stages: dict[int, LayeredStage] = {}
 
     @property
+    def module(self) -> nn.Module:
+        return nn.ModuleList(self._stages.values())
+
+    @property
     def units(self) -> tuple[Unit, ...]:
         return self._units
 
