@@ -42,8 +42,8 @@ COMMANDS: dict[Mode, str] = {
     "profile": "launcher.commands.profile",
     "eval": "launcher.commands.evaluate",
     "predict": "launcher.commands.evaluate",
-    "generate": "launcher.commands.generate",
-    "export": "launcher.commands.export",
+    "generate": "launcher.commands.generate:generate",
+    "export": "launcher.commands.export:export",
 }
 # Modes whose ranks a cluster can run.
 _ON_CLUSTERS = ("train", "eval", "predict")
@@ -104,7 +104,8 @@ def run_command(config: LaunchConfig, run_dir: Path) -> int:
             config = replace(config, cluster=replace(config.cluster, nodes=nodes))
         elif config.cluster.name == "slurm":
             name = "launcher.commands.submit"
-    code = importlib.import_module(name).run(config, run_dir)
+    module, _, function = name.partition(":")
+    code = getattr(importlib.import_module(module), function or "run")(config, run_dir)
     assert isinstance(code, int)
     return code
 

@@ -16,7 +16,7 @@ from launcher.workloads.transformer_shape import TransformerShape
 from strategies.errors import PlanError
 
 
-def run(config: LaunchConfig, run_dir: Path) -> int:
+def export(config: LaunchConfig, run_dir: Path) -> int:
     """Writes config.json and model.safetensors.
 
     Raises:

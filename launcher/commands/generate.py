@@ -22,7 +22,7 @@ from launcher.workloads.data.prompt import encode
 from strategies.errors import DataError, PlanError
 
 
-def run(config: LaunchConfig, run_dir: Path) -> int:
+def generate(config: LaunchConfig, run_dir: Path) -> int:
     """Generates text.
 
     Raises:

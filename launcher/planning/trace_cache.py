@@ -30,7 +30,7 @@ _MOST_FILES = 5000
 _FREE = ("global_batch_size", "microbatch_size", "num_workers")
 
 
-def read(config: LaunchConfig, shape: ModelShape) -> TracedModel | None:
+def read_cached_trace(config: LaunchConfig, shape: ModelShape) -> TracedModel | None:
     """The trace of a model as it is now; None where there is none, or a damaged one."""
     try:
         return parse_trace(_file(config, shape).read_text(encoding="utf-8"))
@@ -38,7 +38,7 @@ def read(config: LaunchConfig, shape: ModelShape) -> TracedModel | None:
         return None
 
 
-def write(config: LaunchConfig, shape: ModelShape, trace: TracedModel) -> None:
+def write_cached_trace(config: LaunchConfig, shape: ModelShape, trace: TracedModel) -> None:
     """Keeps a trace; a cache that cannot be written to is none."""
     with suppress(OSError):
         write_atomically(_file(config, shape), dump_trace(trace))

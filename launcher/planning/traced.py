@@ -13,12 +13,13 @@ from pathlib import Path
 
 from launcher.config import LaunchConfig, dump
 from launcher.installed import installed_names
-from launcher.planning import trace_cache
+from launcher.planning.trace_cache import read_cached_trace, write_cached_trace
 from launcher.resolve import element_sizes, model_shape
 from launcher.terminal import say
 from launcher.workloads.hf.shape import HfShape
 from launcher.workloads.specs import ModelShape
 from launcher.workloads.traced_shape import TracedShape
+from strategies import errors
 from strategies.costs.traced import TracedModel, parse_trace
 from strategies.errors import ModelError, PipelineError
 
@@ -45,10 +46,10 @@ def traced_shape(config: LaunchConfig, run_dir: Path) -> TracedShape | None:
     shape = model_shape(config)
     if not needs_trace(config, shape):
         return None
-    trace = trace_cache.read(config, shape)
+    trace = read_cached_trace(config, shape)
     if trace is None:
         trace = _trace(config, run_dir)
-        trace_cache.write(config, shape, trace)
+        write_cached_trace(config, shape, trace)
     for operation, unit in trace.unknown:
         say(
             f"warning: no FLOP formula for {operation} in {unit}: counted as one operation per "
@@ -96,7 +97,5 @@ def _trace(config: LaunchConfig, run_dir: Path) -> TracedModel:
 
 
 def _error(kind: str) -> type[PipelineError]:
-    import strategies.errors
-
-    found = getattr(strategies.errors, kind, ModelError)
+    found = getattr(errors, kind, ModelError)
     return found if isinstance(found, type) and issubclass(found, PipelineError) else ModelError

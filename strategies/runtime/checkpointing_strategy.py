@@ -15,7 +15,14 @@ from strategies.errors import CheckpointError
 from strategies.heartbeat import Phase
 from strategies.manifest import MANIFEST
 from strategies.plan import Plan
-from strategies.runtime import checkpoint as checkpoints
+from strategies.runtime.checkpoint import (
+    load,
+    load_optimizer_state,
+    name_optimizer_state,
+    owned_state,
+    restore_random_state,
+    save,
+)
 from strategies.runtime.engine import Engine
 from strategies.runtime.main_optimizer import MainOptimizer
 from strategies.runtime.ranks_strategy import RanksStrategy
@@ -72,7 +79,7 @@ class CheckpointingStrategy(RanksStrategy):
         """This rank's part, under the names of the uncut module."""
         assert self.lightning_module is not None
         self.engine.mains.complete()
-        state = checkpoints.owned_state(
+        state = owned_state(
             self.lightning_module.state_dict(),
             every_parameter=self.engine.model.parameter_names,
             owned_parameters=set(self.engine.named_parameters()),
@@ -96,7 +103,7 @@ class CheckpointingStrategy(RanksStrategy):
         for main in self._main_optimizers:
             if main.optimizer is getattr(optimizer, "optimizer", optimizer):
                 return main.named_state(named, group_of=self.engine.owners_group)
-        return checkpoints.name_optimizer_state(optimizer, named)
+        return name_optimizer_state(optimizer, named)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
@@ -115,7 +122,7 @@ class CheckpointingStrategy(RanksStrategy):
         state = self._trainer.state
         holders = self.engine.holders()
         running = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        checkpoints.save(
+        save(
             self.saver,
             checkpoint,
             path,
@@ -163,7 +170,7 @@ class CheckpointingStrategy(RanksStrategy):
         self._checkpoints.add(path.absolute())
         fitting = self._trainer.state.fn == TrainerFn.FITTING
         shares = self._shares({})
-        return checkpoints.load(
+        return load(
             path,
             exchange=self._exchange(),
             coordinates=self.coordinates,
@@ -190,7 +197,7 @@ class CheckpointingStrategy(RanksStrategy):
                 main.load(state, named)
         else:
             for optimizer, state in zip(self.optimizers, saved, strict=True):
-                checkpoints.load_optimizer_state(optimizer, state, named)
+                load_optimizer_state(optimizer, state, named)
         # configure_optimizers() may have asked for the number of steps, which makes the loaders
         # before the loops know where they are. They are made again.
         loop: Any = self._trainer.fit_loop
@@ -206,7 +213,7 @@ class CheckpointingStrategy(RanksStrategy):
     def _restore_random_state(self) -> None:
         """Once: the generators of the checkpoint that was loaded."""
         if self._random_state is not None:
-            checkpoints.restore_random_state(self._random_state)
+            restore_random_state(self._random_state)
             self._random_state = None
 
     def _last_checkpoint(self) -> str:
