@@ -57,9 +57,10 @@ def run_here(
         calls.append(Call(config, run_dir))
         return command(config, run_dir)
 
-    for name in COMMANDS.values():
-        module = types.ModuleType(name)
-        module.run = record  # type: ignore[attr-defined]
+    for place in COMMANDS.values():
+        name, _, function = place.partition(":")
+        module = sys.modules.get(name) or types.ModuleType(name)
+        monkeypatch.setattr(module, function or "run", record, raising=False)
         monkeypatch.setitem(sys.modules, name, module)
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
