@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from strategies.runtime.mesh import Communicators, Coordinates
-from strategies.runtime.tensor_parallel import TensorRanks
+from strategies.runtime.tensor_parallel.ranks import TensorRanks
 from strategies.runtime.tensor_parallel.sliced_transport import SlicedTransport
 from strategies.runtime.transport import (
     GlooTransport,

@@ -44,11 +44,11 @@ from strategies.runtime.rank_parts import RankParts
 from strategies.runtime.recompute import Recomputation
 from strategies.runtime.recorder import Recorder, StepRecord
 from strategies.runtime.rng import kept_generators
-from strategies.runtime.selective import Selection
+from strategies.runtime.selective.policy import Selection
 from strategies.runtime.stage_compute import PassOptions, StepResult
 from strategies.runtime.stage_model import LogCall, Mode, StageModel
 from strategies.runtime.step_stats import RankStep, StepStats, joined_stats
-from strategies.runtime.tensor_parallel import TensorRanks
+from strategies.runtime.tensor_parallel.ranks import TensorRanks
 
 _SAVING_S = 3600.0
 

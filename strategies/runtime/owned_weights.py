@@ -11,7 +11,7 @@ from strategies.ir.placement import Placement
 from strategies.runtime.groups import holders_of
 from strategies.runtime.mesh import Communicators, Coordinates
 from strategies.runtime.stage_model import StageModel
-from strategies.runtime.tensor_parallel import TensorRanks
+from strategies.runtime.tensor_parallel.ranks import TensorRanks
 
 
 class OwnedWeights:

@@ -17,7 +17,7 @@ from strategies.runtime.main_weights import AllMainWeights, MainWeights, widened
 from strategies.runtime.mesh import Communicators, Coordinates
 from strategies.runtime.owned_weights import OwnedWeights
 from strategies.runtime.stage_model import StageModel
-from strategies.runtime.tensor_parallel import TensorRanks
+from strategies.runtime.tensor_parallel.ranks import TensorRanks
 
 
 @dataclass(frozen=True)

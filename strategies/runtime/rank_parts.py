@@ -13,7 +13,7 @@ from strategies.runtime.pulse import Pulse
 from strategies.runtime.recompute import Recomputation
 from strategies.runtime.recorder import Recorder
 from strategies.runtime.stage_model import StageModel
-from strategies.runtime.tensor_parallel import TensorRanks
+from strategies.runtime.tensor_parallel.ranks import TensorRanks
 
 
 @dataclass

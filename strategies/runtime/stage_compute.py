@@ -18,9 +18,11 @@ from strategies.runtime.logs import LogEntry
 from strategies.runtime.microbatch import Microbatch
 from strategies.runtime.rank_parts import RankParts
 from strategies.runtime.recompute import KeptForward
-from strategies.runtime.split_backward import Meanwhile, PendingWeights, input_backward
+from strategies.runtime.split_backward.input_step import input_backward
+from strategies.runtime.split_backward.meanwhile import Meanwhile
+from strategies.runtime.split_backward.pending import PendingWeights
 from strategies.runtime.stage_model import Mode, StageOutput
-from strategies.runtime.tensor_parallel import TensorRanks
+from strategies.runtime.tensor_parallel.ranks import TensorRanks
 
 
 @dataclass

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from strategies.errors import ModelError
 from strategies.runtime.compiled import compile_units
-from strategies.runtime.tensor_parallel import Shard, TensorRanks
+from strategies.runtime.tensor_parallel.ranks import TensorRanks
+from strategies.runtime.tensor_parallel.shard import Shard
 
 if TYPE_CHECKING:
-    from strategies.runtime.selective import Selection
+    from strategies.runtime.selective.policy import Selection
 
 Mode = Literal["train", "validate", "test", "predict"]
 

@@ -26,9 +26,11 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.runtime.logs import captured_logs
 from strategies.runtime.rng import reseed
-from strategies.runtime.selective import Selection, SelectiveLayer
+from strategies.runtime.selective.policy import Selection
+from strategies.runtime.selective.region import SelectiveLayer
 from strategies.runtime.stage_model import Mode, StageModel, StageOutput, Unit
-from strategies.runtime.tensor_parallel import Shard, TensorRanks
+from strategies.runtime.tensor_parallel.ranks import TensorRanks
+from strategies.runtime.tensor_parallel.shard import Shard
 from strategies.runtime.tensor_parallel.sharding import Sharding
 
 

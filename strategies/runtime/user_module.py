@@ -24,7 +24,7 @@ def stage_model_of(
     """
     if isinstance(module, HasUnits):
         return UnitModel(module)
-    from strategies.runtime.replay import ReplayModel
+    from strategies.runtime.replay.model import ReplayModel
 
     modes: dict[Any, Mode] = {
         TrainerFn.FITTING: "train",

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from strategies.runtime.activation_bytes import ActivationBytes
 from strategies.runtime.recompute import Recomputation
-from strategies.runtime.selective import Selection
+from strategies.runtime.selective.policy import Selection
 from strategies.runtime.stage_model import StageOutput
 from tests.benchmarks.split_backward_cost import BLOCKS, SIZES, Block, Size
 

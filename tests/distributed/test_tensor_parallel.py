@@ -430,7 +430,7 @@ def split_dtensors() -> tuple[int, int, float]:
         parallelize_module,
     )
 
-    from strategies.runtime.split_backward import input_backward
+    from strategies.runtime.split_backward.input_step import input_backward
 
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()

@@ -32,7 +32,8 @@ from strategies.runtime.stage_model import (
 )
 
 if TYPE_CHECKING:
-    from strategies.runtime.selective import Selection, SelectiveLayer
+    from strategies.runtime.selective.policy import Selection
+    from strategies.runtime.selective.region import SelectiveLayer
 
 
 class ReplayModel(StageModel):

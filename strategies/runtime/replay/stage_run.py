@@ -23,7 +23,7 @@ from strategies.runtime.replay.structure import leaves, signature, tensors
 from strategies.runtime.rng import reseed
 
 if TYPE_CHECKING:
-    from strategies.runtime.selective import SelectiveLayer
+    from strategies.runtime.selective.region import SelectiveLayer
 
 
 class StageRun(ShapeMode):

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from strategies.runtime.activation_bytes import ActivationBytes
-from strategies.runtime.selective import SelectiveLayer
-from strategies.runtime.split_backward import input_backward
+from strategies.runtime.selective.region import SelectiveLayer
+from strategies.runtime.split_backward.input_step import input_backward
 
 ROW = 6 * 4  # bytes of six 32-bit numbers
 

@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 from strategies.errors import ModelError
 from strategies.runtime.activation_bytes import ActivationBytes
 from strategies.runtime.recompute import Recomputation
-from strategies.runtime.split_backward import input_backward
+from strategies.runtime.split_backward.input_step import input_backward
 from strategies.runtime.stage_model import StageOutput
 from tests.strategies.runtime.split_backward.cases import CASES
 from tests.strategies.runtime.split_backward.harness import FIFO, compare, flatten, full, start

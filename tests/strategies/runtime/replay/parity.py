@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from strategies.runtime.replay import ReplayModel
+from strategies.runtime.replay.model import ReplayModel
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from strategies.runtime.replay import ReplayModel
+from strategies.runtime.replay.model import ReplayModel
 from tests.strategies.runtime.replay.parity import (
     assert_same,
     call,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from strategies.errors import ModelError
-from strategies.runtime.replay import ReplayModel
+from strategies.runtime.replay.model import ReplayModel
 from tests.strategies.runtime.replay.parity import run_pipeline, stage_ranges
 from tests.strategies.runtime.replay.zoo import DIM, MoEBlock, build, classes, rand
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from strategies.runtime.replay import ReplayModel
+from strategies.runtime.replay.model import ReplayModel
 from tests.strategies.runtime.replay.parity import (
     assert_same,
     chosen_cuts,

@@ -11,8 +11,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies.errors import ModelError
-from strategies.runtime.selective import Selection, SelectiveLayer
-from strategies.runtime.split_backward import input_backward
+from strategies.runtime.selective.policy import Selection
+from strategies.runtime.selective.region import SelectiveLayer
+from strategies.runtime.split_backward.input_step import input_backward
 
 DEFAULT = frozenset({"attention", "norm", "activation"})
 

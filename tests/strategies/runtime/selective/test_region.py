@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from strategies.recompute import FAMILIES
-from strategies.runtime.selective import SelectiveLayer
-from strategies.runtime.split_backward import input_backward
+from strategies.runtime.selective.region import SelectiveLayer
+from strategies.runtime.split_backward.input_step import input_backward
 from tests.strategies.runtime.split_backward.cases import CASES
 from tests.strategies.runtime.split_backward.harness import (
     FIFO,

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from strategies.runtime.split_backward import PendingWeights, input_backward
+from strategies.runtime.split_backward.input_step import input_backward
+from strategies.runtime.split_backward.pending import PendingWeights
 from tests.strategies.runtime.split_backward.cases import Case
 
 MICROBATCHES = 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.runtime.split_backward import input_backward
+from strategies.runtime.split_backward.input_step import input_backward
 
 WEIGHTS = {"0.weight", "0.bias", "3.weight", "3.bias"}
 

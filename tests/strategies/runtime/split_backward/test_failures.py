@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.runtime.split_backward import input_backward
+from strategies.runtime.split_backward.input_step import input_backward
 
 
 def pending_of(x, gradient, module=None):

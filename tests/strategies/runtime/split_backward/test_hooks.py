@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from strategies.runtime.split_backward import input_backward
+from strategies.runtime.split_backward.input_step import input_backward
 
 
 class Net(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.runtime.split_backward import input_backward
+from strategies.runtime.split_backward.input_step import input_backward
 from tests.strategies.runtime.split_backward.cases import CASES
 from tests.strategies.runtime.split_backward.harness import attach, flatten, forward, start
 from tests.strategies.runtime.split_backward.live_bytes import LiveBytes

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from strategies.runtime.split_backward import input_backward
+from strategies.runtime.split_backward.input_step import input_backward
 from tests.strategies.runtime.split_backward.cases import CASES
 from tests.strategies.runtime.split_backward.counting import Count
 from tests.strategies.runtime.split_backward.harness import forward, start

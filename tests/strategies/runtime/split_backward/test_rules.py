@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.runtime.split_backward import heavy, input_backward
+from strategies.runtime.split_backward import heavy
+from strategies.runtime.split_backward.input_step import input_backward
 
 CPU = torch.device("cpu")
 PRODUCT = heavy._RULES["MmBackward0"]

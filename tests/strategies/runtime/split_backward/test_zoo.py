@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from strategies.runtime.split_backward import input_backward
+from strategies.runtime.split_backward.input_step import input_backward
 from tests.strategies.runtime.replay.parity import call
 from tests.strategies.runtime.replay.zoo import ZOO, build
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from strategies.runtime.split_backward import input_backward
+from strategies.runtime.split_backward.input_step import input_backward
 from strategies.runtime.stage_compute import backward_under_sums
 from strategies.runtime.tensor_parallel.layers import ColumnLinear, RowLinear
 from strategies.runtime.tensor_parallel.regions import Entrance

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from strategies.runtime.tensor_parallel import Shard
+from strategies.runtime.tensor_parallel.shard import Shard
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -5,7 +5,7 @@ import torch
 
 from strategies.errors import CheckpointError
 from strategies.runtime.storage.piece import Piece
-from strategies.runtime.tensor_parallel import Shard
+from strategies.runtime.tensor_parallel.shard import Shard
 from strategies.runtime.tensor_parallel.share_pieces import Shares
 
 WHOLE = torch.arange(10.0).reshape(5, 2)

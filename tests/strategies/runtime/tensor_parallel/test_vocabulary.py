@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from strategies.runtime.tensor_parallel import Shard
+from strategies.runtime.tensor_parallel.shard import Shard
 from strategies.runtime.tensor_parallel.vocabulary import (
     VocabularyShare,
     most_probable,

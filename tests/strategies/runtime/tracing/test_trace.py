@@ -16,8 +16,8 @@ from strategies.errors import ModelError
 from strategies.planner.graph import Tensor, UnitGraph
 from strategies.planner.routes import handed_on, skips
 from strategies.runtime.microbatch import count_rows
-from strategies.runtime.replay import ReplayModel
 from strategies.runtime.replay.gate import call_step
+from strategies.runtime.replay.model import ReplayModel
 from strategies.runtime.tracing.empty_weights import empty_weights
 from strategies.runtime.tracing.flops import FlopCount, formula_of
 from strategies.runtime.tracing.trace import trace_model
