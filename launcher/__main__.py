@@ -15,19 +15,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from launcher.compose.execute import make_run_folder, run_one, run_sweep
-from launcher.compose.explain_word import quote_explain
-from launcher.compose.flags import Flags, parse_flags
-from launcher.compose.groups import Groups, find_groups
-from launcher.compose.help import help_text
+from launcher.compose.flags import Flags, help_text, parse_flags
+from launcher.compose.option_groups import Groups, find_groups
 from launcher.compose.overrides import (
     chosen_options,
     expand,
     parse_overrides,
+    quote_explain,
     require_single,
 )
-from launcher.compose.search import check_search, run_search
+from launcher.compose.search import asks_for_trials, check_search, find_space, run_search
 from launcher.compose.session import CONFIG_NAME, compose_checked, hydra_session, search_path
-from launcher.compose.space import asks_for_trials, find_space
 from launcher.compose.user_files import check_user_files
 from launcher.config import LaunchConfig, Mode
 from launcher.processes import torchrun
@@ -37,14 +35,16 @@ from strategies.errors import PipelineError, PlanError
 COMMANDS: dict[Mode, str] = {
     "train": "launcher.commands.train",
     "simulate": "launcher.commands.simulate",
-    "plan": "launcher.commands.plan",
+    "plan": "launcher.commands.layouts",
     "validate": "launcher.commands.validate",
     "profile": "launcher.commands.profile",
     "eval": "launcher.commands.evaluate",
     "predict": "launcher.commands.evaluate",
-    "generate": "launcher.commands.generate:generate",
-    "export": "launcher.commands.export:export",
+    "generate": "launcher.commands.evaluate:generate",
+    "export": "launcher.commands.evaluate:export",
 }
+# Modes without a run folder.
+_FOLDERLESS = {"collect": "launcher.commands.collect", "dashboard": "launcher.dashboard.push"}
 # Modes whose ranks a cluster can run.
 _ON_CLUSTERS = ("train", "eval", "predict")
 
@@ -148,8 +148,8 @@ def _main(flags: Flags) -> int:
             hydra.show_cfg(CONFIG_NAME, words, flags.cfg, flags.package, flags.resolve)
             return 0
         _check_sweep(config, flags)
-        if config.mode in ("collect", "dashboard"):
-            found = importlib.import_module(f"launcher.commands.{config.mode}").run(config)
+        if config.mode in _FOLDERLESS:
+            found = importlib.import_module(_FOLDERLESS[config.mode]).run(config)
             assert isinstance(found, int)
             return found
         if not flags.multirun:
@@ -186,7 +186,7 @@ def _check_sweep(config: LaunchConfig, flags: Flags) -> None:
         key = "sweep.fail_fast=true" if sweep.fail_fast else f"sweep.metric={sweep.metric}"
         raise PlanError(f"{key} is about the jobs of a sweep. Try it with -m.")
     if multirun or config.mode == "collect":
-        importlib.import_module("launcher.report.sweep_best").check_metric(sweep.metric)
+        importlib.import_module("launcher.report.sweep.sweep_figures").check_metric(sweep.metric)
 
 
 def _jobs(flags: Flags, groups: Groups, hydra: object) -> list[list[str]]:

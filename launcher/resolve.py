@@ -11,34 +11,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.config import LaunchConfig
-from launcher.config.batches import plan_batches
-from launcher.config.given_schedule import given_schedule
-from launcher.config.recompute import recompute_policy
-from launcher.config.schedule_group import schedule_group
-from launcher.config.shape import transformer_shape
-from launcher.installed import installed_names
+from launcher.config.derived import given_schedule, plan_batches, schedule_group, transformer_shape
+from launcher.config.installed import installed_names
+from launcher.config.pipeline import recompute_policy
 from launcher.processes.nodes import asked_world
 from launcher.workloads.data.source import SourceKind, TextSource
-from launcher.workloads.hf.shape import HfShape, read_shape
+from launcher.workloads.hf.hf_shape import HfShape, read_shape
 from launcher.workloads.loads import unit_loads
-from launcher.workloads.model_share import check_tp, vocabulary_note
+from launcher.workloads.model_share import (
+    ModelShape,
+    PlannedShape,
+    check_tp,
+    model_costs,
+    units_per_layer,
+    vocabulary_note,
+)
 from launcher.workloads.optimizer_options import OptimizerOptions
-from launcher.workloads.specs import ModelShape, PlannedShape, model_costs, units_per_layer
 from launcher.workloads.traced_shape import TracedShape, stage_handing
-from strategies.compiled_units import refuse_split_backward
 from strategies.compiler import Programs, compile_plan, resolve_shape
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
-from strategies.costs.element_sizes import ElementSizes
-from strategies.costs.hardware import Hardware
+from strategies.costs.hardware import ElementSizes, Hardware
 from strategies.costs.table import Costs
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.ir.placement import Placement
-from strategies.partition import balance, by_counts
-from strategies.plan import Plan, num_buckets
+from strategies.plan import Plan, ScheduleFile, num_buckets, refuse_split_backward
+from strategies.planner.cut import balance, by_counts
 from strategies.planner.problem import handing
-from strategies.planner.routes import skips
-from strategies.schedule_file import ScheduleFile
+from strategies.planner.unit_graph import skips
 
 ELEMENT_BYTES = {
     "32-true": ElementSizes.all(4),
@@ -227,7 +227,7 @@ def model_shape(config: LaunchConfig) -> ModelShape:
             )
         vocab = 256  # bytes
     elif vocab is None:
-        from launcher.workloads.data.vocabulary import vocab_size  # needs the tokenizers library
+        from launcher.workloads.data.source import vocab_size  # needs the tokenizers library
 
         vocab = vocab_size(text_source(config))
     return transformer_shape(model, vocab)
@@ -385,7 +385,7 @@ def _uniform(config: LaunchConfig) -> UniformCosts:
 def _profiled(
     config: LaunchConfig, shape: ModelShape, stages: tuple[range, ...], assumed: Costs, dp: int
 ) -> Costs:
-    from launcher.profiled import profiled_costs  # It needs what this module offers.
+    from launcher.profiles.profile_check import profiled_costs  # It needs what this module offers.
 
     if not isinstance(assumed, AnalyticCosts):
         raise PlanError(

@@ -11,13 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from strategies.compiler import compile_program as compile_program
-    from strategies.costs.uniform import UniformCosts as UniformCosts
-    from strategies.runtime.strategy import PipelineStrategy as PipelineStrategy
-    from strategies.simulator.engine import simulate as simulate
+    from strategies.compiler import compile_program
+    from strategies.costs.uniform import UniformCosts
+    from strategies.runtime.lightning.strategy import PipelineStrategy
+    from strategies.simulator.engine import simulate
 
 _HOMES = {
-    "PipelineStrategy": "strategies.runtime.strategy",
+    "PipelineStrategy": "strategies.runtime.lightning.strategy",
     "compile_program": "strategies.compiler",
     "simulate": "strategies.simulator.engine",
     "UniformCosts": "strategies.costs.uniform",

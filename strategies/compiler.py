@@ -16,26 +16,27 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from strategies.analysis.memory import peak_memory_bytes
 from strategies.costs.table import Costs, CostTable
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError, ProgramError
-from strategies.group_choice import GroupChoice, choose_group, group_candidates
 from strategies.ir.instruction import MICROBATCH_KINDS, Instruction
 from strategies.ir.placement import Placement
 from strategies.ir.program import Boundary, Program, chain
 from strategies.ir.verify import verify
 from strategies.lowering.rendezvous_order import order_messages
 from strategies.lowering.send_recv import add_messages
-from strategies.memory_model import peak_memory_bytes
-from strategies.passes.fused_pairs import separate_pairs
-from strategies.passes.gather_weights import add_gathers
-from strategies.passes.recompute.policy import add_recompute
-from strategies.passes.reduce_grad import add_grad_reduce, add_steps
+from strategies.passes.group_choice import GroupChoice, choose_group, group_candidates
+from strategies.passes.recompute.add_recompute import add_recompute
 from strategies.passes.split_backward import split_backward
-from strategies.passes.variants import accumulate_only, first_microbatches, forward_only
-from strategies.plan import Overlap, Plan
-from strategies.recompute import NO_RECOMPUTE, Recompute
-from strategies.schedule_file import ScheduleFile
+from strategies.passes.updates import add_gathers, add_grad_reduce, add_steps
+from strategies.passes.variants import (
+    accumulate_only,
+    first_microbatches,
+    forward_only,
+    separate_pairs,
+)
+from strategies.plan import NO_RECOMPUTE, Overlap, Plan, Recompute, ScheduleFile
 from strategies.schedules import Durations, Rows, Schedule, Shape, find_schedule
 from strategies.schedules.schedule import given_group
 

@@ -6,6 +6,8 @@ The command line prints it without a traceback and exits with ``exit_code``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 
 class PipelineError(Exception):
     """Root of all errors that a user's input, data or machine can cause."""
@@ -58,3 +60,54 @@ class RunError(PipelineError):
 
 class NotFiniteError(RunError):
     """A loss or gradient that is not finite; no rank has applied the step."""
+
+
+# ---------------------------------------------------------------------------------- ranks in words
+#
+# Ranks and hosts as messages name them.
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Their numbers.
+
+    >>> name_ranks([3]), name_ranks([0, 2])
+    ('rank 3', 'ranks 0, 2')
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def by_host(hosts: Mapping[int, str]) -> str:
+    """Ranks, gathered by where they are.
+
+    >>> by_host({0: "a", 1: "a", 2: "b"})
+    'ranks 0, 1 on a; rank 2 on b'
+    """
+    places: dict[str, list[int]] = {}
+    for rank, host in hosts.items():
+        places.setdefault(host, []).append(rank)
+    return "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in places.items())
+
+
+# -------------------------------------------------------------------------- synchronous reductions
+#
+# What to say where reductions wait inside their calls. Torch-free: the parent can say it first.
+
+
+def torch_waits(environment: Mapping[str, str]) -> bool:
+    """Whether torch is told to compare every collective over its members before it starts."""
+    return environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+
+
+def synchronous_reductions(environment: Mapping[str, str]) -> str:
+    """The message, with the cause where the environment shows it."""
+    if torch_waits(environment):
+        return (
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch wait for all members inside the call of "
+            "every collective: gradients would be reduced in the middle of the backward instead of "
+            "under it. Try TORCH_DISTRIBUTED_DEBUG=INFO, or overlap=none."
+        )
+    return (
+        "a gradient reduction that was started did not return before all its members had come: it "
+        "would stand in the backward instead of hiding under it. Look for settings that make "
+        "collectives wait (CUDA_LAUNCH_BLOCKING, TORCH_DISTRIBUTED_DEBUG), or try overlap=none."
+    )

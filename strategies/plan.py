@@ -3,13 +3,149 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
 
 from strategies.costs.table import Costs
 from strategies.errors import PlanError
-from strategies.recompute import NO_RECOMPUTE, Recompute
-from strategies.schedule_file import ScheduleFile
+
+# ---------------------------------------------------------------------------------- compiled units
+#
+# What ``compile=true`` asks of a schedule. Torch-free, so that the parent can refuse in time.
+
+
+def refuse_split_backward(schedule: str, *, own: bool, asked: bool) -> None:
+    """Refuses compiled units in a program with I and W.
+
+    A compiled unit's backward is one piece of generated code: it computes the weights' gradients
+    with the inputs', so I would do all of the work and W none, which is neither what the schedule
+    was made for nor what was simulated.
+
+    Args:
+        schedule: Its name.
+        own: Whether it splits backwards by itself.
+        asked: Whether the user wants them split.
+
+    Raises:
+        PlanError: Either.
+    """
+    if own or asked:
+        what = f"schedule={schedule}" if own else "schedule.split_backward=true"
+        fix = "schedule=1f1b, which does not split them" if own else "schedule.split_backward=false"
+        raise PlanError(
+            f"compile=true with {what}: the program runs every backward in two halves, I and W, "
+            "but a compiled unit has one backward that cannot be cut: I would take the time of "
+            f"both. Try {fix}, or compile=false."
+        )
+
+
+def refuse_selective(policy: Policy) -> None:
+    """Refuses compiled units that are to recompute operation by operation.
+
+    Raises:
+        PlanError: ``policy`` is selective.
+    """
+    if policy == "selective":
+        raise PlanError(
+            "compile=true with recompute=selective: what is computed again is decided operation by "
+            "operation, and a compiled unit hides its operations. Try recompute=full, or "
+            "compile=false."
+        )
+
+
+# --------------------------------------------------------------------------------------- recompute
+#
+# Which forwards keep only their input and are run again before their backward.
+
+
+Policy = Literal["none", "full", "selective", "mario", "optimal"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+NUM_PASSES = 4
+
+Family = Literal["matmul", "attention", "norm", "activation"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What ``recompute=`` asks for.
+
+    Attributes:
+        policy: ``none``: nothing; ``full``: every forward, right before its backward;
+            ``selective``: inside the layers only, no R in the program; ``mario``: every forward,
+            moved into idle time (``passes``); ``optimal``: as many forwards as the memory demands,
+            and those that cost least.
+        passes: For ``mario``, how many of its passes run: 1 apply-checkpoint, 2 overlap-recompute,
+            3 remove-redundancy, 4 prepose-forward.
+        max_full_activations: For ``optimal``, how many full activations a rank may hold, in
+            full-rank microbatches; None for what fits into the rank's memory.
+        layers: For ``selective``, type names of layers and what is recomputed in them; elsewhere
+            it is everything but ``matmul``, products with weights. ``attention`` is its core,
+            ``activation`` all that is cheap: elementwise operations, dropout.
+    """
+
+    policy: Policy = "none"
+    passes: int = NUM_PASSES
+    max_full_activations: float | None = None
+    layers: tuple[tuple[str, tuple[Family, ...]], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise PlanError(
+                f"recompute={self.policy} is unknown. Try recompute="
+                f"{' or recompute='.join(POLICIES)}."
+            )
+        if not 1 <= self.passes <= NUM_PASSES:
+            raise PlanError(
+                f"recompute.passes={self.passes}: there are {NUM_PASSES}, applied in order. Try "
+                f"recompute.passes={NUM_PASSES}."
+            )
+        if self.passes != NUM_PASSES and self.policy != "mario":
+            raise PlanError(
+                f"recompute.passes={self.passes} are the passes of recompute=mario, but "
+                f"recompute={self.policy}. Try recompute=mario recompute.passes={self.passes}."
+            )
+        self._check_layers()
+        cap = self.max_full_activations
+        if cap is None:
+            return
+        if self.policy != "optimal":
+            raise PlanError(
+                f"recompute.max_full_activations={cap:g} is the cap of recompute=optimal, but "
+                f"recompute={self.policy}. Try recompute=optimal "
+                f"recompute.max_full_activations={cap:g}."
+            )
+        if not cap > 0:
+            raise PlanError(
+                f"recompute.max_full_activations={cap:g}: a backward needs one full activation. "
+                "Try recompute.max_full_activations=1."
+            )
+
+    def _check_layers(self) -> None:
+        if self.layers and self.policy != "selective":
+            name = self.layers[0][0]
+            raise PlanError(
+                f"recompute.layers=[{name}:...] says what recompute=selective does in a layer, but "
+                f"recompute={self.policy}. Try recompute=selective, or leave recompute.layers out."
+            )
+        for name, families in self.layers:
+            for family in families:
+                if family not in FAMILIES:
+                    raise PlanError(
+                        f"recompute.layers=[{name}:{family}]: {family} is none of "
+                        f"{', '.join(FAMILIES)}. Try recompute.layers=[{name}:activation]."
+                    )
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether programs have R instructions."""
+        return self.policy in ("full", "mario", "optimal")
+
+
+NO_RECOMPUTE = Recompute()
+
 
 Overlap = Literal["none", "grad_reduce", "zero1"]
 OVERLAPS: tuple[Overlap, ...] = ("grad_reduce", "none", "zero1")
@@ -75,3 +211,65 @@ def num_buckets(num_bytes: int, bucket_mb: float) -> int:
     if not bucket_mb > 0:
         raise PlanError(f"overlap.bucket_mb={bucket_mb:g} is no size. Try overlap.bucket_mb=25.")
     return max(1, math.ceil(num_bytes / (bucket_mb * 2**20)))
+
+
+# ----------------------------------------------------------------------------------- schedule file
+#
+# A schedule that somebody wrote down, as a value: hashable, and free of the file it came from.
+#
+# Ranks compile the same plan as their parent, so a plan carries the text and not a path: what is
+# read once is what runs, whatever becomes of the file. ``strategies.schedules.custom`` reads the
+# text.
+
+
+# A row of a million instructions; a mistyped path to a data set or device ends here.
+_MAX_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleFile:
+    """The content of ``schedule.file``.
+
+    Attributes:
+        name: What messages call it: the path as it was given.
+        text: Its whole content.
+        placement: ``loop``, ``v`` or ``bidirectional``; None to take it from the rows.
+    """
+
+    name: str
+    text: str = field(repr=False)
+    placement: str | None = None
+
+
+def read_schedule_file(path: str, *, placement: str | None = None) -> ScheduleFile:
+    """Reads a schedule's CSV.
+
+    Args:
+        path: Relative to the working directory, or absolute.
+        placement: As in ``ScheduleFile``.
+
+    Raises:
+        PlanError: There is no such file, or it is not text.
+    """
+    file = Path(path).expanduser()
+    try:
+        if not file.is_file():
+            state = "is not a file" if file.exists() else f"does not exist in {Path.cwd()}"
+            raise PlanError(f"schedule.file={path} {state}. Try schedule.file=/path/to/my.csv.")
+        size = file.stat().st_size
+        if size > _MAX_BYTES:
+            raise PlanError(
+                f"schedule.file={path} has {size} bytes, a schedule at most {_MAX_BYTES}. "
+                "Try schedule.file=/path/to/my.csv."
+            )
+        text = file.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise PlanError(
+            f"schedule.file={path} cannot be read: {error.strerror}. "
+            "Try schedule.file=/path/to/my.csv."
+        ) from error
+    except ValueError as error:  # Not UTF-8, or a path with a null byte.
+        raise PlanError(
+            f"schedule.file={path} is not UTF-8 text. Save it as CSV (comma separated, UTF-8)."
+        ) from error
+    return ScheduleFile(path, text, placement)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from launcher.workloads.hf.shape import HfShape, read_shape
+from launcher.workloads.hf.hf_shape import HfShape, read_shape
 
 VOCAB = 64
 POSITIONS = 32

@@ -9,11 +9,16 @@ from pathlib import Path
 
 from launcher.commands.submit import JOB_FILE
 from launcher.config import LaunchConfig, from_dict
-from launcher.report.sweep_files import report_sweep
-from launcher.report.sweep_job import RESULT, SweepJob, ended_job
-from launcher.report.sweep_labels import make_sweep
-from launcher.report.sweep_record import newest_record, read_record
-from launcher.task import read_task
+from launcher.processes.task import read_task
+from launcher.report.sweep.files import report_sweep
+from launcher.report.sweep.sweep_jobs import (
+    RESULT,
+    SweepJob,
+    ended_job,
+    make_sweep,
+    newest_record,
+    read_record,
+)
 from launcher.terminal import say
 from strategies.errors import PipelineError
 

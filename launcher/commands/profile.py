@@ -5,25 +5,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from launcher.commands.predicted import run_mapping
-from launcher.commands.ranks import (
-    IDLE_RANK_BYTES,
-    check_devices,
-    failure_recorded,
-    run_ranks,
-)
+from launcher.commands.ranks import IDLE_RANK_BYTES, check_devices, failure_recorded, run_ranks
 from launcher.config import LaunchConfig
-from launcher.measured_hardware import hardware_file, hardware_yaml
-from launcher.profiled import class_numbers, measured_sizes, writable
-from launcher.report.atomic import write_atomically
-from launcher.report.profile_table import profile_table
-from launcher.report.result import write_result
+from launcher.profiles.hardware_file import hardware_file, hardware_yaml
+from launcher.profiles.profile_check import class_numbers, measured_sizes, writable
+from launcher.report.plan_table import profile_table
+from launcher.report.predicted import run_mapping
+from launcher.report.result import write_atomically, write_result
 from launcher.resolve import Run, element_sizes, num_gpus, resolve, uses_gpu
 from launcher.terminal import say
-from launcher.workloads.specs import model_units
-from strategies.costs.profile import Profile, parse_profile
+from launcher.workloads.model_share import model_units
+from strategies.costs.profile_file import Profile, parse_profile
 from strategies.errors import PlanError
-from strategies.runtime.profiling.sample import sample_units
+from strategies.profiling.sample import sample_units
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:

@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher.c_compiler import check_compiler
-from launcher.checkpoints import (
-    check_model,
-    check_whole,
-    manifest_of,
-    newest_checkpoint,
-    newest_in,
-)
+from launcher.checkpoints import check_model, check_whole, manifest_of, newest_checkpoint, newest_in
 from launcher.config import LaunchConfig
-from launcher.machine import rank_threads
 from launcher.processes import torchrun
 from launcher.processes.failure import RankFailedError
-from launcher.processes.local import Listener, LocalRanks
-from launcher.processes.outcome import take_outcome
-from launcher.processes.preempted import PreemptedError
-from launcher.processes.restarts import Restarts
+from launcher.processes.local import Listener, LocalRanks, take_outcome
+from launcher.processes.preempted import PreemptedError, Restarts
+from launcher.processes.task import rewrite_task, write_task
 from launcher.processes.watchdog import COMPILING_S
+from launcher.profiles.profile_check import rank_threads
 from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, text_source, uses_gpu
-from launcher.task import rewrite_task, write_task
 from launcher.terminal import say
-from launcher.workloads.data.source import check_source
-from launcher.workloads.data.vocabulary import vocab_size
-from launcher.workloads.hf.check import check_folder, check_same_model, check_vocabulary
-from launcher.workloads.hf.shape import HfShape
+from launcher.workloads.data.source import check_source, vocab_size
+from launcher.workloads.hf.hf_shape import HfShape, check_folder, check_same_model, check_vocabulary
 from launcher.workloads.transformer_shape import TransformerShape
-from strategies.errors import DataError, PlanError, RunError
-from strategies.synchronous_reductions import synchronous_reductions, torch_waits
+from strategies.errors import DataError, PlanError, RunError, synchronous_reductions, torch_waits
 
 # Resident size of a rank that has imported torch and Lightning and done nothing yet.
 IDLE_RANK_BYTES = 350_000_000
@@ -293,3 +282,27 @@ def run_ranks(
         raise
     outcome = take_outcome(run_dir)
     return outcome | {"restarts": restarts.count} if trains else outcome
+
+
+# -------------------------------------------------------------------------------------- c compiler
+#
+# ``compile=true`` makes C++ or Triton code, for which the machine needs a compiler of its own.
+
+
+def check_compiler(*, gpu: bool) -> None:
+    """Refuses where torch.compile would fail at its first call.
+
+    Args:
+        gpu: Whether ranks run on GPUs: Triton wants a C compiler, code for CPUs a C++ one.
+
+    Raises:
+        PlanError: There is none.
+    """
+    variable, names = ("CC", ("gcc", "clang", "cc")) if gpu else ("CXX", ("g++",))
+    given = os.environ.get(variable)
+    if not any(shutil.which(name) for name in ((given,) if given else names)):
+        wanted = f"{variable}={given}" if given else " or ".join(names)
+        raise PlanError(
+            f"compile=true: torch.compile needs {wanted} on this machine, and it is not in PATH. "
+            f"Install it (apt install g++), set {variable} to another one, or use compile=false."
+        )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launcher.commands.predicted import predict, run_mapping, write_pictures
 from launcher.config import LaunchConfig
-from launcher.planning.planned import planned
+from launcher.planning.plan_auto import planned
 from launcher.report.ascii import draw
 from launcher.report.html import Panel
+from launcher.report.predicted import predict, run_mapping, write_pictures
 from launcher.report.result import metrics_mapping, recompute_mapping, write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import resolve

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Literal
 
 from launcher.checkpoints import check_run_folder
-from launcher.commands.predicted import predict, write_pictures
 from launcher.commands.ranks import check_before_start, find_checkpoint, has_weights
 from launcher.config import LaunchConfig
 from launcher.processes.nodes import Nodes, plan_nodes
-from launcher.processes.slurm_script import SCRIPT, job_script
-from launcher.processes.slurm_submit import find_sbatch, submit
-from launcher.report.atomic import write_atomically
+from launcher.processes.slurm_script import SCRIPT, find_sbatch, job_script, submit
+from launcher.processes.task import write_task
 from launcher.report.html import Panel
+from launcher.report.predicted import predict, write_pictures
+from launcher.report.result import write_atomically
 from launcher.resolve import Run, resolve
-from launcher.task import write_task
 from launcher.terminal import say
 from strategies.errors import PlanError
 

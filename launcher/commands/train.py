@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher.checkpoints import check_run_folder
-from launcher.commands.predicted import predict, run_mapping, write_pictures
 from launcher.commands.ranks import (
     check_before_start,
     check_world,
@@ -16,20 +15,19 @@ from launcher.commands.ranks import (
     run_ranks,
 )
 from launcher.config import LaunchConfig
-from launcher.model_flops import step_flops
-from launcher.planning.planned import planned
-from launcher.profiled import writable
-from launcher.progress import ProgressView
-from launcher.refined_profile import write_refined
+from launcher.planning.plan_auto import planned
+from launcher.processes.progress import ProgressView
+from launcher.profiles.profile_check import writable, write_refined
 from launcher.report.html import Panel
+from launcher.report.predicted import predict, run_mapping, step_flops, write_pictures
 from launcher.report.result import metrics_mapping, recompute_mapping, write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve
 from launcher.terminal import say
+from strategies.analysis.metrics import Metrics
+from strategies.analysis.timeline import Timeline
 from strategies.compiler import compile_plan
-from strategies.metrics import Metrics
 from strategies.plan import Plan
-from strategies.timeline import Timeline
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from launcher.commands.predicted import predict, rank_memory, run_mapping, write_pictures
 from launcher.commands.ranks import check_before_start, check_world, find_checkpoint
 from launcher.commands.submit import on_nodes
 from launcher.config import LaunchConfig
-from launcher.planning.planned import planned
-from launcher.processes.node_commands import node_commands
-from launcher.processes.nodes import plan_nodes
+from launcher.planning.plan_auto import planned
+from launcher.processes.nodes import node_commands, plan_nodes
 from launcher.processes.slurm_script import job_script
-from launcher.report.html import Panel
-from launcher.report.memory_bars import memory_line
+from launcher.report.html import Panel, memory_line
+from launcher.report.predicted import predict, rank_memory, run_mapping, write_pictures
 from launcher.report.result import metrics_mapping, recompute_mapping, write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve

@@ -23,7 +23,7 @@ from strategies.errors import PipelineError, PlanError
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
-    from launcher.report.sweep_job import SweepJob
+    from launcher.report.sweep.sweep_jobs import SweepJob
 
 Command = Callable[[LaunchConfig, Path], int]
 
@@ -183,8 +183,8 @@ def end_sweep(
 
 
 def _report(folder: Path, job: Jobs, config: LaunchConfig, *, hurry: bool) -> None:
-    from launcher.report.sweep_files import report_sweep  # Only a sweep needs it.
-    from launcher.report.sweep_labels import make_sweep
+    from launcher.report.sweep.files import report_sweep  # Only a sweep needs it.
+    from launcher.report.sweep.sweep_jobs import make_sweep
 
     if job.submits:
         words = shlex.join(["python", "-m", "launcher", "mode=collect", f"sweep.dir={folder}"])
@@ -253,15 +253,14 @@ class Jobs:
         if code == PREEMPTED or (code and left and self._fail_fast):
             raise _SweepEnded
         if left and not self.submits and self._folder is not None:
-            from launcher.report.sweep_labels import make_sweep
-            from launcher.report.sweep_live import report_so_far
+            from launcher.report.sweep.files import report_so_far
+            from launcher.report.sweep.sweep_jobs import make_sweep
 
             sweep = replace(make_sweep(self.ended, self.jobs), num_jobs=self.total)
             report_so_far(self._folder, sweep)
 
     def _in_sweep(self, composed: DictConfig, hydra: HydraConf) -> int:
-        from launcher.report.sweep_job import ended_job, file_stamps
-        from launcher.report.sweep_record import write_record
+        from launcher.report.sweep.sweep_jobs import ended_job, file_stamps, write_record
 
         folder, index = Path(hydra.runtime.output_dir), len(self.ended)
         before = file_stamps(folder)

@@ -16,12 +16,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from launcher.compose.groups import Groups
-from launcher.compose.secrets import refuse_secret
-from launcher.config.decode import unknown_key
+from launcher.compose.option_groups import Groups
+from launcher.config.decode import did_you_mean, nearest, unknown_key
 from launcher.config.key import describe, keys_of, nodes_of, shorten, spell
 from launcher.config.launch import LaunchConfig
-from launcher.config.suggest import did_you_mean, nearest
+from launcher.secrets import refuse_secret
 from strategies.errors import PlanError
 
 MAX_CHARACTERS = 16_384
@@ -236,3 +235,30 @@ def _unreadable(word: str) -> PlanError:
         f"{shorten(word)}: this value cannot be read. Text with any of , : = ( ) [ ] {{ }} $ and "
         f"spaces at its ends needs quotes inside the shell's quotes. Try {spelt}."
     )
+
+
+# ------------------------------------------------------------------------------------ explain word
+#
+# ``planner.explain=[tp=4,pp=8]``: in Hydra's grammar a list's entries with ``=`` need quotes.
+
+
+_KEY = "planner.explain="
+
+
+def quote_explain(words: Iterable[str]) -> tuple[str, ...]:
+    """The command line's words, with the entries of ``planner.explain`` quoted.
+
+    >>> quote_explain(["pp=4", "planner.explain=[tp=4,pp=8]"])
+    ('pp=4', "planner.explain=['tp=4','pp=8']")
+    """
+    return tuple(_quoted(word) for word in words)
+
+
+def _quoted(word: str) -> str:
+    value = word.removeprefix(_KEY)
+    if value == word or not (value.startswith("[") and value.endswith("]")) or "'" in value:
+        return word
+    entries = [entry.strip() for entry in value[1:-1].split(",") if entry.strip()]
+    if any('"' in entry or "[" in entry for entry in entries):
+        return word
+    return f"{_KEY}[" + ",".join(f"'{entry}'" for entry in entries) + "]"

@@ -13,11 +13,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from launcher.compose.groups import conf_dir
+from launcher.compose.option_groups import conf_dir
 from launcher.compose.overrides import quote
-from launcher.compose.secrets import refuse_secret
 from launcher.config import LaunchConfig, check, dump, from_dict
-from launcher.installed import ENTRY_POINTS, installed_names
+from launcher.config.installed import ENTRY_POINTS, installed_names
+from launcher.secrets import refuse_secret
 from strategies.errors import PipelineError, PlanError
 
 if TYPE_CHECKING:

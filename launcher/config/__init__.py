@@ -8,11 +8,15 @@ from __future__ import annotations
 from launcher.config.check import check
 from launcher.config.decode import dump, from_dict
 from launcher.config.launch import LaunchConfig, Mode
-from launcher.config.pipeline import CostsConfig, HardwareConfig, OverlapConfig, ScheduleConfig
+from launcher.config.pipeline import (
+    CostsConfig,
+    HardwareConfig,
+    OverlapConfig,
+    RecomputeConfig,
+    ScheduleConfig,
+)
 from launcher.config.planner import PlannerConfig
-from launcher.config.recompute import RecomputeConfig
-from launcher.config.running import ClusterConfig, TrackingConfig, TrainerConfig
-from launcher.config.sweeping import SweepConfig
+from launcher.config.running import ClusterConfig, SweepConfig, TrackingConfig, TrainerConfig
 from launcher.config.workload import (
     DataConfig,
     ExportConfig,

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import re
 
-from launcher.config.batches import plan_batches
 from launcher.config.check_cluster import check_cluster
+from launcher.config.decode import did_you_mean, nearest
+from launcher.config.derived import plan_batches, transformer_shape
+from launcher.config.installed import installed_names
 from launcher.config.key import Key, describe, keys_of, shorten, spell
 from launcher.config.launch import LaunchConfig
-from launcher.config.model_kind import check_model_keys
-from launcher.config.pipeline import CostsConfig
-from launcher.config.planning import check_planner, check_units_per_stage, leaves_open
-from launcher.config.recompute import recompute_policy
-from launcher.config.shape import transformer_shape
-from launcher.config.suggest import did_you_mean, nearest
-from launcher.installed import installed_names
+from launcher.config.pipeline import CostsConfig, recompute_policy
+from launcher.config.planner import PlannerConfig
+from launcher.config.workload import ModelConfig
 from launcher.workloads.transformer_shape import TransformerShape
 from launcher.workloads.transformer_share import check_transformer_tp
-from strategies.compiled_units import refuse_selective
 from strategies.errors import PlanError
+from strategies.plan import refuse_selective
 
 _PROFILED = ("costs.file", "costs.refine", "costs.any_machine")
 _MAX_TIME = re.compile(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}")
@@ -91,8 +89,7 @@ def _check_sharing(config: LaunchConfig, shape: TransformerShape) -> None:
 
 def _check_schedule(config: LaunchConfig) -> None:
     # Torch-free, but not needed to read a config.
-    from launcher.config.given_schedule import given_schedule
-    from launcher.config.schedule_group import schedule_group
+    from launcher.config.derived import given_schedule, schedule_group
 
     schedule = config.schedule
     if schedule.placement is not None and schedule.file is None:
@@ -293,3 +290,113 @@ def _get(config: LaunchConfig, path: str) -> object:
     for name in path.split("."):
         value = getattr(value, name)
     return value
+
+
+# -------------------------------------------------------------------------------------- model kind
+#
+# Which ``model.*`` keys go with which kind of model; the others would be ignored.
+
+
+HUGGING_FACE = "hf"
+_BOTH = ("name", "sequence")
+_HUGGING_FACE_ONLY = ("path", "pretrained", "layers_path")
+
+
+def check_model_keys(model: ModelConfig) -> None:
+    """Refuses keys of the other kind.
+
+    Raises:
+        PlanError: Sizes for a model that has its own, or a folder for one that has none.
+    """
+    folder = model.name == HUGGING_FACE
+    for entry in keys_of(ModelConfig, "model."):
+        name = entry.path.removeprefix("model.")
+        value = getattr(model, name)
+        if name in _BOTH or value == entry.default or (name in _HUGGING_FACE_ONLY) == folder:
+            continue
+        given = f"{entry.path}={shorten(value)}"
+        if folder:
+            raise PlanError(
+                f"{given} has no meaning with model=hf, whose sizes are those of config.json in "
+                f"model.path. Try without {entry.path}."
+            )
+        raise PlanError(
+            f"{given} belongs to model=hf, but model={shorten(model.name)}. "
+            f"Try model=hf {entry.path}={spell(value)}."
+        )
+
+
+# ---------------------------------------------------------------------------------------- planning
+#
+# Rules of ``mode=plan`` and ``plan=auto`` that need no model.
+
+
+# What ``planner.explain`` may fix.
+EXPLAINED = (
+    "tp", "pp", "dp", "num_microbatches", "microbatch_size", "schedule", "stages_per_rank",
+    "group", "overlap", "recompute",
+)  # fmt: skip
+_AUTO_MODES = ("train", "simulate", "validate")
+
+
+def leaves_open(config: LaunchConfig) -> bool:
+    """Whether degrees and schedule are still to be chosen, so that they need not fit together."""
+    return config.mode == "plan" or config.plan == "auto"
+
+
+def check_planner(config: LaunchConfig) -> None:
+    """Refuses keys that would be ignored, and entries that say nothing.
+
+    Raises:
+        PlanError: With a spelling that works.
+    """
+    if config.plan == "auto" and config.mode not in (*_AUTO_MODES, "plan"):
+        raise PlanError(
+            f"plan=auto chooses how to train; mode={config.mode} runs a checkpoint on degrees of "
+            "your own. Try plan=manual, or mode=plan."
+        )
+    if not leaves_open(config):
+        for entry in keys_of(PlannerConfig, "planner."):
+            value = getattr(config.planner, entry.path.removeprefix("planner."))
+            if value != entry.default:
+                raise PlanError(
+                    f"{entry.path}={spell(value)} has no meaning without a planner. "
+                    "Try plan=auto, or mode=plan."
+                )
+    planner = config.planner
+    if planner.partition != "ilp" and planner.balance_ratio != PlannerConfig().balance_ratio:
+        raise PlanError(
+            f"planner.balance_ratio={planner.balance_ratio:g} belongs to planner.partition=ilp. "
+            f"Try planner.partition=ilp planner.balance_ratio={planner.balance_ratio:g}."
+        )
+    if planner.explain and config.mode != "plan":
+        raise PlanError(
+            f"planner.explain={spell(planner.explain)} is an answer of mode=plan. Try mode=plan."
+        )
+    if planner.explain and planner.maximize != "throughput":
+        raise PlanError(
+            f"planner.explain={spell(planner.explain)} shows one layout of a search over many, and "
+            f"planner.maximize={planner.maximize} keeps to one. Try without planner.explain."
+        )
+    for word in planner.explain:
+        name, _, value = word.replace(":", "=", 1).partition("=")
+        if name not in EXPLAINED or not value:
+            raise PlanError(
+                f"planner.explain={shorten(list(planner.explain))}: {shorten(word)} fixes nothing "
+                f"that is planned. Names: {', '.join(EXPLAINED)}. Try planner.explain=[tp=4,pp=8]."
+            )
+
+
+def check_units_per_stage(config: LaunchConfig) -> None:
+    """Refuses two cuts at once.
+
+    Raises:
+        PlanError: Both are given.
+    """
+    schedule = config.schedule
+    if schedule.units_per_stage is not None and schedule.layers_per_stage is not None:
+        raise PlanError(
+            f"schedule.units_per_stage={spell(schedule.units_per_stage)} and "
+            f"schedule.layers_per_stage={spell(schedule.layers_per_stage)} both cut the model. "
+            "Keep one of them."
+        )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 
+from launcher.config.decode import did_you_mean, nearest
 from launcher.config.key import shorten, spell
 from launcher.config.launch import LaunchConfig
-from launcher.config.suggest import did_you_mean, nearest
 from strategies.errors import PlanError
 
 _SLURM_KEYS = ("gpus_per_node", "partition", "time", "account", "extra")

@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from launcher.config.key import key
-from launcher.config.pipeline import CostsConfig, HardwareConfig, OverlapConfig, ScheduleConfig
-from launcher.config.planner import PlannerConfig
-from launcher.config.profile import ProfileConfig
-from launcher.config.recompute import RecomputeConfig
-from launcher.config.running import ClusterConfig, TrackingConfig, TrainerConfig
-from launcher.config.sweeping import SweepConfig
+from launcher.config.pipeline import (
+    CostsConfig,
+    HardwareConfig,
+    OverlapConfig,
+    RecomputeConfig,
+    ScheduleConfig,
+)
+from launcher.config.planner import PlannerConfig, ProfileConfig
+from launcher.config.running import ClusterConfig, SweepConfig, TrackingConfig, TrainerConfig
 from launcher.config.workload import (
     DataConfig,
     ExportConfig,

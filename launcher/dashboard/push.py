@@ -17,6 +17,8 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import urlsplit
 
+from launcher.config import LaunchConfig
+from launcher.terminal import say
 from strategies.errors import PlanError, RunError
 
 VIEW, TITLE = "nw-foldpipe000-v", "foldpipe"
@@ -146,3 +148,21 @@ def _from_netrc(host: str) -> str | None:
     except (OSError, netrc.NetrcParseError):
         return None
     return None if found is None else found[2]
+
+
+# --------------------------------------------------------------------------------------- dashboard
+#
+# ``mode=dashboard``: the workspace of the repository, saved in a W&B project.
+
+
+def run(config: LaunchConfig) -> int:
+    """Pushes it; leaves no run folder.
+
+    Raises:
+        PlanError: No key is set up.
+        RunError: The server cannot be reached, or refuses.
+    """
+    account = find_account()
+    address = push(account, project=config.tracking.project, entity=config.tracking.entity)
+    say(f"dashboard: {address}")
+    return 0

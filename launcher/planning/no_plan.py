@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from launcher.planning.question import Question, with_memory
 from strategies.errors import PlanError
-from strategies.planner.confirmed import search_confirmed
-from strategies.planner.layout import Candidate, Layout
-from strategies.planner.search import Answer
+from strategies.planner.layout_search import Answer, search_confirmed
+from strategies.planner.problem import Candidate, Layout
 from strategies.planner.space import degrees
 
 _MOST_DOUBLINGS = 10

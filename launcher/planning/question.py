@@ -14,18 +14,20 @@ from typing import TypeVar
 
 from launcher.config import LaunchConfig
 from launcher.config.key import keys_of
-from launcher.config.recompute import recompute_policy
-from launcher.planning.measured import with_profile
-from launcher.planning.traced import needs_trace, traced_shape
+from launcher.config.pipeline import recompute_policy
+from launcher.planning.model_trace import needs_trace, traced_shape
 from launcher.processes.nodes import asked_world
+from launcher.profiles.profile_check import checked_profile, classes_of
+from launcher.report.summary import format_percent
 from launcher.resolve import MOMENTS, element_sizes, hardware, model_shape, num_gpus, uses_gpu
 from launcher.workloads.loads import unit_loads
-from launcher.workloads.model_share import check_tp
-from launcher.workloads.specs import ModelShape, PlannedShape, units_per_layer
+from launcher.workloads.model_share import ModelShape, PlannedShape, check_tp, units_per_layer
 from launcher.workloads.traced_shape import TracedShape
 from strategies.costs.analytic import Load
+from strategies.costs.profile_costs import stage_classes
 from strategies.errors import PlanError
-from strategies.planner.problem import Machine, Problem
+from strategies.plan import NO_RECOMPUTE, Recompute
+from strategies.planner.problem import Machine, Measured, Problem
 from strategies.planner.space import Space
 from strategies.schedules import find_schedule
 
@@ -261,3 +263,105 @@ def with_memory(asked: Question, memory_bytes: int) -> Question:
     roomy = replace(before.hardware, memory_gb=memory_bytes / 1e9)
     machine = replace(before, hardware=roomy, memory_bytes=memory_bytes)
     return replace(asked, problem=replace(asked.problem, machine=machine))
+
+
+# ------------------------------------------------------------------------------------- calibration
+#
+# Whether a plan's times stand on a measurement, in words.
+#
+# Two measurements can be behind them: a profile of the model's own layers (``costs=profiled``), or
+# hardware figures that a profile gave (``mode=profile profile.hardware=``).
+
+
+def is_calibrated(asked: Question) -> bool:
+    """Whether layers, or the hardware's figures, were measured."""
+    return asked.problem.measured is not None or asked.config.hardware.measured_on is not None
+
+
+def calibration_error(asked: Question) -> float | None:
+    """How far the figures are from what they were measured from; None where that is not known."""
+    measured = asked.problem.measured
+    return asked.config.hardware.fit_error if measured is None else measured.error
+
+
+def label(asked: Question) -> str:
+    """One word, and the error where that is known."""
+    if not is_calibrated(asked):
+        return "uncalibrated"
+    error = calibration_error(asked)
+    return "calibrated" if error is None else f"calibrated, +-{format_percent(error)}"
+
+
+def calibration(asked: Question) -> str:
+    """The same as a sentence."""
+    config = asked.config
+    if asked.problem.measured is not None:
+        return f"{label(asked)}: layers and links were measured (costs.file={config.costs.file})"
+    if is_calibrated(asked):
+        return (
+            f"{label(asked)}: times are computed from figures measured on "
+            f"{config.hardware.measured_on}"
+        )
+    return (
+        "uncalibrated: times are computed from datasheet figures, at "
+        f"{config.hardware.efficiency:.0%} of the peak"
+    )
+
+
+# ---------------------------------------------------------------------------------------- measured
+#
+# ``costs=profiled`` in a plan: measured layers and links in place of computed ones.
+#
+# A profile is of one machine, of one model's layers and of one way to run them: what it does not
+# know is not planned. Microbatch sizes lie between two that were measured, tensor parallelism and
+# selective recomputation are as they were then.
+
+
+def with_profile(
+    config: LaunchConfig,
+    pinned: Collection[str],
+    shape: ModelShape,
+    problem: Problem,
+    space: Space,
+) -> tuple[Problem, Space]:
+    """The question for measured units.
+
+    Args:
+        config: Its ``costs.file`` is given.
+        pinned: Keys that the user has set.
+        shape: The model.
+        problem: With computed costs.
+        space: What may be chosen.
+
+    Raises:
+        CostError: There is no such file, or it is a profile of another machine or model.
+    """
+    profile, as_measured = checked_profile(
+        config, shape, ranks=space.num_gpus, gpu=uses_gpu(config), pinned=pinned
+    )
+    units = range(problem.num_units)
+    (classes,) = stage_classes(profile, classes_of(shape), [units])
+    selective = as_measured.recompute.name == "selective"
+    measured = Measured(profile, classes, as_measured.tp, selective)
+    model_says = problem.refuse_tp
+
+    def refuse_tp(tp: int) -> str | None:
+        if tp != measured.tp:
+            return f"costs.file={config.costs.file} was measured with tp={measured.tp}."
+        return model_says(tp)
+
+    sizes = measured.sizes
+    if space.microbatch_size is not None:
+        profile.at(space.microbatch_size)  # Raises now, not when a table is asked for.
+    return (
+        replace(problem, measured=measured, refuse_tp=refuse_tp),
+        replace(space, sizes=tuple(sizes), policies=_policies(space, selective=selective)),
+    )
+
+
+def _policies(space: Space, *, selective: bool) -> tuple[Recompute, ...]:
+    """Those whose programs the profile has figures for."""
+    if selective:
+        return (Recompute("selective"),)
+    found = (NO_RECOMPUTE, Recompute("full"))
+    return (*found, Recompute("mario")) if space.level == "O3" else found

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from launcher.commands.predicted import predict
-from launcher.config import LaunchConfig
-from launcher.planning.calibration import calibration_error, is_calibrated
-from launcher.planning.chosen import chosen_config, chosen_words
+from launcher.config import LaunchConfig, PlannerConfig
+from launcher.config.key import shorten, spell
 from launcher.planning.no_plan import describe
-from launcher.planning.question import Question
+from launcher.planning.question import Question, calibration_error, is_calibrated
+from launcher.report.predicted import predict
+from launcher.report.summary import format_duration, format_percent
 from launcher.resolve import Run, resolve
-from launcher.workloads.specs import model_units
+from launcher.workloads.model_share import PlannedShape, model_costs, model_units
 from launcher.workloads.traced_shape import TracedShape
-from strategies.metrics import Metrics
-from strategies.planner.evaluate import Outcome
-from strategies.planner.search import Answer
-from strategies.timeline import Timeline
+from strategies.analysis.metrics import Metrics
+from strategies.analysis.timeline import Timeline
+from strategies.errors import PlanError
+from strategies.plan import NUM_PASSES, OVERLAPS, POLICIES, Overlap, Policy, Recompute
+from strategies.planner.cut import balance
+from strategies.planner.ilp import cut_by_ilp
+from strategies.planner.layout_search import Answer
+from strategies.planner.outcome import Outcome
+from strategies.planner.problem import Candidate
+from strategies.planner.space import Space
+from strategies.planner.unit_graph import UnitGraph, crossing_bytes
+from strategies.schedules import find_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +154,250 @@ def _plan_mapping(plan: Listed) -> dict[str, object]:
         "overlap": plan.outcome.candidate.overlap,
         "recompute": plan.outcome.candidate.recompute.policy,
     }
+
+
+# ---------------------------------------------------------------------------------------- branches
+#
+# What another order of a model's branches would save: the runtime keeps the order of its step.
+#
+# A stage is a run of the units in the order in which the model's own code calls them, so a cut that
+# mixes branches cannot run as it is. Where one would send less, the user can call the layers in the
+# order that it needs.
+
+
+_LESS = 0.99
+_MOST_NAMES = 12
+
+
+def better_order(shape: TracedShape, units: tuple[int, ...], *, balance_ratio: float) -> str | None:
+    """A sentence about the order of calls that sends less; None where there is none.
+
+    Args:
+        shape: The traced model.
+        units: Units per stage of the plan.
+        balance_ratio: As ``planner.balance_ratio``.
+    """
+    if len(units) < 2 or shape.is_chain:
+        return None
+    loads = shape.loads(1)
+    times = [
+        max(1.0, load.forward_flops + sum(load.backward_flops or (0.0, 0.0))) for load in loads
+    ]
+    graph = UnitGraph(tuple(times), shape.graph(1).tensors)
+    known = [stage for stage, count in enumerate(units) for _ in range(count)]
+    free = cut_by_ilp(graph, len(units), balance_ratio=balance_ratio)
+    now, then = crossing_bytes(graph, known), crossing_bytes(graph, free)
+    if then >= _LESS * now:
+        return None
+    order = sorted(range(len(free)), key=lambda unit: (free[unit], unit))
+    names = [shape.trace.units[unit].name for unit in order]
+    more = f", ... ({len(names)} in all)" if len(names) > _MOST_NAMES else ""
+    return (
+        f"branches in another order would send {1 - then / now:.0%} less between stages; the "
+        "runtime keeps the order of your step. Try calling its layers in this one: "
+        f"{', '.join(names[:_MOST_NAMES])}{more}"
+    )
+
+
+# --------------------------------------------------------------------------------------- explained
+#
+# ``planner.explain=[tp=4,pp=8]``: one layout in detail, beside the best of all.
+
+
+_NUMBERS = {
+    "tp", "pp", "dp", "num_microbatches", "microbatch_size", "stages_per_rank", "group",
+}  # fmt: skip
+
+
+def pinned_space(space: Space, entries: Sequence[str]) -> Space:
+    """The space with what is to be explained fixed.
+
+    Args:
+        space: What may be chosen otherwise.
+        entries: ``tp=4`` and the like, of known names.
+
+    Raises:
+        PlanError: A value that its key cannot have.
+    """
+    for entry in entries:
+        name, _, value = entry.replace(":", "=", 1).partition("=")
+        if name in _NUMBERS:
+            if not value.isdigit() or int(value) < 1:
+                raise PlanError(
+                    f"planner.explain: {shorten(entry)} is no whole number >= 1. "
+                    f"Try planner.explain=[{name}=4]."
+                )
+            space = replace(space, **{name: int(value)})  # type: ignore[arg-type]
+        elif name == "schedule":
+            find_schedule(value)
+            space = replace(space, schedule=value)
+        elif name == "overlap":
+            space = replace(space, overlap=_overlap(value))
+        else:
+            space = replace(space, recompute=Recompute(_policy(value)))
+    return space
+
+
+def explained(shown: Listed, best: Outcome) -> str:
+    """The first plan of the layout in words, and what the best of all does better."""
+    metrics = shown.metrics
+    lines = [
+        f"explained: {' '.join(shown.words)}",
+        f"  lower bound {format_duration(metrics.lower_bound, 's')} ({metrics.binding_bound}), "
+        f"makespan {format_duration(metrics.makespan, 's')} "
+        f"({format_percent(metrics.bound_gap)} above), "
+        f"period {format_duration(metrics.period, 's')}",
+        f"  idle {format_percent(metrics.bubble_ratio)}, reductions outlast compute by "
+        f"{format_duration(metrics.exposed_grad_reduce, 's')}",
+    ]
+    for rank, peak in enumerate(metrics.peak_activations):
+        stages = shown.run.programs.train.placement.stages_of(rank)
+        cut = ", ".join(f"stage {s}: {shown.run.layers_per_stage[s]:g}" for s in stages)
+        lines.append(
+            f"  rank {rank}: layers {cut}; {peak:.4g} microbatches held at most; busy "
+            f"{format_duration(shown.timeline.busy(rank), 's')}"
+        )
+    slower = shown.step_time_s / best.step_time_s - 1.0
+    if slower > 1e-9:
+        lines.append(
+            f"  {format_percent(slower)} slower than the best plan, {describe(best.candidate)}, "
+            f"which takes {format_duration(best.step_time_s, 's')}"
+        )
+    else:
+        lines.append("  this is the best plan")
+    return "\n".join(lines)
+
+
+def _overlap(value: str) -> Overlap:
+    for known in OVERLAPS:
+        if known == value:
+            return known
+    raise PlanError(
+        f"planner.explain: overlap={shorten(value)} is unknown. Try overlap={OVERLAPS[0]}."
+    )
+
+
+def _policy(value: str) -> Policy:
+    for known in POLICIES:
+        if known == value:
+            return known
+    raise PlanError(f"planner.explain: recompute={shorten(value)} is unknown. Try recompute=full.")
+
+
+# ------------------------------------------------------------------------------------------ chosen
+#
+# A plan as a configuration and as words for the command line: what is printed is what runs.
+
+
+def chosen_words(
+    candidate: Candidate,
+    shape: PlannedShape,
+    global_batch_size: int,
+    *,
+    memory_gb: float | None = None,
+) -> list[str]:
+    """Overrides that make a run of a candidate.
+
+    Args:
+        candidate: The plan.
+        shape: The model.
+        global_batch_size: Sequences per optimizer step.
+        memory_gb: What the plan was made for; printed where the program depends on it.
+    """
+    layout, order = candidate.layout, candidate.order
+    words = [
+        f"pp={layout.pp}",
+        f"tp={layout.tp}",
+        f"dp={layout.dp}",
+        f"data.global_batch_size={global_batch_size}",
+        f"data.microbatch_size={layout.microbatch_size}",
+        f"schedule={order.schedule}",
+    ]
+    if find_schedule(order.schedule).virtual_stages:
+        words.append(f"schedule.stages_per_rank={order.stages_per_rank}")
+    if order.group is not None:
+        words.append(f"schedule.group={order.group}")
+    units = _cut(candidate, shape)
+    if units is not None:
+        words.append(f"schedule.units_per_stage={spell(units)}")
+    words.append(f"overlap={candidate.overlap}")
+    words += _recompute_words(candidate.recompute)
+    if memory_gb is not None and fills_memory(candidate):
+        words.append(f"hardware.memory_gb={memory_gb:.12g}")
+    return words
+
+
+def fills_memory(candidate: Candidate) -> bool:
+    """Whether the program is made for the memory of a rank."""
+    recompute = candidate.recompute
+    return recompute.policy == "optimal" and recompute.max_full_activations is None
+
+
+def _recompute_words(recompute: Recompute) -> list[str]:
+    words = [f"recompute={recompute.policy}"]
+    if recompute.passes != NUM_PASSES:
+        words.append(f"recompute.passes={recompute.passes}")
+    if recompute.max_full_activations is not None:
+        words.append(f"recompute.max_full_activations={recompute.max_full_activations:g}")
+    if recompute.layers:
+        entries = (f"{name}:{'+'.join(kinds) or 'none'}" for name, kinds in recompute.layers)
+        words.append(f"recompute.layers=[{','.join(entries)}]")
+    return words
+
+
+def chosen_config(
+    config: LaunchConfig, candidate: Candidate, shape: PlannedShape, global_batch_size: int
+) -> LaunchConfig:
+    """The configuration that ``chosen_words`` makes of this one.
+
+    Args:
+        config: What was asked; its planner is done with.
+        candidate: The plan.
+        shape: The model.
+        global_batch_size: Sequences per optimizer step.
+    """
+    layout, order = candidate.layout, candidate.order
+    virtual = find_schedule(order.schedule).virtual_stages
+    memory_gb = config.hardware.memory_gb
+    if fills_memory(candidate):
+        memory_gb = config.planner.memory_gb or memory_gb
+    return replace(
+        config,
+        plan="manual",
+        hardware=replace(config.hardware, memory_gb=memory_gb),
+        planner=PlannerConfig(),
+        pp=layout.pp,
+        tp=layout.tp,
+        dp=layout.dp,
+        num_microbatches="auto",
+        data=replace(
+            config.data,
+            global_batch_size=global_batch_size,
+            microbatch_size=layout.microbatch_size,
+        ),
+        schedule=replace(
+            config.schedule,
+            name=order.schedule,
+            stages_per_rank=order.stages_per_rank if virtual else None,
+            group=order.group,
+            layers_per_stage=None,
+            units_per_stage=_cut(candidate, shape),
+        ),
+        overlap=replace(config.overlap, name=candidate.overlap),
+        recompute=replace(
+            config.recompute,
+            name=candidate.recompute.policy,
+            passes=candidate.recompute.passes,
+            max_full_activations=candidate.recompute.max_full_activations,
+            layers=config.recompute.layers if candidate.recompute.layers else (),
+        ),
+    )
+
+
+def _cut(candidate: Candidate, shape: PlannedShape) -> tuple[int, ...] | None:
+    """Units per stage, where a run would not cut there by itself."""
+    if isinstance(shape, TracedShape):
+        return candidate.units
+    default = balance(model_costs(shape), len(candidate.units))
+    same = tuple(len(stage) for stage in default) == candidate.units
+    return None if same else candidate.units

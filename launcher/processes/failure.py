@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
 import signal
 import socket
+import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from launcher.masking import mask
+from launcher.secrets import mask
 from strategies.errors import PipelineError, RunError
+from strategies.heartbeat import Beat
 
 _TAIL_LINES = 12
 _LOST = ("Connection", "connection", "Broken pipe", "gloo", "Timed out", "another rank failed")
@@ -98,7 +103,7 @@ def read_failure(run_dir: Path, rank: int) -> Failure | None:
 def signalled(rank: int, exit_code: int, at: float) -> Failure:
     """A rank that ended without a word: by a signal, or by exiting."""
     if exit_code == 143:
-        exit_code = -signal.SIGTERM  # How launcher.worker ends on it.
+        exit_code = -signal.SIGTERM  # How launcher.rank.worker ends on it.
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         message = f"ended by {name}"
@@ -140,3 +145,113 @@ def describe(failure: Failure, log: Path) -> str:
         f"rank {failure.rank} on {failure.host} failed first: {failure.kind}: {failure.message}"
         f"{doing}\nIts log {log} ends with:{tail or ' nothing'}"
     )
+
+
+# ------------------------------------------------------------------------------------------- blame
+#
+# Which of several failing ranks is the cause, where the cause may be one that has not failed.
+
+
+def blame(
+    failures: Sequence[Failure], beats: Mapping[int, Beat], idle_s: Mapping[int, float]
+) -> Failure:
+    """The cause: a rank that was killed, one that says why, or one that all others waited for.
+
+    A rank that has given up waiting names its neighbour, which may itself have waited for somebody
+    else: who waits for whom is followed to a rank that waits for nobody.
+
+    Args:
+        failures: Of the ranks that have ended badly.
+        beats: What each rank of this host has last said.
+        idle_s: Of those that still run, for how long they have not gone on.
+    """
+    first = first_failure(list(failures))
+    if not is_consequence(first):
+        return first
+    seen = [first.rank]
+    while beats[seen[-1]].waiting:
+        others = [rank for rank in beats[seen[-1]].peers or beats if rank not in seen]
+        known = [rank for rank in others if rank in beats]
+        if not known:
+            return first
+        seen.append(min(known, key=lambda rank: (beats[rank].waiting, -idle_s.get(rank, 0.0))))
+    culprit = seen[-1]
+    if culprit not in idle_s:
+        return first  # it has ended, too, and has said nothing better
+    message = (
+        f"it has not gone on for {idle_s[culprit]:.1f} s, and rank {first.rank} has given up "
+        f"waiting: {first.kind}: {first.message.splitlines()[0]}"
+    )
+    return Failure(culprit, socket.gethostname(), first.at, "no progress", message, 1)
+
+
+# ----------------------------------------------------------------------------------- out of memory
+#
+# Memory that has run out: in a rank that can still say so, or in one that was killed for it.
+
+
+_VMSTAT = Path("/proc/vmstat")
+# Allocators of torch on the host and on GPUs, and of everything else in C++.
+_WORDS = re.compile(
+    r"can't allocate memory|out of memory|bad_alloc|Cannot allocate memory|bad_array_new_length"
+)
+
+
+class OutOfMemoryError(RunError):
+    """A rank that has not got the memory it has asked for."""
+
+
+def as_out_of_memory(error: BaseException) -> OutOfMemoryError | None:
+    """The same failure with what it takes to see the reason; None if it is another one."""
+    if not (isinstance(error, MemoryError) or _WORDS.search(str(error))):
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    limited = (
+        "" if limit == resource.RLIM_INFINITY else f"; address space is limited to {_gb(limit)}"
+    )
+    said = " ".join(str(error).split("\n")[0].split())
+    return OutOfMemoryError(
+        f"out of memory: {said or type(error).__name__}. At most {_gb(peak_bytes())} were resident "
+        f"in this rank{limited}. Try a smaller data.microbatch_size or recompute=full; "
+        "mode=validate estimates the memory of each rank."
+    )
+
+
+def peak_bytes() -> int:
+    """The largest resident size of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass
+class OomCount:
+    """Kills for lack of memory that the kernel has counted since this was made."""
+
+    _before: int = field(default_factory=lambda: _kills())
+
+    def explain(self, failure: Failure) -> Failure:
+        """Adds to a SIGKILL that the kernel has killed somebody, and the peak of the ranks."""
+        if failure.kind != "SIGKILL" or _kills() == self._before:
+            return failure
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        return replace(
+            failure,
+            kind="OutOfMemory",
+            message=(
+                "ended by SIGKILL, and the kernel has killed a process for lack of memory "
+                f"meanwhile; a rank that has ended had at most {_gb(peak)} resident"
+            ),
+        )
+
+
+def _kills() -> int:
+    """Of the whole machine, since it was started."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", _VMSTAT.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return 0 if found is None else int(found[1])
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"

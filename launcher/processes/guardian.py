@@ -24,14 +24,13 @@ from pathlib import Path
 
 from launcher.processes.failure import (
     Failure,
+    OomCount,
     describe,
     failure_file,
     read_failure,
     signalled,
 )
-from launcher.processes.out_of_memory import OomCount
-from launcher.processes.pages import Pages
-from launcher.processes.watchdog import Stall, State, Watchdog, state_of
+from launcher.processes.watchdog import Pages, Stall, State, Watchdog, state_of
 from strategies.heartbeat import read_note
 
 _POLL_S = 0.1

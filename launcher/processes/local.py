@@ -2,7 +2,7 @@
 
 The parent imports no torch and takes part in no communication, so it survives whatever a rank does.
 Each rank is the leader of a session of its own: Ctrl-C reaches the parent alone, which then ends
-all of them; a rank also dies with its parent (``launcher.worker`` asks the kernel for that).
+all of them; a rank also dies with its parent (``launcher.rank.worker`` asks the kernel for that).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.processes.blame import blame
 from launcher.processes.failure import (
     Failure,
+    OomCount,
     RankFailedError,
     RankRefusedError,
+    blame,
     describe,
     failure_file,
     read_failure,
     signalled,
 )
-from launcher.processes.out_of_memory import OomCount
-from launcher.processes.pages import Pages
-from launcher.processes.preempted import PREEMPTED
+from launcher.processes.preempted import PREEMPTED, PreemptedError
 from launcher.processes.store import store_served
-from launcher.processes.watchdog import Stall, State, Watchdog, state_of
+from launcher.processes.watchdog import Pages, Stall, State, Watchdog, state_of
+from launcher.report.result import write_result
 
 _POLL_S = 0.1
 _GRACE_S = 1.0  # for peers of a failed rank to leave their own word
@@ -149,7 +149,7 @@ class LocalRanks:
                     log.flush()
                 self._processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", "launcher.worker", str(self.run_dir)],
+                        [sys.executable, "-m", "launcher.rank.worker", str(self.run_dir)],
                         env=self._environment(rank, port, writer if rank == 0 else None),
                         stdout=log,
                         stderr=subprocess.STDOUT,
@@ -291,3 +291,45 @@ class LocalRanks:
 def _signal_session(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
+
+
+# ----------------------------------------------------------------------------------------- outcome
+#
+# ``outcome.json``: what rank 0 leaves for whoever started it.
+
+
+OUTCOME = "outcome.json"
+_STOPPED_BY = "stopped_by"
+
+
+def write_outcome(run_dir: Path, outcome: dict[str, Any], *, stopped_by: str | None) -> None:
+    """Writes the file; a signal's name marks a run that was asked to stop."""
+    write_result(run_dir / OUTCOME, {**outcome, _STOPPED_BY: stopped_by})
+
+
+def wait_for_outcome(run_dir: Path, *, timeout_s: float = 20.0) -> None:
+    """Returns when rank 0 has written the file, or does not seem to."""
+    until = time.monotonic() + timeout_s
+    while not (run_dir / OUTCOME).is_file() and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def take_outcome(run_dir: Path) -> dict[str, Any]:
+    """Reads the file, which is gone then.
+
+    Raises:
+        PreemptedError: The run was asked to stop, and has written a checkpoint.
+        OSError: There is none.
+    """
+    file = run_dir / OUTCOME
+    found: dict[str, Any] = json.loads(file.read_text())
+    file.unlink()
+    signal = found.pop(_STOPPED_BY)
+    if signal is not None:
+        checkpoint, step = found["checkpoint"], found["steps"]
+        raise PreemptedError(
+            f"{signal} has stopped the run after step {step}, with a checkpoint: {checkpoint}. "
+            f"Continue with trainer.resume={checkpoint}.",
+            {"steps": step, "checkpoint": checkpoint},
+        )
+    return found

@@ -7,6 +7,9 @@ those that share matrices stay together, and a pipeline crosses nodes as seldom 
 from __future__ import annotations
 
 import os
+import shlex
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.config import LaunchConfig
@@ -103,3 +106,38 @@ def asked_world(config: LaunchConfig) -> int | None:
 def _fitting_dp(config: LaunchConfig) -> int:
     gpus = config.cluster.nodes * (config.cluster.gpus_per_node or 1)
     return max(1, gpus // (config.pp * config.tp))
+
+
+# ----------------------------------------------------------------------------------- node commands
+#
+# The command for each node, where no scheduler starts the ranks.
+
+
+_PORT = 29500
+_LEFT_OUT = ("mode", "cluster", "cluster.nodes", "cluster.master")
+
+
+def node_commands(nodes: Nodes, words: Sequence[str], *, master: str | None) -> list[str]:
+    """One command line per node, the first node's first.
+
+    A static rendezvous on purpose: torchrun's own may hand rank 0 to any node, and the order of
+    ranks decides which pipeline ranks are neighbours.
+
+    Args:
+        nodes: How the ranks lie.
+        words: Overrides as typed.
+        master: HOST:PORT of the first node; None for this machine.
+    """
+    host, port = (master or f"{socket.gethostname()}:{_PORT}").split(":")
+    kept = [w for w in words if w.lstrip("+").partition("=")[0] not in _LEFT_OUT]
+    return [
+        shlex.join(
+            [
+                "python", "-m", "torch.distributed.run", f"--nnodes={nodes.count}",
+                f"--node-rank={node}", f"--nproc-per-node={nodes.ranks_each}",
+                "--rdzv-backend=static", f"--master-addr={host}", f"--master-port={port}",
+                "-m", "launcher", "cluster=torchrun", *kept,
+            ]
+        )
+        for node in range(nodes.count)
+    ]  # fmt: skip

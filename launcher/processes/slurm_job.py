@@ -18,12 +18,12 @@ from types import MappingProxyType
 from typing import Any
 
 from launcher.checkpoints import newest_in
-from launcher.commands.predicted import run_mapping
 from launcher.commands.ranks import failure_recorded
 from launcher.processes.failure import Failure, describe, first_failure, read_failure
-from launcher.processes.outcome import OUTCOME, take_outcome
+from launcher.processes.local import OUTCOME, take_outcome
 from launcher.processes.preempted import PreemptedError
-from launcher.task import read_task, resolve_task, rewrite_task
+from launcher.processes.task import read_task, resolve_task, rewrite_task
+from launcher.report.predicted import run_mapping
 from launcher.terminal import complain, say
 from strategies.errors import PipelineError, RunError
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 from launcher.config import LaunchConfig
+from launcher.config.key import shorten
 from launcher.processes.nodes import Nodes
 from strategies.errors import PlanError
 
@@ -65,7 +68,7 @@ export MASTER_ADDR=${{rendezvous%:*}} MASTER_PORT=${{rendezvous##*:}}
 # One task per rank, in order over the nodes: tp innermost, pp outermost.
 srun --kill-on-bad-exit=1 --wait=30 --distribution=block:block \\
   --output="$run_dir/logs/rank_%5t.log" --open-mode=append \\
-  "$python" -m launcher.processes.slurm_rank "$run_dir" 2>> "$run_dir/logs/srun.log"
+  "$python" -m launcher.rank.slurm_rank "$run_dir" 2>> "$run_dir/logs/srun.log"
 code=$?
 
 # Writes result.json, and names the first failing rank.
@@ -102,3 +105,55 @@ def _options(config: LaunchConfig, run_dir: Path, nodes: Nodes) -> list[str]:
         f"--signal=USR1@{cluster.signal_s}",
         *cluster.extra,
     ]
+
+
+# ------------------------------------------------------------------------------------ slurm submit
+#
+# Hands a job script to ``sbatch``: a list of arguments, never a line for a shell.
+
+
+_TIMEOUT_S = 60
+
+
+def find_sbatch() -> str:
+    """The program's path.
+
+    Raises:
+        PlanError: This machine has none.
+    """
+    found = shutil.which("sbatch")
+    if found is None:
+        raise PlanError(
+            "cluster=slurm needs sbatch, which is not on this machine's PATH. Try it on a login "
+            "node, or cluster.submit=false, which only writes the script."
+        )
+    return found
+
+
+def submit(script: Path) -> str:
+    """Submits a script; returns the job's number.
+
+    Raises:
+        PlanError: SLURM has refused it; with its own words.
+    """
+    try:
+        done = subprocess.run(
+            [find_sbatch(), "--parsable", str(script)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise PlanError(
+            f"sbatch has not answered for {_TIMEOUT_S} s. Try squeue --me before you submit it "
+            "again: the job may be there."
+        ) from None
+    job = done.stdout.strip().partition(";")[0]  # NUMBER[;CLUSTER]
+    if done.returncode or not re.fullmatch(r"[0-9]+", job):
+        said = " ".join((done.stderr or done.stdout).split())
+        raise PlanError(
+            f"sbatch has refused the job: {shorten(said, 300)}. Try sinfo, which lists partitions "
+            "and their limits, and other cluster.* keys."
+        )
+    return job

@@ -14,15 +14,16 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 from launcher.config import LaunchConfig
-from launcher.processes.echo import events_told_to
 from launcher.processes.failure import (
     Failure,
     describe,
@@ -32,8 +33,8 @@ from launcher.processes.failure import (
     read_failure,
     write_failure,
 )
-from launcher.processes.pages import own_heartbeat
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
+from launcher.processes.watchdog import own_heartbeat
 from strategies.errors import PipelineError, PlanError, RunError
 
 WORD = "cluster=torchrun"
@@ -111,7 +112,7 @@ def lead(
 
     Args:
         run_dir: The run's folder.
-        task: What ``launcher.task`` has written there.
+        task: What ``launcher.processes.task`` has written there.
         on_event: Gets progress events.
 
     Raises:
@@ -183,7 +184,7 @@ def _work(run_dir: Path, task: Mapping[str, Any]) -> None:
     request = installed_request()
     if request is not None and task["config"]["mode"] != "train":
         request.disregard()
-    importlib.import_module("launcher.jobs").run(task, run_dir)
+    importlib.import_module("launcher.rank.jobs").run(task, run_dir)
 
 
 def _cause(run_dir: Path, error: Exception) -> str:
@@ -211,3 +212,33 @@ def _meet() -> Any:  # noqa: ANN401 -- a torch.distributed.Store
     rendezvous = importlib.import_module("torch.distributed.rendezvous").rendezvous
     store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
     return store
+
+
+# -------------------------------------------------------------------------------------------- echo
+#
+# Progress on standard output, where no parent of ours reads what rank 0 tells.
+
+
+@contextmanager
+def events_told_to(listener: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Hands what ``launcher.rank.callbacks.Progress`` tells inside the block to a function.
+
+    Args:
+        listener: Called in a thread of its own; it has had every event when the block ends.
+    """
+    reader, writer = os.pipe()
+    thread = threading.Thread(target=_read, args=(reader, listener), name="progress", daemon=True)
+    thread.start()
+    os.environ["FOLDPIPE_EVENTS"] = str(writer)
+    try:
+        yield
+    finally:
+        del os.environ["FOLDPIPE_EVENTS"]
+        os.close(writer)
+        thread.join()
+
+
+def _read(reader: int, listener: Callable[[dict[str, Any]], None]) -> None:
+    with os.fdopen(reader) as lines:
+        for line in lines:
+            listener(json.loads(line))

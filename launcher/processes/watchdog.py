@@ -9,13 +9,13 @@ while others wait for it, is reported after the deadline. A process that a debug
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from launcher.processes.pages import Pages
-from strategies.heartbeat import Beat
+from strategies.heartbeat import Beat, Heartbeat, new_page, read_beat, read_mark, tell_to_leave
 
 # More than this between two looks, and this process itself has not run: nobody is to blame.
 _OWN_GAP_S = 2.0
@@ -170,3 +170,55 @@ def state_of(pid: int) -> State:
     if status == psutil.STATUS_TRACING_STOP:
         return State.TRACED
     return State.GONE if status == psutil.STATUS_ZOMBIE else State.RUNNING
+
+
+# ------------------------------------------------------------------------------------------- pages
+#
+# The heartbeat pages of this host's ranks: made before they start, handed to them, read later.
+
+
+_VARIABLE = "FOLDPIPE_HEARTBEAT"
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """One page per rank.
+
+    Attributes:
+        files: Descriptors, to be passed on to the ranks.
+    """
+
+    files: Sequence[int]
+
+    @classmethod
+    def make(cls, count: int) -> Pages:
+        """Fresh ones; ``close`` gives them back."""
+        return cls(tuple(new_page() for _ in range(count)))
+
+    def variables(self, index: int) -> dict[str, str]:
+        """What a rank finds its page by."""
+        return {_VARIABLE: str(self.files[index])}
+
+    def beat(self, index: int) -> Beat:
+        """What a rank has last said."""
+        return read_beat(self.files[index])
+
+    def mark(self, index: int) -> tuple[int, int]:
+        """Changes whenever the rank goes on; cheaper than ``beat``."""
+        return read_mark(self.files[index])
+
+    def tell_to_leave(self) -> None:
+        """From now on SIGTERM ends the ranks at once."""
+        for file in self.files:
+            tell_to_leave(file)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        for file in self.files:
+            os.close(file)
+
+
+def own_heartbeat(environment: Mapping[str, str]) -> Heartbeat:
+    """This rank's page, or one that nobody reads where no process watches it."""
+    known = environment.get(_VARIABLE)
+    return Heartbeat(None if known is None else int(known))

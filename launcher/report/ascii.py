@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 
-from launcher.report.lanes import channel_lanes, compute_lanes, uses_channel
-from launcher.report.units import format_duration
-from launcher.report.zeroed import zeroed
+from launcher.report.summary import format_duration
+from launcher.report.timeline_lanes import channel_lanes, compute_lanes, uses_channel, zeroed
+from strategies.analysis.timeline import Event, Timeline
 from strategies.ir.instruction import MICROBATCH_KINDS, Kind
-from strategies.timeline import Event, Timeline
 
 _IDLE, _RUNNING = ".", "-"
 # An exact slot may be this much shorter than the shortest instruction, not more: a latency of 0.01

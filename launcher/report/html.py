@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
-from launcher.report.atomic import write_atomically
-from launcher.report.held import held_over_time
-from launcher.report.lanes import channel_lanes, compute_lanes, uses_channel
-from launcher.report.memory_bars import memory_html
-from launcher.report.units import format_duration, format_percent
-from launcher.report.waits import Wait, waits
-from launcher.report.zeroed import zeroed
-from strategies.ir.instruction import Instruction, Kind
-from strategies.memory import peak_activations
-from strategies.memory_model import RankMemory
-from strategies.metrics import Metrics
-from strategies.timeline import Event, Timeline
+from launcher.report.result import write_atomically
+from launcher.report.summary import format_duration, format_percent
+from launcher.report.timeline_lanes import channel_lanes, compute_lanes, uses_channel, zeroed
+from strategies.analysis.memory import Holding, RankMemory, peak_activations
+from strategies.analysis.metrics import Metrics
+from strategies.analysis.timeline import Event, Timeline
+from strategies.ir.instruction import CHANNEL_KINDS, COMPUTE_KINDS, Instruction, Kind
 
 _KINDS = tuple(kind.value for kind in Kind)
 _SCRIPTS = ("timeline.js", "timeline_input.js")
@@ -65,7 +61,7 @@ def timeline_html(panels: Sequence[Panel], *, title: str) -> str:
     Panels with the same time unit share one axis; with different units each unit has its own axis
     over the full width, and zooming keeps them aligned.
     """
-    assets = files("launcher.report")
+    assets = files("launcher.report").joinpath("assets")
     script = "\n".join(assets.joinpath(name).read_text(encoding="ascii") for name in _SCRIPTS)
     style = assets.joinpath("timeline.css").read_text(encoding="ascii")
     payload = {"kinds": _KINDS, "panels": [_payload(panel) for panel in panels]}
@@ -179,3 +175,169 @@ def _bar(timeline: Timeline, event: Event, wait: Wait | None) -> list[object]:
 def _short(value: float) -> float:
     """Seven digits: what a picture can show, at half the size."""
     return float(f"{value:.7g}")
+
+
+# -------------------------------------------------------------------------------------------- held
+#
+# Activations that a rank holds, over time: the curve behind the peaks of the metrics.
+
+
+Curve = tuple[tuple[float, float], ...]
+
+
+def held_over_time(timeline: Timeline, rank: int) -> Curve:
+    """(time, held from then on) in full-rank microbatches, wherever the figure changes.
+
+    A forward counts from its start, until its backward (or W) ends; in a forward-only program until
+    the forward itself ends. One that is recomputed counts for its input only until its R begins.
+    The first point lies at the timeline's origin.
+    """
+    program = timeline.program
+    share = 1.0 / program.placement.stages_per_microbatch
+    count = program.placement.num_stages
+    holding = Holding(program, (1.0,) * count, timeline.stage_input or (0.0,) * count)
+    changes: list[tuple[float, float]] = []
+    for event in timeline.compute(rank):
+        taken, freed = holding.taken(event.instruction), holding.freed(event.instruction)
+        changes += [(event.start, taken)] if taken else []
+        changes += [(event.end, -freed)] if freed else []
+    held = holding.carried(rank)
+    points = [(timeline.origin_time, held * share)]
+    # At one moment, what ends is freed before what begins is kept: the order of the list.
+    for time, change in sorted(changes):
+        held += change
+        if time == points[-1][0]:
+            points.pop()
+        points.append((time, held * share))
+    return tuple(points)
+
+
+# ------------------------------------------------------------------------------------- memory bars
+#
+# What each rank holds at its worst moment, by what it is for: as text, JSON and bars.
+
+
+_NAMES = tuple(entry.name for entry in fields(RankMemory))
+# Okabe and Ito's colours, which colour-blind people can tell apart; a grey for the least.
+_COLOURS = dict(
+    zip(
+        _NAMES,
+        (
+            "#0072b2", "#56b4e9", "#009e73", "#f0e442",
+            "#e69f00", "#d55e00", "#cc79a7", "#999999",
+        ),
+        strict=True,
+    )
+)  # fmt: skip
+
+
+def memory_mapping(ranks: Sequence[RankMemory]) -> list[dict[str, int]]:
+    """Per rank the bytes by what they are for, and their sum, as result.json has them."""
+    return [
+        {**{name: getattr(held, name) for name in _NAMES}, "total": held.total} for held in ranks
+    ]
+
+
+def memory_line(held: RankMemory) -> str:
+    """One rank in a line: the total, then everything that it has, largest first.
+
+    >>> memory_line(RankMemory(parameters=2**30, activations=3 * 2**30))
+    '4 GiB (activations 3, parameters 1)'
+    """
+    present = sorted((name for name in _NAMES if getattr(held, name)), key=_NAMES.index)
+    present.sort(key=lambda name: -getattr(held, name))
+    parts = ", ".join(f"{_word(name)} {getattr(held, name) / 2**30:.3g}" for name in present)
+    return f"{held.total / 2**30:.4g} GiB" + (f" ({parts})" if parts else "")
+
+
+def memory_html(ranks: Sequence[RankMemory], *, limit_bytes: float | None = None) -> str:
+    """A bar per rank, all on one scale; a mark where the machine's memory ends.
+
+    Args:
+        ranks: At their worst moments.
+        limit_bytes: Memory of one rank; None to draw no mark.
+    """
+    scale = max([held.total for held in ranks] + [limit_bytes or 0.0, 1.0])
+    shown = [name for name in _NAMES if any(getattr(held, name) for held in ranks)]
+    keys = "".join(
+        f'<span><i style="background:{_COLOURS[name]}"></i>{escape(_word(name))}</span>'
+        for name in shown
+    )
+    rows = "".join(_memory_bar(rank, held, scale, limit_bytes) for rank, held in enumerate(ranks))
+    return f'<div class="memory"><h3>memory at the peak</h3><p>{keys}</p>{rows}</div>'
+
+
+def _memory_bar(rank: int, held: RankMemory, scale: float, limit: float | None) -> str:
+    parts = "".join(
+        f'<i style="width:{100 * getattr(held, name) / scale:.3f}%;background:{_COLOURS[name]}" '
+        f'title="{escape(_word(name))}: {getattr(held, name) / 2**30:.4g} GiB"></i>'
+        for name in _NAMES
+        if getattr(held, name)
+    )
+    mark = "" if limit is None else f'<b style="left:{100 * limit / scale:.3f}%"></b>'
+    total = f"{held.total / 2**30:.4g} GiB"
+    return (
+        f'<div class="row"><span>rank {rank}</span><div class="bar" role="img" '
+        f'aria-label="{escape(memory_line(held))}">{parts}{mark}</div><span>{total}</span></div>'
+    )
+
+
+def _word(name: str) -> str:
+    return name.replace("_", " ")
+
+
+# ------------------------------------------------------------------------------------------- waits
+#
+# What each instruction waited for: the last of its predecessors to end.
+
+
+class Wait(NamedTuple):
+    """Why an instruction did not begin earlier.
+
+    Attributes:
+        node: The predecessor, numbered as in ``program.graph``.
+        how: ``message``, ``value`` (made on the same rank), ``rank`` (busy until then), ``channel``
+            (busy until then) or ``release`` (a gradient bucket that got ready inside it).
+        since: When the predecessor ended, or its message arrived, in the timeline's unit.
+    """
+
+    node: int
+    how: str
+    since: float
+
+
+def waits(timeline: Timeline) -> dict[int, Wait]:
+    """The wait of every instruction on a rank or channel that has a predecessor.
+
+    Of predecessors that end together the rank's own counts: the rank did not stand idle.
+    """
+    program = timeline.program
+    graph = program.graph
+    start = [time for row in timeline.start for time in row]
+    end = [time for row in timeline.end for time in row]
+    found: dict[int, Wait] = {}
+    for rank in range(len(program.ranks)):
+        busy: dict[str, int] = {}
+        for node in range(graph.offsets[rank], graph.offsets[rank + 1]):
+            kind = graph.nodes[node].kind
+            if kind not in COMPUTE_KINDS and kind not in CHANNEL_KINDS:
+                continue
+            place = "rank" if kind in COMPUTE_KINDS else "channel"
+            candidates = [_need(timeline, need, end[need]) for need in graph.needs[node]]
+            if kind is Kind.REDUCE and not graph.nodes[node].after:
+                candidates = [
+                    Wait(wait.node, "release", min(wait.since, start[node])) for wait in candidates
+                ]
+            if place in busy:
+                candidates.insert(0, Wait(busy[place], place, end[busy[place]]))
+            busy[place] = node
+            if candidates:
+                found[node] = max(candidates, key=lambda wait: wait.since)
+    return found
+
+
+def _need(timeline: Timeline, need: int, ended: float) -> Wait:
+    graph = timeline.program.graph
+    if graph.nodes[need].kind is Kind.RECV:
+        return Wait(graph.needs[graph.partner[need]][0], "message", ended)
+    return Wait(need, "value", ended)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from launcher.report.atomic import write_atomically
-from strategies.metrics import Metrics
+from strategies.analysis.metrics import Metrics
 
 _BESIDE = ("lb1", "lb1_rank", "lb2", "lb2_rank", "recomputed")
 _DISTRIBUTIONS = ("foldpipe", "torch", "lightning", "hydra-core")
@@ -89,3 +90,40 @@ def _plain(value: object, where: str) -> object:
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     raise TypeError(f"result.json: {where} is a {type(value).__name__}, which JSON cannot say.")
+
+
+# ------------------------------------------------------------------------------------------ atomic
+#
+# Files that are either the old or the new version, never half of one.
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes UTF-8 text to a temporary file beside ``path``, then renames it over ``path``.
+
+    The folder is made if it is missing. A crash at any moment leaves what was there before, and at
+    worst a hidden ``.<name>.<random>.tmp`` beside it.
+
+    Raises:
+        OSError: The folder cannot be written, or the disk is full; ``path`` is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the rename itself last through a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.report.ascii import draw, legend
-from launcher.report.atomic import write_atomically
-from launcher.report.units import format_duration, format_percent
+from launcher.report.result import write_atomically
+from launcher.report.summary import format_duration, format_percent
+from strategies.analysis.metrics import Metrics
+from strategies.analysis.timeline import Timeline
 from strategies.ir.instruction import Instruction, Kind
 from strategies.ir.program import Program
-from strategies.metrics import Metrics
-from strategies.timeline import Timeline
 
 _TORCH_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP})
 

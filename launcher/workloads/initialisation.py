@@ -7,12 +7,11 @@ all the others on one.
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
-
-from launcher.workloads.seeds import derived_seed
 
 
 class SeededUnit(nn.Module, ABC):
@@ -65,3 +64,17 @@ def _materialise(module: nn.Module, name: str, device: torch.device | str) -> nn
     real = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
     setattr(owner, leaf, real)
     return real
+
+
+# ------------------------------------------------------------------------------------------- seeds
+#
+# Seeds of their own for every named purpose. Free of torch.
+
+
+def derived_seed(seed: int, name: str) -> int:
+    """A 64-bit signed seed from the run's seed and the name of what it is for.
+
+    A hash, not Python's ``hash``: the latter differs between processes.
+    """
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)

@@ -7,7 +7,7 @@ steps are written with these same three methods, so both ways compute the same t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import lightning.pytorch as pl
@@ -18,23 +18,16 @@ from torch import Tensor, nn
 from launcher.workloads.initialisation import SeededUnit, initialise
 from launcher.workloads.optimizer import build_optimizer, build_scheduler
 from launcher.workloads.optimizer_options import OptimizerOptions
-from launcher.workloads.sampling import sample_tokens
 from launcher.workloads.transformer import Head, Transformer
 from launcher.workloads.transformer_shape import UNIT_PREFIX, TransformerShape, unit_costs
-from strategies.runtime.tensor_parallel.layers import ColumnLinear
-from strategies.runtime.tensor_parallel.styles import (
-    Column,
-    Row,
-    Split,
-    Stream,
-    Style,
-    Vocabulary,
-)
-from strategies.runtime.tensor_parallel.vocabulary import (
+from strategies.errors import DataError, PlanError
+from strategies.models.tensor_parallel.sharded_layers import (
+    ColumnLinear,
     VocabularyShare,
     most_probable,
     token_losses,
 )
+from strategies.models.tensor_parallel.sharding import Column, Row, Split, Stream, Style, Vocabulary
 
 Mode = Literal["train", "validate", "test", "predict"]
 Batch = Mapping[str, Tensor]
@@ -238,3 +231,73 @@ def _predict(logits: Tensor, targets: Tensor | None, share: VocabularyShare | No
     if targets is None:
         return most_probable(logits, share)
     return -token_losses(logits, targets, share)
+
+
+# ---------------------------------------------------------------------------------------- sampling
+#
+# Continues a prompt token by token with any network that maps ids to logits.
+
+
+@torch.no_grad()
+def sample_tokens(
+    logits_of: Callable[[Tensor], Tensor],
+    prompt: Tensor,
+    *,
+    max_new_tokens: int,
+    context: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """The prompt and its continuation.
+
+    Args:
+        logits_of: Maps token ids ``[batch, sequence]`` to logits ``[batch, sequence, vocab]``.
+        prompt: Token ids ``[sequence]`` or ``[batch, sequence]``, at least one.
+        max_new_tokens: How many to append.
+        context: How many of the last tokens the network is shown at most.
+        temperature: 0 takes the most probable token; else logits are divided by it.
+        top_k: Draw among the k most probable tokens only.
+        seed: Of the draws; the same seed gives the same text, on one kind of device.
+
+    Returns:
+        Ids shaped as ``prompt`` with ``max_new_tokens`` more.
+
+    Raises:
+        DataError: An empty prompt.
+        PlanError: A negative count or temperature, or ``top_k`` below 1.
+    """
+    if prompt.numel() == 0:
+        raise DataError(
+            "generate.prompt is empty, there is nothing to continue. Try generate.prompt='def '."
+        )
+    for key, value, low in (
+        ("max_new_tokens", max_new_tokens, 0),
+        ("temperature", temperature, 0),
+        ("top_k", top_k if top_k is not None else 1, 1),
+    ):
+        if value < low:
+            raise PlanError(f"generate.{key}={value} is below {low}. Try generate.{key}={low}.")
+    generator = torch.Generator(device=prompt.device).manual_seed(seed)
+    tokens = prompt if prompt.dim() == 2 else prompt[None]
+    for _ in range(max_new_tokens):
+        logits = logits_of(tokens[:, -context:])[:, -1]
+        following = _choose(logits, temperature=temperature, top_k=top_k, generator=generator)
+        tokens = torch.cat((tokens, following), dim=-1)
+    return tokens if prompt.dim() == 2 else tokens[0]
+
+
+def _choose(
+    logits: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator
+) -> Tensor:
+    """One id per row of ``logits`` ``[batch, vocab]``, as ``[batch, 1]``."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if top_k is not None and top_k < logits.shape[-1]:
+        values, ids = logits.topk(top_k, dim=-1)
+    else:
+        values, ids = logits, None
+    # Shifted first: a very small temperature would otherwise overflow.
+    shifted = (values - values.amax(dim=-1, keepdim=True)).double() / temperature
+    drawn = torch.multinomial(shifted.softmax(dim=-1), 1, generator=generator)
+    return drawn if ids is None else ids.gather(-1, drawn)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from launcher.workloads.model_share import model_shares
-from launcher.workloads.selective import Layers, selective_shares
-from launcher.workloads.specs import PlannedShape, model_units
+from launcher.workloads.hf.hf_layer_steps import hf_steps, type_names
+from launcher.workloads.hf.hf_shape import HfShape
+from launcher.workloads.layer_steps import UNIT_TYPES, Step, kept, unit_steps
+from launcher.workloads.model_share import ModelShape, PlannedShape, model_shares, model_units
 from launcher.workloads.traced_shape import TracedShape
+from launcher.workloads.transformer_share import padded_vocab
 from strategies.costs.analytic import Load
+from strategies.errors import PlanError
+from strategies.plan import Family
 
 
 def unit_loads(
@@ -66,3 +72,78 @@ def unit_loads(
         )
         for load, share in zip(loads, kept, strict=True)
     )
+
+
+# --------------------------------------------------------------------------------------- selective
+#
+# What units keep, and compute again, under ``recompute=selective``. Torch-free.
+#
+# Everything but products with weights is computed again where ``recompute.layers`` does not say
+# otherwise. The loss is no layer; its share stays.
+
+
+_DEFAULT: tuple[Family, ...] = ("attention", "norm", "activation")
+
+Layers = Sequence[tuple[str, tuple[Family, ...]]]
+
+
+class SelectiveShare(NamedTuple):
+    """One unit on one of ``tp`` ranks, per sequence.
+
+    Attributes:
+        saved_elements: Kept from forward to backward.
+        again_flops: Of products that a backward computes again.
+    """
+
+    saved_elements: int
+    again_flops: float
+
+
+def selective_shares(
+    shape: ModelShape, tp: int, *, sequence_parallel: bool = False, layers: Layers = ()
+) -> tuple[SelectiveShare, ...]:
+    """The units in execution order, on one of ``tp`` ranks.
+
+    Args:
+        shape: The model.
+        tp: Ranks that share its matrices.
+        sequence_parallel: Whether activations are cut between those ranks.
+        layers: Types of layers and the families that are computed again there.
+
+    Raises:
+        PlanError: ``layers`` names a type that the model does not have.
+    """
+    if isinstance(shape, HfShape):
+        kinds = type_names(shape)
+        # Types that only the ranks know are theirs to refuse.
+        _check_names(layers, kinds, all_known=len(kinds[1]) > 1)
+        first, layer, head = (
+            _share(steps, names, layers)
+            for steps, names in zip(hf_steps(shape, tp), kinds, strict=True)
+        )
+        middle = [layer] * shape.layers
+    else:
+        _check_names(layers, tuple((name,) for name in UNIT_TYPES), all_known=True)
+        steps = unit_steps(shape, tp, sequence_parallel=sequence_parallel)
+        first, attention, mlp, head = (_share(steps[n], (n,), layers) for n in UNIT_TYPES)
+        middle = [attention, mlp] * shape.layers
+    ids = padded_vocab(shape.vocab, tp) // tp
+    loss = shape.sequence * (ids + 1)
+    return (first, *middle, head._replace(saved_elements=head.saved_elements + loss))
+
+
+def _share(steps: Sequence[Step], names: Sequence[str], layers: Layers) -> SelectiveShare:
+    asked = dict(layers)
+    families = next((asked[name] for name in names if name in asked), _DEFAULT)
+    return SelectiveShare(*kept(steps, families))
+
+
+def _check_names(layers: Layers, kinds: Sequence[Sequence[str]], *, all_known: bool) -> None:
+    known = {name for names in kinds for name in names}
+    for name, families in layers:
+        if all_known and name not in known:
+            fix = f"{sorted(known)[0]}:{'+'.join(families) or 'none'}"
+            raise PlanError(
+                f"recompute.layers names {name}, but the model's layers are of the types "
+                f"{', '.join(sorted(known))}. Try recompute.layers=[{fix}]."
+            )

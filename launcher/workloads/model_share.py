@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from launcher.workloads.hf.shape import HfShape
-from launcher.workloads.hf.share import check_hf_tp, hf_shares
-from launcher.workloads.specs import ModelShape, PlannedShape, model_units
+from dataclasses import asdict
+from typing import Any
+
+from launcher.workloads.hf.hf_shape import HfShape, check_hf_tp, hf_shares
 from launcher.workloads.traced_shape import TracedShape, check_traced_tp
+from launcher.workloads.transformer_shape import TransformerShape, UnitSpec, unit_specs
 from launcher.workloads.transformer_share import (
     UnitShare,
     check_transformer_tp,
@@ -58,3 +60,33 @@ def vocabulary_note(shape: ModelShape, tp: int) -> str | None:
         f"vocabulary padded from {shape.vocab} to {padded} for tp={tp}; the weights are drawn "
         "unpadded, and padding is never predicted"
     )
+
+
+# ------------------------------------------------------------------------------------------- specs
+#
+# What the units of a model cost, whichever kind of model it is. Torch-free.
+
+
+ModelShape = TransformerShape | HfShape
+# A traced model is one for planning only: ranks build it, whatever it is.
+PlannedShape = ModelShape | TracedShape
+
+
+def model_units(shape: PlannedShape) -> tuple[UnitSpec, ...]:
+    """The units in execution order; the first is the embedding, the last the head."""
+    return unit_specs(shape) if isinstance(shape, TransformerShape) else shape.unit_specs()
+
+
+def model_costs(shape: PlannedShape) -> tuple[float, ...]:
+    """Relative forward cost of each unit, > 0; see ``transformer_shape.unit_costs``."""
+    return tuple(float(max(u.forward_flops, u.output_elements)) for u in model_units(shape))
+
+
+def described(shape: ModelShape) -> dict[str, Any]:
+    """What a checkpoint says about its model."""
+    return shape.described if isinstance(shape, HfShape) else asdict(shape)
+
+
+def units_per_layer(shape: PlannedShape) -> int:
+    """2 where a layer is cut into attention and MLP, else 1."""
+    return 2 if isinstance(shape, TransformerShape) else 1

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 from launcher.workloads.transformer_shape import UnitSpec
 from strategies.costs.analytic import Load
-from strategies.costs.traced import TracedModel, TracedUnit
+from strategies.costs.trace_file import TracedModel, TracedUnit
 from strategies.errors import PlanError
-from strategies.planner.graph import Tensor, UnitGraph
+from strategies.planner.unit_graph import Tensor, UnitGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def stage_handing(
     shape: TracedShape, stages: Sequence[range], rows: int
 ) -> tuple[tuple[int, int, int], ...]:
     """(source, target, elements) of what stages hand to which others."""
-    from strategies.planner.routes import handed_on
+    from strategies.planner.unit_graph import handed_on
 
     assert all(a.stop == b.start for a, b in pairwise(stages))
     return handed_on(shape.graph(rows), tuple(map(len, stages)))

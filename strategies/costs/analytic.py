@@ -15,10 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from strategies.costs.element_sizes import ElementSizes
-from strategies.costs.hardware import Hardware
-from strategies.costs.stage_memory import StageMemory
-from strategies.costs.table import CostTable, Transport
+from strategies.costs.hardware import ElementSizes, Hardware
+from strategies.costs.table import CostTable, StageMemory, Transport
 from strategies.costs.uniform import count_buckets, gathered_stages
 from strategies.errors import CostError
 from strategies.ir.program import Program

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from strategies.ir.instruction import MESSAGE_KINDS, Instruction
+from strategies.ir.instruction import MESSAGE_KINDS, Instruction, Kind
 from strategies.ir.placement import Placement
 
 if TYPE_CHECKING:
     from strategies.ir.graph import Graph
     from strategies.ir.walk import Walk
+
 
 Role = Literal["train", "accumulate", "forward"]
 
@@ -102,3 +103,18 @@ class Program:
 def chain(num_stages: int) -> tuple[Boundary, ...]:
     """Each stage feeds the next."""
     return tuple(Boundary(stage, stage + 1) for stage in range(num_stages - 1))
+
+
+# -------------------------------------------------------------------------------------- recomputed
+#
+# Which forwards of a program keep their input only: those whose pair has an R.
+
+
+def recomputed_pairs(program: Program) -> frozenset[tuple[int, int]]:
+    """(stage, microbatch) pairs with an R anywhere in the program."""
+    return frozenset(
+        (item.stage, item.microbatch)
+        for row in program.ranks
+        for item in row
+        if item.kind is Kind.R and item.microbatch is not None
+    )

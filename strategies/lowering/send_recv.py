@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from strategies.costs.table import CostTable
 from strategies.ir.instruction import BACKWARD_KINDS, MICROBATCH_KINDS, Instruction, Kind
+from strategies.ir.placement import Placement
 from strategies.ir.program import Program
-from strategies.lowering.remote_edges import on_this_rank
 
 # Durations that order the events where no costs are known; any positive ones are safe.
 _DURATION = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.R: 1.0}
@@ -149,3 +149,76 @@ def _duration(item: Instruction, table: CostTable | None) -> float:
     if table is not None:
         return table.of(item)
     return sum(_DURATION[part.kind] for part in item.parts)
+
+
+# ------------------------------------------------------------------------------------ remote edges
+#
+# Edges to instructions of other ranks become edges to the messages that tell of them.
+#
+# A rank sees what it computes itself and what it receives. An R that waits for its gradient names
+# the backward that makes it; once there are messages it names the RECV that brings it.
+
+
+def on_this_rank(item: Instruction, placement: Placement) -> Instruction:
+    """An R with its edges to other ranks' backwards as edges to its own rank's RECVs."""
+    if item.kind is not Kind.R or not item.after:
+        return item
+    return replace(item, after=tuple(_seen(item, edge, placement) for edge in item.after))
+
+
+def _seen(item: Instruction, edge: Instruction, placement: Placement) -> Instruction:
+    here, there = item.microbatch, edge.microbatch
+    if edge.kind not in BACKWARD_KINDS or here is None or there != here:
+        return edge
+    if placement.rank_of(edge.stage, here) == placement.rank_of(item.stage, here):
+        return edge
+    return Instruction(Kind.RECV, item.stage, here, payload=Kind.B, peer=edge.stage)
+
+
+# ----------------------------------------------------------------------------------------- release
+#
+# When a sent buffer may go: the point from which its send must have ended.
+#
+# Waiting for a send inline stalls the sender until its peer has posted the receive. But once a rank
+# has received something that its peer sent after consuming the message, the send has ended, and
+# waiting for it returns at once. This is read off the lists, so that the runtime polls nothing.
+
+
+def release_points(program: Program, rank: int) -> dict[int, tuple[Instruction, ...]]:
+    """For rank's list: after which place which SENDs are known to have ended.
+
+    Returns:
+        Place of a RECV's consumer-side arrival -> SENDs of this rank that its arrival proves
+        ended. SENDs that nothing proves within the iteration are in no entry; they end with the
+        next iteration.
+    """
+    placement = program.placement
+    row = program.ranks[rank]
+    place_of = {_message(item): place for place, item in enumerate(row) if item.kind is Kind.RECV}
+    peers = {
+        placement.rank_of(item.peer, item.microbatch)
+        for item in row
+        if item.kind is Kind.SEND and item.peer is not None and item.microbatch is not None
+    }
+    points: dict[int, list[Instruction]] = {}
+    for peer in peers:
+        # Walk the peer's list backwards, remembering its next SEND to this rank.
+        proof: int | None = None
+        proofs: dict[tuple[object, ...], int | None] = {}
+        for item in reversed(program.ranks[peer]):
+            if item.kind is Kind.SEND and _message(item) in place_of:
+                proof = place_of[_message(item)]
+            elif item.kind is Kind.RECV:
+                # Posted at the latest at this place, hence before the later SEND.
+                proofs[_message(item)] = proof
+        for item in row:
+            point = proofs.get(_message(item)) if item.kind is Kind.SEND else None
+            if point is not None:
+                points.setdefault(point, []).append(item)
+    return {place: tuple(items) for place, items in points.items()}
+
+
+def _message(item: Instruction) -> tuple[object, ...]:
+    """One name for both ends of a message."""
+    ends = (item.stage, item.peer) if item.kind is Kind.SEND else (item.peer, item.stage)
+    return (item.payload, *ends, item.microbatch)

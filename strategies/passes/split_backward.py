@@ -12,7 +12,7 @@ from strategies.errors import ProgramError
 from strategies.ir.instruction import MICROBATCH_KINDS, Instruction, Kind
 from strategies.ir.program import Program
 from strategies.schedules.schedule import Durations
-from strategies.schedules.weight_gaps import fill_gaps
+from strategies.schedules.search.weight_gaps import fill_gaps
 
 _Pairs = frozenset[tuple[int, int | None]]
 

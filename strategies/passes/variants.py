@@ -47,3 +47,26 @@ def _kept(item: Instruction, count: int) -> tuple[Instruction, ...]:
         return parts
     edges = tuple(e for e in item.after if e.microbatch is None or e.microbatch < count)
     return (item if edges == item.after else replace(item, after=edges),)
+
+
+# ------------------------------------------------------------------------------------- fused pairs
+#
+# Runs the halves of fused pairs one after the other, where fusing them gains nothing.
+#
+# A pair waits for the inputs of both its halves and hands on both results at its end. That pays
+# only if the pair is faster than the halves (communication of one under compute of the other).
+
+
+def separate_pairs(program: Program) -> Program:
+    """Each OVERLAP becomes its forward, followed by its backward.
+
+    A pair's ``after`` edges hold for the forward, which comes first.
+    """
+    rows = []
+    for row in program.ranks:
+        parts = []
+        for item in row:
+            first, *rest = item.parts
+            parts += [replace(first, after=item.after), *rest]
+        rows.append(tuple(parts))
+    return program.with_ranks(tuple(rows))

@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 from strategies.costs.table import CostTable
 from strategies.ir.placement import Placement
 from strategies.ir.program import Program, chain
-from strategies.plan import Overlap
+from strategies.plan import Overlap, Recompute
 from strategies.planner.cut import Room, cut_chain, even_ranks
-from strategies.planner.graph import UnitGraph, chain_graph
 from strategies.planner.ilp import cut_by_ilp
-from strategies.planner.layout import Candidate, Layout, Order
-from strategies.planner.measured import PlannedCosts
-from strategies.planner.problem import Problem
+from strategies.planner.problem import Candidate, Layout, Order, PlannedCosts, Problem
 from strategies.planner.space import Space, orders
 from strategies.planner.step_bound import Rules, step_bound
-from strategies.recompute import Recompute
+from strategies.planner.unit_graph import UnitGraph, chain_graph
 from strategies.schedules import find_schedule
 
 
@@ -191,3 +188,44 @@ def _least_bytes(placement: Placement, table: CostTable) -> int:
             state[rank] += table.state_bytes[stage]
             whole[rank] = max(whole[rank], table.activation_bytes[stage])
     return max(map(int.__add__, state, whole))
+
+
+# ----------------------------------------------------------------------------------- expected peak
+#
+# What zero-bubble orders hold by their papers: enough to leave some out before making them.
+#
+# Making such an order takes up to seconds; that most of them do not fit is known beforehand. Only
+# O2 goes by it, and only where the formula misses the memory by a margin, because an order made for
+# given costs may hold somewhat less.
+
+
+_MARGIN = 0.85
+
+
+def expected_bytes(group: Group, order: Order, space: Space) -> int | None:
+    """A little less than the worst rank's peak by the formula; None where there is none.
+
+    zb_h1 and zb_v hold P microbatches on every rank, zb_h2 2 (P - r) - 1 on rank r
+    (Qi et al., 2023, https://arxiv.org/abs/2401.10241, and 2024, https://arxiv.org/abs/2405.15362).
+    """
+    known = order.schedule in ("zb_h1", "zb_h2", "zb_v")
+    if space.level != "O2" or space.schedule is not None or not known:
+        return None
+    if group.recompute.rewrites:
+        return None
+    assert group.table.activation_bytes is not None
+    assert group.table.state_bytes is not None
+    layout = group.layout
+    ranks = [0.0] * layout.pp
+    for stage, rank in enumerate(group.placement.copies[0]):
+        held = min(_held(order.schedule, layout.pp, stage), layout.num_microbatches)
+        ranks[rank] += group.table.state_bytes[stage]
+        ranks[rank] += _MARGIN * held * group.table.activation_bytes[stage]
+    return int(max(ranks))
+
+
+def _held(schedule: str, pp: int, stage: int) -> int:
+    """Microbatches that a stage holds; in V shape a rank's two stages share 2 P of them."""
+    if schedule == "zb_h2":
+        return 2 * (pp - stage) - 1
+    return pp if schedule == "zb_h1" else 2 * pp - stage

@@ -9,20 +9,19 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
-from strategies.costs.element_sizes import ElementSizes
-from strategies.costs.hardware import Hardware
+from strategies.costs.hardware import ElementSizes, Hardware
+from strategies.costs.profile_costs import ProfiledCosts
+from strategies.costs.profile_file import Profile, Seconds, SizeProfile
 from strategies.costs.table import CostTable, Transport
 from strategies.ir.placement import loop
 from strategies.ir.program import Program, chain
-from strategies.plan import num_buckets
-from strategies.planner.graph import UnitGraph
-from strategies.planner.layout import Layout
-from strategies.planner.measured import Measured, PlannedCosts
-from strategies.planner.routes import handed_on
+from strategies.plan import NO_RECOMPUTE, Overlap, Recompute, num_buckets
+from strategies.planner.unit_graph import UnitGraph, handed_on
 
 if TYPE_CHECKING:
     from strategies.planner.group import Group
-    from strategies.planner.structure import Structure
+    from strategies.planner.quick_walk import Structure
+
 
 # tp, sequences of a microbatch, whether layers recompute selectively -> one load per unit, on one
 # rank.
@@ -234,3 +233,126 @@ def handing(stages: list[Load], handed: tuple[tuple[int, int, int], ...]) -> tup
 def _draft(num_stages: int) -> Program:
     placement = loop(1, num_stages)
     return Program("draft", placement, 1, ((),), chain(num_stages))
+
+
+# ---------------------------------------------------------------------------------------- measured
+#
+# A profile in the planner's terms: which units it has figures for, under which conditions.
+
+
+PlannedCosts = AnalyticCosts | ProfiledCosts
+"""What a candidate's cut takes, computed or measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Measured layers and links.
+
+    Attributes:
+        profile: The measurement.
+        classes: Per unit of the model, its class: an index into ``profile.classes``.
+        tp: Ranks that shared matrices when it was made; no other degree is known.
+        selective: Whether layers recomputed parts of themselves.
+    """
+
+    profile: Profile
+    classes: tuple[int, ...]
+    tp: int
+    selective: bool
+
+    @property
+    def sizes(self) -> range:
+        """Microbatch sizes that it can tell: those between two that were measured."""
+        numbers = [number for number, _ in self.profile.sizes]
+        return range(min(numbers), max(numbers) + 1)
+
+    @property
+    def error(self) -> float | None:
+        """The largest of its microbatch sizes; None where none is known."""
+        return max(self.profile.errors, default=None)
+
+    def costs(
+        self,
+        assumed: AnalyticCosts,
+        stages: Sequence[range],
+        microbatch_size: int,
+        *,
+        fixed: bool = True,
+    ) -> ProfiledCosts:
+        """The costs of a cut.
+
+        Args:
+            assumed: Of the same cut, for what was not measured.
+            stages: Ranges of units.
+            microbatch_size: Sequences.
+            fixed: Whether stages take something by themselves; not for comparing units.
+        """
+        classes = tuple(tuple(self.classes[unit] for unit in stage) for stage in stages)
+        profile = self.profile if fixed else _units_alone(self.profile)
+        return ProfiledCosts(profile, classes, microbatch_size, assumed)
+
+
+def _units_alone(profile: Profile) -> Profile:
+    sizes = tuple(
+        (number, SizeProfile(Seconds(), figures.units, figures.error))
+        for number, figures in profile.sizes
+    )
+    return replace(profile, sizes=sizes, rest_s=0.0)
+
+
+# ------------------------------------------------------------------------------------------ layout
+#
+# What a plan decides: how many ranks of each kind, how a batch is cut, and who runs what when.
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Ranks and batches.
+
+    Attributes:
+        tp: Ranks that share the matrices of a stage.
+        pp: Pipeline ranks.
+        dp: Replicas.
+        microbatch_size: Sequences of a microbatch.
+        num_microbatches: M per step and replica.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    microbatch_size: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A schedule with everything that decides its instructions.
+
+    Attributes:
+        schedule: Registry name.
+        stages_per_rank: V.
+        group: Microbatches per round; None for the schedule's default.
+    """
+
+    schedule: str
+    stages_per_rank: int
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One plan that may be simulated.
+
+    Attributes:
+        layout: Ranks and batches.
+        order: The schedule.
+        overlap: ``grad_reduce``, ``none`` or ``zero1``.
+        units: Units of each stage.
+        recompute: Which forwards keep only their input.
+    """
+
+    layout: Layout
+    order: Order
+    overlap: Overlap
+    units: tuple[int, ...]
+    recompute: Recompute = NO_RECOMPUTE

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from strategies.errors import PlanError
-from strategies.group_choice import group_candidates
-from strategies.plan import Overlap
-from strategies.planner.layout import Layout, Order
-from strategies.planner.problem import Problem
-from strategies.recompute import Policy, Recompute
+from strategies.passes.group_choice import group_candidates
+from strategies.plan import Overlap, Policy, Recompute
+from strategies.planner.problem import Layout, Order, Problem
 from strategies.schedules import SCHEDULES, Schedule, find_schedule
 
 Level = Literal["O2", "O3"]

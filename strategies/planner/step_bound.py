@@ -1,9 +1,9 @@
 """No order of a cut is faster than this: a bound in closed form, before anything is ordered.
 
 On every rank: the way of the first microbatch to it, all its compute, and the way back; of the
-bounds in ``strategies.bounds`` the one whose heads and tails are those of the rank's lowest stage.
-Reductions and optimizer steps that must follow are added. The same holds for the period, because
-the rank of stage 0 is busy from the first forward to the last gradient.
+bounds in ``strategies.analysis.bounds`` the one whose heads and tails are those of the rank's
+lowest stage. Reductions and optimizer steps that must follow are added. The same holds for the
+period, because the rank of stage 0 is busy from the first forward to the last gradient.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from strategies.costs.table import CostTable
 from strategies.ir.placement import Placement
-from strategies.planner.layout import Layout
-from strategies.planner.problem import Problem
-from strategies.recompute import Recompute
+from strategies.plan import Recompute
+from strategies.planner.problem import Layout, Problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,22 +8,21 @@ take, and whatever is not listed has a reason with a number.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop
 from typing import Literal
 
+from strategies.analysis.memory import peak_memory_bytes
 from strategies.compiler import compile_plan, no_collection
 from strategies.errors import PlanError
-from strategies.ir.recomputed import recomputed_pairs
-from strategies.memory_model import peak_memory_bytes
-from strategies.planner.evaluate import Outcome, plan_of
+from strategies.ir.program import recomputed_pairs
+from strategies.plan import NO_RECOMPUTE, Recompute
 from strategies.planner.group import Group, groups
-from strategies.planner.layout import Layout, Order
-from strategies.planner.problem import Problem
-from strategies.planner.search import rank_key
+from strategies.planner.layout_search import rank_key
+from strategies.planner.outcome import Outcome, plan_of
+from strategies.planner.problem import Layout, Order, Problem
 from strategies.planner.space import Space, degrees, layouts
-from strategies.recompute import NO_RECOMPUTE, Recompute
 from strategies.simulator.engine import simulate
 
 Reason = Literal["memory", "slower", "same"]
@@ -266,3 +265,54 @@ def _refusal_key(refusal: Refusal) -> tuple[object, ...]:
         refusal.setting.microbatch_size,
         refusal.setting.recompute.policy,
     )
+
+
+# ----------------------------------------------------------------------------------------- longest
+#
+# The largest whole number that still fits, where each trial is expensive.
+
+
+def longest(
+    fits: Callable[[int], bool], *, start: int, step: int, least: int, most: int
+) -> int | None:
+    """The largest of ``start + k * step`` that fits; None if none does.
+
+    Strides double from the start until they leave what fits, then halve: as many trials as the
+    logarithm of the distance, so a good guess costs two.
+
+    Args:
+        fits: True up to some number, False beyond it.
+        start: A guess, between ``least`` and ``most``.
+        step: Of the numbers that are tried.
+        least: No smaller one is tried.
+        most: No larger one is tried.
+
+    >>> longest(lambda n: n <= 1000, start=64, step=8, least=1, most=4096)
+    1000
+    >>> longest(lambda n: n <= 10, start=64, step=8, least=1, most=4096)
+    8
+    """
+    low, high = -((start - least) // step), (most - start) // step
+
+    def at(place: int) -> bool:
+        return fits(start + place * step)
+
+    good, bad = (0, None) if at(0) else (None, 0)
+    stride = 1
+    while good is None or bad is None:
+        if good is not None:
+            place = min(good + stride, high)
+            if place == good:
+                return start + good * step
+            good, bad = (place, None) if at(place) else (good, place)
+        else:
+            assert bad is not None
+            place = max(bad - stride, low)
+            if place == bad:
+                return None
+            good, bad = (place, bad) if at(place) else (None, place)
+        stride *= 2
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if at(middle) else (good, middle)
+    return start + good * step

@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from strategies.errors import PlanError
 from strategies.ir.placement import PLACEMENTS, Placement
-from strategies.schedule_file import ScheduleFile
+from strategies.plan import ScheduleFile
 from strategies.schedules.chimera import CHIMERA
 from strategies.schedules.custom import NAME as CUSTOM
 from strategies.schedules.custom import custom_schedule

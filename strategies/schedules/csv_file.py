@@ -17,10 +17,12 @@ reads no files.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strategies.errors import ProgramError
 from strategies.ir.instruction import Instruction, Kind, overlap
+from strategies.ir.placement import Placement
 
 _COMPUTE = re.compile(r"([0-9]{1,7})([FBIW])([0-9]{1,7})")
 _AGAIN = re.compile(r"[0-9]{1,7}R[0-9]{1,7}")
@@ -167,3 +169,231 @@ def _message(match: re.Match[str], where: str) -> Instruction:
     if peer < 0:
         raise ProgramError(f"{where}: {match[0]}: there is no stage before stage 0.")
     return Instruction(kind, stage, int(match[4]), payload=payload, peer=peer)
+
+
+# ------------------------------------------------------------------------------------ csv messages
+#
+# The SEND and RECV cells of a ``compute_comms`` CSV: complete and consistent, or refused.
+#
+# They are checked and then dropped: our own lowering places every message by a rule that cannot
+# deadlock (``strategies.lowering.send_recv``), so where a file has them matters for whether the
+# file is sound, not for what runs. A file without any is a ``compute_only`` one and needs none.
+# UNSHARD, RESHARD and REDUCE_GRAD speak of sharded weights and of reductions, which passes of ours
+# place; only their stage's owner is checked.
+
+
+# (SEND or RECV, payload, stage, microbatch)
+_Key = tuple[Kind, Kind, int, int]
+
+
+def check_messages(rows: CellRows, index: Index, placement: Placement, *, name: str) -> None:
+    """Refuses messages that are missing, repeated, of no use, or at the wrong place.
+
+    Args:
+        rows: As ``parse_cells`` gives them.
+        index: As ``check_cells`` gives it.
+        placement: Stages to ranks, as all cells of ``index`` have it.
+        name: What messages call the file.
+
+    Raises:
+        ProgramError: The first rule that is broken, at its line and column.
+    """
+    needed = _needed(index, placement)
+    found: dict[_Key, Cell] = {}
+    for rank, row in enumerate(rows):
+        for cell in row:
+            where = f"{name}, {cell.place}: {cell.text}"
+            item = cell.instruction
+            if item is None:
+                _check_owner(cell, rank, placement, where)
+                continue
+            if item.payload is None or item.microbatch is None:
+                continue
+            key = (item.kind, item.payload, item.stage, item.microbatch)
+            if key not in needed:
+                raise ProgramError(
+                    f"{where}: no value of that microbatch goes from one rank to another there. "
+                    "Remove it."
+                )
+            if key in found:
+                raise ProgramError(
+                    f"{where} stands a second time, first in {found[key].place}. Every message has "
+                    "one SEND and one RECV."
+                )
+            found[key] = cell
+            _check_order(cell, needed[key], rank, where)
+    if not found:
+        return
+    missing = [
+        (compute.line, compute.column, key)
+        for key, (compute, _) in needed.items()
+        if key not in found
+    ]
+    if missing:
+        key = min(missing, key=lambda entry: entry[:2])[2]
+        compute = needed[key][0]
+        kind, payload, stage, microbatch = key
+        word = f"{stage}{kind.value}_{payload.value}{microbatch}"
+        side = "after" if kind is Kind.SEND else "before"
+        raise ProgramError(
+            f"{name}, {compute.place}: {compute.text} has no {word}, but its "
+            f"{'result goes to' if kind is Kind.SEND else 'input comes from'} another rank. "
+            f"Write {word} {side} it, or leave out all SENDs and RECVs."
+        )
+
+
+def _needed(index: Index, placement: Placement) -> dict[_Key, tuple[Cell, int]]:
+    """Messages between ranks, each with the computation it must follow (SEND) or precede."""
+    needed: dict[_Key, tuple[Cell, int]] = {}
+    for kind, stage, microbatch in list(index):
+        if kind is Kind.W:
+            continue
+        payload = Kind.F if kind is Kind.F else Kind.B
+        source = stage - 1 if payload is Kind.F else stage + 1
+        if not 0 <= source < placement.num_stages:
+            continue
+        if placement.rank_of(source, microbatch) == placement.rank_of(stage, microbatch):
+            continue
+        maker = next(
+            index[made, source, microbatch]
+            for made in ((Kind.F,) if payload is Kind.F else (Kind.B, Kind.I))
+            if (made, source, microbatch) in index
+        )
+        needed[Kind.SEND, payload, source, microbatch] = maker
+        needed[Kind.RECV, payload, stage, microbatch] = index[kind, stage, microbatch]
+    return needed
+
+
+def _check_order(cell: Cell, compute: tuple[Cell, int], rank: int, where: str) -> None:
+    other, its_rank = compute
+    if rank != its_rank:
+        raise ProgramError(
+            f"{where} stands on rank {rank}, but {other.text} on rank {its_rank} ({other.place}). "
+            f"Move it to line {its_rank + 1}."
+        )
+    assert cell.instruction is not None
+    if cell.instruction.kind is Kind.SEND and cell.column < other.column:
+        raise ProgramError(
+            f"{where} stands before {other.text} (column {other.column}), whose result it sends."
+        )
+    if cell.instruction.kind is Kind.RECV and cell.column > other.column:
+        raise ProgramError(
+            f"{where} stands after {other.text} (column {other.column}), whose input it receives."
+        )
+
+
+def _check_owner(cell: Cell, rank: int, placement: Placement, where: str) -> None:
+    owners = placement.owners(cell.stage) if cell.stage < placement.num_stages else ()
+    if rank not in owners:
+        place = f"on rank {' and '.join(map(str, owners))}" if owners else "nowhere"
+        raise ProgramError(f"{where} stands on rank {rank}, but stage {cell.stage} is {place}.")
+
+
+# --------------------------------------------------------------------------------------- csv rules
+#
+# What the cells of a schedule's CSV must add up to, each rule broken at a line and column.
+#
+# Every stage runs every microbatch forwards and backwards exactly once. Whether the order can work
+# is not decided here: that is the verifier's, as for every other program.
+
+
+# (kind, stage, microbatch) -> the cell that runs it, and its rank.
+Index = dict[tuple[Kind, int, int], tuple[Cell, int]]
+
+
+def check_cells(rows: CellRows, *, name: str) -> Index:
+    """Finds every computation, and refuses what is missing, repeated or contradictory.
+
+    Args:
+        rows: As ``parse_cells`` gives them.
+        name: What messages call the file.
+
+    Returns:
+        Where each computation stands. Stages and microbatches count from 0 without a gap.
+
+    Raises:
+        ProgramError: The first rule that is broken.
+    """
+    index = _index(rows, name)
+    _check_gap({(stage, cell) for (_, stage, _), (cell, _) in index.items()}, "stages", name)
+    _check_gap({(m, cell) for (_, _, m), (cell, _) in index.items()}, "microbatches", name)
+    _check_complete(index, name)
+    return index
+
+
+def _check_gap(used: set[tuple[int, Cell]], words: str, name: str) -> None:
+    numbers = {number for number, _ in used}
+    gap = next(number for number in range(len(numbers) + 1) if number not in numbers)
+    if gap < len(numbers):
+        cell = _first(cell for number, cell in used if number > gap)
+        raise ProgramError(
+            f"{name}, {cell.place}: {cell.text}, but none of the {words} is {gap}. "
+            f"{words.capitalize()} count from 0 without a gap."
+        )
+
+
+def _index(rows: CellRows, name: str) -> Index:
+    index: Index = {}
+    for rank, row in enumerate(rows):
+        for cell in row:
+            for item in cell.compute:
+                key = (item.kind, item.stage, _microbatch(item))
+                if key in index:
+                    raise ProgramError(
+                        f"{name}, {cell.place}: {item} stands a second time, first in "
+                        f"{index[key][0].place}. Every instruction stands once."
+                    )
+                index[key] = (cell, rank)
+    return index
+
+
+def _check_complete(index: Index, name: str) -> None:
+    stages = 1 + max(stage for _, stage, _ in index)
+    microbatches = 1 + max(microbatch for _, _, microbatch in index)
+    for stage in range(stages):
+        for microbatch in range(microbatches):
+            _check_pair(index, stage, microbatch, name)
+
+
+def _check_pair(index: Index, stage: int, microbatch: int, name: str) -> None:
+    forward, whole, inputs, weights = (
+        index.get((kind, stage, microbatch)) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+    )
+    wanted = f"{stage}B{microbatch}, or {stage}I{microbatch} and {stage}W{microbatch}"
+    gradient = whole or inputs or weights
+    half = inputs or weights
+    if whole and half:
+        raise ProgramError(
+            f"{name}, {half[0].place}: {half[0].text} is a part of {stage}B{microbatch} in "
+            f"{whole[0].place}. Write {wanted}."
+        )
+    if half and not (inputs and weights):
+        other = f"{stage}{'I' if weights else 'W'}{microbatch}"
+        raise ProgramError(
+            f"{name}, {half[0].place}: {half[0].text} without {other}. Write {wanted}."
+        )
+    if forward and not gradient:
+        raise ProgramError(
+            f"{name}, {forward[0].place}: {stage}F{microbatch} has no backward. Write {wanted}, "
+            "after it."
+        )
+    if gradient and not forward:
+        raise ProgramError(
+            f"{name}, {gradient[0].place}: {gradient[0].text} has no forward. Write "
+            f"{stage}F{microbatch}, before it."
+        )
+    if not forward:
+        cell = _first(cell for key, (cell, _) in index.items() if key[2] == microbatch)
+        raise ProgramError(
+            f"{name}, {cell.place}: {cell.text} is of microbatch {microbatch}, which no line runs "
+            f"through stage {stage}. Write {stage}F{microbatch}, and {wanted}."
+        )
+
+
+def _first(cells: Iterator[Cell]) -> Cell:
+    return min(cells, key=lambda cell: (cell.line, cell.column))
+
+
+def _microbatch(item: Instruction) -> int:
+    assert item.microbatch is not None
+    return item.microbatch

@@ -20,10 +20,8 @@ from strategies.errors import DeadlockError, PlanError, ProgramError
 from strategies.ir.instruction import Kind
 from strategies.ir.placement import PLACEMENTS, Placement, bidirectional, loop, v
 from strategies.ir.program import Program, chain
-from strategies.schedule_file import ScheduleFile
-from strategies.schedules.csv_file import CellRows, parse_cells
-from strategies.schedules.csv_messages import check_messages
-from strategies.schedules.csv_rules import Index, check_cells
+from strategies.plan import ScheduleFile
+from strategies.schedules.csv_file import CellRows, Index, check_cells, check_messages, parse_cells
 from strategies.schedules.schedule import Rows, Schedule, Shape
 
 NAME = "custom"

@@ -31,9 +31,8 @@ odd ones up.
 
 from __future__ import annotations
 
-from strategies.schedules.dual_steps import dual_steps
 from strategies.schedules.schedule import Rows, Schedule, Shape
-from strategies.schedules.two_way import demand_pairs, mirrored
+from strategies.schedules.two_way import demand_pairs, dual_steps, mirrored
 
 
 def order(shape: Shape) -> Rows:

@@ -24,9 +24,8 @@ torch.distributed.pipelining's ScheduleDualPipeV.
 from __future__ import annotations
 
 from strategies.errors import PlanError
-from strategies.schedules.dual_steps import dual_steps
 from strategies.schedules.schedule import Rows, Schedule, Shape
-from strategies.schedules.two_way import number_steps
+from strategies.schedules.two_way import dual_steps, number_steps
 
 
 def order(shape: Shape) -> Rows:

@@ -18,8 +18,7 @@ every microbatch; here each message has one more F and B of time to arrive, so u
 from __future__ import annotations
 
 from strategies.ir.instruction import backward, forward
-from strategies.schedules.schedule import Rows, Schedule, Shape
-from strategies.schedules.warmup import alternate
+from strategies.schedules.schedule import Rows, Schedule, Shape, alternate
 
 
 def order(shape: Shape) -> Rows:

@@ -25,7 +25,7 @@ stands for N. Any M >= 1.
 
 from __future__ import annotations
 
-from strategies.schedules.groups import grouped_order
+from strategies.schedules.rounds import grouped_order
 from strategies.schedules.schedule import Rows, Schedule, Shape
 
 

@@ -20,7 +20,7 @@ M < P a chunk waits for its predecessor, and the closed form does not hold).
 
 from __future__ import annotations
 
-from strategies.schedules.groups import grouped_order
+from strategies.schedules.rounds import grouped_order
 from strategies.schedules.schedule import Rows, Schedule, Shape
 
 

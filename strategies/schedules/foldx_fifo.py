@@ -21,7 +21,7 @@ Deviations: any M >= 1 (the reference wants P to divide M; see ``groups.py``), P
 
 from __future__ import annotations
 
-from strategies.schedules.groups import grouped_order
+from strategies.schedules.rounds import grouped_order
 from strategies.schedules.schedule import Rows, Schedule, Shape
 
 

@@ -27,9 +27,9 @@ from dataclasses import replace
 from strategies.errors import PlanError
 from strategies.ir.placement import Placement, v
 from strategies.ir.program import Program, chain
-from strategies.schedules.clock import makespan
-from strategies.schedules.justify import Chain, justified_rows
 from strategies.schedules.schedule import Durations, Rows, Schedule, Shape
+from strategies.schedules.search.justify import Chain, justified_rows
+from strategies.schedules.search.weight_gaps import makespan
 
 
 def order(shape: Shape) -> Rows:

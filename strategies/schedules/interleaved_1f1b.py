@@ -20,7 +20,7 @@ than P; then no order with these stages is faster. Bubble: (P-1)(F+B)/V. Peak on
 
 from __future__ import annotations
 
-from strategies.schedules.groups import grouped_order
+from strategies.schedules.rounds import grouped_order
 from strategies.schedules.schedule import Rows, Schedule, Shape
 
 

@@ -29,9 +29,9 @@ from dataclasses import replace
 from strategies.ir.instruction import Instruction, Kind, input_gradient, weight_gradient
 from strategies.ir.placement import loop
 from strategies.ir.program import Program, chain
-from strategies.schedules.groups import grouped_order
+from strategies.schedules.rounds import grouped_order
 from strategies.schedules.schedule import Rows, Schedule, Shape
-from strategies.schedules.weight_gaps import fill_gaps
+from strategies.schedules.search.weight_gaps import fill_gaps
 
 
 def order(shape: Shape) -> Rows:

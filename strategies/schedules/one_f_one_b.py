@@ -15,8 +15,7 @@ Bubble ratio: (P-1) / (M+P-1). Any M >= 1, also M < P.
 from __future__ import annotations
 
 from strategies.ir.instruction import backward, forward
-from strategies.schedules.schedule import Rows, Schedule, Shape
-from strategies.schedules.warmup import alternate
+from strategies.schedules.schedule import Rows, Schedule, Shape, alternate
 
 
 def order(shape: Shape) -> Rows:

@@ -13,7 +13,7 @@ half an F, and the second half stands below the first (``.``: idle)::
     rank 1 | 4W1 1I1 1F3 1W1 4I2 4F3 4W2 1I2 4I3 1W2 4W3 1I3 1W3  .
     rank 2 | 2I1 3W1 2W1 2F3 3F3 3I2 2I2 3W2 2W2 3I3 2I3 3W3 2W3  .
 
-The order repeats one microbatch's times once per period (``building_block.py``): it goes down and
+The order repeats one microbatch's times once per period (``best_order.py``): it goes down and
 up the V at one slot per rank, forwards and backwards alike, a slot being half an F (V-Half's speed
 is tried, too). Ranks that would wait fill the time with F within the memory, and with W
 (``greedy.py``). Rank r warms up with what the block and the memory admit before its first gradient
@@ -32,7 +32,8 @@ from __future__ import annotations
 from functools import lru_cache, partial
 
 from strategies.ir.placement import v
-from strategies.schedules.best_order import (
+from strategies.schedules.schedule import Rows, Schedule, Shape
+from strategies.schedules.search.best_order import (
     NEVER,
     best_order,
     blocks,
@@ -40,7 +41,6 @@ from strategies.schedules.best_order import (
     equal_durations,
     generated_order,
 )
-from strategies.schedules.schedule import Rows, Schedule, Shape
 
 _REGULAR = blocks(
     [(1.0, 1.0, 1.0, 1.0), (2.0, 1.0, 2.0, 1.0)],

@@ -26,9 +26,9 @@ from __future__ import annotations
 from functools import partial
 
 from strategies.ir.placement import loop
-from strategies.schedules.best_order import best_order, blocks, by_period, equal_durations
 from strategies.schedules.schedule import Rows, Schedule, Shape
-from strategies.schedules.split_1f1b import split_1f1b
+from strategies.schedules.search.best_order import best_order, blocks, by_period, equal_durations
+from strategies.schedules.zb_h1 import split_1f1b
 
 _RECIPES = blocks([(3.0, 3.0), (1.0, 1.0)], turns=[0.0], spares=[0], patiences=[0.0, 0.5])
 

@@ -27,8 +27,8 @@ from itertools import count
 
 from strategies.ir.instruction import Instruction, Kind
 from strategies.ir.placement import v
-from strategies.schedules.best_order import best_order, blocks, by_period, equal_durations
 from strategies.schedules.schedule import Rows, Schedule, Shape
+from strategies.schedules.search.best_order import best_order, blocks, by_period, equal_durations
 
 _RECIPES = (
     *blocks([(4.0, 2.0, 4.0, 2.0)], turns=[0.0], spares=[0, 1, 2, 4], patiences=[0.0, 0.5]),

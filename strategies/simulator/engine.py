@@ -21,13 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from strategies.analysis.timeline import Timeline
 from strategies.costs.table import Costs, CostTable
 from strategies.errors import ProgramError
 from strategies.ir.program import Program
 from strategies.ir.walk import Channel, Compute
-from strategies.simulator.one_link import OneLink
-from strategies.simulator.shared_cores import run_shared
-from strategies.timeline import Timeline
+from strategies.simulator.events import OneLink, run_shared
 
 
 @dataclass(frozen=True, slots=True)

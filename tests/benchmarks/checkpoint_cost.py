@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies.manifest import read_manifest, total_bytes
-from strategies.runtime.strategy import PipelineStrategy
+from strategies.runtime.lightning.strategy import PipelineStrategy
 
 WIDTH, LAYERS, ROWS = 2048, 12, 16
 SAVES, BETWEEN = 4, 8

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from strategies.runtime.mesh import Coordinates
+from strategies.runtime.messages.mesh import Coordinates
 from tests.benchmarks import overhead_ranks
 from tests.benchmarks.fold_on_links_engines import Engine, Groups, build
 from tests.benchmarks.fold_on_links_scenario import Assignment, Link, Scenario

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from strategies.runtime.stage_model import Mode, StageModel, StageOutput, Unit
+from strategies.models.stage_model import Mode, StageModel, StageOutput, Unit
 from tests.benchmarks.overhead_emulation import loss_of
 
 

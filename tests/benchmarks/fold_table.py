@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from strategies import UniformCosts, compile_program, simulate
-from strategies.memory import peak_activations
+from strategies.analysis.memory import peak_activations
 
 COLUMNS = (
     ("1f1b", "none", False),

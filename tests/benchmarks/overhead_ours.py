@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strategies.models.stage_model import Mode, StageModel, StageOutput, Unit
 from strategies.plan import Plan
-from strategies.runtime.engine import Engine as Runtime
-from strategies.runtime.engine import resolve_placement
-from strategies.runtime.mesh import Coordinates
-from strategies.runtime.options import Options
-from strategies.runtime.recorder import StepRecord
-from strategies.runtime.stage_model import Mode, StageModel, StageOutput, Unit
+from strategies.runtime.messages.mesh import Coordinates
+from strategies.runtime.step.rank_engine import Engine as Runtime
+from strategies.runtime.step.rank_engine import resolve_placement
+from strategies.runtime.step.rank_parts import Options
+from strategies.runtime.step.recorder import StepRecord
 from strategies.schedules import find_schedule
 from tests.benchmarks.overhead_emulation import TOKENS, Emulation, SleepingStage, loss_of
 from tests.benchmarks.overhead_engine import Engine, Task

@@ -8,8 +8,7 @@ from strategies.compiler import compile_plan
 from strategies.costs.table import CostTable
 from strategies.costs.uniform import UniformCosts
 from strategies.ir.program import Program
-from strategies.plan import Plan
-from strategies.schedule_file import ScheduleFile
+from strategies.plan import Plan, ScheduleFile
 from strategies.simulator.engine import simulate
 
 

@@ -14,10 +14,9 @@ from collections.abc import Callable
 
 from strategies import UniformCosts
 from strategies.compiler import compile_compute, compile_plan
+from strategies.passes.recompute.add_recompute import add_recompute
 from strategies.passes.recompute.optimal import recompute_within
-from strategies.passes.recompute.policy import add_recompute
-from strategies.plan import Plan
-from strategies.recompute import Recompute
+from strategies.plan import Plan, Recompute
 from strategies.simulator.engine import replay
 
 REPETITIONS = 5

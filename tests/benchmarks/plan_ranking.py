@@ -31,20 +31,20 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from launcher.commands.predicted import predict
 from launcher.config import LaunchConfig, dump, from_dict
-from launcher.planning.chosen import chosen_config
 from launcher.planning.question import question
+from launcher.planning.report import chosen_config
+from launcher.report.predicted import predict
 from launcher.resolve import Run, optimizer_options, resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
-from strategies.costs.stage_memory import StageMemory
-from strategies.memory_model import peak_saved
-from strategies.planner.confirmed import search_confirmed
-from strategies.runtime.engine import Engine
-from strategies.runtime.mesh import Coordinates
-from strategies.runtime.options import Options
-from strategies.runtime.unit_model import UnitModel
+from strategies.analysis.memory import peak_saved
+from strategies.costs.table import StageMemory
+from strategies.models.unit_model import UnitModel
+from strategies.planner.layout_search import search_confirmed
+from strategies.runtime.messages.mesh import Coordinates
+from strategies.runtime.step.rank_engine import Engine
+from strategies.runtime.step.rank_parts import Options
 from tests.distributed.pool import Ranks
 
 RANKS = 2

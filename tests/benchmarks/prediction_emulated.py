@@ -15,17 +15,16 @@ import torch
 import torch.distributed as dist
 
 from strategies.compiler import compile_plan
-from strategies.costs.profile import Link
+from strategies.costs.profile_file import Link
 from strategies.costs.table import CostTable
 from strategies.costs.uniform import UniformCosts
 from strategies.ir.instruction import Kind
 from strategies.ir.program import Program
-from strategies.plan import Plan
-from strategies.recompute import Recompute
-from strategies.runtime.engine import Engine
-from strategies.runtime.mesh import Coordinates
-from strategies.runtime.options import Options
-from strategies.runtime.profiling.links import measure_links
+from strategies.plan import Plan, Recompute
+from strategies.profiling.link_times import measure_links
+from strategies.runtime.messages.mesh import Coordinates
+from strategies.runtime.step.rank_engine import Engine
+from strategies.runtime.step.rank_parts import Options
 from strategies.simulator.engine import simulate
 from tests.benchmarks import overhead_ranks
 from tests.benchmarks.overhead_emulation import TOKENS, Emulation

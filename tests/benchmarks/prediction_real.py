@@ -20,20 +20,20 @@ import torch.distributed as dist
 
 from launcher.config import LaunchConfig, dump, from_dict
 from launcher.config.launch import CostsConfig, ScheduleConfig
-from launcher.config.recompute import RecomputeConfig
+from launcher.config.pipeline import RecomputeConfig
 from launcher.config.workload import DataConfig, ModelConfig, OptimizerConfig
-from launcher.refined_profile import write_refined
+from launcher.profiles.profile_check import write_refined
 from launcher.resolve import Run, optimizer_options, resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
-from strategies.memory_model import peak_saved
-from strategies.runtime.engine import Engine
-from strategies.runtime.measured import gather_timeline
-from strategies.runtime.mesh import Coordinates
-from strategies.runtime.options import Options
-from strategies.runtime.unit_model import UnitModel
+from strategies.analysis.memory import peak_saved
+from strategies.analysis.timeline import Timeline
+from strategies.models.unit_model import UnitModel
+from strategies.runtime.messages.mesh import Coordinates
+from strategies.runtime.step.rank_engine import Engine
+from strategies.runtime.step.rank_parts import Options
+from strategies.runtime.step.recorder import gather_timeline
 from strategies.simulator.engine import simulate
-from strategies.timeline import Timeline
 from tests.distributed.pool import Ranks
 
 RANKS = 2

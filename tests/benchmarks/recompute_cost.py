@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from strategies.runtime.activation_bytes import ActivationBytes
-from strategies.runtime.recompute import Recomputation
-from strategies.runtime.selective.policy import Selection
-from strategies.runtime.stage_model import StageOutput
+from strategies.models.selective.policy import Selection
+from strategies.models.stage_model import StageOutput
+from strategies.runtime.step.activation_bytes import ActivationBytes
+from strategies.runtime.step.recompute import Recomputation
 from tests.benchmarks.split_backward_cost import BLOCKS, SIZES, Block, Size
 
 Way = Callable[[Tensor], Tensor]

@@ -15,13 +15,13 @@ from dataclasses import replace
 import torch
 
 from launcher.workloads.language_model import LanguageModel
-from launcher.workloads.presets import PRESETS
+from launcher.workloads.registry import PRESETS
+from strategies.models.unit_model import UnitModel
 from strategies.plan import Plan
-from strategies.runtime.engine import Engine
-from strategies.runtime.mesh import Coordinates
-from strategies.runtime.options import Options
-from strategies.runtime.recorder import Recorder
-from strategies.runtime.unit_model import UnitModel
+from strategies.runtime.messages.mesh import Coordinates
+from strategies.runtime.step.rank_engine import Engine
+from strategies.runtime.step.rank_parts import Options
+from strategies.runtime.step.recorder import Recorder
 
 STEPS = 200
 MICROBATCHES = 8

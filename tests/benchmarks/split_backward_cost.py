@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from strategies.runtime.split_backward.input_step import input_backward
+from strategies.models.split_backward.input_step import input_backward
 
 MICROBATCHES = 3
 HEADS = 4

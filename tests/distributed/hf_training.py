@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from launcher.workloads.hf.model import HfLanguageModel
-from strategies.recompute import Policy
-from strategies.runtime.strategy import PipelineStrategy
+from launcher.workloads.hf.hf_model import HfLanguageModel
+from strategies.plan import Policy
+from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.tiny_models import batch_of, shape_of
 
 STEPS, ROWS = 5, 6

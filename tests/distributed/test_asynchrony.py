@@ -10,8 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.errors import PlanError
-from strategies.runtime.asynchrony import check_asynchronous
-from strategies.runtime.reduction import Reduction, start_all_reduce, start_reduce_scatter
+from strategies.runtime.update.reduction import (
+    Reduction,
+    check_asynchronous,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.distributed

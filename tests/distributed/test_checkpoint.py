@@ -151,7 +151,7 @@ def test_a_checkpoint_of_a_deeper_model_is_refused(
 
 def train_text(text: str, steps: int, save: str | None, resume: str | None) -> dict[str, Any]:
     """The data module's own position, over the end of an epoch."""
-    from strategies.runtime.strategy import PipelineStrategy
+    from strategies.runtime.lightning.strategy import PipelineStrategy
 
     class Rows(Callback):
         def __init__(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from strategies.runtime.storage import durable
+from strategies.runtime.storage import tensor_files
 from tests.distributed.pool import Ranks
 from tests.distributed.training import Case, small_shape, train
 
@@ -170,13 +170,13 @@ class FailsToWrite(Callback):
     def __init__(self, path: str, rank: int) -> None:
         self._path = path
         self._rank = rank
-        self._plain = durable._write
+        self._plain = tensor_files._write
         self.began: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3:
             if trainer.global_rank == self._rank:
-                durable._write = self._full  # type: ignore[assignment]
+                tensor_files._write = self._full  # type: ignore[assignment]
             trainer.save_checkpoint(self._path)
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
@@ -189,7 +189,7 @@ class FailsToWrite(Callback):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def restore(self) -> None:
-        durable._write = self._plain
+        tensor_files._write = self._plain
 
 
 def fail_to_save(case: Case, path: str, rank: int) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies.errors import PlanError
-from strategies.recompute import Recompute
-from strategies.runtime.strategy import PipelineStrategy
+from strategies.plan import Recompute
+from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed import test_parity, test_tensor_parallel
 from tests.distributed.pool import Ranks
 from tests.distributed.training import Case, small_shape, train

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from launcher.workloads.hf.convert import library_name
 from launcher.workloads.hf.export import export_checkpoint
-from strategies.recompute import Policy
+from strategies.plan import Policy
 from tests.distributed.hf_training import HfCase, reference, train_hf
 from tests.distributed.pool import Ranks
 from tests.tiny_models import batch_of, shape_of, write_model

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from strategies.runtime.strategy import PipelineStrategy
+from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed.pool import Ranks
 from tests.distributed.training import Learner, Sentences, small_shape
 

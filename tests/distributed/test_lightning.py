@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies.runtime.strategy import PipelineStrategy
+from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.distributed

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from strategies.errors import ModelError, NotFiniteError
-from strategies.runtime.engine import Engine
-from strategies.runtime.strategy import PipelineStrategy
+from strategies.runtime.lightning.strategy import PipelineStrategy
+from strategies.runtime.step.rank_engine import Engine
 from tests.distributed.pool import Ranks
 from tests.distributed.training import Case, Learner, Sentences, small_shape
 

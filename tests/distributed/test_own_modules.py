@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies.ir.instruction import Kind
-from strategies.recompute import Recompute
-from strategies.runtime.strategy import PipelineStrategy
+from strategies.plan import Recompute
+from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.distributed

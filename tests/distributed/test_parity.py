@@ -14,14 +14,7 @@ from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.schedules import SCHEDULES
 from tests.distributed.pool import Ranks
-from tests.distributed.training import (
-    Case,
-    evaluate,
-    evaluated,
-    reference,
-    small_shape,
-    train,
-)
+from tests.distributed.training import Case, evaluate, evaluated, reference, small_shape, train
 
 TOLERANCE = 1e-10
 

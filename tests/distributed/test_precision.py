@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies.runtime.strategy import PipelineStrategy
+from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed.pool import Ranks
 from tests.distributed.test_training_details import Units
 

@@ -16,14 +16,14 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+from strategies.analysis.memory import Holding
 from strategies.compiler import compile_program
 from strategies.costs.uniform import UniformCosts
 from strategies.ir.instruction import Kind
 from strategies.ir.text import parse_instruction
-from strategies.memory import Holding
-from strategies.recompute import Recompute
-from strategies.runtime.activation_bytes import ActivationBytes, StageBytes
-from strategies.runtime.strategy import PipelineStrategy
+from strategies.plan import Recompute
+from strategies.runtime.lightning.strategy import PipelineStrategy
+from strategies.runtime.step.activation_bytes import ActivationBytes, StageBytes
 from tests.distributed.pool import Ranks
 from tests.distributed.test_parity import check
 from tests.distributed.test_tensor_parallel import GROUPED

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from strategies.runtime.strategy import PipelineStrategy
+from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed.pool import Ranks
 from tests.distributed.test_checkpoint import train_and_save, train_resumed
 from tests.distributed.training import (
@@ -255,11 +255,11 @@ def test_all_layouts_start_from_the_same_bits(ranks: Callable[[int], Ranks]) -> 
 def initial_weights(case: Case) -> dict[str, Any]:
     """Cuts a model on the meta device; no training."""
     from launcher.workloads.language_model import LanguageModel
+    from strategies.models.unit_model import UnitModel
     from strategies.plan import Plan
-    from strategies.runtime.engine import Engine
-    from strategies.runtime.mesh import Coordinates
-    from strategies.runtime.options import Options
-    from strategies.runtime.unit_model import UnitModel
+    from strategies.runtime.messages.mesh import Coordinates
+    from strategies.runtime.step.rank_engine import Engine
+    from strategies.runtime.step.rank_parts import Options
 
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     with torch.device("meta"):
@@ -430,7 +430,7 @@ def split_dtensors() -> tuple[int, int, float]:
         parallelize_module,
     )
 
-    from strategies.runtime.split_backward.input_step import input_backward
+    from strategies.models.split_backward.input_step import input_backward
 
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()

@@ -17,7 +17,7 @@ from strategies.costs.uniform import UniformCosts
 from strategies.ir.instruction import MICROBATCH_KINDS, Kind
 from strategies.ir.text import format_instruction, parse_instruction
 from strategies.plan import Plan
-from strategies.runtime.strategy import PipelineStrategy
+from strategies.runtime.lightning.strategy import PipelineStrategy
 from strategies.simulator.engine import simulate
 from tests.distributed.pool import Ranks
 from tests.distributed.test_checkpoint import SaveAt

@@ -17,8 +17,8 @@ from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.costs.table import Costs
 from strategies.ir.text import format_instruction
-from strategies.recompute import Recompute
-from strategies.runtime.strategy import PipelineStrategy
+from strategies.plan import Recompute
+from strategies.runtime.lightning.strategy import PipelineStrategy
 
 SEQUENCE = 6
 VOCAB = 17

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from .results import recorded, table
+from tests.faults.results import recorded, table
 
 _BEGUN = time.time()
 

@@ -52,7 +52,7 @@ class Job:
             "SLURM_NTASKS": str(len(self._spaces)), "MASTER_ADDR": address(0),
             "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": "eth0",
         }  # fmt: skip
-        rank_words = [sys.executable, "-m", "launcher.processes.slurm_rank", str(self.folder)]
+        rank_words = [sys.executable, "-m", "launcher.rank.slurm_rank", str(self.folder)]
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', NAMES[rank]]
         with (self.folder / "logs" / f"rank_{rank:05d}.log").open("wb") as log:
             return subprocess.Popen(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.compose.groups import conf_dir, find_groups
+from launcher.compose.option_groups import conf_dir, find_groups
 from launcher.config import LaunchConfig
 from launcher.config.key import keys_of
 

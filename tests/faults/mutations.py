@@ -20,8 +20,8 @@ from strategies.compiler import Programs
 from strategies.errors import PipelineError
 from strategies.ir.instruction import MESSAGE_KINDS, Instruction
 from strategies.ir.program import Program
-from strategies.runtime import engine
-from strategies.runtime.strategy import PipelineStrategy
+from strategies.runtime.lightning.strategy import PipelineStrategy
+from strategies.runtime.step import rank_engine
 from tests.distributed.training import Learner, Sentences, small_shape
 
 KINDS = ("order", "tag", "size", "type")
@@ -50,7 +50,7 @@ def fit_mutated(seed: int, kind: str, victim: int, pp: int, dp: int) -> tuple[st
     generator = random.Random(seed)
     changed = torch.distributed.get_rank() == victim
     shape, data, wire = small_shape(), Sentences(64), "fp32"
-    compile_plan = engine.compile_plan
+    compile_plan = rank_engine.compile_plan
     if changed and kind in ("order", "tag"):
 
         def compile_plan(plan: Any) -> Programs:
@@ -80,7 +80,7 @@ def fit_mutated(seed: int, kind: str, victim: int, pp: int, dp: int) -> tuple[st
         accelerator="cpu", strategy=strategy, precision=precision, max_steps=2, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    with mock.patch.object(engine, "compile_plan", compile_plan):
+    with mock.patch.object(rank_engine, "compile_plan", compile_plan):
         try:
             trainer.fit(Learner(shape), DataLoader(data, batch_size=8))
         except PipelineError as error:
@@ -88,7 +88,7 @@ def fit_mutated(seed: int, kind: str, victim: int, pp: int, dp: int) -> tuple[st
     return "no error", trainer.global_step
 
 
-engine_compile = engine.compile_plan
+engine_compile = rank_engine.compile_plan
 
 
 def _swapped(program: Program, generator: random.Random) -> Program:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from strategies.runtime.storage.exchange import Exchange
+from strategies.runtime.storage.commit import Exchange
 from strategies.runtime.storage.saver import Saver
+from tests.faults.results import record
 from tests.strategies.runtime.storage.saving import save
 from tests.strategies.runtime.storage.test_damage import damaged
 from tests.strategies.runtime.storage.test_killed import run
-
-from .results import record
 
 pytestmark = pytest.mark.faults
 

@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 
 from strategies.errors import CheckpointError
-from strategies.runtime.storage.exchange import Exchange
+from strategies.runtime.storage.commit import Exchange
 from strategies.runtime.storage.saver import Saver
+from tests.faults.results import record
 from tests.strategies.runtime.storage.saving import newest, save, step_in
-
-from .results import record
 
 SMALL, LARGE = 50, 200_000  # the large one needs 2 * 3 MB
 

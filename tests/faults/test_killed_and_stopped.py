@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.results import record
+from tests.faults.victims import backward, forward, receiving, reducing, victim
 from tests.launcher.runs import MODEL, Started, read_metrics, started, within
-
-from .results import record
-from .victims import backward, forward, receiving, reducing, victim
 
 pytestmark = pytest.mark.distributed
 

@@ -6,10 +6,9 @@ import time
 
 import pytest
 
+from tests.faults.hosts import NAMES, Job, job_on_hosts
+from tests.faults.results import record
 from tests.launcher.runs import MODEL, read_metrics, read_result
-
-from .hosts import NAMES, Job, job_on_hosts
-from .results import record
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 

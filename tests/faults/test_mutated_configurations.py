@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.mutated_requests import mutations, write
+from tests.faults.results import record
 from tests.launcher.command_line import run_here
-
-from .mutated_requests import mutations, write
-from .results import record
 
 LIMIT_S = 3.0  # of the processor: others may use it meanwhile
 

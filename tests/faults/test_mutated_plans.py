@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.distributed.pool import Ranks
-
-from .mutations import KINDS, fit_mutated
-from .results import record
+from tests.faults.mutations import KINDS, fit_mutated
+from tests.faults.results import record
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 

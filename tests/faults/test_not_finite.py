@@ -17,8 +17,7 @@ from tests.distributed.conftest import all_ranks, ranks  # noqa: F401 -- fixture
 from tests.distributed.pool import Ranks
 from tests.distributed.test_nan_guard import BAD, STEPS, Fault, finite, same, train
 from tests.distributed.training import Case, Learner, small_shape
-
-from .results import record
+from tests.faults.results import record
 
 pytestmark = [pytest.mark.faults, pytest.mark.distributed]
 

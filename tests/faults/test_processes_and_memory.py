@@ -16,16 +16,8 @@ from pathlib import Path
 import pytest
 
 from strategies.heartbeat import new_page, read_beat
-from tests.launcher.runs import (
-    MODEL,
-    Started,
-    environment,
-    parent,
-    started,
-    within,
-)
-
-from .results import record
+from tests.faults.results import record
+from tests.launcher.runs import MODEL, Started, environment, parent, started, within
 
 pytestmark = pytest.mark.distributed
 
@@ -123,7 +115,7 @@ class _Worker:
             "FOLDPIPE_HEARTBEAT": str(self._page), "FOLDPIPE_PARENT": str(os.getpid()),
         }  # fmt: skip
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "launcher.worker", str(run_dir)],
+            [sys.executable, "-m", "launcher.rank.worker", str(run_dir)],
             env=environ, pass_fds=(self._page,), stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 

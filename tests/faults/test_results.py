@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import results
+from tests.faults import results
 
 
 def test_the_newest_line_of_a_row_counts_and_rows_are_in_order(tmp_path, monkeypatch):

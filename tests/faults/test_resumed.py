@@ -19,8 +19,7 @@ from tests.distributed.conftest import all_ranks, ranks  # noqa: F401 -- fixture
 from tests.distributed.pool import Ranks
 from tests.distributed.test_checkpoint_layouts import AFTER, SAVED, train_and_save, train_resumed
 from tests.distributed.training import Case, small_shape
-
-from .results import record
+from tests.faults.results import record
 
 pytestmark = [pytest.mark.faults, pytest.mark.distributed]
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.results import record
 from tests.launcher.runs import MODEL, read_metrics, started, within
-
-from .results import record
 
 pytestmark = pytest.mark.distributed
 

@@ -57,10 +57,11 @@ def run_here(
         calls.append(Call(config, run_dir))
         return command(config, run_dir)
 
+    modules: dict[str, types.ModuleType] = {}
     for place in COMMANDS.values():
         name, _, function = place.partition(":")
-        module = sys.modules.get(name) or types.ModuleType(name)
-        monkeypatch.setattr(module, function or "run", record, raising=False)
+        module = modules.setdefault(name, types.ModuleType(name))
+        setattr(module, function or "run", record)
         monkeypatch.setitem(sys.modules, name, module)
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .runs import MODEL, Finished, launch
+from tests.launcher.runs import MODEL, Finished, launch
 
 # Real text, two ranks, two validations, a checkpoint half-way and one at the end.
 TRAIN = (

@@ -127,7 +127,7 @@ class Started:
         (pid,) = (
             pid
             for pid, command in self.family().items()
-            if "launcher.worker" in command
+            if "launcher.rank.worker" in command
             and _variable(pid, "RANK") == str(number)
             and parent(pid) == self.process.pid  # and no process that loads its data
         )

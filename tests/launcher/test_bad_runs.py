@@ -14,8 +14,7 @@ import pytest
 
 from launcher.__main__ import main
 from strategies.manifest import FORMAT, seal
-
-from .runs import MODEL
+from tests.launcher.runs import MODEL
 
 SHAPE = {
     "layers": 2, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 24, "vocab": 256, "sequence": 16,

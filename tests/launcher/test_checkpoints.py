@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher import rotation
 from launcher.config import LaunchConfig, check, from_dict
-from launcher.rotation import surplus
+from launcher.rank import checkpoint_rotation
+from launcher.rank.checkpoint_rotation import surplus
 from strategies.errors import PlanError
-
-from .conftest import TRAIN
-from .runs import MODEL, launch, read_metrics
+from tests.launcher.conftest import TRAIN
+from tests.launcher.runs import MODEL, launch, read_metrics
 
 
 def test_the_newest_and_the_best_stay() -> None:
@@ -29,7 +28,7 @@ def test_the_newest_and_the_best_stay() -> None:
 
 
 def test_the_example_holds() -> None:
-    assert doctest.testmod(rotation) == (0, 1)
+    assert doctest.testmod(checkpoint_rotation) == (0, 1)
 
 
 @pytest.mark.parametrize(

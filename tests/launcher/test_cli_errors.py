@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.compose.groups import find_groups
+from launcher.compose.option_groups import find_groups
 from launcher.config import LaunchConfig
 from launcher.config.key import describe, keys_of
 from strategies.errors import PlanError, RunError
-
-from .command_line import run_here
+from tests.launcher.command_line import run_here
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECRET = "0123456789abcdef0123456789abcdef01234567"

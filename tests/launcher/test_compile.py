@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .runs import launch
+from tests.launcher.runs import launch
 
 
 @pytest.mark.parametrize(

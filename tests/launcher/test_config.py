@@ -13,13 +13,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.compose.groups import conf_dir, find_groups
+from launcher.compose.option_groups import conf_dir, find_groups
 from launcher.compose.session import compose_checked, hydra_session
 from launcher.config import LaunchConfig, ModelConfig, TrainerConfig, check, dump, from_dict
+from launcher.config.decode import nearest_keys
 from launcher.config.key import describe, keys_of, nodes_of
-from launcher.config.suggest import nearest_keys
 from launcher.workloads.data.source import SourceKind
-from launcher.workloads.presets import PRESETS
+from launcher.workloads.registry import PRESETS
 from strategies.errors import PlanError
 from strategies.schedules import SCHEDULES
 

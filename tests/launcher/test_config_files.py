@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.compose.yaml_guard import MAX_NODES, read_yaml
+from launcher.compose.user_files import MAX_NODES, read_yaml
 from strategies.errors import PlanError
-
-from .command_line import run_here
+from tests.launcher.command_line import run_here
 
 
 @pytest.fixture

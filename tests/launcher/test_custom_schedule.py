@@ -13,10 +13,9 @@ import pytest
 
 from launcher.config import from_dict
 from launcher.resolve import resolve
-from strategies.schedule_file import read_schedule_file
-
-from .command_line import run_here
-from .runs import MODEL, environment, launch, read_metrics
+from strategies.plan import read_schedule_file
+from tests.launcher.command_line import run_here
+from tests.launcher.runs import MODEL, environment, launch, read_metrics
 
 PLAIN = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 CUSTOM = ("schedule=custom", "schedule.file=my.csv", "pp=2")

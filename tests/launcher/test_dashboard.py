@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from launcher.dashboard.push import VIEW, definition
-from launcher.tracked import FIGURES
-
-from .command_line import run_here
+from launcher.rank.trackers import FIGURES
+from tests.launcher.command_line import run_here
 
 KEY = "k" * 40
 
@@ -156,7 +155,7 @@ def test_the_definition_is_what_wandbs_own_package_would_send():
     pytest.importorskip("wandb_workspaces")
     from wandb_workspaces.workspaces.internal import WorkspaceViewspec
 
-    from .dashboard_definition import definition as built
+    from tests.launcher.dashboard_definition import definition as built
 
     assert json.loads(built()) == json.loads(definition())
     WorkspaceViewspec.model_validate_json(definition())

@@ -17,10 +17,9 @@ from torch.nn import functional
 
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.transformer_shape import TransformerShape
-from strategies.runtime.checkpoint import load_state_dict
-
-from .conftest import TRAIN
-from .runs import MODEL, Finished, launch, read_metrics
+from strategies.runtime.lightning.checkpointing_strategy import load_state_dict
+from tests.launcher.conftest import TRAIN
+from tests.launcher.runs import MODEL, Finished, launch, read_metrics
 
 pytestmark = pytest.mark.distributed
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from .command_line import run_here
+from tests.launcher.command_line import run_here
 
 _EVENTS = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "shutil.rmtree",
            "pickle.find_class", "os.remove", "socket.connect", "webbrowser.open")  # fmt: skip

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, MambaConfig
 
 from launcher.__main__ import main
 from strategies.manifest import FORMAT, seal
+from tests.launcher.runs import Finished, launch
 from tests.tiny_models import write_model
-
-from .runs import Finished, launch
 
 WORDS = ("model=hf", "model.sequence=16", "data.max_bytes=100000")
 LLAMA = {"vocab_size": 300, "tie_word_embeddings": True}

@@ -9,19 +9,23 @@ import pytest
 
 from launcher.config import LaunchConfig
 from launcher.config.decode import from_dict
-from launcher.machine import this_machine
-from launcher.planning.calibration import calibration
-from launcher.planning.chosen import chosen_config
-from launcher.planning.question import Question, question
-from launcher.planning.report import answer_mapping, list_plans
-from launcher.planning.stretched import stretch
-from launcher.planning.tuned import tuned
-from launcher.profiled import classes_of, fingerprint, model_facts
+from launcher.planning.largest_model import stretch
+from launcher.planning.one_layout import tuned
+from launcher.planning.question import Question, calibration, question
+from launcher.planning.report import answer_mapping, chosen_config, list_plans
+from launcher.profiles.profile_check import classes_of, fingerprint, model_facts, this_machine
 from launcher.resolve import model_shape, resolve
-from strategies.costs.profile import Link, Profile, Seconds, SizeProfile, UnitProfile, dump_profile
+from strategies.analysis.metrics import measure
+from strategies.costs.profile_file import (
+    Link,
+    Profile,
+    Seconds,
+    SizeProfile,
+    UnitProfile,
+    dump_profile,
+)
 from strategies.errors import CostError, PlanError
-from strategies.metrics import measure
-from strategies.planner.confirmed import search_confirmed
+from strategies.planner.layout_search import search_confirmed
 from strategies.simulator.engine import simulate
 
 LAYOUT = ("pp", "dp", "tp", "schedule")

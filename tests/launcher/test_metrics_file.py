@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.callbacks import MetricsFile
+from launcher.rank.callbacks import MetricsFile
 
 
 def rows(path: Path) -> list[dict[str, str]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from .runs import MODEL, launch, read_metrics
+from tests.launcher.runs import MODEL, launch, read_metrics
 
 pytestmark = pytest.mark.distributed
 

@@ -9,18 +9,16 @@ import pytest
 
 from launcher.config import LaunchConfig
 from launcher.config.decode import from_dict
-from launcher.planning.chosen import chosen_config, chosen_words
 from launcher.planning.no_plan import refuse
 from launcher.planning.question import Question, question
+from launcher.planning.report import chosen_config, chosen_words
 from launcher.resolve import resolve
+from strategies.analysis.metrics import measure
 from strategies.errors import PlanError
-from strategies.metrics import measure
-from strategies.planner.confirmed import search_confirmed
-from strategies.planner.search import search
+from strategies.planner.layout_search import search, search_confirmed
 from strategies.simulator.engine import simulate
-
-from .command_line import run_here
-from .runs import MODEL, launch
+from tests.launcher.command_line import run_here
+from tests.launcher.runs import MODEL, launch
 
 LLAMA = {
     "name": "llama2_13b", "layers": 40, "hidden": 5120, "heads": 40, "kv_heads": None,

@@ -13,20 +13,18 @@ import pytest
 
 from launcher.config import LaunchConfig
 from launcher.config.launch import HardwareConfig
+from launcher.config.pipeline import RecomputeConfig
 from launcher.config.planner import PlannerConfig
-from launcher.config.recompute import RecomputeConfig
 from launcher.config.workload import ModelConfig
-from launcher.planning.branches import better_order
-from launcher.planning.chosen import chosen_config
 from launcher.planning.question import question
+from launcher.planning.report import better_order, chosen_config
 from launcher.resolve import resolve
 from launcher.workloads.traced_shape import TracedShape
-from strategies.costs.traced import Line, TracedModel, TracedTensor, TracedUnit
+from strategies.analysis.memory import peak_memory_bytes
+from strategies.costs.trace_file import Line, TracedModel, TracedTensor, TracedUnit
 from strategies.errors import PlanError
-from strategies.memory_model import peak_memory_bytes
-from strategies.planner.confirmed import search_confirmed
-from strategies.planner.graph import UnitGraph, crossing_bytes, cut_in_order
-from strategies.planner.routes import skips
+from strategies.planner.layout_search import search_confirmed
+from strategies.planner.unit_graph import UnitGraph, crossing_bytes, cut_in_order, skips
 from strategies.simulator.engine import simulate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from .runs import MODEL, launch, read_metrics, started, within
+from tests.launcher.runs import MODEL, launch, read_metrics, started, within
 
 pytestmark = pytest.mark.distributed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .runs import MODEL, Finished, launch
+from tests.launcher.runs import MODEL, Finished, launch
 
 SIZES = "profile.microbatch_sizes=[1,3]"
 MORE = ("profile.iterations=3", "data=stdlib", "data.max_bytes=20000")

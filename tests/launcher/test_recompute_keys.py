@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.config.recompute import RecomputeConfig, recompute_policy
+from launcher.config.pipeline import RecomputeConfig, recompute_policy
 from strategies.errors import PlanError
-from strategies.recompute import Recompute
-
-from .command_line import run_here
+from strategies.plan import Recompute
+from tests.launcher.command_line import run_here
 
 
 def test_layers_name_types_and_what_is_recomputed_in_them():

@@ -7,9 +7,8 @@ import json
 import pytest
 
 from launcher.commands import simulate, validate
-
-from .command_line import run_here
-from .runs import launch
+from tests.launcher.command_line import run_here
+from tests.launcher.runs import launch
 
 UNIFORM = ("mode=simulate", "costs=uniform", "pp=4", "hydra.run.dir=out")
 CAP = "recompute.max_full_activations"

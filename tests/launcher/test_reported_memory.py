@@ -9,12 +9,12 @@ from launcher.config.decode import from_dict
 from launcher.resolve import optimizer_options, resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
-from strategies.memory_model import peak_memory_bytes
-from strategies.runtime.engine import Engine
-from strategies.runtime.mesh import Coordinates
-from strategies.runtime.options import Options
-from strategies.runtime.profiling.temporaries import transient
-from strategies.runtime.unit_model import UnitModel
+from strategies.analysis.memory import peak_memory_bytes
+from strategies.models.unit_model import UnitModel
+from strategies.profiling.layer_times import transient
+from strategies.runtime.messages.mesh import Coordinates
+from strategies.runtime.step.rank_engine import Engine
+from strategies.runtime.step.rank_parts import Options
 
 MODEL = {
     "layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 384, "vocab": 512,

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from .runs import MODEL, environment, launch, read_metrics, read_result
+from tests.launcher.runs import MODEL, environment, launch, read_metrics, read_result
 
 ALL_MODES = (
     "status", "mode", "schedule", "pp", "dp", "tp", "sequence_parallel", "stages_per_rank",

@@ -10,10 +10,9 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from launcher.commands import simulate
-from launcher.compose.space import Axis, Space, asks_for_trials, find_space
+from launcher.compose.search import Axis, Space, asks_for_trials, find_space
 from strategies.errors import PlanError, RunError
-
-from .command_line import run_here
+from tests.launcher.command_line import run_here
 
 needs_optuna = pytest.mark.skipif(find_spec("optuna") is None, reason="optuna is not installed")
 WORDS = ("-m", "mode=simulate", "costs=uniform", "hydra.sweep.dir=s", "pp=4")

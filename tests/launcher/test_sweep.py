@@ -14,9 +14,8 @@ import pytest
 from launcher.commands import simulate
 from launcher.config import LaunchConfig
 from strategies.errors import PlanError, RunError
-
-from .command_line import Done, run_here
-from .runs import MODEL, launch
+from tests.launcher.command_line import Done, run_here
+from tests.launcher.runs import MODEL, launch
 
 WORDS = ("-m", "mode=simulate", "costs=uniform", "hydra.sweep.dir=s")
 FILES = ["sweep.csv", "sweep.html", "sweep.json", "sweep.png"]
@@ -191,7 +190,7 @@ def test_no_process_pays_for_the_picture_before_it_is_drawn(tmp_path):
     done = launch(["mode=simulate", "costs=uniform"], tmp_path / "a", PYTHONPROFILEIMPORTTIME="1")
     imported = {line.rpartition("|")[2].strip() for line in done.errors.splitlines()}
     assert "launcher.report.html" in imported
-    assert not {"matplotlib", "PIL", "torch", "launcher.report.sweep_files"} & imported
+    assert not {"matplotlib", "PIL", "torch", "launcher.report.sweep.files"} & imported
 
 
 @pytest.mark.distributed

@@ -11,9 +11,8 @@ import pytest
 from launcher.commands import simulate
 from launcher.config import LaunchConfig
 from strategies.errors import RunError
-
-from .command_line import run_here
-from .runs import MODEL, launch
+from tests.launcher.command_line import run_here
+from tests.launcher.runs import MODEL, launch
 
 WORDS = ("-m", "mode=simulate", "costs=uniform", "num_microbatches=4", "hydra.sweep.dir=s")
 

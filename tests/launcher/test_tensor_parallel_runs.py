@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from .runs import launch, read_metrics
+from tests.launcher.runs import launch, read_metrics
 
 pytestmark = pytest.mark.distributed
 

@@ -10,18 +10,16 @@ import pytest
 
 from launcher.config import LaunchConfig
 from launcher.config.decode import from_dict
-from launcher.planning.chosen import chosen_config
+from launcher.planning.one_layout import Tuned, tuned, tunes
 from launcher.planning.question import Question, question
-from launcher.planning.report import answer_mapping, command_line
-from launcher.planning.tuned import Tuned, tuned, tunes
-from launcher.report.tuning_table import reaches_text, refusal_mapping, refusals_text
+from launcher.planning.report import answer_mapping, chosen_config, command_line
+from launcher.report.plan_table import reaches_text, refusal_mapping, refusals_text
 from launcher.resolve import resolve
+from strategies.analysis.metrics import measure
 from strategies.errors import PlanError
-from strategies.metrics import measure
 from strategies.schedules import SCHEDULES
 from strategies.simulator.engine import simulate
-
-from .runs import MODEL, launch
+from tests.launcher.runs import MODEL, launch
 
 LAYOUT = ("pp", "dp", "tp", "schedule")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.report.ascii import draw
-from launcher.report.trace import trace_json
+from launcher.report.perfetto import trace_json
 from strategies.compiler import compile_plan, compile_short
 from strategies.costs.uniform import UniformCosts
 from strategies.ir.instruction import Kind

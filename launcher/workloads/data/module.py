@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from launcher.workloads.data.blocks import TokenBlocks, check_ids
-from launcher.workloads.data.loader import ResumableLoader
-from launcher.workloads.data.order import ReplicaOrder
-from launcher.workloads.data.source import DEFAULT_SOURCE, TextSource
-from launcher.workloads.data.split import Split, split_blocks
-from launcher.workloads.data.token_file import Tokens
-from launcher.workloads.data.tokens import load_tokens
-from launcher.workloads.seeds import derived_seed
+from launcher.workloads.data.order import ReplicaOrder, ResumableLoader, TokenBlocks, check_ids
+from launcher.workloads.data.source import DEFAULT_SOURCE, Split, TextSource, split_blocks
+from launcher.workloads.data.tokens import Tokens, load_tokens
+from launcher.workloads.initialisation import derived_seed
 
 _CHECKED_IDS = 1 << 24
 

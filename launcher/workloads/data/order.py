@@ -7,12 +7,17 @@ their global generators have gone through.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from launcher.workloads.seeds import derived_seed
+from launcher.workloads.data.tokens import Tokens
+from launcher.workloads.initialisation import derived_seed
+from strategies.errors import DataError
 
 
 class ReplicaOrder(DistributedSampler[int]):
@@ -90,3 +95,100 @@ class ReplicaOrder(DistributedSampler[int]):
             return torch.arange(self._num_blocks)
         generator = torch.Generator().manual_seed(derived_seed(self.seed, f"order/{self.epoch}"))
         return torch.randperm(self._num_blocks, generator=generator)
+
+
+# ------------------------------------------------------------------------------------------ blocks
+#
+# Blocks of a token stream as (tokens, targets) pairs.
+
+
+class TokenBlocks(Dataset[dict[str, Tensor]]):
+    """Consecutive, non-overlapping sequences of a stream.
+
+    Args:
+        tokens: The whole stream, maybe memory-mapped.
+        blocks: Which blocks belong to this dataset.
+        sequence: Tokens per block.
+        vocab: Vocabulary of the model; None leaves ids unchecked.
+    """
+
+    def __init__(
+        self, tokens: Tokens, blocks: range, *, sequence: int, vocab: int | None = None
+    ) -> None:
+        self._tokens = tokens
+        self._blocks = blocks
+        self._sequence = sequence
+        self._vocab = vocab
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """``tokens`` and, one token later, ``targets``, both int64 ``[sequence]``.
+
+        Raises:
+            DataError: An id beyond the vocabulary.
+        """
+        start = self._blocks[index] * self._sequence
+        ids = self._tokens[start : start + self._sequence + 1]
+        check_ids(ids, vocab=self._vocab)
+        # One copy for both: they overlap but for one token, and batching copies them anyway.
+        piece = torch.from_numpy(ids.astype(np.int64))
+        return {"tokens": piece[:-1], "targets": piece[1:]}
+
+
+def check_ids(ids: Tokens, *, vocab: int | None) -> None:
+    """Refuses ids that an embedding of ``vocab`` rows cannot look up.
+
+    Raises:
+        DataError: An id beyond the vocabulary.
+    """
+    if vocab is not None and len(ids) and (largest := int(ids.max())) >= vocab:
+        raise DataError(
+            f"the data has a token id {largest}, but model.vocab={vocab} allows 0 to {vocab - 1}. "
+            "Try model.vocab=null, which asks the data, or the data.tokenizer of this model."
+        )
+
+
+# ------------------------------------------------------------------------------------------ loader
+#
+# A DataLoader for training that can go on in the middle of an epoch.
+
+
+class ResumableLoader(DataLoader[dict[str, Tensor]]):
+    """Batches in a ``ReplicaOrder``, with the position as state.
+
+    Lightning saves and restores the state of such loaders by itself, from the first rank. That is
+    enough: the position counts the sequences of all replicas together, so it holds on every rank,
+    and under another number of replicas or another batch size, too. With ``overfit_batches``
+    Lightning exchanges the sampler for a sequential one; then there is no position to keep.
+    """
+
+    # Class attributes, as Lightning copies a DataLoader by what its constructor takes.
+    _epoch = 0
+    _num_blocks_done = 0
+
+    # torch declares its own iterator class; all that is used of one is that it iterates.
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """One epoch, or the rest of it after ``load_state_dict``."""
+        order = self.sampler
+        if not isinstance(order, ReplicaOrder):
+            yield from super().__iter__()
+            return
+        self._epoch = order.epoch
+        self._num_blocks_done = order.num_blocks_skipped
+        per_step = (self.batch_size or 1) * order.num_replicas
+        for batch in super().__iter__():
+            # Counted when handed out: a checkpoint is written after the batch's step.
+            self._num_blocks_done += per_step
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the epoch has got."""
+        return {"epoch": self._epoch, "num_blocks_done": self._num_blocks_done}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on behind the sequences that were already handed out."""
+        self._epoch, self._num_blocks_done = state_dict["epoch"], state_dict["num_blocks_done"]
+        if isinstance(self.sampler, ReplicaOrder):
+            self.sampler.resume(epoch=self._epoch, num_blocks_done=self._num_blocks_done)

@@ -6,15 +6,20 @@ answer needs.
 
 from __future__ import annotations
 
+import math
+import os
 import stat
+import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from launcher.workloads.data.split import split_blocks
-from launcher.workloads.data.text_files import stdlib_files, text_files
 from strategies.errors import DataError, PlanError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 
 SourceKind = Literal["stdlib", "text", "tokens"]
 TokenType = Literal["uint16", "uint32"]
@@ -191,3 +196,243 @@ def _enough_tokens(sequence: int, sequences: int, val_fraction: float) -> int:
     """A number of tokens that certainly fills one batch on both sides of the split."""
     smaller = min(val_fraction, 1 - val_fraction) if val_fraction > 0 else 1.0
     return int((sequences + 1) / max(smaller, 1e-6) + 2) * sequence + 1
+
+
+# ------------------------------------------------------------------------------------------- split
+#
+# Cuts a stream of tokens into blocks, and the blocks into training and validation. Torch-free.
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Block indices of both parts; block i covers tokens ``i * sequence`` to one sequence further.
+
+    Validation is the end of the stream, so both parts are contiguous text.
+    """
+
+    train: range
+    validation: range
+
+
+def split_blocks(
+    num_tokens: int,
+    *,
+    sequence: int,
+    batch_size: int = 1,
+    num_replicas: int = 1,
+    val_fraction: float = 0.1,
+    full_batches: bool = True,
+    label: str = "data",
+) -> Split:
+    """Divides the blocks of ``num_tokens`` tokens.
+
+    The last token of each block's targets is the first of the next block's inputs, hence the one
+    token that does not count.
+
+    Args:
+        num_tokens: Length of the stream.
+        sequence: Tokens per block.
+        batch_size: Blocks per batch and replica.
+        num_replicas: Data-parallel replicas.
+        val_fraction: Share of the blocks for validation, rounded, at least one unless 0.
+        full_batches: Whether validation, too, needs one complete batch; training always does.
+        label: How messages name the data.
+
+    Raises:
+        DataError: Too few tokens for one block, or too few blocks for one batch of either part.
+        PlanError: ``val_fraction`` is not in [0, 1), or a count is below 1.
+    """
+    if not 0 <= val_fraction < 1:
+        raise PlanError(
+            f"data.val_fraction={val_fraction} is not in [0, 1). Try data.val_fraction=0.1."
+        )
+    for key, count in (("model.sequence", sequence), ("data.microbatch_size", batch_size)):
+        if count < 1:
+            raise PlanError(f"{key}={count} is below 1. Try {key}=1.")
+    need = batch_size * num_replicas
+    need_validation = (need if full_batches else num_replicas) if val_fraction else 0
+    request = _Request(num_tokens, val_fraction, need, need_validation)
+    train, validation = request.divide(sequence)
+    if train < need or validation < need_validation:
+        share = f"({batch_size} per replica * dp={num_replicas})"
+        raise DataError(
+            f"{label} has {request.explain(sequence, share)} {request.advise(sequence)}"
+        )
+    return Split(range(train), range(train, train + validation))
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Everything but the length of a sequence, which is what an answer can vary."""
+
+    num_tokens: int
+    val_fraction: float
+    need_train: int
+    need_validation: int
+
+    def divide(self, sequence: int) -> tuple[int, int]:
+        """Training and validation blocks."""
+        blocks = max(0, self.num_tokens - 1) // sequence
+        validation = max(1, round(blocks * self.val_fraction)) if self.val_fraction else 0
+        return blocks - min(validation, blocks), min(validation, blocks)
+
+    def fits(self, sequence: int) -> bool:
+        train, validation = self.divide(sequence)
+        return train >= self.need_train and validation >= self.need_validation
+
+    def explain(self, sequence: int, share: str) -> str:
+        """What there is too little of."""
+        train, validation = self.divide(sequence)
+        if not train + validation:
+            return (
+                f"{max(self.num_tokens, 0)} tokens, but one sequence with its targets takes "
+                f"model.sequence + 1 = {sequence + 1}."
+            )
+        if train < self.need_train:
+            return (
+                f"{train} training sequences of {sequence} tokens, but one step takes "
+                f"{self.need_train} {share}."
+            )
+        return (
+            f"{validation} validation sequences of {sequence} tokens (data.val_fraction="
+            f"{self.val_fraction} of {train + validation}), but one batch takes "
+            f"{self.need_validation} {share}."
+        )
+
+    def advise(self, sequence: int) -> str:
+        """A value that does work, tried out before it is recommended."""
+        train, validation = self.divide(sequence)
+        if train >= self.need_train:
+            wanted = math.ceil(100 * self.need_validation / (train + validation)) / 100
+            if wanted < 1 and replace(self, val_fraction=wanted).fits(sequence):
+                return f"Try data.val_fraction={wanted}."
+        shorter = next((s for s in range(sequence - 1, 1, -1) if self.fits(s)), None)
+        if shorter is not None:
+            return f"Try model.sequence={shorter}, or a longer text."
+        return "Try a longer text, or data=stdlib."
+
+
+# -------------------------------------------------------------------------------------- text files
+#
+# Text files below a folder, in an order that depends on their names only.
+
+
+# Not the library itself: what was installed into it, and its tests with their odd encodings.
+_SKIPPED = frozenset(
+    {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
+)
+_SNIFFED_BYTES = 4096
+
+
+def stdlib_files() -> Iterator[Path]:
+    """The Python sources of the standard library of the running interpreter.
+
+    Raises:
+        DataError: This Python has no library folder with sources (a frozen or zipped one).
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    if not (folder / "os.py").is_file():
+        raise DataError(
+            f"data=stdlib: this Python has no sources in {folder}. "
+            "Try data=text data.path=/path/to/a/text/file."
+        )
+    return (file for file in _walk(folder, skipped=_SKIPPED) if file.suffix == ".py")
+
+
+def text_files(folder: Path) -> Iterator[Path]:
+    """All files below ``folder`` that are neither hidden nor binary.
+
+    A file counts as binary if its beginning holds a NUL byte. Links to folders are not followed.
+
+    Raises:
+        DataError: A folder or file that may not be read.
+    """
+    return (file for file in _walk(folder, skipped=frozenset()) if not _is_binary(file))
+
+
+def _walk(folder: Path, *, skipped: frozenset[str]) -> Iterator[Path]:
+    try:
+        with os.scandir(folder) as scanned:
+            entries = sorted(scanned, key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataError(_unreadable(folder, error)) from None
+    for entry in entries:
+        if entry.name.startswith(".") or entry.name in skipped:
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(Path(entry.path), skipped=skipped)
+        elif entry.is_file():
+            yield Path(entry.path)
+
+
+def _is_binary(file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            return b"\0" in stream.read(_SNIFFED_BYTES)
+    except OSError as error:
+        raise DataError(_unreadable(file, error)) from None
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    return (
+        f"data.path: {path} cannot be read: {error.strerror}. "
+        f"Try `chmod -R u+rX {path}`, or another data.path."
+    )
+
+
+# -------------------------------------------------------------------------------------- vocabulary
+#
+# How many token ids a source can have, which decides a model's vocabulary.
+#
+# Free of torch, and of numpy for everything but token files: whoever simulates or plans asks this
+# question too.
+
+
+BYTE_VOCAB = 256
+_SCANNED_IDS = 1 << 24
+
+
+def vocab_size(source: TextSource) -> int:
+    """How many ids the tokens of ``source`` can have; the model's vocabulary must not be smaller.
+
+    For a file of token ids, which does not say, it is the largest id in it plus one: a pass over
+    the part that is used, about a second per gigabyte.
+
+    Raises:
+        DataError: The tokenizer or the file cannot be read, or the file holds no id.
+    """
+    if source.kind == "tokens":
+        return _largest_id(source) + 1
+    if source.tokenizer is None:
+        return BYTE_VOCAB
+    size: int = load_tokenizer(source.tokenizer).get_vocab_size(with_added_tokens=True)
+    return size
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer in a ``tokenizer.json``.
+
+    Raises:
+        DataError: No such file, or not a tokenizer.
+    """
+    from tokenizers import Tokenizer  # not needed for bytes
+
+    path = check_file("data.tokenizer", name)
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(
+            f"data.tokenizer={name} is no tokenizer.json of the tokenizers library: "
+            f"{str(error)[:200]}. Try data.tokenizer=null for bytes."
+        ) from None
+
+
+def _largest_id(source: TextSource) -> int:
+    from launcher.workloads.data.tokens import memory_map  # brings numpy
+
+    ids = memory_map(source)
+    if not len(ids):
+        raise DataError(f"{source.label} holds no token id. Try another data.path.")
+    # In parts, so that no more than one of them is in memory at a time.
+    starts = range(0, len(ids), _SCANNED_IDS)
+    return max(int(ids[start : start + _SCANNED_IDS].max()) for start in starts)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from launcher.workloads.data.source import TextSource, source_files
-from launcher.workloads.data.token_file import Tokens, memory_map
-from launcher.workloads.data.vocabulary import load_tokenizer
+from launcher.workloads.data.source import TextSource, check_file, load_tokenizer, source_files
 from strategies.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
 
 # Text files hold no NUL byte, so it can part documents without a 257th token.
 SEPARATOR = b"\0"
@@ -85,3 +86,57 @@ def _pieces(text: str) -> list[str]:
         pieces.append(text[start:cut])
         start = cut
     return pieces
+
+
+# ------------------------------------------------------------------------------------------ prompt
+#
+# Text to token ids and back, for prompts and what follows them.
+
+
+def encode(source: TextSource, text: str) -> list[int]:
+    """Token ids of a text, as the source's own text is encoded.
+
+    Raises:
+        DataError: The source is a file of ids, which has no text.
+    """
+    if source.kind == "tokens":
+        raise DataError(
+            "data=tokens holds ids, so generate.prompt cannot be encoded. "
+            "Try data=text data.tokenizer=/path/to/tokenizer.json."
+        )
+    if source.tokenizer is None:
+        return list(text.encode())
+    ids: list[int] = load_tokenizer(source.tokenizer).encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def decode(source: TextSource, ids: Sequence[int]) -> str:
+    """Text of token ids; bytes that are no UTF-8 become replacement characters."""
+    if source.tokenizer is None:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+    text: str = load_tokenizer(source.tokenizer).decode(list(ids))
+    return text
+
+
+# -------------------------------------------------------------------------------------- token file
+#
+# A file of token ids, mapped into memory. Free of torch.
+
+
+Tokens = npt.NDArray[np.unsignedinteger]
+
+
+def memory_map(source: TextSource) -> Tokens:
+    """The ids of a ``tokens`` source, read from the disk only where they are used.
+
+    Raises:
+        DataError: The file is missing or cannot be read.
+    """
+    assert source.path is not None
+    path = check_file("data.path", source.path)
+    dtype = np.dtype(source.dtype).newbyteorder("<")
+    size = path.stat().st_size
+    count = min(size, source.max_bytes or size) // dtype.itemsize
+    if not count:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))

@@ -8,16 +8,17 @@ and, for batches that have one, the attention mask ``[batch, sequence]`` as it c
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from launcher.workloads.hf.shell import Shell
-from launcher.workloads.hf.skeleton import Skeleton
-from launcher.workloads.hf.standins import Call
+from launcher.workloads.hf.hf_shape import EMBEDDING, HEAD, NETWORK, HfShape
+from launcher.workloads.hf.skeleton import Call, Shell, Skeleton
+from strategies.errors import ModelError
+from strategies.models.tensor_parallel.sharding import Column, Row, Style, Vocabulary, read_style
 
 _KNOWN_SHAPES = 4  # training and validation, each with a short last microbatch
 
@@ -157,3 +158,102 @@ def _blank(like: Tensor) -> Tensor:
 
 def _without_stream(call: Call) -> Call:
     return Call(call.hidden.new_empty(()), call.positional, call.args, call.kwargs)
+
+
+# ----------------------------------------------------------------------------------------- network
+#
+# All units of a Hugging Face model in one module, as ``transformer.Transformer`` is for ours.
+
+
+class HfNetwork(nn.Module):
+    """Embedding, layers and head of a skeleton, on the meta device."""
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        super().__init__()
+        arguments = LayerArguments(skeleton)
+        self.embedding = EmbeddingPart(skeleton)
+        self.layers = nn.ModuleList(
+            LayerPart(skeleton, index, arguments) for index in range(len(skeleton.layers))
+        )
+        self.head = HeadPart(skeleton)
+        self._tied: Mapping[str, str] = dict(skeleton.tied)
+        self.tie()
+        self.train()  # as any new module; the skeleton's parts are not
+
+    def named_units(self) -> Iterator[tuple[str, nn.Module]]:
+        """The units in execution order with their names inside this module."""
+        yield "embedding", self.embedding
+        for index, layer in enumerate(self.layers):
+            yield f"layers.{index}", layer
+        yield "head", self.head
+
+    def tie(self) -> None:
+        """Makes parameters that the library ties one, where both ends are here and alike.
+
+        A cut puts other modules in the places of units that live elsewhere; and while only one end
+        has its weights, they stay two.
+        """
+        if not self._tied:
+            return
+        owners: dict[str, nn.Module] = {}
+        for unit in (self.embedding, self.head):
+            if isinstance(unit, Part):
+                for name, _ in unit.named_parameters(remove_duplicate=False):
+                    owners[name] = unit
+        for target, source in self._tied.items():
+            if target in owners and source in owners:
+                first = owners[source].get_parameter(source)
+                last = owners[target].get_parameter(target)
+                if first is not last and first.is_meta == last.is_meta:
+                    path, _, leaf = target.rpartition(".")
+                    setattr(owners[target].get_submodule(path), leaf, first)
+
+    def forward(self, tokens: Tensor, *mask: Tensor) -> Tensor:
+        """Token ids ``[batch, sequence]`` to logits ``[batch, sequence, vocab]``."""
+        tensors: tuple[Any, ...] = (tokens, *mask)
+        for _, unit in self.named_units():
+            result = unit(*tensors)
+            tensors = result if isinstance(result, tuple) else (result,)
+        logits: Tensor = tensors[0]
+        return logits
+
+
+# ------------------------------------------------------------------------------------- tensor plan
+#
+# How layers of the transformers library are cut over tensor-parallel ranks: by its own plans.
+
+
+_LISTED = "layers.*."
+
+
+def library_plan(skeleton: Skeleton, shape: HfShape) -> dict[str, Style]:
+    """Module names of ``HfLanguageModel`` to styles; embedding and head are cut by token ids.
+
+    Raises:
+        ModelError: The library has no plan for this architecture, or one that is not known here.
+    """
+    config: Any = skeleton.model.config.get_text_config()
+    given = getattr(config, "base_model_tp_plan", None)
+    own = {key: word for key, word in (given or {}).items() if key.startswith(_LISTED)}
+    if not own:
+        raise ModelError(
+            f"model.path={shape.folder}: the transformers library has no tensor-parallel plan for "
+            f"model_type={shape.model_type}. Try tp=1 and a larger pp."
+        )
+    head = getattr(config, "head_dim", None) or shape.hidden // config.num_attention_heads
+    layers = f"{NETWORK}layers.*.{skeleton.layers_path}.*."
+    plan: dict[str, Style] = {}
+    for key, word in own.items():
+        name = key.removeprefix(_LISTED)
+        style = read_style(key, word)
+        if "attn" in name and isinstance(style, Column | Row):
+            # Heads stay whole.
+            style = Column(head, style.gather) if isinstance(style, Column) else Row(head)
+        plan[layers + name] = style
+    ends = ((EMBEDDING, skeleton.embedding, nn.Embedding), (HEAD, skeleton.head, nn.Linear))
+    for unit, names, kind in ends:
+        for name in names:
+            part = skeleton.model.get_submodule(name)
+            if isinstance(part, kind) and part.weight.shape[0] == shape.vocab:
+                plan[f"{unit}.{name}"] = Vocabulary()
+    return plan

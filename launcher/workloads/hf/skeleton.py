@@ -7,17 +7,14 @@ of it and behind it by running the library's forward once (``probe``).
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from launcher.workloads.hf.check import require_transformers
-from launcher.workloads.hf.probe import probe
-from launcher.workloads.hf.shape import HfShape
-from launcher.workloads.hf.shell import Shell, put
+from launcher.workloads.hf.hf_shape import HfShape, require_transformers
 from strategies.errors import ModelError
 
 
@@ -117,3 +114,326 @@ def _layers_at(model: Any, path: str, shape: HfShape) -> tuple[nn.Module, ...]:
             f"Try model.layers_path={next(iter(lists), 'null')}."
         )
     return tuple(lists[path])
+
+
+# ------------------------------------------------------------------------------------------- probe
+#
+# Which modules with weights run before and after the layers of a model, found by running it once.
+#
+# And whether its layers are a chain: each is given the output of the one before, and otherwise only
+# what every stage can work out for itself.
+
+
+_ROWS, _TOKENS = 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a run has shown.
+
+    Attributes:
+        before: Names of the modules that run in front of the layers and have weights, or only act
+            in training (dropout).
+        after: The same behind them.
+        returns_tuple: Whether a layer's output is a tuple.
+    """
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    returns_tuple: bool
+
+
+class _NoChainError(Exception):
+    """Why the layers cannot be cut apart."""
+
+
+def probe(model: Any, layers: Sequence[nn.Module], path: str, folder: str) -> Order:
+    """Runs a few tokens through the model's own forward, without weights.
+
+    Args:
+        model: A ``PreTrainedModel`` on the meta device, its layers taken out.
+        layers: Them.
+        path: Where they were.
+        folder: For messages.
+
+    Raises:
+        ModelError: The model is no chain of layers.
+    """
+    reasons = []
+    for returns_tuple in (False, True):
+        shell = Shell(model, layers, path, {}, returns_tuple=returns_tuple)
+        try:
+            before, after = _order(shell, model, path)
+        except _NoChainError as reason:
+            reasons.append(str(reason))
+        except Exception as error:  # whatever a forward does when its parts are missing
+            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
+        else:
+            return Order(before, after, returns_tuple)
+    raise ModelError(
+        f"model.path={folder}: {type(model).__name__} cannot be cut between the layers of {path} "
+        f"({reasons[0]}). Try another list, model.layers_path=NAME, or a LightningModule in a "
+        "package of yours (entry points foldpipe.models), which may be cut anywhere."
+    )
+
+
+def _order(shell: Shell, model: Any, path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    vocab = int(model.get_input_embeddings().weight.shape[0])
+    ids = torch.arange(_ROWS * _TOKENS).view(_ROWS, _TOKENS) % vocab
+    before, after = _run(shell, input_ids=ids)
+    calls = [layer.call for layer in shell.layers]
+    # Later stages have neither token ids nor embeddings.
+    stream = torch.zeros(_ROWS, _TOKENS, shell.width, requires_grad=True)
+    _run(shell, inputs_embeds=stream)
+    for index, (layer, known) in enumerate(zip(shell.layers, calls, strict=True)):
+        assert layer.call is not None and known is not None
+        now, then = layer.call.tensors(), known.tensors()
+        wanted = next((name for name, value in now if value.requires_grad), None)
+        if wanted is None and [name for name, _ in now] != [name for name, _ in then]:
+            wanted = "other arguments"
+        for (name, one), (_, other) in zip(now, then, strict=False):
+            wanted = wanted or (None if torch.equal(one, other) else name)
+        if wanted is not None:
+            raise _NoChainError(f"layer {index} is given {wanted}, which depend on the tokens")
+    shell.forget()
+    kept = {name for name, module in sides(model, path).items() if _belongs_to_a_unit(module)}
+    return (
+        tuple(name for name in dict.fromkeys(before) if name in kept),
+        tuple(name for name in dict.fromkeys(after) if name in kept and name not in before),
+    )
+
+
+def _belongs_to_a_unit(module: nn.Module) -> bool:
+    """Weights do; of the others only those without constants, which are dropout and the like."""
+    weights = any(True for _ in module.parameters())
+    return weights or not any(True for _ in module.buffers())
+
+
+def _run(shell: Shell, **inputs: Tensor) -> tuple[list[str], list[str]]:
+    """Names of the modules that ran before the first and after the last layer."""
+    seen: list[str | int] = []
+    hooks = []
+    marked: list[tuple[str | int, nn.Module]] = [*shell.sides.items(), *enumerate(shell.layers)]
+    for mark, module in marked:
+        hooks.append(module.register_forward_pre_hook(lambda *_, mark=mark: seen.append(mark)))
+    # Each layer answers with a tensor of its own, by which the next one's input is recognised.
+    answers = [torch.zeros(_ROWS, _TOKENS, shell.width) for _ in shell.layers]
+    for layer, answer in zip(shell.layers, answers, strict=True):
+        layer.answer = answer
+    try:
+        shell.run(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    order = [mark for mark in seen if isinstance(mark, int)]
+    if order != list(range(len(shell.layers))):
+        raise _NoChainError(f"its {len(shell.layers)} layers are called in the order {order}")
+    first, last = seen.index(0), seen.index(len(shell.layers) - 1)
+    weighted = {n for n, m in shell.sides.items() if isinstance(m, WeightStandIn)}
+    between = [mark for mark in seen[first:last] if mark in weighted]
+    if between:
+        raise _NoChainError(f"{between[0]} runs between its layers")
+    for index in range(1, len(shell.layers)):
+        call = shell.layers[index].call
+        if call is None or call.hidden is not answers[index - 1]:
+            raise _NoChainError(f"layer {index} is not given the output of layer {index - 1}")
+    return [str(mark) for mark in seen[:first]], [str(mark) for mark in seen[last + 1 :]]
+
+
+# ------------------------------------------------------------------------------------------- shell
+#
+# A model's own forward, with stand-ins for whatever lives on other stages.
+
+
+class Shell:
+    """Runs ``model`` (a ``PreTrainedModel``) without its layers.
+
+    Args:
+        model: On the meta device; it is copied.
+        layers: The layers that were taken out of it.
+        path: Where they were.
+        live: Modules around the layers that a unit owns; they are shared, not copied.
+        returns_tuple: Whether a layer's output is a tuple.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[nn.Module],
+        path: str,
+        live: Mapping[str, nn.Module],
+        *,
+        returns_tuple: bool,
+    ) -> None:
+        copied = copy.deepcopy(model)
+        self.width = int(model.get_input_embeddings().weight.shape[-1])
+        self.sides = sides(copied, path)
+        for name, module in self.sides.items():
+            if name in live:
+                self.sides[name] = live[name]
+            elif any(True for _ in module.parameters()):
+                self.sides[name] = WeightStandIn(self.width)
+            else:
+                fill_constants(copied, module)
+            put(copied, name, self.sides[name])
+        self.layers = tuple(LayerStandIn(layer, returns_tuple=returns_tuple) for layer in layers)
+        put(copied, path, nn.ModuleList(self.layers))
+        steps = path.split(".")
+        self._around = [copied.get_submodule(".".join(steps[:end])) for end in range(len(steps))]
+        self._model = copied
+        self._live = live
+
+    def run(self, inputs: Mapping[str, Tensor | None], *, training: bool = False) -> Any:
+        """The forward's output; afterwards each layer's ``call`` is known.
+
+        Args:
+            inputs: As the model takes them, ``input_ids`` or ``inputs_embeds`` first.
+            training: Whether dropout outside of modules of its own acts.
+        """
+        for module in self._around:
+            module.training = training
+        first = next(value for value in inputs.values() if value is not None)
+        device = first.device
+        for name, module in self.sides.items():
+            if isinstance(module, WeightStandIn):
+                module.dtype = first.dtype if first.is_floating_point() else torch.float32
+            elif name not in self._live:
+                for part in module.modules():
+                    for key, buffer in part._buffers.items():
+                        if buffer is not None and buffer.device != device:
+                            part._buffers[key] = buffer.to(device)
+        return self._model(**inputs, use_cache=False)
+
+    def forget(self) -> None:
+        """Lets go of the tensors of the last run."""
+        for layer in self.layers:
+            layer.call = layer.answer = None
+
+
+def sides(model: nn.Module, path: str) -> dict[str, nn.Module]:
+    """All modules around the list of layers at ``path``, each as large as possible, by name."""
+    found: dict[str, nn.Module] = {}
+    node, prefix = model, ""
+    for step in path.split("."):
+        for name, child in node.named_children():
+            if name != step:
+                found[prefix + name] = child
+        node, prefix = node.get_submodule(step), f"{prefix}{step}."
+    return found
+
+
+def put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Replaces the module called ``name``."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def fill_constants(model: Any, module: nn.Module) -> None:
+    """Computes buffers (rotary frequencies) that building on the meta device has left empty."""
+    for part in module.modules():
+        empty = {k: b for k, b in part._buffers.items() if b is not None and b.is_meta}
+        if not empty:
+            continue
+        for name, buffer in empty.items():
+            kind = torch.float32 if buffer.is_floating_point() else buffer.dtype
+            part._buffers[name] = torch.empty_like(buffer, dtype=kind, device="cpu")
+        with torch.no_grad():
+            # The library's own contract: this is how it restores them after from_pretrained().
+            model._init_weights(part)
+        for name, buffer in empty.items():
+            filled = part._buffers[name]
+            assert filled is not None
+            part._buffers[name] = filled.to(buffer.dtype)
+
+
+# ---------------------------------------------------------------------------------------- standins
+#
+# What takes the place of modules that a stage does not have, inside transformers' own forward.
+#
+# A stage never repeats what the library does between layers (masks, positions, scalings): it runs
+# the library's forward with these in the places of layers and weights, and looks at what comes by.
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How the forward called one layer.
+
+    Attributes:
+        hidden: The residual stream that it was given.
+        positional: Whether that was the first argument, or ``hidden_states=``.
+        args: All further positional arguments.
+        kwargs: All keyword arguments but ``hidden_states``.
+    """
+
+    hidden: Tensor
+    positional: bool
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def on(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """The layer's output for another residual stream and the same arguments."""
+        if self.positional:
+            output = layer(hidden, *self.args, **self.kwargs)
+        else:
+            output = layer(*self.args, hidden_states=hidden, **self.kwargs)
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """All tensors but the residual stream, with a name for messages."""
+        found: list[tuple[str, Tensor]] = []
+        numbered = ((f"argument {i + 1}", value) for i, value in enumerate(self.args))
+        for name, value in (*numbered, *self.kwargs.items()):
+            for entry in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(entry, Tensor):
+                    found.append((name, entry))
+        return found
+
+
+class LayerStandIn(nn.Module):
+    """Stands for a decoder layer: remembers how it was called and hands its input on.
+
+    Args:
+        original: Its plain attributes are copied: some forwards ask a layer for its kind.
+        returns_tuple: Whether the layer's callers expect a tuple.
+    """
+
+    def __init__(self, original: nn.Module, *, returns_tuple: bool) -> None:
+        super().__init__()
+        for name, value in vars(original).items():
+            if isinstance(value, str | int | float) and name not in vars(self):
+                setattr(self, name, value)
+        self._returns_tuple = returns_tuple
+        self.call: Call | None = None
+        self.answer: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The answer that was put in, else the residual stream as it came."""
+        positional = "hidden_states" not in kwargs
+        rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        hidden = args[0] if positional else kwargs["hidden_states"]
+        self.call = Call(hidden, positional, args[1:] if positional else args, rest)
+        answer = hidden if self.answer is None else self.answer
+        return (answer, None) if self._returns_tuple else answer
+
+
+class WeightStandIn(nn.Module):
+    """Stands for an embedding, norm or projection: the right shape, and no weights.
+
+    Args:
+        width: Of the residual stream.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._width = width
+        self.dtype = torch.float32
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Vectors as they are; zeros of ``dtype`` for ids and positions, once per element."""
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if given and given[0].is_floating_point() and given[0].dim() >= 3:
+            return given[0]
+        ids = bool(given) and given[0].dtype in (torch.int32, torch.int64)
+        zero = torch.zeros((), dtype=self.dtype, device=given[0].device if given else None)
+        return zero.expand(*given[0].shape, self._width) if ids else zero

@@ -14,12 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from launcher.workloads.hf.match import match_tensors
 from launcher.workloads.hf.parts import Part
-from launcher.workloads.hf.shell import fill_constants
-from launcher.workloads.hf.skeleton import Skeleton
-from launcher.workloads.hf.stored import Stored, stored_tensors
-from launcher.workloads.seeds import derived_seed
+from launcher.workloads.hf.skeleton import Skeleton, fill_constants
+from launcher.workloads.hf.stored import Stored, match_tensors, stored_tensors
+from launcher.workloads.initialisation import derived_seed
 from strategies.errors import ModelError
 
 

@@ -16,8 +16,7 @@ from random import Random
 
 from strategies.costs.table import CostTable
 from strategies.ir.instruction import BACKWARD_KINDS, Instruction, Kind
-from strategies.ir.program import Program
-from strategies.ir.recomputed import recomputed_pairs
+from strategies.ir.program import Program, recomputed_pairs
 
 # Instructions whose times are computed in all, about a tenth of a second's worth.
 _BUDGET = 500_000

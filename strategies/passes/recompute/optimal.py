@@ -10,24 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain as joined
 from itertools import count, pairwise
 from typing import NamedTuple
 
-from strategies.bounds import lower_bound
+from strategies.analysis.bounds import lower_bound, memory_bound
 from strategies.costs.table import CostTable
 from strategies.errors import PlanError
-from strategies.ir.instruction import Instruction, Kind
-from strategies.ir.program import Program, chain
-from strategies.ir.recomputed import recomputed_pairs
+from strategies.ir.instruction import BACKWARD_KINDS, Instruction, Kind
+from strategies.ir.program import Program, chain, recomputed_pairs
 from strategies.ir.verify import verify
-from strategies.memory_bound import memory_bound
-from strategies.passes.recompute.capped_walk import Order, R, Work
+from strategies.passes.recompute.capped_walk import Order, R, Work, best_orders
 from strategies.passes.recompute.critical_moves import improve, is_short
-from strategies.passes.recompute.kept_intervals import keep_what_fits, weights_at_once
 from strategies.passes.recompute.list_clock import ListClock
-from strategies.passes.recompute.pace_search import best_orders
-from strategies.passes.recompute.sibling_orders import sibling_orders
-from strategies.schedules.lanes import F, I, Lanes, W, lanes_of
+from strategies.schedules import SCHEDULES, Schedule
+from strategies.schedules.search.lanes import F, I, Lanes, W, lanes_of
 
 # Generated orders that small moves start from, and how often what they have found starts again.
 _GENERATED = 2
@@ -214,3 +211,165 @@ def _rows(lanes: Lanes, order: Order) -> tuple[tuple[Instruction, ...], ...]:
             before = (kind, lane, index)
         rows.append(tuple(items))
     return tuple(rows)
+
+
+# ---------------------------------------------------------------------------------- kept intervals
+#
+# Chooses what is recomputed in a given order: as little as a limit on full activations allows.
+#
+# On a rank, a pair that keeps its activation occupies a place from its F to its B (or W), one that
+# is recomputed only from its R, which stands right before its B or I. Going through the list,
+# whenever there are too many, the pair whose backward comes last gives its place up: for pairs of
+# equal size that keeps as many as can be kept.
+
+
+Pair = tuple[int, int | None]
+
+
+def keep_what_fits(program: Program, room: tuple[int, ...]) -> Program | None:
+    """The program with an R before the backwards of those pairs that find no place.
+
+    Args:
+        program: Compute only: no messages, no updates, no R.
+        room: Per rank, full activations that it may hold, in (stage, microbatch) pairs.
+
+    Returns:
+        None where no choice fits: the order has more backwards under way than there is room for.
+    """
+    rows = []
+    for row, places in zip(program.ranks, room, strict=True):
+        again = _given_up(row, places)
+        if again is None:
+            return None
+        rows.append(_with_recompute(row, again))
+    return program.with_ranks(tuple(rows))
+
+
+def weights_at_once(program: Program) -> Program:
+    """Each W right behind its I, where it holds least."""
+    rows = []
+    for row in program.ranks:
+        items: list[Instruction] = []
+        for item in row:
+            if item.kind is not Kind.W:
+                items.append(item)
+            for part in item.parts:
+                if part.kind is Kind.I:
+                    items.append(Instruction(Kind.W, part.stage, part.microbatch))
+        rows.append(tuple(items))
+    return program.with_ranks(tuple(rows))
+
+
+def _given_up(row: tuple[Instruction, ...], places: int) -> set[Pair] | None:
+    backward = {_pair(p): i for i, item in enumerate(row) for p in item.parts if _backward(p)}
+    split = {_pair(part) for item in row for part in item.parts if part.kind is Kind.I}
+    again: set[Pair] = set()
+    kept: set[Pair] = set()
+    under_way: set[Pair] = set()
+    for place, item in enumerate(row):
+        for part in item.parts:
+            pair = _pair(part)
+            if part.kind is Kind.F:
+                kept.add(pair)
+            elif _backward(part):
+                under_way.add(pair)
+                kept.discard(pair)
+        while len(kept) + len(under_way) > places:
+            waiting = [pair for pair in kept if backward[pair] > place]
+            if not waiting:
+                return None
+            last = max(waiting, key=backward.__getitem__)
+            kept.remove(last)
+            again.add(last)
+        for part in item.parts:
+            done = part.kind is Kind.W or (_backward(part) and _pair(part) not in split)
+            if done:
+                under_way.discard(_pair(part))
+    return again
+
+
+def _with_recompute(row: tuple[Instruction, ...], again: set[Pair]) -> tuple[Instruction, ...]:
+    result: list[Instruction] = []
+    for item in row:
+        result += [
+            Instruction(Kind.R, part.stage, part.microbatch)
+            for part in item.parts
+            if _backward(part) and _pair(part) in again
+        ]
+        result.append(item)
+    return tuple(result)
+
+
+def _pair(part: Instruction) -> Pair:
+    return part.stage, part.microbatch
+
+
+def _backward(part: Instruction) -> bool:
+    return part.kind in BACKWARD_KINDS
+
+
+# ---------------------------------------------------------------------------------- sibling orders
+#
+# Orders of other schedules on the same placement: starts for what recomputes under a limit.
+#
+# A schedule that holds little by itself (v_min, v_half) needs less recomputation under a small
+# limit than one that is faster without any, and its regular order is one that small moves do not
+# find.
+
+
+# Of long programs: the order that holds least of all.
+_LEAN = ("v_min",)
+_ALL = (
+    *_LEAN, "v_half", "zb_v", "zb_h1", "zb_h2", "interleaved_zb", "hanayo", "gpipe", "1f1b",
+    "eager_1f1b", "interleaved_1f1b", "looped_bfs", "foldx_fifo", "foldx_aiao", "chimera",
+)  # fmt: skip
+
+
+def sibling_orders(program: Program, *, every: bool) -> list[Program]:
+    """Other schedules' orders of the same stages, microbatches and kinds of backwards.
+
+    Orders made for costs are taken as they are for equal ones, which are quickly made.
+
+    Args:
+        program: Compute only: F and B, or F, I and W.
+        every: Whether all schedules are asked, or only those that are there for memory.
+    """
+    kinds = {part.kind for row in program.ranks for item in row for part in item.parts}
+    found: dict[tuple[tuple[Instruction, ...], ...], Program] = {}
+    for name in _ALL if every else _LEAN:
+        schedule = SCHEDULES.get(name)
+        if schedule is None or name == program.schedule:
+            continue
+        rows = _sibling_rows(schedule, program)
+        if rows is None or rows == program.ranks or rows in found:
+            continue
+        if {part.kind for item in joined(*rows) for part in item.parts} == kinds:
+            found[rows] = program.with_ranks(rows)
+    return list(found.values())
+
+
+def _sibling_rows(
+    schedule: Schedule, program: Program
+) -> tuple[tuple[Instruction, ...], ...] | None:
+    """The schedule's lists; None where it has other stages or rules against the numbers."""
+    placement = program.placement
+    splits = any(item.kind is Kind.W for row in program.ranks for item in row)
+    stages = placement.num_stages // placement.num_ranks
+    if placement.weight_copies > 1:
+        stages = schedule.stages_per_rank
+    if schedule.virtual_stages and stages == 1:
+        return None  # Of one stage per rank, orders made for several are others' orders.
+    if schedule.splits_backward != splits or schedule.weight_copies != placement.weight_copies:
+        return None
+    try:
+        shape = schedule.resolve(
+            pp=placement.num_ranks,
+            num_microbatches=program.num_microbatches,
+            stages_per_rank=stages,
+            group=None,
+        )
+        if schedule.place(shape) != placement:
+            return None
+        return tuple(tuple(row) for row in schedule.order(shape))
+    except PlanError:
+        return None

@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from strategies.errors import CheckpointError
 from strategies.runtime.storage.commit import VALUES, tree_file
-from strategies.runtime.storage.part import join, tensors_for
-from strategies.runtime.storage.piece import Piece, as_piece, like
-from strategies.runtime.storage.planners import PieceLoadPlanner
+from strategies.runtime.storage.dcp_planners import PieceLoadPlanner
+from strategies.runtime.storage.part import Piece, as_piece, join, like, tensors_for
 from strategies.runtime.storage.tensor_files import TensorReader
 
 _MODEL = "model:"

@@ -8,16 +8,21 @@ rank 3 knows the meaning of, such as the state of its generators). Tensors insid
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from strategies.errors import CheckpointError
-from strategies.runtime.storage.piece import Piece, as_piece
-from strategies.runtime.tree_io import flatten, unflatten
 
 _STATE = "state_dict"
 _OPTIMIZERS = "optimizer_states"
@@ -174,3 +179,191 @@ def join(
             _, index, key = kind.split(".", 2)
             part[_OPTIMIZERS][int(index)]["state"].setdefault(owner, {})[key] = item
     return part
+
+
+# ------------------------------------------------------------------------------------------- piece
+#
+# A box of a tensor: what one process holds, writes or wants of it.
+#
+# The unit in which checkpoints are written and read. A whole tensor, a tensor-parallel shard and a
+# share of a sharded optimizer are all boxes, so a checkpoint of any layout loads into any other.
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of one tensor.
+
+    Attributes:
+        tensor: Its values, local and plain.
+        global_shape: Shape of the whole tensor.
+        offsets: Where the box begins, an index per dimension.
+        holders: Global ranks that all hold this same box and that all say so with the same tuple;
+            one of them writes it. None: this process writes it.
+    """
+
+    tensor: Tensor
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    holders: tuple[int, ...] | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Extent of the box per dimension."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes on disk."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """The box in the words of torch.distributed.checkpoint."""
+        return ChunkStorageMetadata(
+            offsets=torch.Size(self.offsets), sizes=torch.Size(self.tensor.shape)
+        )
+
+
+def as_piece(value: Tensor | Piece, holders: tuple[int, ...] | None = None) -> Piece:
+    """What this process holds of a tensor: all of a plain one, its shard of a DTensor.
+
+    Args:
+        value: A piece stays as it is.
+        holders: See ``Piece``; for tensors only.
+    """
+    if isinstance(value, Piece):
+        return value
+    if isinstance(value, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(
+            value.shape, value.device_mesh, value.placements
+        )
+        local = value.to_local().detach()
+        return Piece(local, tuple(value.shape), tuple(offsets), holders)
+    return Piece(value.detach(), tuple(value.shape), (0,) * value.dim(), holders)
+
+
+def like(value: Tensor, local: Tensor) -> Tensor:
+    """``local`` in the form of ``value``: a DTensor if that is one."""
+    if isinstance(value, DTensor):
+        return DTensor.from_local(
+            local,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    return local
+
+
+def own_share(pieces: Mapping[str, Piece], rank: int) -> dict[str, Piece]:
+    """Those of its pieces that a rank writes, so that all holders write about equally much.
+
+    Without a message: all holders of a box hold the same boxes, so all find the same answer. The
+    largest goes first, to whoever has least.
+
+    >>> def piece(size):
+    ...     return Piece(torch.zeros(size), (size,), (0,), holders=(4, 5))
+    >>> held = {"a": piece(5), "b": piece(3), "c": piece(2)}
+    >>> sorted(own_share(held, 4)), sorted(own_share(held, 5))
+    (['a'], ['b', 'c'])
+    """
+    load: dict[tuple[int, ...], dict[int, int]] = {}
+    mine: set[str] = set()
+    for name in sorted(pieces, key=lambda name: (-pieces[name].num_bytes, name)):
+        holders = pieces[name].holders
+        if holders is None:
+            mine.add(name)
+            continue
+        loads = load.setdefault(holders, dict.fromkeys(holders, 0))
+        writer = min(holders, key=lambda holder: (loads[holder], holder))
+        loads[writer] += pieces[name].num_bytes
+        if writer == rank:
+            mine.add(name)
+    return {name: piece for name, piece in pieces.items() if name in mine and _holds(piece)}
+
+
+def _holds(piece: Piece) -> bool:
+    """An uneven shard may be empty; an empty tensor is still written."""
+    return piece.tensor.numel() > 0 or 0 in piece.global_shape
+
+
+# ----------------------------------------------------------------------------------------- tree io
+#
+# Nested state as tensors and JSON: nothing in a checkpoint is ever unpickled.
+#
+# Tensors go into a flat mapping under numbered keys; the tree around them is JSON in which a tagged
+# object stands for what JSON lacks (tensors, tuples, dicts with keys that are no strings).
+
+
+_TAG = "__kind__"
+
+
+def flatten(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Splits nested state into a JSON-ready tree and its tensors.
+
+    Raises:
+        CheckpointError: The state holds an object that is neither plain data nor a tensor.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _encode(tree, tensors, "checkpoint"), tensors
+
+
+def unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of ``flatten``; tensors that are not in the mapping become None."""
+    if isinstance(tree, list):
+        return [unflatten(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    kind = tree.get(_TAG)
+    if kind is None:
+        return {key: unflatten(value, tensors) for key, value in tree.items()}
+    value = tree["value"]
+    if kind == "tensor":
+        return tensors.get(value)
+    if kind == "float":
+        return float(value)
+    if kind == "tuple":
+        return tuple(unflatten(item, tensors) for item in value)
+    if kind == "bytes":
+        return bytes.fromhex(value)
+    if kind == "dict":
+        return {unflatten(k, tensors): unflatten(v, tensors) for k, v in value}
+    raise CheckpointError(f"the checkpoint holds an unknown kind of value: {kind!r}.")
+
+
+def _encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+    if isinstance(value, Tensor):
+        key = f"t{len(tensors)}"
+        tensors[key] = value.detach()
+        return {_TAG: "tensor", "value": key}
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, bytes):
+        return {_TAG: "bytes", "value": value.hex()}
+    if isinstance(value, tuple):
+        items = [_encode(item, tensors, f"{path}[{i}]") for i, item in enumerate(value)]
+        return {_TAG: "tuple", "value": items}
+    if isinstance(value, list):
+        return [_encode(item, tensors, f"{path}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and _TAG not in value:
+            return {key: _encode(item, tensors, f"{path}.{key}") for key, item in value.items()}
+        pairs = [
+            [_encode(k, tensors, path), _encode(v, tensors, f"{path}.{k}")]
+            for k, v in value.items()
+        ]
+        return {_TAG: "dict", "value": pairs}
+    if isinstance(value, np.generic):
+        return _encode(value.item(), tensors, path)
+    if isinstance(value, torch.dtype):
+        return str(value)
+    raise CheckpointError(
+        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold: only tensors, "
+        "numbers, text, lists and dicts are written (nothing is ever unpickled). Return plain data "
+        "from on_save_checkpoint() or state_dict()."
+    )

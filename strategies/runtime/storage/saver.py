@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from strategies.errors import CheckpointError
-from strategies.runtime.storage.commit import Job, remove, write_checkpoint
-from strategies.runtime.storage.exchange import Exchange
-from strategies.runtime.storage.host_copy import HostCopy
-from strategies.runtime.storage.part import Part
-from strategies.runtime.storage.piece import own_share
+from strategies.runtime.storage.commit import Exchange, Job, remove, write_checkpoint
+from strategies.runtime.storage.part import Part, Piece, own_share
 
 
 class Saver:
@@ -134,3 +134,37 @@ class Saver:
             raise CheckpointError(
                 f"a checkpoint was not written, probably since another rank failed: {problem}"
             ) from problem
+
+
+# --------------------------------------------------------------------------------------- host copy
+#
+# A copy of pieces in host memory, so that training may go on while they are written.
+
+
+class HostCopy:
+    """Buffers that are kept from one copy to the next: fresh memory costs more than the copy.
+
+    Takes as much host memory as this rank writes; pinned where the pieces are on a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def of(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+        """The pieces as they are now; valid until the next call."""
+        known, self._buffers = self._buffers, {}
+        copies = {}
+        devices = set()
+        for name, piece in pieces.items():
+            source = piece.tensor
+            buffer = known.pop(name, None)
+            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            buffer.copy_(source, non_blocking=True)
+            if source.is_cuda:
+                devices.add(source.device)
+            self._buffers[name] = buffer
+            copies[name] = replace(piece, tensor=buffer)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return copies

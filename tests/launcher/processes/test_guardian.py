@@ -13,12 +13,12 @@ from pathlib import Path
 from launcher.processes.failure import read_failure
 from tests.launcher.runs import REPOSITORY, within
 
-# What launcher.processes.slurm_rank does, with a rank that takes no time to start.
+# What launcher.rank.slurm_rank does, with a rank that takes no time to start.
 RANK = """
 import os, sys, time, json
 from pathlib import Path
 from launcher.processes.guardian import fork_under_guard
-from launcher.processes.pages import own_heartbeat
+from launcher.processes.watchdog import own_heartbeat
 from launcher.processes.preempted import StopRequest
 import signal
 request = StopRequest()

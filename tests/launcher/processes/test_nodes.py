@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from launcher.config import LaunchConfig, from_dict
-from launcher.processes.node_commands import node_commands
-from launcher.processes.nodes import Nodes, asked_world, plan_nodes
+from launcher.processes.nodes import Nodes, asked_world, node_commands, plan_nodes
 from strategies.errors import PlanError
-from strategies.runtime.mesh import Coordinates
+from strategies.runtime.messages.mesh import Coordinates
 
 
 def config(cluster: dict[str, object], **top: object) -> LaunchConfig:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from launcher.processes.outcome import OUTCOME, take_outcome, write_outcome
-from launcher.processes.preempted import PreemptedError
+from launcher.processes.failure import Failure, RankFailedError
+from launcher.processes.local import OUTCOME, take_outcome, write_outcome
+from launcher.processes.preempted import PreemptedError, Restarts
 
 PROBE = """
 import os, signal, sys
@@ -63,3 +65,83 @@ def test_an_outcome_is_read_once(tmp_path):
     assert take_outcome(tmp_path) == {"steps": 4}
     with pytest.raises(FileNotFoundError):
         take_outcome(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------- restarts
+#
+# When ranks are started again, from where, and when that makes no sense.
+
+
+def failure(step: int, *, code: int = -9, rank: int = 1) -> Failure:
+    doing = f"at step {step} in F mb=0 of stage 1"
+    return Failure(rank, "host", 0.0, "SIGKILL", "ended by SIGKILL\nmore", code, doing, step)
+
+
+class Run:
+    """Attempts that fail as told, and checkpoints that appear as told."""
+
+    def __init__(self, most: int, failures: list[Failure], newest: list[Path | None]) -> None:
+        self._failures = failures
+        self.asked_to_stop = False
+        self.began: list[Path | None] = []
+        self.said: list[str] = []
+        found = iter(newest)
+        self.restarts = Restarts(most, lambda: next(found), self.said.append)
+
+    def __call__(self, checkpoint: Path | None) -> None:
+        self.began.append(checkpoint)
+        if self._failures:
+            found = self._failures.pop(0)
+            raise RankFailedError(
+                f"rank {found.rank} failed", found, asked_to_stop=self.asked_to_stop
+            )
+
+    def refusal(self) -> str:
+        with pytest.raises(RankFailedError) as caught:
+            self.restarts.run(self, None)
+        return str(caught.value)
+
+
+STEP_4, STEP_8 = Path("step-4.ckpt"), Path("step-8.ckpt")
+
+
+def test_a_failed_run_goes_on_with_the_newest_checkpoint_in_one_line_each():
+    run = Run(3, [failure(2), failure(6), failure(6)], [None, STEP_4, STEP_8])
+    run.restarts.run(run, None)
+    assert run.began == [None, None, STEP_4, STEP_8]
+    assert run.restarts.count == 3
+    assert run.said == [
+        "restart 1 of 3 from the beginning: rank 1 on host failed at step 2 in F mb=0 of stage 1: "
+        "SIGKILL: ended by SIGKILL",
+        "restart 2 of 3 from step-4.ckpt: rank 1 on host failed at step 6 in F mb=0 of stage 1: "
+        "SIGKILL: ended by SIGKILL",
+        "restart 3 of 3 from step-8.ckpt: rank 1 on host failed at step 6 in F mb=0 of stage 1: "
+        "SIGKILL: ended by SIGKILL",
+    ]
+
+
+def test_without_restarts_the_message_is_as_ever():
+    assert Run(0, [failure(2)], []).refusal() == "rank 1 failed"
+
+
+def test_used_up_restarts_are_named():
+    run = Run(1, [failure(2), failure(5)], [STEP_4])
+    assert run.refusal().endswith("\nNot restarted: trainer.max_restarts=1 are used up.")
+
+
+def test_the_same_failure_at_the_same_step_from_the_same_checkpoint_ends_the_run():
+    run = Run(9, [failure(6), failure(7), failure(7)], [STEP_4, STEP_4, STEP_4])
+    assert run.refusal().endswith("\nNot restarted: the same has happened twice at this step.")
+    assert run.began == [None, STEP_4, STEP_4]
+
+
+def test_what_a_user_has_to_change_is_not_tried_again():
+    run = Run(9, [failure(1, code=2)], [])
+    assert run.refusal().endswith("\nNot restarted: the same would happen again.")
+    assert run.began == [None]
+
+
+def test_a_run_that_was_asked_to_stop_is_not_started_again():
+    run = Run(9, [failure(6)], [])
+    run.asked_to_stop = True
+    assert run.refusal().endswith("\nNot restarted: a signal had asked for the end.")

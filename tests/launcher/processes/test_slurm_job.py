@@ -11,8 +11,8 @@ import pytest
 
 from launcher.processes import slurm_job
 from launcher.processes.failure import write_failure
-from launcher.processes.outcome import write_outcome
-from launcher.processes.slurm_rank import rank_environment
+from launcher.processes.local import write_outcome
+from launcher.rank.slurm_rank import rank_environment
 from strategies.errors import RunError
 from tests.launcher.runs import MODEL, launch, read_result
 

@@ -59,7 +59,7 @@ def test_one_task_is_one_rank_and_a_failing_one_ends_all():
     (line,) = [x for x in text.replace("\\\n", "").splitlines() if x.startswith("srun")]
     assert "--kill-on-bad-exit=1" in line
     assert "--distribution=block:block" in line
-    assert "-m launcher.processes.slurm_rank" in line
+    assert "-m launcher.rank.slurm_rank" in line
     assert f"python={sys.executable}\n" in text
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from launcher.__main__ import main
 from launcher.processes import torchrun
-from launcher.processes.outcome import write_outcome
+from launcher.processes.local import write_outcome
 from launcher.processes.preempted import PreemptedError
 from strategies.errors import ModelError
 from tests.launcher.runs import MODEL, read_result
@@ -78,9 +78,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 
 def job(monkeypatch: pytest.MonkeyPatch, run: Callable[[dict[str, Any], Path], None]) -> None:
-    module = types.ModuleType("launcher.jobs")
+    module = types.ModuleType("launcher.rank.jobs")
     module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "launcher.jobs", module)
+    monkeypatch.setitem(sys.modules, "launcher.rank.jobs", module)
 
 
 def lead(*words: str) -> tuple[int | str | None, str, str]:

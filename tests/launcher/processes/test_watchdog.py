@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from launcher.processes.pages import Pages, own_heartbeat
-from launcher.processes.watchdog import State, Watchdog, state_of
+from launcher.processes.watchdog import Pages, State, Watchdog, own_heartbeat, state_of
 from strategies.heartbeat import STATE, WAITING, Heartbeat, Phase
 
 F, RECV = 0, 1

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from launcher.report.ascii import draw, legend
 from strategies import UniformCosts, compile_program, simulate
+from strategies.analysis.timeline import Timeline
 from strategies.ir.instruction import MICROBATCH_KINDS
 from strategies.schedules import SCHEDULES
-from strategies.timeline import Timeline
 
 
 def timeline(schedule, pp, num_microbatches, stages_per_rank=None, **costs):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from launcher.compose.explain_word import quote_explain
-from launcher.report.plan_table import memory_bars, plan_table, refused, short_layers
+from launcher.compose.overrides import quote_explain
+from launcher.report.plan_table import memory_bars, plan_table, profile_table, refused, short_layers
+from tests.strategies.costs.test_profile_file import PROFILE
 
 GIB = 2**30
 PLAN = {
@@ -76,3 +79,11 @@ def test_reasons_and_the_nearest_miss_are_named():
 )
 def test_entries_with_an_equals_sign_are_quoted_for_hydra(word, expected):
     assert quote_explain([word]) == (expected,)
+
+
+def test_a_profile_is_a_block_per_microbatch_size_with_its_error():
+    (small, first), large = PROFILE.sizes
+    text = profile_table(replace(PROFILE, sizes=((small, replace(first, error=0.025)), large)))
+    assert "microbatches of 1: ms per unit, to 2.5 %, MiB per microbatch" in text
+    assert "microbatches of 4: ms per unit, MiB per microbatch" in text
+    assert sum(line.strip().startswith("any stage") for line in text.splitlines()) == 2

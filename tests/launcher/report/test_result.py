@@ -10,7 +10,7 @@ import pytest
 
 from launcher.report.result import metrics_mapping, versions, write_result
 from strategies import UniformCosts, compile_program, simulate
-from strategies.metrics import measure
+from strategies.analysis.metrics import measure
 
 COSTS = UniformCosts(grad_reduce=8)
 
@@ -132,7 +132,7 @@ def test_versions_are_read_without_importing_anything_heavy():
 import json, sys
 from launcher.report.result import versions
 import launcher.report.ascii, launcher.report.html, launcher.report.schedule_files
-import launcher.report.summary, launcher.report.trace
+import launcher.report.summary, launcher.report.perfetto
 found = versions()
 heavy = [n for n in ("torch", "lightning", "hydra", "omegaconf", "wandb") if n in sys.modules]
 print(json.dumps([found, heavy]))

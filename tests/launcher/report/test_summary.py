@@ -4,7 +4,7 @@ from textwrap import dedent
 from launcher.report.result import metrics_mapping
 from launcher.report.summary import print_summary, summary
 from strategies import UniformCosts, compile_program, simulate
-from strategies.metrics import measure
+from strategies.analysis.metrics import measure
 
 COSTS = UniformCosts(grad_reduce=8)
 RESULT = {

@@ -8,7 +8,7 @@ from launcher.workloads.data.module import TextDataModule
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer_options import OptimizerOptions
 from launcher.workloads.transformer_shape import TransformerShape, unit_specs
-from strategies.runtime.unit_model import UnitModel
+from strategies.models.unit_model import UnitModel
 
 SHAPE = TransformerShape(layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=256, sequence=16)
 TIED = TransformerShape(

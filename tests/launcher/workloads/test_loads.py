@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from launcher.workloads.loads import unit_loads
-from launcher.workloads.presets import PRESETS
+from launcher.config import from_dict
+from launcher.resolve import resolve
+from launcher.workloads.hf.hf_layer_steps import type_names
+from launcher.workloads.hf.hf_model import HfLanguageModel
+from launcher.workloads.language_model import LanguageModel
+from launcher.workloads.loads import selective_shares, unit_loads
+from launcher.workloads.registry import PRESETS
 from launcher.workloads.transformer_shape import unit_specs
 from strategies.costs.analytic import sum_loads
+from strategies.errors import PlanError
+from strategies.models.nested import tensors as tensors_in
+from strategies.models.selective.region import Computed, Kept, Region, SelectiveLayer
+from strategies.plan import FAMILIES
+from tests.launcher.workloads.hf.test_hf_shape import CASES, cpu_attention_flops
+from tests.launcher.workloads.test_transformer_shape import LLAMA, SHAPES
+from tests.tiny_models import shape_of, write_model
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -29,3 +44,192 @@ def test_nothing_is_added_where_nothing_is_tied():
     loads = unit_loads(PRESETS["tiny"], 1, 1)
     cut = sum_loads(list(loads[:3])).parameters + sum_loads(list(loads[3:])).parameters
     assert cut == sum_loads(list(loads)).parameters
+
+
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@pytest.fixture
+def regions(monkeypatch):
+    """What selective layers keep while they run: regions, and what they hand to autograd."""
+    made = []
+
+    class Watched(Region):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.packed = []
+            made.append(self)
+
+        def pack(self, tensor):
+            self.packed.append(super().pack(tensor))
+            return self.packed[-1]
+
+    monkeypatch.setattr("strategies.models.selective.region.Region", Watched)
+    return made
+
+
+def held_by(region):
+    """Tensors that are there for the backward."""
+    for item in region.packed:
+        if isinstance(item, Kept):
+            yield from item.held_tensors()
+    for given in region._results.values():
+        yield from tensors_in(given.result)
+
+
+def storages(region, parameters):
+    return {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        // tensor.element_size()
+        for tensor in held_by(region)
+        if tensor.numel() > 1 and tensor.untyped_storage().data_ptr() not in parameters
+    }
+
+
+SUBSETS = [
+    frozenset(chosen) for size in range(5) for chosen in itertools.combinations(FAMILIES, size)
+]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, id=name, marks=[] if name == "llama with dropout" else pytest.mark.full)
+        for name, shape in SHAPES.items()
+    ],
+)
+def test_units_keep_what_the_runtime_keeps_whatever_is_recomputed(shape, regions):
+    model = LanguageModel(shape).train()
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    tensors = model.pipeline_inputs(
+        {name: torch.zeros(1, shape.sequence, dtype=torch.int64) for name in ("tokens", "targets")}
+    )
+    loss = shape.sequence * (shape.vocab + 1)
+    units = [unit for _, unit in model.pipeline_units()]
+    for index, unit in enumerate(units):
+        for families in SUBSETS:
+            names = ((type(unit).__name__, tuple(families)),)
+            share = selective_shares(shape, 1, layers=names)[index]
+            result = SelectiveLayer(unit, families).run(unit, tensors, {})
+            found = storages(regions[-1], parameters)
+            wanted = share.saved_elements - (loss if index == len(units) - 1 else 0)
+            assert sum(found.values()) == wanted, (type(unit).__name__, sorted(families))
+        tensors = (result,)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=[] if name == "qwen3" else pytest.mark.full)
+        for name in ("qwen3", "llama", "llama with biases", "gpt2", "gpt2 with dropout")
+    ],
+)
+def test_layers_of_the_library_keep_what_the_runtime_keeps(case, regions, tmp_path):
+    family, changes = CASES[case]
+    write_model(tmp_path, family, **changes)
+    shape = shape_of(tmp_path)
+    model = HfLanguageModel(shape).train()
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    tokens = torch.zeros(1, shape.sequence, dtype=torch.int64)
+    tensors = model.pipeline_inputs({"tokens": tokens, "targets": tokens})
+    units = [unit for _, unit in model.pipeline_units()]
+    for unit in units[:2]:  # what does not depend on a layer is made by then
+        tensors = (unit(*tensors),)
+    # Rotary tables belong to all layers of a rank.
+    shared = 2 * shape.sequence * shape.sizes.head_size if family != "gpt2" else 0
+    (name,) = type_names(shape)[1][1:]
+    for families in SUBSETS:
+        share = selective_shares(shape, 1, layers=((name, tuple(families)),))[1]
+        SelectiveLayer(units[2], families).run(units[2], tensors, {})
+        found = storages(regions[-1], parameters)
+        assert sum(found.values()) - shared == share.saved_elements, sorted(families)
+
+
+def test_products_that_run_again_are_those_of_the_runtime(regions):
+    """Counted by torch, up to the last tensor that is missing."""
+    shape = LLAMA
+    model = LanguageModel(shape).train()
+    tensors = (torch.randn(1, shape.sequence, shape.hidden, requires_grad=True),)
+    for name, unit in (("Attention", model.net.layers[0]["attention"]),
+                       ("Mlp", model.net.layers[0]["mlp"])):  # fmt: skip
+        for families in SUBSETS:
+            share = selective_shares(shape, 1, layers=((name, tuple(families)),))[
+                1 if name == "Attention" else 2
+            ]
+            SelectiveLayer(unit, families).run(unit, tensors, {})
+            region = regions[-1]
+            if not any(isinstance(item, Computed) for item in region.packed):
+                assert share.again_flops == 0
+                continue
+            with FlopCounterMode(
+                display=False, custom_mapping={CPU_ATTENTION: cpu_attention_flops}
+            ) as counter:
+                region.run_again()
+            assert counter.get_total_flops() == share.again_flops, (name, sorted(families))
+
+
+def test_ranks_share_what_their_matrices_give():
+    whole, shared = selective_shares(LLAMA, 1), selective_shares(LLAMA, 2)
+    stream = LLAMA.sequence * LLAMA.hidden
+    for one, two in zip(whole[1:-1], shared[1:-1], strict=True):
+        assert two.saved_elements - stream == (one.saved_elements - stream) // 2
+        assert two.again_flops == one.again_flops / 2
+    cut = selective_shares(LLAMA, 2, sequence_parallel=True)
+    assert cut[1].saved_elements == shared[1].saved_elements - stream // 2
+
+
+def test_a_prediction_trades_memory_for_the_attention_core():
+    def predicted(name):
+        config = {
+            "mode": "simulate", "pp": 2, "num_microbatches": 4,
+            "recompute": {"name": name}, "trainer": {"accelerator": "cpu"},
+        }  # fmt: skip
+        run = resolve(from_dict(config))
+        return run.costs.table(run.programs.train)
+
+    plain, selective = predicted("none"), predicted("selective")
+    assert plain.forward == selective.forward
+    assert plain.backward_weight == selective.backward_weight
+    for stage in range(2):
+        assert selective.activation_bytes[stage] < plain.activation_bytes[stage]
+        more = selective.backward[stage] - plain.backward[stage]
+        assert more == pytest.approx(selective.backward_input[stage] - plain.backward_input[stage])
+        assert 0 < more < plain.forward[stage]
+
+
+@pytest.mark.parametrize(
+    ("layers", "direction"),
+    [
+        (["Attention:none", "Mlp:none", "Head:none", "Embedding:none"], "nothing"),
+        (["Mlp:activation"], "more memory"),
+        (["Mlp:matmul+activation+norm"], "less memory"),
+    ],
+)
+def test_a_prediction_follows_what_is_recomputed(layers, direction):
+    def predicted(recompute):
+        config = {
+            "mode": "simulate", "pp": 2, "num_microbatches": 4, "recompute": recompute,
+            "trainer": {"accelerator": "cpu"},
+        }  # fmt: skip
+        run = resolve(from_dict(config))
+        return run.costs.table(run.programs.train)
+
+    default = predicted({"name": "selective"})
+    plain = predicted({"name": "none"})
+    asked = predicted({"name": "selective", "layers": layers})
+    if direction == "nothing":
+        assert asked.activation_bytes == plain.activation_bytes
+        assert asked.backward == plain.backward
+    elif direction == "more memory":
+        assert sum(asked.activation_bytes) > sum(default.activation_bytes)
+        assert asked.backward == default.backward  # norms are no products
+    else:
+        assert sum(asked.activation_bytes) < sum(default.activation_bytes)
+        assert sum(asked.backward) > sum(default.backward)
+        assert sum(asked.backward_input) > sum(default.backward_input)
+
+
+def test_a_type_that_the_model_lacks_is_refused_before_anything_starts():
+    config = {"mode": "validate", "recompute": {"name": "selective", "layers": ["Mpl:norm"]}}
+    with pytest.raises(PlanError, match=r"of the types Attention, Embedding, Head, Mlp\. Try"):
+        resolve(from_dict(config))

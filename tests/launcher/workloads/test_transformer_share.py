@@ -7,8 +7,8 @@ from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.model_share import model_shares
 from launcher.workloads.transformer_shape import TransformerShape, unit_specs
 from launcher.workloads.transformer_share import padded_vocab, unit_shares
-from strategies.runtime.unit_model import UnitModel
-from tests.strategies.runtime.tensor_parallel.fake_ranks import FakeRanks
+from strategies.models.unit_model import UnitModel
+from tests.strategies.models.tensor_parallel.fake_ranks import FakeRanks
 
 LLAMA = TransformerShape(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=61, sequence=24)
 GPT = TransformerShape(

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 from strategies import compile_program, simulate
+from strategies.analysis.memory import peak_bytes
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
-from strategies.costs.element_sizes import ElementSizes
-from strategies.costs.hardware import Hardware
+from strategies.costs.hardware import ElementSizes, Hardware
 from strategies.errors import CostError
 from strategies.ir.placement import bidirectional
-from strategies.memory import peak_bytes
 from tests.strategies.programs import written
 
 MACHINE = Hardware(

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from strategies.analysis.memory import peak_activations
 from strategies.ir import verify
 from strategies.ir.placement import bidirectional
 from strategies.ir.program import Boundary
-from strategies.memory import peak_activations
 from tests.strategies.programs import lines, refusal, written
 
 TWO_COPIES = """

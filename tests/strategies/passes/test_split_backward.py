@@ -5,16 +5,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from strategies import UniformCosts, simulate
+from strategies.analysis.memory import peak_activations
 from strategies.compiler import compile_compute
 from strategies.errors import ProgramError
 from strategies.ir import Kind, verify
 from strategies.ir.placement import bidirectional
 from strategies.lowering.send_recv import add_messages
-from strategies.memory import peak_activations
 from strategies.passes.split_backward import split_backward
 from strategies.plan import Plan
 from strategies.schedules import SCHEDULES, Durations
-from strategies.schedules.clock import makespan
+from strategies.schedules.search.weight_gaps import makespan
 from tests.strategies.programs import lines, plans, texts, written
 
 

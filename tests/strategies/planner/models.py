@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from strategies.costs.analytic import Load
-from strategies.costs.element_sizes import ElementSizes
-from strategies.costs.hardware import Hardware
+from strategies.costs.hardware import ElementSizes, Hardware
 from strategies.planner.problem import Machine, Problem
 
 MACHINE = Hardware(

@@ -4,11 +4,11 @@ from hypothesis import strategies as st
 
 from launcher.report.ascii import draw
 from strategies import UniformCosts, compile_program, simulate
+from strategies.analysis.memory import peak_activations
+from strategies.analysis.metrics import measure
 from strategies.compiler import compile_plan
 from strategies.errors import PlanError
 from strategies.ir.text import format_rows, parse_rows
-from strategies.memory import peak_activations
-from strategies.metrics import measure
 from strategies.plan import Plan
 from tests.strategies.programs import compute_texts, lines
 

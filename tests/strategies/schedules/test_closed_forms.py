@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies import UniformCosts, compile_program, simulate
-from strategies.metrics import measure
+from strategies.analysis.metrics import measure
 from tests.strategies.programs import ALL_SCHEDULES, legal_microbatches
 
 RATIOS = [(1.0, 1.0, 1.0), (1.0, 1.5, 1.5), (2.0, 2.0, 2.0)]

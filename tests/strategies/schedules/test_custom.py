@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 
 from launcher.report.schedule_files import compute_csv
 from strategies import UniformCosts, compile_program, simulate
+from strategies.analysis.memory import peak_activations
 from strategies.compiler import compile_plan, compile_short, schedule_of
 from strategies.errors import PipelineError, PlanError, ProgramError
 from strategies.ir.instruction import MICROBATCH_KINDS
 from strategies.ir.placement import Placement, bidirectional, loop, v
 from strategies.ir.text import format_rows
-from strategies.memory import peak_activations
-from strategies.plan import Plan
-from strategies.schedule_file import ScheduleFile, read_schedule_file
+from strategies.plan import Plan, ScheduleFile, read_schedule_file
 from strategies.schedules import SCHEDULES, find_schedule
 from strategies.schedules.custom import custom_schedule, from_file
 from tests.strategies.programs import compute_texts

@@ -3,13 +3,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies import UniformCosts, compile_program, simulate
+from strategies.analysis.memory import peak_activations
+from strategies.analysis.metrics import measure
 from strategies.compiler import compile_compute, compile_plan
 from strategies.errors import PlanError
 from strategies.ir.instruction import Kind
 from strategies.ir.placement import v
 from strategies.ir.text import format_rows, parse_rows
-from strategies.memory import peak_activations
-from strategies.metrics import measure
 from strategies.plan import Plan
 from tests.strategies.programs import compute_texts, texts
 from tests.strategies.schedules.dual import torchs_lists, without_pairs

@@ -6,7 +6,7 @@ F=1, B=2 per rank, 4 ranks, free messages, one bucket per stage, a whole reducti
 import pytest
 
 from strategies import UniformCosts, compile_program, simulate
-from strategies.memory import peak_activations
+from strategies.analysis.memory import peak_activations
 
 REDUCTIONS = (0, 8, 32)
 

@@ -4,9 +4,9 @@ import pytest
 
 from launcher.report.ascii import draw
 from strategies import UniformCosts, compile_program, simulate
+from strategies.analysis.memory import peak_activations
 from strategies.compiler import compile_plan
 from strategies.errors import PlanError
-from strategies.memory import peak_activations
 from strategies.plan import Plan
 from tests.strategies.programs import lines
 

@@ -2,9 +2,9 @@ import pytest
 
 from launcher.report.ascii import draw
 from strategies import UniformCosts, compile_program, simulate
+from strategies.analysis.memory import peak_activations
 from strategies.errors import PlanError
 from strategies.ir import Kind
-from strategies.memory import peak_activations
 from tests.strategies.programs import lines
 
 # What the published code runs, stage = rank + chunk * pp; REDUCE where it starts an all-reduce.

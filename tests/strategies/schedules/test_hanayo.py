@@ -4,13 +4,13 @@ from hypothesis import strategies as st
 
 from launcher.report.ascii import draw
 from strategies import UniformCosts, compile_program, simulate
+from strategies.analysis.memory import peak_activations
+from strategies.analysis.metrics import measure
 from strategies.errors import PlanError
 from strategies.ir.program import Program, chain
 from strategies.ir.verify import verify
-from strategies.memory import peak_activations
-from strategies.metrics import measure
 from strategies.schedules import SCHEDULES, Durations, Shape
-from strategies.schedules.clock import makespan
+from strategies.schedules.search.weight_gaps import makespan
 from tests.strategies.programs import compute_texts, lines
 
 

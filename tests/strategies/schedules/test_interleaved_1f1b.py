@@ -2,9 +2,9 @@ import pytest
 
 from launcher.report.ascii import draw
 from strategies import UniformCosts, compile_program, simulate
+from strategies.analysis.memory import peak_activations
+from strategies.analysis.metrics import measure
 from strategies.errors import PlanError
-from strategies.memory import peak_activations
-from strategies.metrics import measure
 from tests.strategies.programs import compute_texts, lines
 
 

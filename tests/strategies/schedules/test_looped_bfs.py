@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from launcher.report.ascii import draw
 from strategies import UniformCosts, compile_program, simulate
-from strategies.metrics import measure
+from strategies.analysis.metrics import measure
 from tests.strategies.programs import compute_texts, lines
 
 

@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 
 from launcher.report.ascii import draw
 from strategies import UniformCosts, compile_program, simulate
+from strategies.analysis.memory import peak_activations
+from strategies.analysis.metrics import measure
 from strategies.ir.placement import v
-from strategies.memory import peak_activations
-from strategies.metrics import measure
 from strategies.schedules.v_half import _regular
 from tests.strategies.programs import compute_texts, lines
 from tests.strategies.schedules.timed_orders import figures_of, rows_of, timed, uniform

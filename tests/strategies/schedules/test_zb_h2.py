@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from launcher.report.ascii import draw
 from strategies import UniformCosts, compile_program, simulate
-from strategies.memory import peak_activations
-from strategies.metrics import measure
+from strategies.analysis.memory import peak_activations
+from strategies.analysis.metrics import measure
 from strategies.simulator.engine import unroll
 from tests.strategies.programs import compute_texts, lines
 from tests.strategies.schedules.timed_orders import placement_of, rows_of, timed, uniform

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from launcher.report.ascii import draw
 from strategies import UniformCosts, compile_program, simulate
+from strategies.analysis.memory import peak_activations
+from strategies.analysis.metrics import measure
 from strategies.ir.placement import v
-from strategies.memory import peak_activations
-from strategies.metrics import measure
-from strategies.schedules.best_order import equal_durations
+from strategies.schedules.search.best_order import equal_durations
 from strategies.schedules.zb_v import _regular
 from strategies.simulator.engine import unroll
 from tests.strategies.programs import compute_texts, lines

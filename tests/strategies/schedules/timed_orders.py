@@ -7,19 +7,18 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from strategies import simulate
+from strategies.analysis.memory import peak_activations
+from strategies.analysis.metrics import Metrics, measure
+from strategies.analysis.timeline import Timeline
 from strategies.costs.table import CostTable
 from strategies.ir.placement import Placement
 from strategies.ir.program import Program, chain
 from strategies.ir.verify import verify
 from strategies.lowering.send_recv import add_messages
-from strategies.memory import peak_activations
-from strategies.metrics import Metrics, measure
-from strategies.passes.reduce_grad import add_steps
+from strategies.passes.updates import add_steps
 from strategies.schedules import SCHEDULES
-from strategies.schedules.lanes import lanes_of
-from strategies.schedules.replay import replay
 from strategies.schedules.schedule import Durations, Rows
-from strategies.timeline import Timeline
+from strategies.schedules.search.lanes import lanes_of, replay
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from launcher.report.ascii import draw
 from strategies import UniformCosts, compile_program, simulate
-from strategies.bounds import lower_bound
+from strategies.analysis.bounds import lower_bound
 from strategies.compiler import Plan, compile_compute, compile_plan
 from strategies.errors import ProgramError
 from strategies.ir import Kind, verify

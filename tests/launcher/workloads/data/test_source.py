@@ -1,10 +1,28 @@
+from __future__ import annotations
+
 import os
 import re
+import sysconfig
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models
 
-from launcher.workloads.data.source import DEFAULT_SOURCE, TextSource, check_source
+from launcher.workloads.data import source as vocabulary
+from launcher.workloads.data.source import (
+    DEFAULT_SOURCE,
+    Split,
+    TextSource,
+    check_source,
+    split_blocks,
+    stdlib_files,
+    text_files,
+    vocab_size,
+)
 from launcher.workloads.data.tokens import load_tokens
 from strategies.errors import DataError, PlanError
 
@@ -93,3 +111,148 @@ def test_a_missing_tokenizer_is_found_first(tmp_path):
 def test_fields_that_contradict_each_other_are_refused(fields, message):
     with pytest.raises(PlanError, match=re.escape(message)):
         TextSource(**fields)
+
+
+def test_validation_is_the_end_and_one_token_is_only_a_target():
+    assert split_blocks(101, sequence=10) == Split(range(9), range(9, 10))
+    assert split_blocks(100, sequence=10, val_fraction=0.3) == Split(range(6), range(6, 9))
+    assert split_blocks(101, sequence=10, val_fraction=0) == Split(range(10), range(10, 10))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "options", "message"),
+    [
+        (
+            0,
+            {},
+            "corpus has 0 tokens, but one sequence with its targets takes model.sequence + 1 "
+            "= 33. Try a longer text, or data=stdlib.",
+        ),
+        (
+            32,
+            {},
+            "corpus has 32 tokens, but one sequence with its targets takes model.sequence + 1 "
+            "= 33. Try model.sequence=15,",
+        ),
+        (
+            97,
+            {"batch_size": 4},
+            "corpus has 2 training sequences of 32 tokens, but one step takes 4 "
+            "(4 per replica * dp=1). Try model.sequence=2,",
+        ),
+        (
+            641,
+            {"batch_size": 2, "num_replicas": 2},
+            "corpus has 2 validation sequences of 32 tokens (data.val_fraction=0.1 of 20), but one "
+            "batch takes 4 (2 per replica * dp=2). Try data.val_fraction=0.2.",
+        ),
+        (257, {"batch_size": 6}, "Try model.sequence=4,"),
+        (257, {"batch_size": 6, "val_fraction": 0}, None),
+    ],
+)
+def test_too_little_data_is_refused_with_what_would_work(num_tokens, options, message):
+    if message is None:
+        assert len(split_blocks(num_tokens, sequence=32, **options).train) == 8
+        return
+    with pytest.raises(DataError, match=re.escape(message)) as caught:
+        split_blocks(num_tokens, sequence=32, label="corpus", **options)
+    tried = re.search(r"Try (?:model|data)[.](\w+)=([0-9.]*[0-9])", str(caught.value))
+    if tried:
+        value = float(tried[2]) if "." in tried[2] else int(tried[2])
+        split_blocks(num_tokens, **{"sequence": 32, **options, tried[1]: value})
+
+
+def test_an_incomplete_validation_batch_is_fine_when_asked_for():
+    options = {"sequence": 32, "batch_size": 4}
+    with pytest.raises(DataError):
+        split_blocks(641, **options)
+    assert len(split_blocks(641, full_batches=False, **options).validation) == 2
+
+
+def test_numbers_out_of_range_are_refused():
+    for options in ({"val_fraction": 1.0}, {"val_fraction": -0.1}, {"batch_size": 0}):
+        with pytest.raises(PlanError):
+            split_blocks(1000, sequence=10, **options)
+    with pytest.raises(PlanError, match=r"model\.sequence=0"):
+        split_blocks(1000, sequence=0)
+
+
+@given(
+    st.integers(0, 5000),
+    st.integers(1, 60),
+    st.integers(1, 8),
+    st.integers(1, 4),
+    st.floats(0, 0.9),
+)
+def test_both_parts_are_disjoint_and_fill_a_batch_or_it_is_refused(
+    n, sequence, batch, dp, fraction
+):
+    try:
+        split = split_blocks(
+            n, sequence=sequence, batch_size=batch, num_replicas=dp, val_fraction=fraction
+        )
+    except DataError:
+        return
+    assert split.train.start == 0
+    assert split.train.stop == split.validation.start
+    assert split.validation.stop * sequence + 1 <= n
+    assert len(split.train) >= batch * dp
+    assert len(split.validation) >= batch * dp or not fraction
+
+
+def test_the_library_is_read_in_sorted_order_without_tests_and_installed_packages():
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    names = [file.relative_to(folder).as_posix() for file in stdlib_files()]
+    assert {"os.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names)
+    assert not [n for n in names if {"test", "tests", "site-packages"} & set(n.split("/"))]
+    assert all(name.endswith(".py") for name in names)
+    assert names == sorted(names, key=lambda name: name.split("/"))
+
+
+def test_hidden_and_binary_files_are_left_out_and_links_to_folders_not_followed(tmp_path):
+    (tmp_path / "b" / "deep").mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
+    for name in ("c.md", "b/deep/z.txt", "b/a.txt", "a.txt", ".hidden", ".git/config"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / "b/picture.txt").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    (tmp_path / "dangling.txt").symlink_to(tmp_path / "absent")
+    names = [file.relative_to(tmp_path).as_posix() for file in text_files(tmp_path)]
+    assert names == ["a.txt", "b/a.txt", "b/deep/z.txt", "c.md", "link.txt"]
+
+
+def test_a_python_without_sources_is_told_apart(monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(DataError, match="Try data=text"):
+        stdlib_files()
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(DataError, match="absent cannot be read: No such file"):
+        list(text_files(tmp_path / "absent"))
+
+
+def test_bytes_have_256_values():
+    assert vocab_size(DEFAULT_SOURCE) == 256
+
+
+def test_added_tokens_of_a_tokenizer_count(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.add_tokens([AddedToken("<end>")])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert vocab_size(TextSource(tokenizer=str(tmp_path / "tokenizer.json"))) == 3
+
+
+@pytest.mark.parametrize("scanned", [1, 2, 100])
+def test_a_token_file_is_searched_for_its_largest_id(tmp_path, monkeypatch, scanned):
+    monkeypatch.setattr(vocabulary, "_SCANNED_IDS", scanned)
+    path = tmp_path / "ids.bin"
+    np.array([3, 70_000, 5, 80_000], "<u4").tofile(path)
+    source = TextSource(kind="tokens", path=str(path), dtype="uint32")
+    assert vocab_size(source) == 80_001
+    used = TextSource(kind="tokens", path=str(path), dtype="uint32", max_bytes=15)
+    assert vocab_size(used) == 70_001
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="holds no token id"):
+        vocab_size(source)

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from launcher.workloads.data.source import DEFAULT_SOURCE, TextSource
-from launcher.workloads.data.text_files import stdlib_files
+from launcher.workloads.data.source import DEFAULT_SOURCE, TextSource, load_tokenizer, stdlib_files
 from launcher.workloads.data.tokens import load_tokens
-from launcher.workloads.data.vocabulary import load_tokenizer
 from strategies.errors import DataError
 
 

@@ -13,18 +13,16 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from launcher.config import LaunchConfig
-from launcher.workloads.hf import folder as folder_module
-from launcher.workloads.hf.counterpart import counterpart
-from launcher.workloads.hf.destination import check_destination, export_folder
-from launcher.workloads.hf.export import export_checkpoint
-from launcher.workloads.hf.folder import write_folder
-from launcher.workloads.hf.model import HfLanguageModel
+from launcher.workloads.hf import export as folder_module
+from launcher.workloads.hf.counterpart import check_destination, counterpart, export_folder
+from launcher.workloads.hf.export import export_checkpoint, write_folder
+from launcher.workloads.hf.hf_model import HfLanguageModel
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.errors import ModelError, PlanError, RunError
-from strategies.runtime.checkpoint import save
-from strategies.runtime.mesh import Coordinates
-from strategies.runtime.storage.exchange import Exchange
+from strategies.runtime.lightning.checkpointing_strategy import save
+from strategies.runtime.messages.mesh import Coordinates
+from strategies.runtime.storage.commit import Exchange
 from strategies.runtime.storage.saver import Saver
 from tests.tiny_models import batch_of, shape_of, write_model
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from launcher.workloads.hf.convert import library_name
-from launcher.workloads.hf.model import HfLanguageModel
-from strategies.runtime.unit_model import Elsewhere, UnitModel
+from launcher.workloads.hf.hf_model import HfLanguageModel
+from strategies.models.unit_model import Elsewhere, UnitModel
 from tests.tiny_models import batch_of, shape_of, write_model
 
 KNOWN = ("llama", "gpt2", "qwen2", "qwen3", "mistral")

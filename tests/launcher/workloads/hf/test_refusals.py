@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from launcher.workloads.hf import check
-from launcher.workloads.hf.check import check_same_model, check_vocabulary
-from launcher.workloads.hf.model import HfLanguageModel
+from launcher.workloads.hf import hf_shape
+from launcher.workloads.hf.hf_model import HfLanguageModel
+from launcher.workloads.hf.hf_shape import check_same_model, check_vocabulary
 from launcher.workloads.hf.skeleton import build_skeleton
 from strategies.errors import CheckpointError, DataError, ModelError
 from tests.tiny_models import shape_of, tiny_config, write_model
@@ -68,16 +68,16 @@ def test_what_is_no_causal_language_model_is_refused(family, tmp_path):
 
 def test_the_library_is_asked_for_where_it_is_missing(monkeypatch, tmp_path):
     write_model(tmp_path, "llama")
-    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(hf_shape.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install 'foldpipe\[hf\]'"):
-        check.check_folder(shape_of(tmp_path))
+        hf_shape.check_folder(shape_of(tmp_path))
 
 
 def test_an_old_library_is_refused(monkeypatch, tmp_path):
     write_model(tmp_path, "llama")
-    monkeypatch.setattr(check, "version", lambda name: "4.57.1")
+    monkeypatch.setattr(hf_shape, "version", lambda name: "4.57.1")
     with pytest.raises(ModelError, match=r"needs transformers >= 5, but 4\.57\.1 is installed"):
-        check.check_folder(shape_of(tmp_path))
+        hf_shape.check_folder(shape_of(tmp_path))
 
 
 def test_more_token_ids_than_the_model_has_are_refused(tmp_path):

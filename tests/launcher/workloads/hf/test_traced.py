@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from launcher.workloads.hf.model import HfLanguageModel
-from strategies.runtime.tracing.trace import trace_model
+from launcher.workloads.hf.hf_model import HfLanguageModel
+from strategies.tracing.trace import trace_model
 from tests.tiny_models import SEQUENCE, batch_of, shape_of, write_model
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launcher.workloads.hf.check import check_folder
 from launcher.workloads.hf.convert import library_name
-from launcher.workloads.hf.model import HfLanguageModel
+from launcher.workloads.hf.hf_model import HfLanguageModel
+from launcher.workloads.hf.hf_shape import check_folder
 from strategies.errors import ModelError
-from strategies.runtime.unit_model import UnitModel
+from strategies.models.unit_model import UnitModel
 from tests.tiny_models import batch_of, shape_of, write_model
 
 

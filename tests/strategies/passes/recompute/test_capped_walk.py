@@ -3,10 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies.ir.placement import bidirectional, loop, v
-from strategies.passes.recompute.capped_walk import Pace, R, Work, capped_order
+from strategies.passes.recompute.capped_walk import Pace, R, Work, best_orders, capped_order
 from strategies.passes.recompute.critical_moves import improve
-from strategies.passes.recompute.pace_search import best_orders
-from strategies.schedules.lanes import F, I, W, lanes_of
+from strategies.schedules.search.lanes import F, I, W, lanes_of
 
 
 def work(placement, microbatches, room, *, split=False, hop=0.0):

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from strategies import UniformCosts
 from strategies.compiler import compile_compute
 from strategies.lowering.send_recv import add_messages
-from strategies.passes.recompute.apply_checkpoint import apply_checkpoint
 from strategies.passes.recompute.list_clock import ListClock
+from strategies.passes.recompute.mario import apply_checkpoint
 from strategies.plan import Plan
 from strategies.simulator.engine import simulate
 from tests.strategies.programs import written

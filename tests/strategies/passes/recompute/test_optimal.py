@@ -1,22 +1,23 @@
 """What ``recompute=optimal`` finds, against bounds and an exact solver."""
 
+from __future__ import annotations
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies import UniformCosts, compile_program, simulate
+from strategies.analysis.bounds import memory_bound
+from strategies.analysis.memory import peak_activations
 from strategies.compiler import compile_compute
 from strategies.errors import PlanError
 from strategies.ir import Kind, verify
 from strategies.ir.placement import bidirectional, loop, v
-from strategies.memory import peak_activations
-from strategies.memory_bound import memory_bound
-from strategies.plan import Plan
-from strategies.recompute import Recompute
-from strategies.schedule_file import ScheduleFile
+from strategies.passes.recompute.optimal import keep_what_fits, sibling_orders
+from strategies.plan import Plan, Recompute, ScheduleFile
 from strategies.schedules import SCHEDULES
-from tests.strategies.passes.recompute.test_mario_passes import bare
-from tests.strategies.programs import legal_microbatches, uneven_costs
+from tests.strategies.passes.recompute.test_mario import bare
+from tests.strategies.programs import legal_microbatches, texts, uneven_costs, written
 
 COSTS = UniformCosts()
 
@@ -214,3 +215,55 @@ def test_an_order_from_a_file_that_cannot_fit_says_what_it_takes():
             file=ScheduleFile("my.csv", text),
             recompute=Recompute("optimal", max_full_activations=1),
         )
+
+
+def test_nothing_is_recomputed_where_all_fits():
+    program = compile_compute(Plan("1f1b", 4, 8))
+    assert keep_what_fits(program, (4, 3, 2, 1)) == program
+
+
+def test_the_pair_whose_backward_comes_last_gives_its_place_up():
+    program = written("0F0 0F1 0F2 0B0 0B1 0B2", num_microbatches=3)
+    found = keep_what_fits(program, (2,))
+    assert texts(verify(found)) == ["0F0 0F1 0F2 0B0 0B1 0R2 0B2"]
+    assert peak_activations(found) == (2,)
+
+
+def test_a_split_backward_holds_until_its_w():
+    program = written("0F0 0I0 0F1 0I1 0W0 0W1", num_microbatches=2)
+    assert keep_what_fits(program, (1,)) is None
+    tight = written("0F0 0F1 0I0 0W0 0I1 0W1", num_microbatches=2)
+    assert texts(keep_what_fits(tight, (1,))) == ["0F0 0F1 0I0 0W0 0R1 0I1 0W1"]
+
+
+def siblings(schedule, pp=4, microbatches=8, *, every=True, **options):
+    program = compile_compute(Plan(schedule, pp, microbatches, **options))
+    return program, sibling_orders(program, every=every)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count"),
+    [("zb_v", 2), ("interleaved_1f1b", 2), ("1f1b", 2), ("zb_h1", 1), ("hanayo", 0),
+     ("chimera", 0)],
+)  # fmt: skip
+def test_they_run_the_same_instructions_on_the_same_ranks(schedule, count):
+    program, found = siblings(schedule)
+    assert len(found) == count
+    for other in found:
+        assert verify(other) is other
+        assert other.placement == program.placement
+        assert other.ranks != program.ranks
+        for mine, theirs in zip(program.ranks, other.ranks, strict=True):
+            assert sorted(map(str, mine)) == sorted(map(str, theirs))
+            assert len(mine) == len(theirs)
+
+
+def test_a_split_program_has_split_siblings_only():
+    _, found = siblings("1f1b", split_backward=True)
+    assert len(found) == 1
+    assert all(item.kind.name in "FIW" for row in found[0].ranks for item in row)
+
+
+def test_of_long_programs_the_leanest_alone_is_asked():
+    assert len(siblings("zb_v", every=False)[1]) == 1
+    assert siblings("1f1b", every=False)[1] == []

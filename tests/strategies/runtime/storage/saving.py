@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from strategies.errors import CheckpointError
-from strategies.runtime import checkpoint
-from strategies.runtime.mesh import Coordinates
-from strategies.runtime.storage.exchange import Exchange
+from strategies.runtime.lightning import checkpointing_strategy
+from strategies.runtime.messages.mesh import Coordinates
+from strategies.runtime.storage.commit import Exchange
 from strategies.runtime.storage.saver import Saver
 
 ALONE = Coordinates(pp=1, dp=1, pp_rank=0, dp_rank=0)
@@ -42,7 +42,7 @@ def save(
 ) -> None:
     state = state_at(step, size)
     everyone = tuple(range(where.world_size))
-    checkpoint.save(
+    checkpointing_strategy.save(
         saver,
         state,
         path,
@@ -56,7 +56,7 @@ def save(
 
 def load(path: Path, *, size: int = 50, where: Coordinates = ALONE) -> dict[str, Any]:
     shapes = state_at(0, size)["state_dict"]
-    return checkpoint.load(
+    return checkpointing_strategy.load(
         path,
         exchange=Exchange(None),
         coordinates=where,

@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from strategies.errors import CheckpointError
-from strategies.runtime.storage import piece, tensor_files
-from strategies.runtime.storage.piece import Piece, as_piece, own_share
-from strategies.runtime.storage.planners import PieceLoadPlanner, PieceSavePlanner
+from strategies.runtime.storage import part as piece
+from strategies.runtime.storage import tensor_files
+from strategies.runtime.storage.dcp_planners import PieceLoadPlanner, PieceSavePlanner
+from strategies.runtime.storage.part import Piece, as_piece, own_share
 from strategies.runtime.storage.tensor_files import INDEX, TensorReader, TensorWriter, write_index
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from strategies.errors import CheckpointError
-from strategies.runtime import checkpoint
-from strategies.runtime.storage import commit, durable
-from strategies.runtime.storage.exchange import Exchange
+from strategies.runtime.lightning import checkpointing_strategy
+from strategies.runtime.storage import commit, tensor_files
+from strategies.runtime.storage.commit import Exchange
 from strategies.runtime.storage.saver import Saver
 from tests.strategies.runtime.storage.saving import ALONE, save, state_at, step_in
 
@@ -33,14 +33,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.arrived = threading.Event()
-        plain = durable._write
+        plain = tensor_files._write
 
         def gated(handle: int, part: memoryview) -> None:
             self.arrived.set()
             assert self.open.wait(20)
             plain(handle, part)
 
-        monkeypatch.setattr(durable, "_write", gated)
+        monkeypatch.setattr(tensor_files, "_write", gated)
 
 
 def test_the_state_is_that_of_the_call(
@@ -48,7 +48,7 @@ def test_the_state_is_that_of_the_call(
 ) -> None:
     gate = Gate(monkeypatch)
     state = state_at(5, 20)
-    checkpoint.save(
+    checkpointing_strategy.save(
         saver,
         state,
         tmp_path / "a.ckpt",
@@ -109,7 +109,7 @@ def test_a_full_disk_is_told_with_what_is_needed_and_free(
 ) -> None:
     save(saver, tmp_path / "a.ckpt", 1)
     with monkeypatch.context() as patched:
-        patched.setattr(durable, "_write", full_disk)
+        patched.setattr(tensor_files, "_write", full_disk)
 
         def failing() -> None:
             save(saver, tmp_path / "b.ckpt", 2, in_thread=in_thread)
@@ -146,7 +146,7 @@ def test_a_failure_of_the_thread_is_raised_by_the_next_check(
 def test_an_object_that_cannot_be_written_is_named(saver: Saver, tmp_path: Path) -> None:
     state = {"state_dict": {"w": torch.zeros(1)}, "callbacks": {"mine": {1, 2}}}
     with pytest.raises(CheckpointError, match=r"checkpoint\.callbacks\.mine is a set"):
-        checkpoint.save(
+        checkpointing_strategy.save(
             saver,
             state,
             tmp_path / "a.ckpt",
@@ -169,7 +169,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(saver: Saver, tmp_path: 
 
 def test_what_all_ranks_leave_to_each_other_is_noticed(saver: Saver, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="rank 0 left model:w to another rank, and none"):
-        checkpoint.save(
+        checkpointing_strategy.save(
             saver,
             {"state_dict": {"w": torch.zeros(3)}},
             tmp_path / "a.ckpt",

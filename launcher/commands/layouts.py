@@ -1,0 +1,145 @@
+"""``mode=plan``: the best degrees, stage cut and schedule, and why the others lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.config import LaunchConfig
+from launcher.planning.no_plan import refuse
+from launcher.planning.one_layout import tuned, tunes
+from launcher.planning.question import Question, ask, calibration, typed_words
+from launcher.planning.report import (
+    Listed,
+    answer_mapping,
+    better_order,
+    command_line,
+    explained,
+    list_plans,
+    pinned_space,
+)
+from launcher.report.html import Panel
+from launcher.report.plan_table import (
+    memory_bars,
+    plan_table,
+    reach_mapping,
+    reaches_text,
+    refusal_mapping,
+    refusals_text,
+    refused,
+)
+from launcher.report.predicted import run_mapping, write_pictures
+from launcher.report.result import metrics_mapping, write_result
+from launcher.terminal import say
+from launcher.workloads.traced_shape import TracedShape
+from strategies.planner.layout_search import Answer, search_confirmed
+
+
+def run(config: LaunchConfig, run_dir: Path) -> int:
+    """Searches, compiles what is listed, and says what to type.
+
+    Raises:
+        PlanError: Nothing fits, or the question contradicts itself.
+    """
+    asked = ask(config, run_dir)
+    if tunes(config, asked):
+        return _tune(config, asked, run_dir)
+    best = None
+    if config.planner.explain:
+        best = search_confirmed(asked.problem, asked.space, top_k=1)
+        asked = replace(asked, space=pinned_space(asked.space, config.planner.explain))
+    answer = search_confirmed(asked.problem, asked.space, top_k=config.planner.top_k)
+    if not answer.plans:
+        raise refuse(asked, answer)
+    listed = list_plans(config, asked, answer)
+    mapping = answer_mapping(asked, answer, listed)
+    first = listed[0]
+    _write(run_dir, first, mapping)
+    _say_plans(config, asked, mapping)
+    if best is not None and best.plans:
+        say(explained(first, best.plans[0]))
+    say(_bars(first, asked.problem.machine.memory_bytes))
+    found = mapping["rejected"]
+    assert isinstance(found, dict)
+    say(refused(found))
+    _say_end(config, asked, answer, first, run_dir)
+    return 0
+
+
+def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:
+    """The same for one layout."""
+    found = tuned(config, asked, top_k=config.planner.top_k)
+    first = found.listed[0]
+    limit = asked.problem.machine.memory_bytes
+    mapping = answer_mapping(asked, found.answer, found.listed)
+    rejected = mapping["rejected"]
+    assert isinstance(rejected, dict)
+    rejected["settings"] = [refusal_mapping(refusal) for refusal in found.refusals]
+    mapping |= {
+        "maximize": config.planner.maximize,
+        "reaches": [reach_mapping(reach) for reach in found.reaches],
+    }
+    _write(run_dir, first, mapping)
+    _say_plans(config, asked, mapping)
+    say(_bars(first, limit))
+    if found.reaches:
+        key = first.words[-1].partition("=")[0]
+        say(reaches_text(found.reaches, key, limit))
+    else:
+        say(refusals_text(found.refusals, found.answer.plans[0].step_time_s, limit))
+    _say_end(config, asked, found.answer, first, run_dir)
+    return 0
+
+
+def _write(run_dir: Path, first: Listed, mapping: dict[str, object]) -> None:
+    write_pictures(run_dir, [Panel("predicted", first.timeline, first.metrics)], first.run)
+    result = run_mapping(first.run, "done") | {"mode": "plan"} | metrics_mapping(first.metrics)
+    write_result(run_dir / "result.json", result | mapping)
+
+
+def _say_plans(config: LaunchConfig, asked: Question, mapping: dict[str, object]) -> None:
+    machine = asked.problem.machine
+    say(
+        f"{config.model.name} on {asked.space.num_gpus} x {machine.hardware.name} with "
+        f"{machine.memory_bytes / 1e9:g} GB each, {asked.space.global_batch_size} "
+        f"{_rows(asked)} per step, {config.trainer.precision}"
+    )
+    say(calibration(asked))
+    plans = mapping["plans"]
+    assert isinstance(plans, list)
+    say(plan_table(plans))
+
+
+def _say_end(
+    config: LaunchConfig, asked: Question, answer: Answer, first: Listed, run_dir: Path
+) -> None:
+    say(
+        f"{answer.num_candidates} candidates, {answer.num_simulated} simulated, "
+        f"{answer.search_s:.2f} s"
+    )
+    if config.planner.partition == "ilp" and isinstance(asked.shape, TracedShape):
+        ratio = config.planner.balance_ratio
+        note = better_order(asked.shape, first.outcome.candidate.units, balance_ratio=ratio)
+        if note is not None:
+            say(note)
+    typed = typed_words(run_dir)
+    say(f"plan 1: {command_line(typed, first)}")
+    say(f"files: {run_dir}")
+
+
+def _rows(asked: Question) -> str:
+    """What a batch is made of: sequences, or whatever another package's data has."""
+    tokens = asked.shape.sequence
+    return f"sequences of {tokens} tokens" if tokens > 1 else "rows"
+
+
+def _bars(plan: Listed, limit: int) -> str:
+    program = plan.run.programs.train
+    table = plan.run.costs.table(program)
+    assert table.state_bytes is not None
+    state = [
+        sum(table.state_bytes[stage] for stage in program.placement.stages_of(rank))
+        for rank in range(len(program.ranks))
+    ]
+    moving = [held - fixed for held, fixed in zip(plan.memory, state, strict=True)]
+    return memory_bars(state, moving, limit)

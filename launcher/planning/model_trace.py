@@ -1,0 +1,194 @@
+"""Where traces are kept between commands: one small JSON file per model, in the user's cache.
+
+A trace is of one model as its package builds it, so its name comes from everything that may change
+that: the keys that a builder reads, the versions of the libraries, and the package's own files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import EntryPoint, PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from launcher.config import LaunchConfig, dump
+from launcher.config.installed import installed_names
+from launcher.report.result import write_atomically
+from launcher.resolve import element_sizes, model_shape
+from launcher.terminal import say
+from launcher.workloads.hf.hf_shape import HfShape
+from launcher.workloads.model_share import ModelShape, described
+from launcher.workloads.registry import DATA, MODELS, find
+from launcher.workloads.traced_shape import TracedShape
+from strategies import errors
+from strategies.costs.trace_file import VERSION, TracedModel, dump_trace, parse_trace
+from strategies.errors import ModelError, PipelineError
+
+_LIBRARIES = ("torch", "lightning", "transformers", "foldpipe")
+_MOST_FILES = 5000
+# Of data.*: what the batches' size is planned by, and does not change a row.
+_FREE = ("global_batch_size", "microbatch_size", "num_workers")
+
+
+def read_cached_trace(config: LaunchConfig, shape: ModelShape) -> TracedModel | None:
+    """The trace of a model as it is now; None where there is none, or a damaged one."""
+    try:
+        return parse_trace(_file(config, shape).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ModelError):
+        return None
+
+
+def write_cached_trace(config: LaunchConfig, shape: ModelShape, trace: TracedModel) -> None:
+    """Keeps a trace; a cache that cannot be written to is none."""
+    with suppress(OSError):
+        write_atomically(_file(config, shape), dump_trace(trace))
+
+
+def fingerprint(config: LaunchConfig, shape: ModelShape) -> str:
+    """A word that differs where anything does that the model may depend on."""
+    data = {key: value for key, value in asdict(config.data).items() if key not in _FREE}
+    facts = {
+        "version": VERSION,
+        "model": asdict(config.model),
+        "shape": described(shape),
+        "data": data,
+        "seed": config.seed,
+        "precision": config.trainer.precision,
+        "libraries": {name: _version(name) for name in _LIBRARIES},
+        "files": [list(_files(point)) for point in _points(config)],
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _file(config: LaunchConfig, shape: ModelShape) -> Path:
+    given = os.environ.get("XDG_CACHE_HOME")
+    root = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"
+    return root / "foldpipe" / "traces" / f"{fingerprint(config, shape)}.json"
+
+
+def _points(config: LaunchConfig) -> Iterator[EntryPoint]:
+    """Entry points of other packages that a trace would run."""
+    if config.model.name in installed_names("model"):
+        yield find(MODELS, config.model.name)
+    if config.data.name in installed_names("data"):
+        yield find(DATA, config.data.name)
+
+
+def _files(point: EntryPoint) -> Iterator[tuple[str, int, int]]:
+    """Name, size and time of every source file of an entry point's package."""
+    yield point.value, 0, 0
+    try:
+        # The outermost package alone: looking for one inside of it would import it.
+        spec = find_spec(point.module.partition(".")[0])
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return
+    folders = list(spec.submodule_search_locations or ())
+    files = [Path(spec.origin)] if spec.origin and not folders else []
+    for folder in folders:
+        files += sorted(Path(folder).rglob("*.py"))
+    for file in files[:_MOST_FILES]:
+        with suppress(OSError):
+            facts = file.stat()
+            yield str(file), facts.st_size, facts.st_mtime_ns
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------ traced
+#
+# The trace of a model that only its ranks can build: from the cache, or from a child process.
+#
+# The planner's own process never imports torch; tracing needs it, and the user's package.
+
+
+TASK, TRACE, PROBLEM = "trace_task.json", "model_trace.json", "trace_problem.json"
+_LOG = "trace.log"
+
+
+def needs_trace(config: LaunchConfig, shape: ModelShape) -> bool:
+    """Whether only the ranks know the sizes of a model's units."""
+    own = config.model.name in installed_names("model")
+    return own or (isinstance(shape, HfShape) and shape.sizes is None)
+
+
+def traced_shape(config: LaunchConfig, run_dir: Path) -> TracedShape | None:
+    """The model's trace; None for a model whose sizes are known without one.
+
+    Args:
+        config: What was asked.
+        run_dir: Where the child leaves its log.
+
+    Raises:
+        ModelError: The model cannot be built or traced; with the operation and the layer.
+    """
+    shape = model_shape(config)
+    if not needs_trace(config, shape):
+        return None
+    trace = read_cached_trace(config, shape)
+    if trace is None:
+        trace = _trace(config, run_dir)
+        write_cached_trace(config, shape, trace)
+    for operation, unit in trace.unknown:
+        say(
+            f"warning: no FLOP formula for {operation} in {unit}: counted as one operation per "
+            "element that it writes. Give it one with torch.utils.flop_counter."
+            "register_flop_formula where the model is defined."
+        )
+    text = config.data.name not in installed_names("data")
+    return TracedShape(
+        trace,
+        config.model.name,
+        sequence=shape.sequence if text else 1,
+        activation_bytes=element_sizes(config).activation,
+    )
+
+
+def _trace(config: LaunchConfig, run_dir: Path) -> TracedModel:
+    """Runs the child; it writes the trace, or what is wrong."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / TASK).write_text(json.dumps({"config": dump(config)}))
+    log = run_dir / _LOG
+    say(f"tracing model={config.model.name} (once; kept in the user's cache)")
+    with log.open("w") as output:
+        code = subprocess.run(
+            [sys.executable, "-m", "launcher.rank.trace_job", str(run_dir)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+            # A GPU would be taken for a trace that runs on shapes.
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        ).returncode
+    (run_dir / TASK).unlink(missing_ok=True)
+    problem = run_dir / PROBLEM
+    if problem.is_file():
+        found = json.loads(problem.read_text())
+        problem.unlink()
+        raise _error(found["kind"])(found["message"])
+    if code or not (run_dir / TRACE).is_file():
+        raise ModelError(
+            f"model={config.model.name} could not be traced: the tracing process ended with code "
+            f"{code}; the end of {log} says why. Try mode=train with pp= and schedule= by hand."
+        )
+    trace = parse_trace((run_dir / TRACE).read_text())
+    (run_dir / TRACE).unlink()
+    return trace
+
+
+def _error(kind: str) -> type[PipelineError]:
+    found = getattr(errors, kind, ModelError)
+    return found if isinstance(found, type) and issubclass(found, PipelineError) else ModelError

@@ -1,0 +1,62 @@
+"""``resolved.json``: what every rank of a run reads, written before the first one starts."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from launcher.config import dump, from_dict
+from launcher.report.result import write_atomically
+from launcher.resolve import Run, resolve
+from strategies.plan import ScheduleFile
+
+TASK = "resolved.json"
+
+
+def write_task(run: Run, run_dir: Path, checkpoint: Path | None) -> dict[str, Any]:
+    """Writes the task of a run, and returns it.
+
+    The identity for trackers stays that of an earlier task in the folder: what goes on there is the
+    same training.
+    """
+    config = dump(run.config)
+    config["dp"] = run.dp
+    file = run.plan.file
+    task = {
+        "config": config,
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        # The text and not the path: what has been verified here is what runs there.
+        "schedule_file": None if file is None else asdict(file),
+        "run_id": run_id(run_dir) or secrets.token_hex(4),
+    }
+    rewrite_task(run_dir, task)
+    return task
+
+
+def rewrite_task(run_dir: Path, task: Mapping[str, Any]) -> None:
+    """Replaces the file, all or nothing."""
+    write_atomically(run_dir / TASK, json.dumps(task, indent=1))
+
+
+def read_task(run_dir: Path) -> dict[str, Any]:
+    """What ``write_task`` has written."""
+    found: dict[str, Any] = json.loads((run_dir / TASK).read_text())
+    return found
+
+
+def resolve_task(task: Mapping[str, Any]) -> Run:
+    """The run that a task describes, resolved anew."""
+    file = task["schedule_file"]
+    return resolve(from_dict(task["config"]), None if file is None else ScheduleFile(**file))
+
+
+def run_id(run_dir: Path) -> str | None:
+    """The identity under which trackers know the training in a folder; None for an empty one."""
+    try:
+        return str(read_task(run_dir)["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,1 @@
+"""What was measured: hardware files from profiles, and whether a profile fits a request."""

@@ -1,0 +1,367 @@
+"""Lightning callbacks of the launcher: metrics for file and parent, and the last checkpoint."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor
+from torch.optim import Optimizer
+
+from launcher.report.result import write_atomically
+from strategies.errors import RunError
+from strategies.runtime.lightning.strategy import PipelineStrategy
+from strategies.runtime.step.recorder import StepStats
+
+_FIRST_COLUMNS = ("step", "epoch", "train_loss", "val_loss", "lr", "grad_norm", "step_time_s",
+                  "tokens_per_s", "mfu", "bubble_ratio", "exposed_grad_reduce_s",
+                  "peak_memory_bytes_max", "skipped_steps")  # fmt: skip
+
+
+def pipeline(trainer: pl.Trainer) -> PipelineStrategy:
+    """The trainer's strategy, which the launcher always sets."""
+    strategy = trainer.strategy
+    assert isinstance(strategy, PipelineStrategy)
+    return strategy
+
+
+@dataclass
+class MetricsFile:
+    """``metrics.csv``: a row per logged step, on disk when ``write`` returns.
+
+    Attributes:
+        path: The file.
+    """
+
+    path: Path
+    _columns: list[str] = field(default_factory=list)
+    _rows: list[dict[str, Any]] = field(default_factory=list)
+    _last: int | None = None  # where the row begins that is to be replaced
+
+    def write(self, row: Mapping[str, Any], *, complete: bool = True) -> None:
+        """Appends a row; a name not seen before adds a column to the whole file.
+
+        Args:
+            row: Values by column.
+            complete: Whether no more is to come; otherwise the next call replaces it. A run that
+                is killed leaves what is known of its last step.
+        """
+        new = [name for name in row if name not in self._columns]
+        if self._last is not None:
+            self._rows.pop()
+        self._rows.append(dict(row))
+        if new:
+            self._columns += new
+            *before, last = self._lines([{}, *self._rows])
+            write_atomically(self.path, "".join([*before, last]))
+            at = self.path.stat().st_size - len(last.encode())
+        else:
+            with self.path.open("r+b") as stream:
+                at = stream.seek(0, os.SEEK_END) if self._last is None else self._last
+                stream.seek(at)
+                stream.write("".join(self._lines([row])).encode())
+                stream.truncate()
+                stream.flush()
+                if complete:
+                    os.fsync(stream.fileno())
+        self._last = None if complete else at
+
+    def go_on(self, step: int) -> None:
+        """Keeps the rows up to a step of a run that goes on in its own folder."""
+        if not self.path.is_file():
+            return
+        with self.path.open(newline="") as stream:
+            reader = csv.DictReader(stream)
+            self._columns = list(reader.fieldnames or ())
+            self._rows = [row for row in reader if row.get("step") and int(row["step"]) <= step]
+        write_atomically(self.path, "".join(self._lines([{}, *self._rows])))
+
+    def _lines(self, rows: list[Any]) -> list[str]:
+        lines: list[str] = []
+
+        class _Sink:
+            def write(self, text: str) -> None:
+                lines.append(text)
+
+        writer = csv.DictWriter(_Sink(), self._columns, lineterminator="\n")
+        for row in rows:
+            if row:
+                writer.writerow(row)
+            else:
+                writer.writeheader()
+        return lines
+
+
+@dataclass
+class Progress(pl.Callback):
+    """Collects a row per logged step, on rank 0, and tells the parent.
+
+    Bubble and gradient norm of a step come with the next step's messages, so a row is completed
+    when they are there; the collective that would bring them at once would stall the pipeline.
+
+    Attributes:
+        file: Where rows go; None on all ranks but the first.
+        tokens_per_step: Tokens of one optimizer step over all replicas; None if unknown.
+        peak_share_s: Seconds that a step would take at the hardware's peak; None if unknown.
+        follow: Gets every written row, and the peak bytes of each pipeline rank.
+    """
+
+    reads_weights: ClassVar[bool] = False
+    file: MetricsFile | None
+    tokens_per_step: int | None
+    peak_share_s: float | None = None
+    step_times: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    val_loss: float | None = None
+    follow: Callable[[Mapping[str, Any], Sequence[int]], None] | None = None
+    _peaks: Sequence[int] = ()
+    _pending: dict[str, Any] | None = None
+    _pending_pass: int = -1
+    _last: float | None = None
+    _rate: float | None = None
+    _events: int | None = None
+
+    def __post_init__(self) -> None:
+        descriptor = os.environ.get("FOLDPIPE_EVENTS")
+        self._events = None if descriptor is None else int(descriptor)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Starts the clock."""
+        if self.file is not None and trainer.global_step:
+            self.file.go_on(trainer.global_step)
+        self._last = time.perf_counter()
+        self._tell({"kind": "start", "step": trainer.global_step, "max_steps": trainer.max_steps})
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
+    ) -> None:
+        """Notes a step, and writes the row of the one before."""
+        if trainer.fit_loop._should_accumulate():
+            return
+        now = time.perf_counter()
+        assert self._last is not None
+        took, self._last = now - self._last, now
+        self.step_times.append(took)
+        self._complete(pipeline(trainer).stats)
+        logged = _numbers(trainer.logged_metrics) | _numbers(trainer.progress_bar_metrics)
+        loss = logged.get("train_loss")
+        skipped = pipeline(trainer).skipped_steps
+        left_out = bool(skipped) and skipped[-1] == trainer.global_step - 1
+        if left_out:
+            self._tell({"kind": "skipped", "step": trainer.global_step, "count": len(skipped)})
+        elif loss is not None:
+            self.losses.append(loss)
+        if trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            return
+        rate = None if self.tokens_per_step is None else self.tokens_per_step / took
+        row = {name: None for name in _FIRST_COLUMNS} | {
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "step_time_s": took,
+            "tokens_per_s": rate,
+            "mfu": None if self.peak_share_s is None else self.peak_share_s / took,
+            "lr": self._rate,
+            "skipped_steps": len(pipeline(trainer).skipped_steps),
+        }
+        row |= {k: v for k, v in logged.items() if not k.startswith("val_") and k != "epoch"}
+        self._pending = row
+        self._pending_pass = trainer.fit_loop.total_batch_idx
+        if self.file is not None:
+            self.file.write(row, complete=False)
+        stats = pipeline(trainer).stats
+        self._tell(
+            {
+                "kind": "step",
+                "step": trainer.global_step,
+                "loss": loss,
+                "tokens_per_s": rate,
+                "bubble_ratio": None if stats is None else stats.bubble_ratio,
+            }
+        )
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Notes the rate that this step uses; the scheduler moves on before the batch ends."""
+        self._rate = float(optimizer.param_groups[0]["lr"])
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts validation results into the row of the step they belong to."""
+        found = {k: v for k, v in _numbers(trainer.callback_metrics).items() if k[:4] == "val_"}
+        self.val_loss = found.get("val_loss", self.val_loss)
+        if self._pending is None:  # after a step that is not logged itself
+            self._pending = {name: None for name in _FIRST_COLUMNS}
+            self._pending |= {"step": trainer.global_step, "epoch": trainer.current_epoch}
+            self._pending_pass = -1
+        self._pending |= found
+        self._tell({"kind": "validation", "step": trainer.global_step, **found})
+        self._last = time.perf_counter()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Writes the last row; collective."""
+        self._complete(pipeline(trainer).last_stats())
+        self._write()
+
+    def _complete(self, stats: StepStats | None) -> None:
+        if self._pending is None:
+            return
+        if stats is not None and stats.step == self._pending_pass:
+            self._pending["bubble_ratio"] = stats.bubble_ratio
+            self._pending["grad_norm"] = stats.gradient_norm
+            self._pending["exposed_grad_reduce_s"] = stats.exposed_grad_reduce_s
+            self._pending["peak_memory_bytes_max"] = max(stats.peak_memory_bytes, default=None)
+            self._peaks = stats.peak_memory_bytes
+        self._write()
+
+    def _write(self) -> None:
+        if self._pending is not None and self.file is not None:
+            self.file.write(self._pending)
+            if self.follow is not None:
+                self.follow(self._pending, self._peaks)
+        self._pending = None
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        if self._events is not None:
+            os.write(self._events, (json.dumps(event) + "\n").encode())
+
+
+class KeepSignal(pl.Callback):
+    """Puts SIGTERM's handler back after Lightning has put its own around it.
+
+    Lightning's would start a collective inside the handler, for which no other rank is ready.
+    """
+
+    def __init__(self) -> None:
+        self._handler = signal.getsignal(signal.SIGTERM)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Runs after Lightning has registered its handlers, as the other hooks here."""
+        signal.signal(signal.SIGTERM, self._handler)
+
+    on_validation_start = on_test_start = on_predict_start = on_train_start
+
+
+class LastCheckpoint(Checkpoint):
+    """Writes a checkpoint of the last step, inside the loop, where resuming finds its place.
+
+    Lightning runs checkpoint callbacks after all others: by then a timer has spoken.
+    """
+
+    reads_weights = False  # The checkpoint itself makes them whole.
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.path: Path | None = None
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
+    ) -> None:
+        """Saves when this batch is the last one."""
+        loop = trainer.fit_loop
+        enough = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+        last_epoch = (
+            trainer.max_epochs is not None
+            and trainer.max_epochs != -1
+            and trainer.current_epoch + 1 >= trainer.max_epochs
+            and loop.epoch_loop.batch_progress.is_last_batch
+        )
+        if enough or last_epoch or trainer.should_stop:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Saves if training ended in another way."""
+        self._save(trainer)
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        path = self._folder / checkpoint_name(trainer.global_step)
+        if not pipeline(trainer).has_checkpoint(path):
+            trainer.save_checkpoint(path)
+        self.path = path
+
+
+def checkpoint_name(step: int) -> str:
+    """``step-00000060.ckpt``: a name that sorts by step."""
+    return f"step-{step:08d}.ckpt"
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    found = {}
+    for name, value in metrics.items():
+        if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float):
+            found[name.removesuffix("_step")] = float(value)
+    return found
+
+
+# ------------------------------------------------------------------------------------- lost loader
+#
+# A process of a DataLoader that has died: torch names its pid, which tells nobody anything.
+
+
+_WORD = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9, ]+)\)")
+_KILLED = "SIGKILL: killed by somebody, or by the system for lack of memory"
+
+
+class LoaderProcessError(RunError):
+    """A loader process of a rank that has ended by itself, or was killed."""
+
+
+def as_lost_loader(error: BaseException, trainer: pl.Trainer) -> LoaderProcessError | None:
+    """The same failure with rank and batch; None if it is another one.
+
+    torch raises it wherever the rank is at that moment, be it in the middle of a step.
+
+    Args:
+        error: What ended the training.
+        trainer: Knows how far its loops are.
+    """
+    found = _WORD.search(str(error))
+    if found is None:
+        return None
+    loop = trainer.fit_loop
+    batch = loop.epoch_loop.batch_progress.current.ready
+    loaders = loop._combined_loader
+    loader = loaders.flattened[0] if loaders is not None and loaders.flattened else None
+    ahead = (loader.num_workers * (loader.prefetch_factor or 1)) if loader is not None else 1
+    return LoaderProcessError(
+        f"loader process {found[1].strip()} of rank {os.environ['RANK']} has died "
+        f"({how_it_ended(error)}) after {batch} batches of epoch {trainer.current_epoch}, "
+        f"with batches {batch} to {batch + ahead - 1} under way. "
+        "Try data.num_workers=0, which shows what a dataset raises."
+    )
+
+
+def how_it_ended(error: BaseException) -> str:
+    """What is known of the end of the process that torch's error speaks of, in words.
+
+    Either torch's handler of SIGCHLD sees the end first and says the signal, or the loader asks its
+    processes one by one, which takes their exit codes from the kernel, and says nothing of them.
+    """
+    if "Killed" in str(error):
+        return _KILLED
+    codes = [process.exitcode for process in _failed(error.__traceback__)]
+    code = next((code for code in codes if code), None)
+    if code is None:
+        return "killed by somebody, or by the system for lack of memory"
+    if code > 0:
+        return f"exit code {code}"
+    return _KILLED if -code == signal.SIGKILL else f"signal {-code}: {signal.strsignal(-code)}"
+
+
+def _failed(frame: TracebackType | None) -> list[Any]:
+    """The processes that torch's loader found dead: a local of the function that raised."""
+    last: list[Any] = []
+    while frame is not None:
+        last = frame.tb_frame.f_locals.get("failed_workers", last)
+        frame = frame.tb_next
+    return last

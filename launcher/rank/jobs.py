@@ -1,0 +1,416 @@
+"""What a rank does: builds Trainer, model and data from the resolved configuration, and runs them.
+
+The launcher's only module that brings Lightning's Trainer and the workloads together.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.callbacks import Callback
+
+from launcher.config import LaunchConfig, dump
+from launcher.processes.local import wait_for_outcome, write_outcome
+from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
+from launcher.processes.task import resolve_task
+from launcher.processes.watchdog import COMPILING_S, own_heartbeat
+from launcher.rank.callbacks import (
+    KeepSignal,
+    LastCheckpoint,
+    MetricsFile,
+    Progress,
+    as_lost_loader,
+    pipeline,
+)
+from launcher.rank.checkpoint_rotation import RegularCheckpoints
+from launcher.rank.stopping import StopWhenAsked
+from launcher.rank.trackers import Tracked, build_loggers
+from launcher.report.predicted import ideal_step_s
+from launcher.resolve import Run, optimizer_options, text_source
+from launcher.workloads.data.module import TextDataModule
+from launcher.workloads.hf.counterpart import export_folder
+from launcher.workloads.hf.hf_shape import HfShape
+from launcher.workloads.language_model import LanguageModel
+from launcher.workloads.model_share import described
+from launcher.workloads.registry import DATA, MODELS, load
+from strategies.analysis.timeline import Timeline
+from strategies.runtime.lightning.checkpointing_strategy import load_state_dict
+from strategies.runtime.lightning.strategy import PipelineStrategy
+from strategies.runtime.step.activation_bytes import MemoryUse
+
+
+def run(task: dict[str, Any], run_dir: Path) -> None:
+    """Runs one rank of a task.
+
+    Args:
+        task: As ``resolved.json`` has it, see ``launcher.processes.task``.
+        run_dir: The run's folder; rank 0 leaves ``outcome.json`` there.
+
+    Raises:
+        PreemptedError: A signal asked for the end; the checkpoint is committed.
+    """
+    resolved = resolve_task(task)
+    heartbeat = own_heartbeat(os.environ)
+    heartbeat.tell(str(run_dir), watch_s=resolved.config.trainer.watchdog_s)
+    _quiet()
+    jobs: dict[str, Callable[[Run, Path, str | None], dict[str, Any]]] = {
+        "train": _train,
+        "eval": _evaluate,
+        "predict": _predict,
+        "generate": _generate,
+        "export": _export,
+        "profile": _profile,
+    }
+    first = os.environ["RANK"] == "0"
+    outcome = jobs[resolved.config.mode](resolved, run_dir, task["checkpoint"])
+    stopped_by = outcome.pop("stopped_by", None)
+    if first:
+        write_outcome(run_dir, outcome, stopped_by=stopped_by)
+    elif stopped_by is not None and resolved.config.cluster.name == "slurm":
+        # srun ends the others with the first that leaves, and rank 0 may have trackers to finish.
+        wait_for_outcome(run_dir)
+    if stopped_by is not None:
+        raise PreemptedError(f"stopped by {stopped_by}", {})
+
+
+def _quiet() -> None:
+    import logging
+
+    # The parent shows progress; a rank's log keeps what matters.
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*num_workers.*", module="lightning")
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+    warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists.*")
+
+
+def _strategy(run: Run) -> PipelineStrategy:
+    config = run.config
+    plan = run.plan
+    num_stages = run.programs.train.placement.num_stages
+    buckets = plan.buckets
+    if isinstance(buckets, int):
+        buckets = (buckets,) * num_stages
+    cut = tuple(len(stage) for stage in run.stages)
+    return PipelineStrategy(
+        pp=config.pp,
+        dp=run.dp,
+        tp=config.tp,
+        sequence_parallel=config.sequence_parallel,
+        schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        stages_per_rank=plan.stages_per_rank,
+        group=plan.group,
+        split_backward=plan.split_backward,
+        recompute=plan.recompute,
+        costs=plan.costs,
+        file=plan.file,
+        memory_bytes=plan.memory_bytes,
+        units_per_stage=_by_hand(config) if run.own_model else cut,
+        overlap=plan.overlap,
+        buckets=None if run.own_model else buckets,
+        bucket_mb=config.overlap.bucket_mb,
+        grad_dtype=config.overlap.grad_dtype,
+        backend=config.cluster.backend,
+        timeout_s=_patience_s(config),
+        seed=config.seed,
+        compile=config.compile,
+        async_save=config.trainer.async_save,
+        configuration=_flat(dump(config)),
+        heartbeat=own_heartbeat(os.environ),
+        on_nan=config.trainer.on_nan,
+        metadata={
+            "model": described(run.shape) if run.describes_model else config.model.name,
+            "experiment_name": config.experiment_name,
+        },
+    )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """The leaves of a configuration by their dotted paths."""
+    found: dict[str, object] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _by_hand(config: LaunchConfig) -> tuple[int, ...] | None:
+    """The cut of a model that only the ranks know."""
+    return config.schedule.units_per_stage or config.schedule.layers_per_stage
+
+
+def _patience_s(config: LaunchConfig) -> float:
+    return max(config.cluster.timeout_s, COMPILING_S if config.compile else 0.0)
+
+
+def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object) -> pl.Trainer:
+    given = run.config.trainer
+    gpus = torch.cuda.device_count()
+    on_gpu = given.accelerator == "gpu" or (given.accelerator == "auto" and gpus > 0)
+    logger: Any = build_loggers(run.config, run_dir) if run.config.mode == "train" else False
+    arguments: dict[str, Any] = dict(more)
+    return pl.Trainer(
+        accelerator="gpu" if on_gpu else "cpu",
+        devices=min(gpus, run.world_size // run.config.cluster.nodes) if on_gpu else "auto",
+        num_nodes=run.config.cluster.nodes,
+        strategy=_strategy(run),
+        plugins=[LightningEnvironment()],
+        callbacks=[KeepSignal(), *callbacks],
+        logger=logger or False,
+        default_root_dir=run_dir,
+        precision=given.precision,
+        limit_train_batches=given.limit_train_batches,
+        limit_val_batches=given.limit_val_batches,
+        limit_test_batches=given.limit_test_batches,
+        limit_predict_batches=given.limit_predict_batches,
+        deterministic=given.deterministic,
+        detect_anomaly=given.detect_anomaly,
+        enable_model_summary=given.enable_model_summary,
+        enable_progress_bar=False,
+        **arguments,
+    )
+
+
+def build_model(run: Run) -> pl.LightningModule:
+    """The run's model; the built-in ones without weights, which each rank then makes."""
+    if run.own_model or isinstance(run.shape, HfShape):
+        built = load(MODELS, run.config.model.name)(run.config)
+        return cast(pl.LightningModule, built)
+    # On the meta device: each rank then makes the weights of its own units only.
+    with torch.device("meta"):
+        return LanguageModel(
+            run.shape, optimizer=optimizer_options(run.config), seed=run.config.seed
+        )
+
+
+def build_data(run: Run) -> pl.LightningDataModule:
+    """The run's data module."""
+    config = run.config
+    if run.own_data:
+        return cast(pl.LightningDataModule, load(DATA, config.data.name)(config, run.batch_size))
+    return TextDataModule(
+        text_source(config),
+        sequence=run.shape.sequence,
+        batch_size=run.batch_size,
+        seed=config.seed,
+        val_fraction=config.data.val_fraction,
+        num_workers=config.data.num_workers,
+        # A figure must not depend on the batch size: the rest of the text counts, too.
+        full_batches=config.mode == "train",
+        vocab=run.shape.vocab,
+    )
+
+
+def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+    config, given = run.config, run.config.trainer
+    pl.seed_everything(config.seed, workers=True, verbose=False)
+    folder = run_dir / "checkpoints"
+    rank = int(os.environ["RANK"])
+    rows = run.batch_size * run.dp * given.accumulate_grad_batches
+    # Only the built-in text has a known number of tokens per row.
+    tokens = None if run.own_data else rows * run.shape.sequence
+    model = build_model(run)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    ideal = ideal_step_s(run)
+    file = MetricsFile(run_dir / "metrics.csv") if rank == 0 else None
+    progress = Progress(file, tokens, ideal)
+    callbacks: list[Callback] = [progress]
+    writes = given.save_last or given.checkpoint_every_n_steps is not None or given.keep_best > 0
+    if writes:
+        callbacks.append(
+            RegularCheckpoints(
+                folder,
+                every=given.checkpoint_every_n_steps,
+                keep_last=given.keep_last,
+                keep_best=given.keep_best,
+                monitor=given.monitor,
+                mode=given.monitor_mode,
+            )
+        )
+    last = LastCheckpoint(folder)
+    if given.save_last:
+        callbacks.append(last)
+    closing = _Closing(run)
+    callbacks.append(closing)
+    request = installed_request() or StopRequest()
+    stopping = StopWhenAsked(folder, request, timeout_s=_patience_s(config))
+    callbacks.append(stopping)
+    trainer = _trainer(
+        run,
+        run_dir,
+        callbacks,
+        max_steps=given.max_steps,
+        max_epochs=-1 if given.max_epochs is None else given.max_epochs,
+        max_time=given.max_time,
+        accumulate_grad_batches=given.accumulate_grad_batches,
+        gradient_clip_val=given.gradient_clip_val,
+        gradient_clip_algorithm=given.gradient_clip_algorithm,
+        val_check_interval=given.val_check_interval,
+        check_val_every_n_epoch=given.check_val_every_n_epoch,
+        num_sanity_val_steps=given.num_sanity_val_steps,
+        log_every_n_steps=given.log_every_n_steps,
+        enable_checkpointing=True,  # StopWhenAsked may have to
+    )
+    tracked = Tracked(trainer.loggers, folder)
+    progress.follow = tracked.row
+    try:
+        trainer.fit(model, datamodule=build_data(run), ckpt_path=checkpoint)
+    except RuntimeError as error:
+        lost = as_lost_loader(error, trainer)
+        if lost is None:
+            raise
+        raise lost from error
+    if rank == 0:
+        tracked.end(run, closing.timeline, pipeline(trainer).plan)
+    # The first step pays for connections and allocations.
+    times = progress.step_times[1:] or progress.step_times
+    step_time = statistics.median(times) if times else None
+    return {
+        "world_size": run.world_size,
+        "num_parameters": num_parameters,
+        "steps": trainer.global_step,
+        "skipped_steps": len(pipeline(trainer).skipped_steps),
+        "loss_first": progress.losses[0] if progress.losses else None,
+        "loss_last": progress.losses[-1] if progress.losses else None,
+        "val_loss": progress.val_loss,
+        "step_time_s": step_time,
+        "tokens_per_s": tokens / step_time if step_time and tokens else None,
+        "mfu": ideal / step_time if step_time and ideal else None,
+        "peak_memory_bytes": closing.peaks,
+        "measured_norm_sync_s": closing.norm_sync_s,
+        "checkpoint": str(written) if (written := last.path or stopping.path) else None,
+        "stopped_by": stopping.stopped_by,
+        # Of this machine's own launcher the parent knows.
+        "restarts": int(
+            os.environ.get("TORCHELASTIC_RESTART_COUNT")
+            or os.environ.get("SLURM_RESTART_COUNT")
+            or 0
+        ),
+        "timeline": None if closing.timeline is None else _plain(closing.timeline),
+        "buckets": _buckets(pipeline(trainer)),
+        "skips": [list(ends) for ends in pipeline(trainer).plan.skips],
+    }
+
+
+def _buckets(strategy: PipelineStrategy) -> list[int]:
+    buckets = strategy.plan.buckets
+    stages = strategy.engine.placement.num_stages
+    return [buckets] * stages if isinstance(buckets, int) else list(buckets)
+
+
+class _Closing(Callback):
+    """Collects what only all ranks together know, while they still talk."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._memory = MemoryUse(torch.device("cpu"))
+        self.timeline: Timeline | None = None
+        self.peaks: list[int] = []
+        self.norm_sync_s: float | None = None
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Collective."""
+        self.timeline = pipeline(trainer).measured_timeline()
+        waits = pipeline(trainer).engine.norm_waits_s
+        device = pipeline(trainer).root_device
+        memory = self._memory if device.type == "cpu" else MemoryUse(device)
+        own = (memory.peak_bytes(), statistics.median(waits) if waits else None)
+        gathered = [own]
+        if dist.is_initialized():
+            gathered = [own] * self._run.world_size
+            dist.all_gather_object(gathered, own)
+        # Per pipeline rank, the largest of its replicas and sharers.
+        size = self._run.dp * self._run.config.tp
+        peaks = [peak for peak, _ in gathered]
+        self.peaks = [max(peaks[i : i + size]) for i in range(0, len(peaks), size)]
+        # The rank that is done first waits longest.
+        self.norm_sync_s = max((wait for _, wait in gathered if wait is not None), default=None)
+
+
+def _plain(timeline: Timeline) -> dict[str, Any]:
+    return {"start": timeline.start, "end": timeline.end}
+
+
+def _evaluate(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+    trainer = _trainer(run, run_dir, [])
+    (found,) = trainer.test(
+        build_model(run), datamodule=build_data(run), ckpt_path=checkpoint, verbose=False
+    ) or ({},)
+    loss = found.get("test_loss")
+    return {"val_loss": loss, "checkpoint": checkpoint, "world_size": run.world_size}
+
+
+def _predict(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+    """Log-probabilities of the validation text, one file per replica."""
+    from safetensors.torch import save_file
+
+    trainer = _trainer(run, run_dir, [])
+    batches = trainer.predict(build_model(run), datamodule=build_data(run), ckpt_path=checkpoint)
+    where = pipeline(trainer).coordinates
+    path = run_dir / f"predictions_{where.dp_rank:05d}.safetensors"
+    own: tuple[str, int] | None = None
+    if where.pp_rank == where.tp_rank == 0 and batches:
+        joined = torch.cat([item for item in batches if isinstance(item, torch.Tensor)])
+        save_file({"log_probabilities": joined.contiguous()}, path)
+        own = (str(path), joined.shape[0])
+    parts = [own]
+    if dist.is_initialized():
+        parts = [None] * run.world_size
+        dist.all_gather_object(parts, own)
+    written = [part for part in parts if part is not None]
+    return {
+        "checkpoint": checkpoint,
+        "world_size": run.world_size,
+        "predictions": [name for name, _ in written],
+        "num_predictions": sum(count for _, count in written),
+    }
+
+
+def _generate(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+    from launcher.workloads.data.tokens import decode, encode
+
+    wanted = run.config.generate
+    model = build_model(run)
+    assert isinstance(model, LanguageModel)
+    for name, _ in model.pipeline_units():
+        model.initialise_unit(name)
+    model.to("cpu")  # Lightning remembers the meta device otherwise.
+    if checkpoint is not None:
+        model.load_state_dict(load_state_dict(Path(checkpoint)))
+    source = text_source(run.config)
+    tokens = model.generate(
+        encode(source, wanted.prompt),
+        wanted.max_new_tokens,
+        temperature=wanted.temperature,
+        top_k=wanted.top_k,
+        seed=run.config.seed,
+    )
+    text = decode(source, tokens.tolist())
+    (run_dir / "generated.txt").write_text(text)
+    return {"checkpoint": checkpoint, "world_size": 1, "text": text}
+
+
+def _export(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+    from launcher.workloads.hf.export import export_checkpoint
+
+    assert checkpoint is not None
+    target = export_folder(run.config, run_dir)
+    export_checkpoint(Path(checkpoint), run.shape, target)
+    return {"checkpoint": checkpoint, "world_size": 1, "export": str(target)}
+
+
+def _profile(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+    from launcher.rank.profile_job import measure
+
+    return measure(run)

@@ -1,0 +1,56 @@
+"""One task of ``srun`` is one rank: ``python -m launcher.rank.slurm_rank RUN_DIR``.
+
+The first lines take the signals, before anything that takes time is imported: SLURM sends SIGTERM
+to preempt, and SIGUSR1 when the time limit comes near.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from launcher.processes.guardian import fork_under_guard
+from launcher.processes.preempted import StopRequest
+
+_NAMES = {
+    "RANK": "SLURM_PROCID",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "NODE_RANK": "SLURM_NODEID",
+    "WORLD_SIZE": "SLURM_NTASKS",
+}
+
+
+def main() -> int:
+    """Runs this rank; returns its exit code."""
+    StopRequest().install(signal.SIGUSR1, signal.SIGTERM)
+    os.environ.update(rank_environment(os.environ))
+    fork_under_guard(int(os.environ["RANK"]))
+    from launcher.rank import worker
+
+    if os.environ["RANK"] != "0":
+        return worker.main()
+    from launcher.processes.progress import ProgressView
+    from launcher.processes.torchrun import events_told_to
+
+    with ProgressView(enabled=True) as view, events_told_to(view):
+        return worker.main()
+
+
+def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """What ``launcher.rank.worker`` reads, from what SLURM says of a task."""
+    # Lightning's metrics import matplotlib where it is installed, which leaves a font cache.
+    cache = Path(tempfile.gettempdir()) / f"foldpipe-matplotlib-{os.getuid()}"
+    found = {"MPLCONFIGDIR": given.get("MPLCONFIGDIR", str(cache)), "PYTHONUNBUFFERED": "1"}
+    return found | {ours: given[theirs] for ours, theirs in _NAMES.items()}
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Skips the destructors of communicators, which may wait for peers that are gone.
+    os._exit(code)

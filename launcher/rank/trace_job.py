@@ -1,0 +1,138 @@
+"""Traces the model in a process of its own: ``python -m launcher.rank.trace_job FOLDER``.
+
+Builds the model without its weights, takes a batch from its data, and leaves ``model_trace.json``,
+or ``trace_problem.json`` with what the user can do about it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+
+from launcher.config import LaunchConfig, from_dict
+from launcher.config.planner import PlannerConfig
+from launcher.planning.model_trace import PROBLEM, TASK, TRACE
+from launcher.rank.jobs import build_data, build_model
+from launcher.resolve import Run, resolve
+from strategies.costs.trace_file import TracedModel, dump_trace
+from strategies.errors import ModelError, PipelineError
+from strategies.runtime.lightning.data_order import first_batch
+from strategies.runtime.step.microbatch import count_rows, split_batch
+from strategies.tracing.trace import empty_weights, trace_model
+
+_ROWS = 4
+
+
+def main(folder: Path) -> int:
+    """Traces; returns the exit code."""
+    try:
+        config = from_dict(json.loads((folder / TASK).read_text())["config"])
+        (folder / TRACE).write_text(dump_trace(trace(config)))
+    except PipelineError as error:
+        _write_problem(folder, type(error).__name__, str(error))
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        reason = " ".join(str(error).split())[:300]
+        _write_problem(
+            folder,
+            "ModelError",
+            f"the model could not be built for a trace: {type(error).__name__}: {reason} "
+            f"({last.filename}:{last.lineno}). A trace builds it without weights. Try mode=train "
+            "with pp= and schedule= by hand.",
+        )
+        return 1
+    return 0
+
+
+def trace(config: LaunchConfig) -> TracedModel:
+    """The trace of a configuration's model, for rows of its data.
+
+    Raises:
+        PipelineError: It cannot be built, cut or traced.
+    """
+    run = resolve(_alone(config))
+    pl.seed_everything(config.seed, workers=True, verbose=False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        precision=cast(Any, config.trainer.precision),
+    )
+    plugin = trainer.precision_plugin
+    with empty_weights():
+        module = build_model(run)
+        module.trainer = trainer
+        module.configure_model()
+    if not module.automatic_optimization:
+        raise ModelError(
+            f"model={config.model.name} uses manual optimization, which a pipeline cannot cut. "
+            "Use automatic optimization with one optimizer, or pp=1."
+        )
+    module = cast(pl.LightningModule, plugin.convert_module(module))
+    module.train()
+    batch = plugin.convert_input(_batch(run, trainer))
+    rows = count_rows(batch)
+    halves = [(rows // 2, split_batch(batch, 2)[-1].data)] if rows > 1 else []
+    return trace_model(module, [*halves, (rows, batch)], autocast=plugin.forward_context)
+
+
+def _alone(config: LaunchConfig) -> LaunchConfig:
+    """The same model and data on one rank: nothing is to be decided here."""
+    return replace(
+        config,
+        mode="train",
+        plan="manual",
+        planner=PlannerConfig(),
+        pp=1,
+        tp=1,
+        dp=1,
+        num_microbatches=1,
+        data=replace(config.data, global_batch_size=_ROWS, microbatch_size=_ROWS, num_workers=0),
+        schedule=replace(
+            config.schedule,
+            name="1f1b",
+            stages_per_rank=None,
+            group=None,
+            split_backward=False,
+            layers_per_stage=None,
+            units_per_stage=None,
+        ),
+        recompute=replace(config.recompute, name="none", max_full_activations=None),
+    )
+
+
+def _batch(run: Run, trainer: pl.Trainer) -> object:
+    if not run.own_data:
+        tokens = torch.randint(run.shape.vocab, (_ROWS, run.shape.sequence + 1))
+        return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+    data = build_data(run)
+    data.trainer = trainer
+    data.prepare_data()
+    data.setup("fit")
+    loader: Any = data.train_dataloader()
+    while isinstance(loader, list | tuple):
+        loader = loader[0]
+    batch: Any = first_batch(loader)
+    rows = count_rows(batch)
+    # Whatever the loader's own size: a few rows are enough.
+    return split_batch(batch, max(1, rows // _ROWS))[0].data
+
+
+def _write_problem(folder: Path, kind: str, message: str) -> None:
+    (folder / PROBLEM).write_text(json.dumps({"kind": kind, "message": message}))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

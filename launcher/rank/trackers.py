@@ -1,0 +1,197 @@
+"""What trackers get beside Lightning's own metrics: figures, memory, pictures, checkpoints.
+
+Everything here is a copy of what lies in the run folder, where it is the ground truth: metrics.csv
+is on disk before a tracker hears of its row.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, WandbLogger
+
+from launcher.checkpoints import manifest_of
+from launcher.config import LaunchConfig, dump
+from launcher.processes.task import run_id
+from launcher.report.html import Panel, timeline_html
+from launcher.report.predicted import predict
+from launcher.report.sweep.picture import timeline_png
+from launcher.resolve import Run
+from strategies.analysis.timeline import Timeline
+from strategies.errors import CheckpointError, PlanError
+from strategies.manifest import UNFINISHED, total_bytes
+from strategies.plan import Plan
+
+FIGURES = ("lr", "grad_norm", "step_time_s", "tokens_per_s", "mfu", "bubble_ratio",
+         "exposed_grad_reduce_s", "peak_memory_bytes_max", "skipped_steps")  # fmt: skip
+_LAYOUT = ("pp", "dp", "tp", "world_size")
+_LISTED_FILES = 200
+
+
+class Tracked:
+    """Follows a training on rank 0.
+
+    Args:
+        loggers: The Trainer's.
+        folder: Where its checkpoints lie.
+    """
+
+    def __init__(self, loggers: Sequence[Logger], folder: Path) -> None:
+        self._loggers = list(loggers)
+        self._folder = folder
+        self._known: set[Path] = set()
+
+    def row(self, row: Mapping[str, Any], peaks: Sequence[int]) -> None:
+        """Hands on a row of metrics.csv.
+
+        Args:
+            row: Which is on disk already.
+            peaks: Peak bytes of each pipeline rank, where they are known.
+        """
+        figures = {name: float(row[name]) for name in FIGURES if row.get(name) is not None}
+        for rank, peak in enumerate(peaks):
+            figures[f"peak_memory_bytes/rank_{rank:05d}"] = float(peak)
+        for logger in self._loggers if figures else ():
+            # Lightning counts the steps of what it logs from 0.
+            logger.log_metrics(figures, step=int(row["step"]) - 1)
+        self._checkpoints()
+
+    def end(self, run: Run, measured: Timeline | None, plan: Plan) -> None:
+        """Hands on the timeline and the last checkpoints, and ends wandb's run.
+
+        Args:
+            run: What ran.
+            measured: A step as it was; None if there was none.
+            plan: As the ranks have compiled it.
+        """
+        self._checkpoints()
+        for logger in self._wandb():
+            _log_timeline(logger, run, measured, plan)
+        if self._wandb():
+            import wandb
+
+            wandb.finish()
+
+    def _wandb(self) -> list[WandbLogger]:
+        return [logger for logger in self._loggers if isinstance(logger, WandbLogger)]
+
+    def _checkpoints(self) -> None:
+        """Notes what has been committed since: which files, with which hashes, and not the data."""
+        if not self._wandb() or not self._folder.is_dir():
+            return
+        for path in sorted(self._folder.glob("step-*.ckpt")):
+            if path in self._known or path.suffix == UNFINISHED:
+                continue
+            try:
+                manifest = manifest_of(path)
+            except CheckpointError:
+                continue  # not committed yet
+            self._known.add(path)
+            for logger in self._wandb():
+                _log_manifest(logger, path, manifest)
+
+
+def _log_manifest(logger: WandbLogger, path: Path, manifest: Mapping[str, Any]) -> None:
+    import wandb
+
+    metadata = {k: v for k, v in manifest["metadata"].items() if k != "parameters"}
+    files = manifest["files"]
+    metadata |= {
+        "path": str(path),
+        "layout": {key: manifest[key] for key in _LAYOUT if key in manifest},
+        "num_parameters_named": len(manifest["metadata"].get("parameters", ())),
+        "num_files": len(files),
+        "bytes": total_bytes(manifest),
+        "files": dict(list(files.items())[:_LISTED_FILES]),
+    }
+    name = f"checkpoint-{run_id(path.parent.parent) or logger.version}"
+    artifact = wandb.Artifact(name, type="checkpoint", metadata=metadata)
+    artifact.add_reference(path.absolute().as_uri(), checksum=False)
+    logger.experiment.log_artifact(artifact, aliases=[path.stem])
+
+
+def _log_timeline(logger: WandbLogger, run: Run, measured: Timeline | None, plan: Plan) -> None:
+    import wandb
+
+    timeline, metrics = predict(run)
+    panels = [Panel("predicted", timeline, metrics)]
+    if measured is not None:
+        panels.append(Panel("measured", measured))
+    degrees = f"pp={run.config.pp} dp={run.dp} tp={run.config.tp}"
+    title = f"{plan.schedule} {degrees} num_microbatches={plan.num_microbatches}"
+    page = timeline_html(panels, title=title)
+    with tempfile.TemporaryDirectory() as folder:
+        # wandb copies them into the run's own files.
+        shown, drawn = Path(folder) / "timeline.html", Path(folder) / "timeline.png"
+        shown.write_text(page, encoding="utf-8")
+        drawn.write_bytes(timeline_png(page, panels, title=title))
+        media = {
+            "timeline": wandb.Html(shown, inject=False),
+            "timeline_image": wandb.Image(str(drawn)),
+        }
+        logger.experiment.log(media)
+
+
+# ---------------------------------------------------------------------------------------- tracking
+#
+# Loggers beside metrics.csv: Weights & Biases (offline without a key) and TensorBoard.
+
+
+def build_loggers(config: LaunchConfig, run_dir: Path) -> list[Logger]:
+    """The loggers that ``tracking=`` asks for; metrics.csv needs none.
+
+    Raises:
+        PlanError: A package for it is not installed.
+    """
+    name = config.tracking.name
+    if name == "wandb":
+        return [_wandb(config, run_dir)]
+    if name == "tensorboard":
+        from lightning.pytorch.loggers import TensorBoardLogger
+
+        try:
+            return [TensorBoardLogger(save_dir=run_dir, name="tensorboard", version="")]
+        except ModuleNotFoundError as error:
+            raise PlanError(
+                "tracking=tensorboard needs the package tensorboard. Try pip install "
+                "'foldpipe[tensorboard]', or tracking=csv."
+            ) from error
+    return []
+
+
+def _wandb(config: LaunchConfig, run_dir: Path) -> Logger:
+    import wandb
+    from lightning.pytorch.loggers import WandbLogger
+
+    tracking = config.tracking
+    offline = not _has_key() if tracking.offline == "auto" else bool(tracking.offline)
+    settings: dict[str, Any] = {
+        "entity": tracking.entity,
+        "group": tracking.group or config.experiment_name,
+        "tags": list(tracking.tags),
+        "config": dump(config),
+        # One run per training, also across requeues.
+        "id": run_id(run_dir),
+        # What a rank prints is in its own log, masked; wandb would keep a copy of its own.
+        "settings": wandb.Settings(console="off"),
+    }
+    if not offline:
+        settings["resume"] = "allow"
+    return WandbLogger(
+        name=run_dir.name, project=tracking.project, save_dir=run_dir, offline=offline, **settings
+    )
+
+
+def _has_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import netrc
+
+    try:
+        return any("wandb" in host for host in netrc.netrc().hosts)
+    except (OSError, netrc.NetrcParseError):
+        return False

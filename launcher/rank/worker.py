@@ -1,0 +1,75 @@
+"""One rank: reads the resolved configuration, trains or evaluates, leaves its results.
+
+Started as ``python -m launcher.rank.worker RUN_DIR`` by a process launcher, with RANK, LOCAL_RANK,
+WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. Never sees Hydra.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from launcher.processes.failure import as_out_of_memory, write_failure
+from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
+from launcher.processes.watchdog import own_heartbeat
+from launcher.secrets import MaskedStream
+from strategies.errors import PipelineError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Runs this rank; returns its exit code."""
+    _die_with_parent()
+    faulthandler.enable()
+    os.umask(0o077)
+    # What a user's model prints, and every traceback, ends in a log.
+    sys.stdout, sys.stderr = MaskedStream(sys.stdout), MaskedStream(sys.stderr)
+    run_dir = Path(sys.argv[1])
+    rank = int(os.environ["RANK"])
+    request = installed_request()
+    if request is None:
+        heartbeat = own_heartbeat(os.environ)
+        # The parent decides how a run ends; launcher.rank.callbacks.KeepSignal holds on to this.
+        request = StopRequest(leaves=lambda: heartbeat.told_to_leave)
+        request.install(signal.SIGUSR1, signal.SIGTERM)
+    try:
+        task = importlib.import_module("launcher.processes.task").read_task(run_dir)
+        if task["config"]["mode"] != "train":
+            request.disregard()
+        jobs = importlib.import_module("launcher.rank.jobs")
+        jobs.run(task, run_dir)
+    except KeyboardInterrupt:
+        return 130
+    except PreemptedError as error:
+        return error.exit_code
+    except PipelineError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return write_failure(run_dir, rank, error)
+    except BaseException as error:
+        traceback.print_exc()
+        return write_failure(run_dir, rank, as_out_of_memory(error) or error)
+    return 0
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel to end this process with its parent, and checks that it is still there."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = os.environ.get("FOLDPIPE_PARENT")
+    if parent is not None and os.getppid() != int(parent):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Skips the destructors of communicators, which may wait for peers that are gone.
+    os._exit(code)

@@ -1,0 +1,135 @@
+"""trace.json: timelines in Chrome's trace format, for ui.perfetto.dev or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+from launcher.report.html import held_over_time
+from launcher.report.result import write_atomically
+from launcher.report.timeline_lanes import spread, zeroed
+from strategies.analysis.timeline import Event, Timeline
+from strategies.ir.instruction import CHANNEL_KINDS, COMPUTE_KINDS, Kind
+
+# The format counts in microseconds. The unit F has no length in seconds; 1 F is drawn as 1 ms.
+_US_PER_UNIT = {"F": 1000.0, "s": 1e6}
+
+_PROCESS = {"simulated": "predicted", "measured": "measured"}
+# An arrow binds to the slice that is open at its time: a moment inside, not on the border.
+_INSIDE = 0.01
+
+TraceEvent = dict[str, object]
+
+
+def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
+    """Writes ``trace.json``."""
+    write_atomically(path, trace_json(timelines))
+
+
+def trace_json(timelines: Sequence[Timeline]) -> str:
+    """One process per timeline, threads for each rank's compute and collective channel.
+
+    Messages are arrows from the producer to the consumer; activations held are counters.
+    """
+    flow_ids = count(1)
+    events: list[TraceEvent] = []
+    units: dict[str, str] = {}
+    for pid, timeline in enumerate(map(zeroed, timelines), start=1):
+        name = f"{_PROCESS[timeline.origin]} ({timeline.program.schedule})"
+        if name in units:
+            name += f" {pid}"
+        unit = timeline.time_unit
+        units[name] = "1 F is shown as 1000 us" if unit == "F" else "real time"
+        events += _named(pid, None, "process_name", name=name)
+        events += _named(pid, None, "process_sort_index", sort_index=pid)
+        events += _process(timeline, pid, flow_ids)
+    return (
+        json.dumps(
+            {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"time_scale": units}},
+            separators=(",", ":"),
+            allow_nan=False,
+        )
+        + "\n"
+    )
+
+
+def _process(timeline: Timeline, pid: int, flow_ids: Iterator[int]) -> Iterator[TraceEvent]:
+    tids = count(1)
+    thread_of: dict[Event, int] = {}
+    for rank in range(len(timeline.program.ranks)):
+        for name, kinds in (("compute", COMPUTE_KINDS), ("collectives", CHANNEL_KINDS)):
+            events = [e for e in timeline.events(rank) if e.instruction.kind in kinds]
+            for lane in spread(events):
+                tid = next(tids)
+                yield from _named(pid, tid, "thread_name", name=f"rank {rank} {name}")
+                yield from _named(pid, tid, "thread_sort_index", sort_index=tid)
+                for event in lane:
+                    thread_of[event] = tid
+                    yield _slice(timeline, event, pid, tid)
+        for time, held in held_over_time(timeline, rank):
+            yield {
+                "ph": "C",
+                "name": f"rank {rank} activations held",
+                "pid": pid,
+                "ts": _us(timeline, time),
+                "args": {"microbatches": held},
+            }
+    yield from _arrows(timeline, pid, thread_of, flow_ids)
+
+
+def _slice(timeline: Timeline, event: Event, pid: int, tid: int) -> TraceEvent:
+    item = event.instruction
+    args: dict[str, object] = {"kind": item.kind.value, "stage": item.stage}
+    if item.microbatch is not None:
+        args["microbatch"] = item.microbatch
+    if item.bucket is not None:
+        args["bucket"] = item.bucket
+    return {
+        "ph": "X",
+        "name": str(item).partition("@")[0],
+        "cat": item.kind.value,
+        "pid": pid,
+        "tid": tid,
+        "ts": _us(timeline, event.start),
+        "dur": round(_us(timeline, event.end) - _us(timeline, event.start), 3),
+        "args": args,
+    }
+
+
+def _arrows(
+    timeline: Timeline, pid: int, thread_of: dict[Event, int], flow_ids: Iterator[int]
+) -> Iterator[TraceEvent]:
+    graph = timeline.program.graph
+    ranks = range(len(timeline.program.ranks))
+    events = [event for rank in ranks for event in timeline.events(rank)]
+    for node, item in enumerate(graph.nodes):
+        if item.kind not in COMPUTE_KINDS:
+            continue
+        for need in graph.needs[node]:
+            if graph.nodes[need].kind is not Kind.RECV:
+                continue
+            sender = events[graph.needs[graph.partner[need]][0]]
+            receiver = events[node]
+            common = {"cat": "message", "name": str(graph.nodes[need]), "id": next(flow_ids)}
+            for phase, event, share in (("s", sender, 1 - _INSIDE), ("f", receiver, _INSIDE)):
+                time = event.start + share * (event.end - event.start)
+                yield {
+                    "ph": phase,
+                    **common,
+                    "pid": pid,
+                    "tid": thread_of[event],
+                    "ts": _us(timeline, time),
+                    **({"bp": "e"} if phase == "f" else {}),
+                }
+
+
+def _named(pid: int, tid: int | None, what: str, **args: object) -> Iterator[TraceEvent]:
+    thread = {} if tid is None else {"tid": tid}
+    yield {"ph": "M", "name": what, "pid": pid, **thread, "args": args}
+
+
+def _us(timeline: Timeline, time: float) -> float:
+    """Microseconds, to the nanosecond."""
+    return round(time * _US_PER_UNIT[timeline.time_unit], 3)

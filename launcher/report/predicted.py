@@ -1,0 +1,110 @@
+"""What every mode knows before anything runs: the program, simulated, and its files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.report.html import Panel, memory_mapping, write_timeline_html
+from launcher.report.perfetto import write_trace
+from launcher.report.result import versions
+from launcher.report.schedule_files import write_schedule_files
+from launcher.resolve import Run
+from launcher.workloads.model_share import model_units
+from strategies.analysis.memory import RankMemory, peak_memory
+from strategies.analysis.metrics import Metrics, measure
+from strategies.analysis.timeline import Timeline
+from strategies.simulator.engine import simulate
+
+
+def predict(run: Run) -> tuple[Timeline, Metrics]:
+    """The training step as the run's costs have it."""
+    timeline = simulate(run.programs.train, run.costs, cores=cores_per_replica(run))
+    cap = run.plan.recompute.max_full_activations
+    return timeline, measure(timeline, run.costs, cap=cap)
+
+
+def rank_memory(run: Run) -> tuple[RankMemory, ...] | None:
+    """What each pipeline rank holds at its worst moment; None where the costs know no bytes."""
+    return peak_memory(run.programs.train, run.costs.table(run.programs.train))
+
+
+def cores_per_replica(run: Run) -> float | None:
+    """``hardware.cores`` as the ranks of one pipeline share them with all others."""
+    cores = run.config.hardware.cores
+    return None if cores is None else cores / (run.dp * run.config.tp)
+
+
+def run_mapping(run: Run, status: str) -> dict[str, object]:
+    """The keys of result.json that every mode has."""
+    config = run.config
+    memory = rank_memory(run)
+    return {
+        "status": status,
+        "mode": config.mode,
+        "schedule": config.schedule.name,
+        "pp": config.pp,
+        "dp": run.dp,
+        "tp": config.tp,
+        "sequence_parallel": config.sequence_parallel,
+        "stages_per_rank": run.plan.stages_per_rank,
+        "num_microbatches": run.num_microbatches,
+        "recompute": config.recompute.name,
+        "overlap": config.overlap.name,
+        "seed": config.seed,
+        "versions": versions(),
+        "group": run.group,
+        "group_choice": None if run.programs.choice is None else run.programs.choice.reason,
+        "split_backward": config.schedule.split_backward,
+        "memory_breakdown": None if memory is None else memory_mapping(memory),
+    }
+
+
+def write_pictures(run_dir: Path, panels: Sequence[Panel], run: Run) -> None:
+    """schedule.txt, schedule.csv, timeline.html and trace.json."""
+    first = panels[0]
+    assert first.metrics is not None
+    write_schedule_files(run_dir, first.timeline, first.metrics)
+    config = run.config
+    degrees = f"pp={config.pp} dp={run.dp}" + (f" tp={config.tp}" if config.tp > 1 else "")
+    title = f"{config.schedule.name} {degrees} num_microbatches={run.num_microbatches}"
+    limit = config.hardware.memory_gb * 1e9
+    drawn = [
+        panel
+        if panel.metrics is None
+        else replace(panel, memory=rank_memory(run), memory_limit=limit)
+        for panel in panels
+    ]
+    write_timeline_html(run_dir / "timeline.html", drawn, title=title)
+    write_trace(run_dir / "trace.json", [panel.timeline for panel in panels])
+
+
+# ------------------------------------------------------------------------------------- model flops
+#
+# Model FLOPs of a training step, and what share of the hardware's peak they are (MFU).
+#
+# What the model itself asks for, whatever a run does on top: matrix products of the forward and
+# twice as many in the backward, attention scores over the whole sequence, no recomputation, no
+# padding (Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311, appendix B).
+
+
+def step_flops(run: Run) -> int | None:
+    """FLOPs of one optimizer step over all replicas, two per multiply-add.
+
+    None where only the ranks know the model.
+    """
+    if run.own_model:
+        return None
+    forward = sum(unit.forward_flops for unit in model_units(run.shape))
+    sequences = run.batch_size * run.dp * run.config.trainer.accumulate_grad_batches
+    return 3 * forward * sequences
+
+
+def ideal_step_s(run: Run) -> float | None:
+    """Seconds that a step would take if every rank computed at ``hardware.peak_flops``.
+
+    Over the measured time of a step that is the MFU.
+    """
+    flops = step_flops(run)
+    return None if flops is None else flops / (run.world_size * run.config.hardware.peak_flops)

@@ -1,0 +1,299 @@
+"""What a sweep keeps of a job that has ended: its figures and the timelines that it drew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+from launcher.config import LaunchConfig
+from launcher.report.result import write_atomically
+from strategies.errors import PlanError
+
+RESULT, PICTURE = "result.json", "timeline.html"
+# Identities of the two files above; None for one that is not there.
+Stamps = tuple[tuple[int, int] | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobTimeline:
+    """One timeline as ``timeline.html`` has it.
+
+    Attributes:
+        label: ``predicted`` or ``measured``.
+        kinds: Names of the instruction kinds, by the number that stands in a bar.
+        panel: Its rows and bars, see ``launcher.report.html``.
+    """
+
+    label: str
+    kinds: tuple[str, ...]
+    panel: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class SweepJob:
+    """One job of a sweep.
+
+    Attributes:
+        index: Its number, from 0, in the order of running.
+        folder: Absolute.
+        overrides: ``key=value`` as the command line gave them to this job.
+        status: ``done``, ``failed``, ``refused`` (exit 2), ``preempted`` or ``interrupted``.
+        exit_code: Of its command; None where that did not end by itself.
+        error: Empty for a job that is done.
+        result: The mapping of result.json; of a job that left none, what was asked for.
+        timelines: Predicted first; empty for a mode that draws none.
+    """
+
+    index: int
+    folder: Path
+    overrides: tuple[str, ...]
+    status: str
+    exit_code: int | None
+    error: str
+    result: Mapping[str, object]
+    timelines: tuple[JobTimeline, ...]
+
+    @property
+    def time_unit(self) -> str | None:
+        """``F`` or ``s``, None where nothing was simulated."""
+        unit = self.result.get("time_unit")
+        return unit if isinstance(unit, str) else None
+
+
+def file_stamps(folder: Path) -> Stamps:
+    """Tells files that a job writes from those that an earlier sweep left in the same folder."""
+    return tuple(_stamp(folder / name) for name in (RESULT, PICTURE))
+
+
+def ended_job(
+    index: int,
+    folder: Path,
+    overrides: Sequence[str],
+    *,
+    config: LaunchConfig | None,
+    before: Stamps,
+    exit_code: int | None,
+    error: str = "",
+) -> SweepJob:
+    """Reads what a job left in its folder; to be called before the next job starts.
+
+    Args:
+        index: Its number.
+        folder: Its folder.
+        overrides: Its overrides; Hydra's own keys are left out.
+        config: What it ran, None if it could not be composed.
+        before: ``file_stamps`` of the folder before it started.
+        exit_code: None for a job that was interrupted.
+        error: What ended it; a failed job's result.json may know it as well.
+    """
+    after = file_stamps(folder)
+    fresh = [new is not None and new != old for new, old in zip(after, before, strict=True)]
+    result = _read_result(folder / RESULT) if fresh[0] else {}
+    timelines = _read_timelines(folder / PICTURE) if fresh[1] else ()
+    status = {None: "interrupted", 0: "done", 2: "refused", 85: "preempted"}.get(
+        exit_code, "failed"
+    )
+    return SweepJob(
+        index=index,
+        folder=folder,
+        overrides=tuple(w for w in overrides if not w.lstrip("+").startswith("hydra.")),
+        status=status,
+        exit_code=exit_code,
+        error="" if status == "done" else error or str(result.get("error") or ""),
+        result=result or _asked(config),
+        timelines=timelines,
+    )
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def _read_result(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _asked(config: LaunchConfig | None) -> dict[str, object]:
+    """The keys of result.json that the configuration alone decides."""
+    if config is None:
+        return {}
+    known: dict[str, object] = {
+        "mode": config.mode,
+        "schedule": config.schedule.name,
+        "pp": config.pp,
+        "dp": config.dp,
+        "tp": config.tp,
+        "num_microbatches": config.num_microbatches,
+    }
+    return {key: value for key, value in known.items() if value != "auto"}
+
+
+def _read_timelines(path: Path) -> tuple[JobTimeline, ...]:
+    try:
+        return read_timelines(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ()
+
+
+def read_timelines(text: str) -> tuple[JobTimeline, ...]:
+    """The timelines of a ``timeline.html``.
+
+    Raises:
+        ValueError: It is no such page.
+    """
+    page = _Page()
+    page.feed(text)
+    data = json.loads(page.data)
+    kinds = tuple(data["kinds"])
+    return tuple(
+        JobTimeline(label, kinds, panel)
+        for label, panel in zip(page.labels, data["panels"], strict=True)
+    )
+
+
+class _Page(HTMLParser):
+    """The headings and the data of ``timeline.html``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: list[str] = []
+        self.data = ""
+        self._inside = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._inside = tag if tag == "h2" or ("id", "data") in attrs else ""
+        if tag == "h2":
+            self.labels.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "h2":
+            self.labels[-1] += data
+        elif self._inside:
+            self.data += data
+
+
+# ------------------------------------------------------------------------------------ sweep labels
+#
+# What tells the jobs of a sweep apart: the overrides whose values differ.
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The jobs of a sweep that have ended, and what varies among all that were asked for.
+
+    Attributes:
+        jobs: In the order of running.
+        num_jobs: How many were asked for; more than ``jobs`` where a sweep ended early.
+        varied: Keys of overrides with more than one value, in the order of the command line.
+        missing: What is said of the jobs that were asked for and are not here.
+    """
+
+    jobs: tuple[SweepJob, ...]
+    num_jobs: int
+    varied: tuple[str, ...]
+    missing: str = "did not run"
+
+    def label(self, job: SweepJob) -> str:
+        """``schedule=1f1b pp=2``; all of its overrides where nothing varies."""
+        given = override_values(job.overrides)
+        keys = self.varied or tuple(key for key in given if key != "mode")
+        words = [f"{key}={given[key]}" for key in keys if key in given]
+        return " ".join(words) or f"job {job.index}"
+
+
+def make_sweep(jobs: Sequence[SweepJob], asked: Sequence[Sequence[str]]) -> Sweep:
+    """A sweep over the jobs that have ended.
+
+    Args:
+        jobs: In the order of running.
+        asked: The overrides of every job on the command line.
+    """
+    values = [override_values(words) for words in asked]
+    keys = list(dict.fromkeys(key for given in values for key in given))
+    varied = tuple(key for key in keys if len({given.get(key) for given in values}) > 1)
+    return Sweep(tuple(jobs), len(asked), varied)
+
+
+def override_values(words: Sequence[str]) -> dict[str, str]:
+    """``key=value`` words as a mapping; of a key that is given twice the last one counts."""
+    pairs = (word.lstrip("+").partition("=") for word in words)
+    return {key: value for key, _, value in pairs}
+
+
+# ------------------------------------------------------------------------------------ sweep record
+#
+# ``jobs.json``: which jobs a sweep consists of, for whoever compares them later.
+
+
+RECORD = "jobs.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The jobs that were asked for.
+
+    Attributes:
+        overrides: ``key=value`` words of each.
+        folders: Absolute, of those that have begun, in the same order.
+    """
+
+    overrides: tuple[tuple[str, ...], ...]
+    folders: tuple[Path, ...]
+
+
+def write_record(folder: Path, overrides: Sequence[Sequence[str]], folders: Sequence[Path]) -> None:
+    """Writes the record; of jobs that have not begun the folder is null."""
+    jobs = [
+        {"overrides": list(words), "folder": str(folders[i]) if i < len(folders) else None}
+        for i, words in enumerate(overrides)
+    ]
+    write_atomically(folder / RECORD, json.dumps({"jobs": jobs}, indent=1) + "\n")
+
+
+def read_record(folder: Path) -> Record:
+    """Reads the record of a sweep's folder.
+
+    Raises:
+        PlanError: There is none.
+    """
+    file = folder / RECORD
+    try:
+        jobs = json.loads(file.read_text())["jobs"]
+        return Record(
+            tuple(tuple(map(str, job["overrides"])) for job in jobs),
+            tuple(Path(job["folder"]) for job in jobs if job["folder"] is not None),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(
+            f"{folder} is no sweep's folder: {file.name} in it cannot be read ({error}). "
+            "Try sweep.dir=FOLDER with the folder that -m has named."
+        ) from None
+
+
+def newest_record(root: Path) -> Path:
+    """The folder of the newest sweep below a folder.
+
+    Raises:
+        PlanError: There is none.
+    """
+    found = sorted(root.glob(f"**/{RECORD}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise PlanError(
+            f"mode=collect compares the jobs of a sweep, and there is none below {root}. "
+            "Try sweep.dir=FOLDER with the folder that -m has named."
+        )
+    return found[-1].parent

@@ -1,0 +1,167 @@
+"""The jobs of a sweep as tables: what the terminal and the page show, the best values marked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from launcher.report.sweep.sweep_figures import (
+    PREDICTED,
+    Figure,
+    best_jobs,
+    by_time_unit,
+    measured_figures,
+    write_column,
+)
+from launcher.report.sweep.sweep_jobs import Sweep, SweepJob, override_values
+
+BEST = "*"
+_MAX_ERROR = 160
+WIDE = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column.
+
+    Attributes:
+        heading: A line break stands where it may be broken.
+        unit: Of all its cells, empty where there is none.
+        cells: A text per job, empty where a job has no such figure.
+        best: Whether a cell is to be marked.
+        text: Words as opposed to numbers.
+    """
+
+    heading: str
+    unit: str
+    cells: tuple[str, ...]
+    best: tuple[bool, ...]
+    text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Columns that belong together, over jobs with one time unit."""
+
+    title: str
+    jobs: tuple[SweepJob, ...]
+    columns: tuple[Column, ...]
+
+
+def sections(sweep: Sweep) -> Iterator[Section]:
+    """Measured figures beside their predictions, then all that was predicted, per time unit."""
+    for unit, jobs in by_time_unit(sweep.jobs):
+        found = 0
+        for title, figures in (
+            ("measured beside predicted", measured_figures(jobs)),
+            ("one step, predicted", PREDICTED),
+        ):
+            columns = tuple(_columns(figures, jobs, unit))
+            if columns:
+                found += 1
+                yield Section(title, jobs, columns)
+        if not found:
+            yield Section("no figures", jobs, ())
+
+
+def job_columns(sweep: Sweep, jobs: Sequence[SweepJob]) -> Iterator[Column]:
+    """What stands left of the figures: number, varied overrides, and how jobs ended if not well."""
+    none = (False,) * len(jobs)
+    yield Column("job", "", tuple(str(job.index) for job in jobs), none)
+    if not sweep.varied:
+        yield Column(
+            "schedule", "", tuple(str(j.result.get("schedule", "")) for j in jobs), none, True
+        )
+    for key in sweep.varied:
+        cells = tuple(override_values(job.overrides).get(key, "") for job in jobs)
+        yield Column(key, "", cells, none, text=True)
+    if any(job.status != "done" for job in jobs):
+        yield Column("status", "", tuple(job.status for job in jobs), none, text=True)
+
+
+def failures(sweep: Sweep) -> Iterator[str]:
+    """A line per job that is not done."""
+    for job in sweep.jobs:
+        if job.status != "done":
+            code = "" if job.exit_code is None else f" (exit {job.exit_code})"
+            lines = job.error.strip().splitlines()
+            error = lines[0] if lines else ""
+            if len(error) > _MAX_ERROR:
+                error = error[: _MAX_ERROR - 3] + "..."
+            yield f"job {job.index} {job.status}{code}" + (f": {error}" if error else "")
+    missing = sweep.num_jobs - len(sweep.jobs)
+    if missing:
+        yield f"{missing} of {sweep.num_jobs} jobs {sweep.missing}"
+
+
+def print_sweep(sweep: Sweep, *, file: TextIO | None = None) -> None:
+    """Prints the tables; jobs in the order of running, the best value of a column with a star."""
+    # Rich takes 80 columns for whatever is no terminal; and it cuts cells where a table is too
+    # wide, which then is better left to the terminal to wrap.
+    probe = Console(file=file, highlight=False)
+    room = probe.width if probe.is_terminal else WIDE
+    console = Console(file=file, highlight=False, width=WIDE)
+    marked = False
+    for section in sections(sweep):
+        left = list(job_columns(sweep, section.jobs))
+        table = draw_table([*left, *section.columns])
+        same: list[Column] = []
+        if console.measure(table).maximum > room and len(section.jobs) > 1:
+            # What is equal everywhere makes room for what is not.
+            same = [column for column in section.columns if len(set(column.cells)) == 1]
+            table = draw_table([*left, *(c for c in section.columns if c not in same)])
+        console.print(Text(section.title, style="bold"))
+        console.print(table)
+        if same:
+            console.print(Text("the same for all: " + ", ".join(map(_in_words, same))))
+        marked |= any(any(column.best) for column in section.columns)
+    if marked:
+        console.print(Text(f"{BEST} best of its column"))
+    for line in failures(sweep):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _columns(
+    figures: Sequence[Figure], jobs: Sequence[SweepJob], unit: str | None
+) -> Iterator[Column]:
+    for figure in figures:
+        values = [figure.value(job) for job in jobs]
+        if all(value is None for value in values):
+            continue
+        written, cells = write_column(values, figure.quantity, unit)
+        best = best_jobs(figure, jobs)
+        yield Column(figure.heading, written, tuple(cells), tuple(j.index in best for j in jobs))
+
+
+def _in_words(column: Column) -> str:
+    return f"{column.heading} {column.cells[0]} {column.unit}".replace("\n", " ").rstrip()
+
+
+def draw_table(columns: Sequence[Column]) -> Table:
+    """Columns as a table, the best cells marked."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        lines = column.heading.split("\n")
+        if column.unit:
+            lines[-1] += f" {column.unit}"
+        heading = Text("\n".join(lines)) if column.text else Text("\n".join(f"{x} " for x in lines))
+        table.add_column(
+            heading, justify="left" if column.text else "right", no_wrap=True, vertical="bottom"
+        )
+    for row in zip(*(_marked(column) for column in columns), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _marked(column: Column) -> Iterator[Text]:
+    """The cells; a star or a blank behind each number keeps the digits aligned."""
+    for cell, best in zip(column.cells, column.best, strict=True):
+        if column.text:
+            yield Text(cell.replace("\n", " "))
+        else:
+            yield Text(cell + (BEST if best else " "), style="bold" if best else "")

@@ -1,0 +1,135 @@
+"""Refuses credentials in configuration, where every run folder and tracker would copy them.
+
+Hydra writes the command line into ``.hydra/``, wandb into its own files; a key typed once is in
+five places. Messages from here never repeat the value.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import TextIO
+
+from strategies.errors import PlanError
+
+_NAME = re.compile(
+    r"(?:^|[._])(?:api_?key|apikey|password|passwd|secret|secret_?key|access_?key|private_?key|"
+    r"credentials?|auth_?token|access_?token|api_?token|hf_?token|token|bearer)$",
+    re.IGNORECASE,
+)
+_VARIABLE = re.compile(
+    r"oc\.env\s*:\s*[A-Za-z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)", re.IGNORECASE
+)
+# Shapes that name themselves: wandb (40 hex digits, or wandb_v1_), Hugging Face, OpenAI, GitHub,
+# GitLab, AWS, Google, Slack, JSON web tokens, PEM files.
+_VALUE = re.compile(
+    r"^[0-9a-f]{40}$|\blocal-[0-9a-f]{40}\b|\bwandb_v\d_\w{20,}|\bhf_[A-Za-z0-9]{20,}|"
+    r"\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|"
+    r"\bglpat-[\w-]{16,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{30,}|\bxox[abpr]-[\w-]{10,}|"
+    r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
+
+
+def refuse_secret(name: str, value: str, *, place: str = "the command line") -> None:
+    """Raises if a key's name or its value looks like a credential.
+
+    Args:
+        name: Dotted key.
+        value: Its value as text.
+        place: Where it was found, for the message.
+
+    Raises:
+        PlanError: Names the key and never the value.
+    """
+    shown = name if re.fullmatch(r"[\w.@/+~-]{1,80}", name) else "A key"
+    if _NAME.search(name):
+        reason = f"{shown} looks like the name of a credential"
+    elif _VALUE.search(value.strip().strip("'\"")):
+        reason = f"the value of {shown} looks like a credential"
+    elif _VARIABLE.search(value):
+        reason = f"{shown} reads a credential from the environment"
+    elif (variable := _variable_with(value)) is not None:
+        reason = f"the value of {shown} is the credential of the variable {variable}"
+    else:
+        return
+    raise PlanError(
+        f"{reason} (found on {place}). Configuration is copied into run folders in plain text, so "
+        "no secret may be part of it. Try `wandb login`, or export WANDB_API_KEY before the run: "
+        "it is read without being named here."
+    )
+
+
+def _variable_with(value: str) -> str | None:
+    """The environment variable whose secret is part of a value: a shell has put it there."""
+    found = secrets_of(os.environ)
+    return next((name for secret, name in found.items() if secret in value), None)
+
+
+# ----------------------------------------------------------------------------------------- masking
+#
+# Secrets of the environment: found by the names of their variables, and kept out of every text.
+#
+# A key reaches a process in a variable (WANDB_API_KEY, HF_TOKEN) and from there, through an
+# exception or a careless print, a log that many can read. Nobody can know every secret; these are
+# known.
+
+
+MASK = "***"
+_SECRET_NAME = re.compile(
+    r"(?:^|_)(?:API_?KEY|KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_|$)",
+    re.IGNORECASE,
+)
+# A shorter value would hide ordinary words; a path says where a secret lies, and is none.
+_SHORTEST = 8
+
+
+def names_secret(variable: str) -> bool:
+    """Whether a variable of that name holds a credential."""
+    return _SECRET_NAME.search(variable) is not None
+
+
+def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """Value -> variable, of everything that is to be kept out of files."""
+    return {
+        value: name
+        for name, value in environment.items()
+        if len(value) >= _SHORTEST and names_secret(name) and not value.startswith(("/", "~", "."))
+    }
+
+
+def mask(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """The text with each of them replaced.
+
+    Args:
+        text: Any.
+        environment: Where secrets are looked for; None for this process's.
+    """
+    found = secrets_of(os.environ if environment is None else environment)
+    for value in sorted(found, key=len, reverse=True):
+        text = text.replace(value, MASK)
+    return text
+
+
+class MaskedStream:
+    """A text stream that never passes a secret on; everything else is the stream's own.
+
+    Args:
+        stream: ``sys.stderr`` for instance.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes it masked."""
+        self._stream.write(mask(text))
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        """Writes all of them masked."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)

@@ -1,0 +1,399 @@
+"""A Hugging Face model as the parent process sees it: sizes and costs, from ``config.json``."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from launcher.workloads.hf.families import (
+    FAMILIES,
+    Sizes,
+    Tensors,
+    count,
+    read_config,
+    read_sizes,
+    tensors_of,
+    whole_number,
+)
+from launcher.workloads.hf.stored import match_tensors, stored_tensors
+from launcher.workloads.transformer_shape import UnitSpec
+from launcher.workloads.transformer_share import UnitShare, padded_vocab, refuse_tp
+from strategies.errors import CheckpointError, DataError, ModelError, PlanError
+
+NETWORK = "network."
+EMBEDDING = f"{NETWORK}embedding"
+HEAD = f"{NETWORK}head"
+
+# What says nothing about weights and may differ between a checkpoint and the folder.
+_FREE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
+
+
+def layer_name(index: int) -> str:
+    """The unit's name of a decoder layer inside the LightningModule."""
+    return f"{NETWORK}layers.{index}"
+
+
+@dataclass(frozen=True, slots=True)
+class HfShape:
+    """What the launcher knows of a Hugging Face model without importing it.
+
+    Attributes:
+        folder: Where ``config.json`` is, absolute.
+        pretrained: Whether the weights are the folder's, or fresh ones.
+        sequence: Tokens per sequence.
+        layers_path: Where its list of decoder layers is, if the user said so.
+        config: The content of ``config.json``.
+        layers: Decoder layers.
+        hidden: Width of the residual stream.
+        vocab: Token ids.
+        sizes: All numbers, for the families that are known; None for others.
+    """
+
+    folder: str
+    pretrained: bool
+    sequence: int
+    layers_path: str | None
+    config: Mapping[str, Any] = field(hash=False)
+    layers: int
+    hidden: int
+    vocab: int
+    sizes: Sizes | None
+
+    @property
+    def model_type(self) -> str:
+        """The family's name in the transformers library."""
+        return str(self.config["model_type"])
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Parameters, tied ones once; None where only the ranks know."""
+        return None if self.sizes is None else sum(unit.parameters for unit in self.unit_specs())
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What a checkpoint says about its model."""
+        return {"hf": {key: value for key, value in self.config.items() if key not in _FREE}}
+
+    def tensors(self) -> tuple[Tensors, ...]:
+        """Names and shapes of all tensors per unit; only for known families."""
+        assert self.sizes is not None
+        return tensors_of(self.sizes)
+
+    def unit_specs(self) -> tuple[UnitSpec, ...]:
+        """Embedding, each layer, head, in the terms of ``transformer_shape.UnitSpec``."""
+        sizes = self.sizes
+        assert sizes is not None
+        tensors = self.tensors()
+        boundary = self.sequence * sizes.hidden
+        logits = self.sequence * sizes.vocab
+        projection = sizes.vocab * sizes.hidden
+        # Ids; positions are looked up, too, where they are learned.
+        looked_up = self.sequence * len(tensors[0])
+        dropped = boundary if sizes.embedding_dropout else 0
+        embedding = UnitSpec(EMBEDDING, count(tensors[0]), 0, boundary, looked_up + dropped)
+        layers = (
+            UnitSpec(
+                name=layer_name(index),
+                parameters=count(held),
+                forward_flops=_layer_flops(sizes, held, self.sequence),
+                output_elements=boundary,
+                saved_elements=_layer_saved(sizes, self.sequence),
+            )
+            for index, held in enumerate(tensors[1:-1])
+        )
+        head = UnitSpec(
+            name=HEAD,
+            parameters=count(tensors[-1]) - (projection if sizes.tied else 0),
+            forward_flops=2 * self.sequence * projection,
+            output_elements=logits,
+            saved_elements=_norm_saved(sizes, self.sequence) + boundary + logits + self.sequence,
+            tied_parameters=projection if sizes.tied else 0,
+        )
+        return (embedding, *layers, head)
+
+
+def read_shape(
+    path: str | None, *, pretrained: bool, sequence: int, layers_path: str | None
+) -> HfShape:
+    """The model in a folder.
+
+    Args:
+        path: ``model.path``.
+        pretrained: ``model.pretrained``.
+        sequence: ``model.sequence``.
+        layers_path: ``model.layers_path``.
+
+    Raises:
+        ModelError: There is no folder, or its ``config.json`` cannot be used.
+        PlanError: The sequence is longer than the model allows.
+    """
+    if path is None:
+        raise ModelError(
+            "model=hf needs the folder of a model: config.json and, unless model.pretrained=false, "
+            "*.safetensors. Try model=hf model.path=/models/my_llama."
+        )
+    folder = Path(path).expanduser().absolute()
+    config = read_config(folder)
+    sizes = read_sizes(config)
+    names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    if sizes is not None and sizes.heads % sizes.kv_heads:
+        raise ModelError(
+            f"{folder}/config.json: num_attention_heads={sizes.heads} is not divisible by "
+            f"num_key_value_heads={sizes.kv_heads}. "
+            f'Try "num_key_value_heads": {sizes.heads}.'
+        )
+    limit = None if sizes is None else sizes.positions
+    if sizes is None and config.get("max_position_embeddings") is not None:
+        limit = whole_number(config, ("max_position_embeddings",), None)
+    if limit is not None and sequence > limit:
+        raise PlanError(
+            f"model.sequence={sequence} is longer than the model's max_position_embeddings="
+            f"{limit}. Try model.sequence={limit}."
+        )
+    return HfShape(
+        folder=str(folder),
+        pretrained=pretrained,
+        sequence=sequence,
+        layers_path=layers_path,
+        config=config,
+        layers=whole_number(config, names, 1) if sizes is None else sizes.layers,
+        hidden=_first(config, ("hidden_size", "n_embd", "d_model")) if not sizes else sizes.hidden,
+        vocab=whole_number(config, ("vocab_size",), sizes.vocab if sizes else None),
+        sizes=sizes,
+    )
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    return whole_number(config, names, 1)
+
+
+def _layer_flops(sizes: Sizes, tensors: Tensors, sequence: int) -> int:
+    matrices = sum(prod(shape) for shape in tensors.values() if len(shape) == 2)
+    scores = 4 * sequence * sequence * sizes.heads * sizes.head_size
+    return 2 * sequence * matrices + scores
+
+
+def _norm_saved(sizes: Sizes, sequence: int) -> int:
+    boundary = sequence * sizes.hidden
+    return boundary + 2 * sequence if sizes.kind == "gpt2" else 2 * boundary + sequence
+
+
+def _layer_saved(sizes: Sizes, sequence: int) -> int:
+    """Elements that autograd keeps of one sequence, as in ``transformer_shape.unit_specs``.
+
+    Constants that all layers of a rank share (rotary tables, masks) are left out. A window that
+    hides tokens (sliding_window) keeps the repeated keys and values as well, which is not counted.
+    """
+    wide, narrow = sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
+    normed_twice = 2 * sizes.hidden
+    attention = wide + 2 * narrow + wide + sizes.heads
+    if sizes.head_norm:
+        # Both norms keep their input and the normalised value besides what attention keeps.
+        attention += 2 * (wide + narrow) + sizes.heads + sizes.kv_heads
+    if sizes.attention_dropout:
+        # No fused kernel on CPUs: scores, what is dropped of them, and scaled queries and keys.
+        attention += 3 * sizes.heads * sequence + 2 * wide - sizes.heads
+    # gate, up, silu(gate), product; or what the formula of GELU's tanh form keeps on its way.
+    inner = 4 if sizes.kind == "llama" else 5
+    dropped = 2 * sizes.hidden if sizes.residual_dropout else 0
+    per_token = normed_twice + attention + inner * sizes.ffn + dropped
+    return sequence * per_token + 2 * _norm_saved(sizes, sequence)
+
+
+# ------------------------------------------------------------------------------------------- share
+#
+# What one of ``tp`` ranks has of a model of the transformers library. Torch-free.
+#
+# Layers are cut by the library's own plan (heads, inner width), embedding and head by token ids.
+
+
+# Vectors that belong to the outputs of a matrix that is cut by them.
+_CUT_BIASES = ("q_proj.bias", "k_proj.bias", "v_proj.bias", "gate_proj.bias", "up_proj.bias")
+
+
+def check_hf_tp(shape: HfShape, tp: int, *, sequence_parallel: bool = False) -> None:
+    """Refuses what the library's layers cannot be cut into.
+
+    Raises:
+        PlanError: With what works.
+    """
+    if sequence_parallel:
+        raise PlanError(
+            "sequence_parallel=true: layers of the transformers library take the whole sequence. "
+            f"Try tp={tp} sequence_parallel=false, or a built-in model."
+        )
+    if tp == 1 or shape.sizes is None:
+        return
+    if shape.sizes.kind == "gpt2":
+        raise PlanError(
+            f"tp={tp}: the transformers library keeps queries, keys and values of model_type=gpt2 "
+            "in one matrix, which has no plan for several ranks. Try tp=1, or model=gpt2_124m."
+        )
+    sizes = {
+        "num_attention_heads": shape.sizes.heads,
+        "num_key_value_heads": shape.sizes.kv_heads,
+        "intermediate_size": shape.sizes.ffn,
+    }
+    refuse_tp(tp, sizes)
+
+
+def hf_shares(shape: HfShape, tp: int) -> tuple[UnitShare, ...]:
+    """Embedding, each layer, head; for known families."""
+    sizes = shape.sizes
+    assert sizes is not None
+    specs = shape.unit_specs()
+    boundary = shape.sequence * sizes.hidden
+    ids = padded_vocab(sizes.vocab, tp) // tp
+    first, *layers, head = specs
+    found = [
+        UnitShare(ids * sizes.hidden, 0, first.output_elements, first.saved_elements, 1, 0),
+    ]
+    for spec, tensors in zip(layers, shape.tensors()[1:-1], strict=True):
+        cut = sum(
+            math.prod(size)
+            for name, size in tensors.items()
+            if len(size) == 2 or name.endswith(_CUT_BIASES)
+        )
+        # Both norms' inputs and outputs are whole.
+        whole = min(spec.saved_elements, 6 * boundary)
+        found.append(
+            UnitShare(
+                parameters=cut // tp + spec.parameters - cut,
+                forward_flops=spec.forward_flops / tp,
+                output_elements=spec.output_elements,
+                saved_elements=whole + (spec.saved_elements - whole) // tp,
+                forward_sums=2,
+                backward_sums=2,
+            )
+        )
+    logits = shape.sequence * sizes.vocab
+    found.append(
+        UnitShare(
+            parameters=sizes.hidden + (0 if sizes.tied else ids * sizes.hidden),
+            forward_flops=head.forward_flops / sizes.vocab * ids,
+            output_elements=head.output_elements,
+            saved_elements=head.saved_elements - logits + shape.sequence * ids,
+            forward_sums=0,
+            backward_sums=1,
+        )
+    )
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------- check
+#
+# What can be known to be wrong with a model folder before a process is started. Torch-free.
+
+
+_MAJOR = 5
+
+
+def require_transformers() -> None:
+    """Refuses ``model=hf`` where the library is missing or too old.
+
+    Raises:
+        ModelError: With the command that installs it.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ModelError(
+            "model=hf needs the transformers library, which is not installed. "
+            "Try pip install 'foldpipe[hf]'."
+        )
+    found = version("transformers")
+    if int(found.partition(".")[0]) < _MAJOR:
+        raise ModelError(
+            f"model=hf needs transformers >= {_MAJOR}, but {found} is installed. "
+            "Try pip install --upgrade 'foldpipe[hf]'."
+        )
+
+
+def check_folder(shape: HfShape) -> None:
+    """Looks at the files of a model: all there, undamaged, and those that config.json asks for.
+
+    For an architecture whose tensors are not known here, their names are checked on the ranks.
+
+    Raises:
+        ModelError: What is wrong, by file and tensor.
+    """
+    require_transformers()
+    if not shape.pretrained:
+        return
+    folder = Path(shape.folder)
+    stored = stored_tensors(folder)
+    if shape.sizes is None:
+        return
+    expected = {name: size for unit in shape.tensors() for name, size in unit.items()}
+    embedding = next(iter(expected))
+    match_tensors(
+        expected,
+        stored,
+        folder=folder,
+        prefix=FAMILIES[shape.model_type].prefix,
+        tied={"lm_head.weight": embedding} if shape.sizes.tied else {},
+    )
+
+
+def check_vocabulary(shape: HfShape, needed: int, data: str) -> None:
+    """Refuses token ids that the model has no embedding for.
+
+    Args:
+        shape: The model.
+        needed: How many ids the data may have.
+        data: What the data are called.
+
+    Raises:
+        DataError: They are more than the model has.
+    """
+    if needed > shape.vocab:
+        raise DataError(
+            f"{data} has token ids up to {needed - 1}, but the model in {shape.folder} has "
+            f"vocab_size={shape.vocab} and allows 0 to {shape.vocab - 1}. "
+            "Try the tokenizer of the model, data.tokenizer=.../tokenizer.json."
+        )
+
+
+def check_same_model(path: Path, written: Any, shape: HfShape) -> None:
+    """Refuses a checkpoint of another model than that of the folder.
+
+    Args:
+        path: The checkpoint.
+        written: What it says about its model.
+        shape: The folder's.
+
+    Raises:
+        CheckpointError: The first differences.
+    """
+    config = written.get("hf") if isinstance(written, dict) else None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise CheckpointError(
+            f"{path} is no checkpoint of model=hf. Try the model= that it was written with."
+        )
+    now, then = _numbers(shape.config), _numbers(config)
+    wrong = [key for key in now if now[key] != then.get(key)]
+    if wrong:
+        listed = ", ".join(f"{key}={then.get(key)} (here {now[key]})" for key in wrong)
+        raise CheckpointError(
+            f"{path} is a checkpoint of another model than model.path={shape.folder}: {listed}. "
+            "Try the model.path that it was written with."
+        )
+
+
+def _numbers(config: Any) -> dict[str, Any]:
+    """What decides the shapes of the weights."""
+    sizes = read_sizes(config)
+    found: dict[str, Any] = {"model_type": config["model_type"]}
+    if sizes is None:
+        names = ("num_hidden_layers", "n_layer", "hidden_size", "n_embd", "vocab_size")
+        return found | {name: config[name] for name in names if name in config}
+    # Dropout changes no weight, and only learned positions are weights.
+    free = {"kind"} | ({"positions"} if sizes.kind == "llama" else set())
+    for entry in fields(sizes):
+        if entry.name not in free and not entry.name.endswith("_dropout"):
+            found[entry.name] = getattr(sizes, entry.name)
+    return found

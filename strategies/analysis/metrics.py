@@ -1,0 +1,113 @@
+"""The figures of a timeline: what result.json says about a simulated or predicted step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strategies.analysis.bounds import lower_bound, memory_bound
+from strategies.analysis.memory import peak_activations, peak_memory_bytes
+from strategies.analysis.timeline import Timeline
+from strategies.costs.table import Costs
+from strategies.ir.instruction import Kind
+from strategies.ir.program import recomputed_pairs
+
+_SAME = 1e-9
+
+# What any schedule computes; R is a schedule's own choice.
+_NEEDED = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP})
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """One step in figures; durations in ``time_unit``.
+
+    Attributes:
+        makespan: First start to last end, a barrier at the flush.
+        period: Max over ranks of (end - start): nobody waits at a barrier.
+        bubble_ratio: Idle over P * makespan.
+        lower_bound: No order of these F, B, I and W on this placement is faster (LB1), or none that
+            holds as few full activations, with any of them recomputed (LB2).
+        binding_bound: Which bound that is, and on which rank.
+        lb1: LB1 by itself.
+        lb1_rank: The rank that it binds on.
+        lb2: LB2 by itself.
+        lb2_rank: The rank that it binds on.
+        bound_gap: makespan / lower_bound - 1.
+        gap_to_ideal: makespan over 1/P of all F, B, I and W, minus 1; (p-1)/m for 1F1B.
+        peak_activations: Per rank, in full-rank microbatches.
+        peak_memory_bytes: Per rank, None where the costs have no bytes.
+        recomputed: Forwards that are run again, on all ranks together.
+        exposed_grad_reduce: What reductions add after the last compute.
+        weight_copies: Ranks that hold each stage.
+        synchronous: Whether the pipeline drains at the optimizer step.
+        costs: Where the durations come from.
+        time_unit: ``F`` or ``s``.
+    """
+
+    makespan: float
+    period: float
+    bubble_ratio: float
+    lower_bound: float
+    binding_bound: str
+    lb1: float
+    lb1_rank: int
+    lb2: float
+    lb2_rank: int
+    bound_gap: float
+    gap_to_ideal: float
+    peak_activations: tuple[float, ...]
+    peak_memory_bytes: tuple[int | None, ...]
+    recomputed: int
+    exposed_grad_reduce: float
+    weight_copies: int
+    synchronous: bool
+    costs: str
+    time_unit: str
+
+
+def measure(timeline: Timeline, costs: Costs, *, cap: float | None = None) -> Metrics:
+    """Figures of a timeline, with the bounds that its costs imply.
+
+    Args:
+        timeline: Of a training program.
+        costs: What its program's instructions take.
+        cap: Full activations that a rank may hold, in full-rank microbatches; None for what each
+            rank of the program holds at most.
+    """
+    program = timeline.program
+    table = costs.table(program)
+    full = peak_activations(program)
+    caps = full if cap is None else tuple(max(cap, peak) for peak in full)
+    lb1, lb2 = lower_bound(program, table), memory_bound(program, table, caps)
+    # Equal up to rounding, LB1 is named: it needs no word about memory.
+    bound = lb2 if lb2.value > lb1.value * (1 + _SAME) else lb1
+    makespan = timeline.makespan
+    ranks = range(len(program.ranks))
+    needed = sum(
+        event.end - event.start
+        for rank in ranks
+        for event in timeline.events(rank)
+        if event.instruction.kind in _NEEDED
+    )
+    ideal = needed / len(ranks)
+    return Metrics(
+        makespan=makespan,
+        period=timeline.period,
+        bubble_ratio=timeline.bubble_ratio,
+        lower_bound=bound.value,
+        binding_bound=bound.name,
+        lb1=lb1.value,
+        lb1_rank=lb1.rank,
+        lb2=lb2.value,
+        lb2_rank=lb2.rank,
+        bound_gap=makespan / bound.value - 1.0,
+        gap_to_ideal=makespan / ideal - 1.0,
+        peak_activations=peak_activations(program, table),
+        peak_memory_bytes=peak_memory_bytes(program, table),
+        recomputed=len(recomputed_pairs(program)),
+        exposed_grad_reduce=timeline.exposed_grad_reduce,
+        weight_copies=program.placement.weight_copies,
+        synchronous=not program.exit.in_flight,
+        costs=table.name,
+        time_unit=table.time_unit,
+    )

@@ -1,0 +1,1 @@
+"""A model as stages that can run: cut, replayed, split, sharded. Knows no schedule."""

@@ -1,0 +1,251 @@
+"""The user's ``self.log`` calls: caught per microbatch, joined per step, repeated on every rank."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from strategies.errors import ModelError
+from strategies.models.replay.gate import MARKER, unwatched
+from strategies.models.replay.hole import user_line
+from strategies.models.stage_model import LogCall
+from strategies.models.state import Fetch
+
+_MISSING = object()
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": sum}
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """A log call of one microbatch on one stage.
+
+    Attributes:
+        call: What was logged.
+        share: The microbatch's share of the batch.
+        stage: Where; several stages may know the same value.
+        copy: Weight copy that the microbatch ran through.
+    """
+
+    call: LogCall
+    share: float
+    stage: int
+    copy: int
+
+
+@contextmanager
+def captured_logs(module: nn.Module) -> Iterator[LogCapture]:
+    """Inside, the module's log calls go to the capture instead of Lightning's tables."""
+    capture = LogCapture(lambda _: True)
+    before = {name: module.__dict__.get(name, _MISSING) for name in ("log", "log_dict")}
+    module.__dict__.update(log=capture.log, log_dict=capture.log_dict)
+    try:
+        yield capture
+    finally:
+        for name, value in before.items():
+            if value is _MISSING:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = value
+
+
+def join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
+    """One call per name from all microbatches of a step.
+
+    Args:
+        calls: Each call with the share of the batch that its microbatch holds.
+
+    Returns:
+        Means are weighted by the calls' ``batch_size``, or by the shares; ``reduce_fx`` of max, min
+        and sum are honoured. Batch sizes add up.
+    """
+    by_name: dict[str, list[tuple[LogCall, float]]] = {}
+    for call, share in calls:
+        by_name.setdefault(call.name, []).append((call, share))
+    joined = []
+    for name, group in by_name.items():
+        options = dict(group[-1][0].options)
+        how = options.get("reduce_fx", "mean")
+        how = how if isinstance(how, str) else getattr(how, "__name__", "mean")
+        values = [float(call.value) for call, _ in group]
+        if how in _REDUCTIONS:
+            value = _REDUCTIONS[how](values)
+        else:
+            weights = [float(call.options.get("batch_size") or share) for call, share in group]
+            value = sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+        sizes = [call.options.get("batch_size") for call, _ in group]
+        if all(isinstance(size, int) for size in sizes):
+            options["batch_size"] = sum(sizes)
+        joined.append(LogCall(name, value, options))
+    return joined
+
+
+def start_packing(entries: Sequence[LogEntry]) -> Callable[[], list[list[Any]]]:
+    """What gives ``pack_logs(entries)`` later; waits for no device until then."""
+    entries = list(entries)
+    fetched = start_fetching([entry.call for entry in entries])
+    return lambda: _packed(
+        [replace(entry, call=call) for entry, call in zip(entries, fetched(), strict=True)]
+    )
+
+
+def pack_logs(entries: Sequence[LogEntry]) -> list[list[Any]]:
+    """One rank's log calls of a step, joined per name, stage and copy, JSON-ready.
+
+    Waits for the device that they were computed on.
+    """
+    return start_packing(entries)()
+
+
+def _packed(entries: Sequence[LogEntry]) -> list[list[Any]]:
+    groups: dict[tuple[str, int, int], list[tuple[LogCall, float]]] = {}
+    for entry in entries:
+        key = (entry.call.name, entry.stage, entry.copy)
+        groups.setdefault(key, []).append((entry.call, entry.share))
+    return [
+        [*to_plain(join_logs(group)[0]), sum(share for _, share in group), stage, copy]
+        for (_, stage, copy), group in groups.items()
+    ]
+
+
+def unpack_logs(packed: Sequence[Sequence[Sequence[Any]]]) -> list[LogCall]:
+    """One call per name, from what all ranks packed.
+
+    Where several stages know a value, the last one's word counts; what the weight copies saw is
+    joined.
+    """
+    best: dict[tuple[str, int], Sequence[Any]] = {}
+    for entry in (entry for rank in packed for entry in rank):
+        key = (entry[0], entry[5])
+        if key not in best or entry[4] >= best[key][4]:
+            best[key] = entry
+    names: dict[str, list[Sequence[Any]]] = {}
+    for (name, _), entry in sorted(best.items(), key=lambda item: item[0][1]):
+        names.setdefault(name, []).append(entry)
+    return [
+        from_plain(list(found[0][:3]))
+        if len(found) == 1
+        else join_logs([(from_plain(list(entry[:3])), entry[3]) for entry in found])[0]
+        for found in names.values()
+    ]
+
+
+def to_plain(call: LogCall) -> list[Any]:
+    """A JSON-ready triple; options that JSON cannot carry travel by name or not at all."""
+    options = {}
+    for key, option in call.options.items():
+        if callable(option):
+            option = getattr(option, "__name__", None)
+        if option is None or isinstance(option, str | int | float | bool):
+            options[key] = option
+    return [call.name, call.value, options]
+
+
+def from_plain(triple: list[Any]) -> LogCall:
+    """The inverse of ``to_plain``."""
+    return LogCall(triple[0], triple[1], triple[2])
+
+
+# -------------------------------------------------------------------------------------------- logs
+#
+# Capturing ``self.log`` calls instead of handing them to Lightning.
+#
+# Lightning aggregates log calls per process; in a pipeline a value exists on one stage only, so the
+# runtime repeats the calls on every rank. The arguments are kept as the user gave them.
+
+
+_LOG = inspect.signature(LightningModule.log)
+_LOG_DICT = inspect.signature(LightningModule.log_dict)
+
+
+class LogCapture:
+    """Stands in for ``self.log`` and ``self.log_dict`` during one replay.
+
+    Args:
+        keep: Called at every log call with the value; tells whether this stage keeps it.
+    """
+
+    def __init__(self, keep: Callable[[Any], bool]) -> None:
+        self._keep = keep
+        self._kept: list[tuple[str, Tensor | float, dict[str, Any]]] = []
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Replacement of ``LightningModule.log``."""
+        bound = _LOG.bind(None, *args, **kwargs).arguments
+        self._add(bound["name"], bound["value"], _options(bound, "self", "name", "value"))
+
+    def log_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Replacement of ``LightningModule.log_dict``."""
+        bound = _LOG_DICT.bind(None, *args, **kwargs).arguments
+        metrics: Mapping[str, Any] = bound["dictionary"]
+        for name, value in metrics.items():
+            self._add(str(name), value, _options(bound, "self", "dictionary"))
+
+    def calls(self) -> tuple[LogCall, ...]:
+        """The kept calls; values on a device stay there until ``fetched`` brings them."""
+        return tuple(
+            LogCall(name, value.item() if _at_hand(value) else value, options)
+            for name, value, options in self._kept
+        )
+
+    def _add(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        if self._keep(value):
+            self._kept.append((name, unwatched(MARKER, lambda: _number(name, value)), options))
+
+
+def _at_hand(value: Tensor | float) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+def fetched(calls: Sequence[LogCall]) -> list[LogCall]:
+    """The calls with plain numbers; what is on a device comes in one transfer."""
+    return start_fetching(calls)()
+
+
+def start_fetching(calls: Sequence[LogCall]) -> Callable[[], list[LogCall]]:
+    """What gives ``fetched(calls)`` later; waits for no device until then."""
+    calls = list(calls)
+    tensors = [call.value for call in calls if isinstance(call.value, Tensor)]
+    if not tensors:
+        return lambda: calls
+    device = tensors[-1].device
+    fetch = Fetch(torch.stack([t.to(device, torch.float64, non_blocking=True) for t in tensors]))
+
+    def numbers() -> list[LogCall]:
+        values = iter(fetch.tensor().tolist())
+        return [
+            replace(call, value=next(values)) if isinstance(call.value, Tensor) else call
+            for call in calls
+        ]
+
+    return numbers
+
+
+def _number(name: str, value: Any) -> Tensor | float:
+    """The value as it is now: a tensor without dimensions, not fetched from its device yet."""
+    if isinstance(value, nn.Module):
+        value = _batch_value(value)
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise ModelError(
+            f"{user_line()}: self.log({name!r}) got a tensor of shape {list(value.shape)}; only "
+            "single numbers can be logged. Log its mean()."
+        )
+    return value.detach().clone().reshape(())
+
+
+def _options(bound: Mapping[str, Any], *without: str) -> dict[str, Any]:
+    return {key: value for key, value in bound.items() if key not in without}
+
+
+def _batch_value(metric: Any) -> Any:
+    """The value of a torchmetrics object for this batch, as Lightning logs it on a step."""
+    value = getattr(metric, "_forward_cache", None)
+    return metric.compute() if value is None else value

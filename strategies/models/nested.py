@@ -1,0 +1,103 @@
+"""Nested containers: visiting, rebuilding and comparing what layers and steps pass around."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Hashable, Iterator
+from enum import Enum
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from strategies.models.replay.hole import Hole
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """All leaves of nested tuples, lists, dicts and dataclasses, in a fixed order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, dict | UserDict):
+        for item in value.values():
+            yield from leaves(item)
+    elif _is_record(value):
+        for field in dataclasses.fields(value):
+            yield from leaves(getattr(value, field.name, None))
+    else:
+        yield value
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors among ``leaves``; the same one may occur several times."""
+    if isinstance(value, Tensor):
+        return [value]
+    if value is None:
+        return []
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A copy of the containers of ``value`` whose leaves went through ``leaf``."""
+    if isinstance(value, Tensor):
+        return leaf(value)
+    if isinstance(value, list | tuple):
+        items = [rebuild(item, leaf) for item in value]
+        kind: Any = type(value)
+        if kind is list:
+            return items
+        if hasattr(value, "_fields"):
+            return kind(*items)
+        return value if isinstance(value, torch.Size) else kind(items)
+    if isinstance(value, dict | UserDict):
+        if type(value) is dict:
+            return {key: rebuild(item, leaf) for key, item in value.items()}
+        mapping: Any = copy.copy(value)
+        for key, item in value.items():
+            mapping[key] = rebuild(item, leaf)
+        return mapping
+    if _is_record(value):
+        record = copy.copy(value)
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                # Frozen records too: this is a fresh copy that nobody else has seen.
+                changed = rebuild(getattr(value, field.name), leaf)
+                object.__setattr__(record, field.name, changed)
+        return record
+    return leaf(value)
+
+
+def signature(value: Any) -> Hashable:
+    """What decides shapes: two calls of equal signature give results of equal description."""
+    if isinstance(value, Hole):
+        return value.spec
+    if isinstance(value, Tensor):
+        kind = "parameter" if isinstance(value, nn.Parameter) else "real"
+        return (kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    if isinstance(value, list | tuple):
+        return (type(value), *(signature(item) for item in value))
+    if isinstance(value, dict | UserDict):
+        return (type(value), *((key, signature(item)) for key, item in value.items()))
+    if isinstance(value, slice):
+        return (slice, *(signature(end) for end in (value.start, value.stop, value.step)))
+    if _is_record(value):
+        names = (field.name for field in dataclasses.fields(value))
+        return (type(value), *(signature(getattr(value, name, None)) for name in names))
+    return cast(Hashable, type(value))
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf is a number, string or the like, which has no identity of its own."""
+    return isinstance(leaf, _PLAIN)
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -1,0 +1,339 @@
+"""Holes: tensors of another stage, known by shape, dtype and device only.
+
+A hole can be carried through the user's Python code like any tensor. It holds no data: operations
+on it are answered by ``shape_mode.py`` while a step is replayed, and refused everywhere else. Once
+the value arrives, the hole is *filled*: the very object in the user's frames becomes that tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from strategies.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What is known of a tensor without its data.
+
+    Attributes:
+        shape: Sizes, one per dimension.
+        stride: Strides in elements, one per dimension.
+        dtype: Element type.
+        device: Where the real value lives (never ``meta``, unless the module itself is there).
+        requires_grad: Whether a gradient flows into the value.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, device: torch.device | None = None) -> Spec:
+        """Describes ``tensor``; ``device`` replaces its own one (used for meta tensors)."""
+        return cls(
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.dtype,
+            tensor.device if device is None else device,
+            tensor.requires_grad,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the dense tensor in bytes."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+    def meta(self) -> Tensor:
+        """A fresh meta tensor of this description; not a leaf where it requires grad."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        if self.requires_grad:
+            # In-place operations are allowed on the real value, hence no leaf here.
+            with torch.enable_grad():
+                return tensor.requires_grad_().clone()
+        return tensor
+
+    def concrete(self, fill: float) -> Tensor:
+        """A real tensor of this description, every element ``fill``."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return tensor.fill_(fill)
+
+
+# Answered from the shell alone, without any data; ``numel`` and friends also exist in ``torch.``.
+_DATALESS = frozenset(
+    [
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "stride",
+        "__len__",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "is_contiguous",
+        "__hash__",
+        "storage_offset",
+        "get_device",
+        "is_signed",
+        "is_same_size",
+        "is_inference",
+        "result_type",
+        "can_cast",
+        "is_nonzero_size",
+    ]
+)
+_DATALESS_PROPERTIES = frozenset(
+    [
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "itemsize",
+        "nbytes",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_mkldnn",
+        "is_xpu",
+        "is_mps",
+        "is_xla",
+        "is_hpu",
+        "is_maia",
+        "is_ipu",
+        "is_vulkan",
+        "is_mtia",
+        "is_quantized",
+        "is_nested",
+        "is_sparse_csr",
+        "name",
+        "names",
+        "output_nr",
+    ]
+)
+
+
+class Hole(Tensor):
+    """A value that this stage does not have (yet).
+
+    Attributes:
+        spec: Its description.
+        value: Number of the value in the probe's record; None outside a probe.
+        unit: Index of the unit call that made it, None where made between units.
+        parameter: Global name, for holes that stand for a parameter of another rank.
+        owner: The shape mode that answers operations which reach the hole below Python.
+    """
+
+    spec: Spec
+    value: int | None
+    unit: int | None
+    parameter: str | None
+    owner: Any
+    _meta: Tensor | None
+
+    def __new__(cls, spec: Spec, meta: Tensor | None = None, owner: Any = None) -> Hole:
+        """Makes a hole; ``meta`` is built on demand where None."""
+        hole: Hole = torch.Tensor._make_wrapper_subclass(
+            cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=spec.device
+        )
+        hole.spec = spec
+        hole.value = hole.unit = hole.parameter = None
+        hole.owner = owner
+        hole._meta = meta
+        return hole
+
+    def shape_tensor(self) -> Tensor:
+        """The meta tensor that stands for the value in shape computations."""
+        if self._meta is None:
+            self._meta = self.spec.meta()
+        return self._meta
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<value of another pipeline stage, shape {list(self.spec.shape)}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hole:
+        copied = Hole(self.spec)
+        copied.parameter = self.parameter
+        memo[id(self)] = copied
+        return copied
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        known, answer = dataless(func, args, kwargs or {})
+        if known:
+            return answer
+        raise _unreachable(func, args)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls: type[Hole],
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # Only code below Python's torch functions (TorchScript, functorch) comes this way.
+        for item in args:
+            for leaf in item if isinstance(item, list | tuple) else (item,):
+                if isinstance(leaf, Hole) and leaf.owner is not None:
+                    return leaf.owner.escaped(func, args, kwargs or {})
+        raise _unreachable(func, args)
+
+
+def exchange(first: Tensor, second: Tensor) -> None:
+    """Exchanges what two tensor objects are.
+
+    Raises:
+        ModelError: If something below Python (an autograd function) keeps one of them.
+    """
+    try:
+        torch.utils.swap_tensors(first, second)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ModelError(
+            f"{user_line()}: a value that crosses stages is kept by a custom autograd function or "
+            f"a weak reference ({error}). Call the function inside a layer with parameters."
+        ) from error
+
+
+def dataless(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bool, Any]:
+    """Answers a question about shape, dtype, device and the like; (False, None) if it is none."""
+    name = func.__name__
+    if name == "__get__":
+        prop = getattr(getattr(func, "__self__", None), "__name__", "")
+        first = args[0]
+        if prop in _DATALESS_PROPERTIES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return True, func(*args, **kwargs)
+        if isinstance(first, Hole):
+            if prop == "requires_grad":
+                return True, first.spec.requires_grad
+            if prop == "is_leaf":
+                return True, not first.spec.requires_grad
+            if prop == "grad_fn":
+                return True, first.shape_tensor().grad_fn
+            if prop in ("grad", "_base", "_backward_hooks"):
+                return True, None
+        elif prop in ("requires_grad", "is_leaf", "grad_fn", "grad"):
+            return True, func(*args, **kwargs)
+        return False, None
+    if name in _DATALESS:
+        with torch._C.DisableTorchFunctionSubclass():
+            return True, func(*args, **kwargs)
+    if name in ("__repr__", "__format__", "__str__"):
+        return True, repr(args[0]) if isinstance(args[0], Hole) else func(*args, **kwargs)
+    if isinstance(args[0] if args else None, Hole):
+        if name == "register_hook":
+            return True, torch.utils.hooks.RemovableHandle({})
+        if name == "retain_grad":
+            return True, None
+    return False, None
+
+
+def _unreachable(func: Callable[..., Any], args: tuple[Any, ...]) -> ModelError:
+    holes = [item for item in args if isinstance(item, Hole)]
+    name = next((hole.parameter for hole in holes if hole.parameter), None)
+    what = f"parameter {name} of another pipeline stage" if name else "a value of another stage"
+    return ModelError(
+        f"{user_line()}: {getattr(func, '__name__', func)} needs {what}, which is not on this "
+        "rank. Keep such work inside the step, between calls of layers, or in the stage's own "
+        "layers; vmap and custom C++ operations on values of several stages cannot be cut: use "
+        "pp=1 for them."
+    )
+
+
+# ------------------------------------------------------------------------------------------ source
+#
+# Where in the user's code we are: lines for messages, checkpoint regions for cuts.
+#
+# Looks at Python frames only; knows nothing of tensors or stages.
+
+
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+_MODELS = str(Path(__file__).parents[1])
+_TRACING = str(Path(__file__).parents[2] / "tracing")
+_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+
+def user_line() -> str:
+    """``file:line`` of the innermost user frame; a library's own frame if there is none."""
+    return _best_line((frame.f_code.co_filename, frame.f_lineno) for frame in _frames())
+
+
+def error_line(traceback: TracebackType | None) -> str:
+    """The same for an exception: the innermost user line of its traceback."""
+    places = []
+    while traceback is not None:
+        places.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return _best_line(reversed(places))
+
+
+def operation_name(func: Callable[..., Any]) -> str:
+    """Readable name of a torch function; the property's own name for getters such as ``T``."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return str(getattr(getattr(func, "__self__", None), "__name__", name))
+    return name
+
+
+def checkpoint_region(stop: Any) -> tuple[FrameType | None, bool]:
+    """The outermost activation-checkpoint call we are in, and whether it is a reentrant one.
+
+    Args:
+        stop: Code object of the frame at which to stop looking outwards.
+    """
+    region: FrameType | None = None
+    reentrant = False
+    for frame in _frames():
+        if frame.f_code is stop:
+            break
+        if frame.f_code.co_filename == _CHECKPOINT_FILE:
+            if frame.f_code.co_name == "checkpoint":
+                region = frame
+            reentrant = reentrant or frame.f_code.co_name == "forward"
+    return region, reentrant
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _best_line(places: Iterator[tuple[str, int]]) -> str:
+    fallback = "unknown line"
+    for file, line in places:
+        if file.startswith(("<", _MODELS, _TRACING)):
+            continue
+        if not file.startswith(_LIBRARY) and "site-packages" not in file:
+            return f"{file}:{line}"
+        if fallback == "unknown line" and "/torch/" not in file and "/lightning/" not in file:
+            fallback = f"{file}:{line}"
+    return fallback

@@ -1,0 +1,214 @@
+"""The path of a step: what a probe has seen, as frozen data.
+
+Positions in a step are pairs ``(call, event)``: so many unit calls have returned, and so many
+tracked operations have run since the last one. A value's key adds its place in the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from strategies.models.replay.hole import Hole, Spec
+
+Position = tuple[int, int]
+Key = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A tracked operation between unit calls.
+
+    Attributes:
+        name: Name of the torch function.
+        line: ``file:line`` of the user's code.
+        tracked: For every tensor of the result, whether it depends on parameters.
+        random: Whether it draws random numbers.
+        parameters: Global names of the parameters it uses directly.
+    """
+
+    name: str
+    line: str
+    tracked: tuple[bool, ...]
+    random: bool
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a unit.
+
+    Attributes:
+        unit: Index of the unit module.
+        line: ``file:line`` of the user's code.
+        cost: Cost of the forward, > 0.
+        tracked: For every tensor of the result and then of the effects, whether it is new.
+        effects: Module and attribute names of the attributes that the call sets.
+        parameters: Global names of the parameters it uses.
+    """
+
+    unit: int
+    line: str
+    cost: float
+    tracked: tuple[bool, ...]
+    effects: tuple[tuple[str, str], ...]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A tensor that crosses a cut.
+
+    Attributes:
+        key: Where the step makes it.
+        spec: Its description in the probe.
+        order: Permutation of its dimensions that makes it contiguous; None where it is already
+            or where none does.
+        written: Whether the step changes it in place after the cut.
+        uses: Moments at which the step uses it, on the clock of the probe.
+        changed: Whether the step ever changes it, or what shares its memory, in place.
+    """
+
+    key: Key
+    spec: Spec
+    order: tuple[int, ...] | None
+    written: bool
+    uses: tuple[int, ...] = ()
+    changed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A place where the step can be left and taken up again: right after ``position``.
+
+    Attributes:
+        position: Of the operation or call before it.
+        tensors: What crosses it.
+        clock: When that was, on the clock of the probe.
+    """
+
+    position: Position
+    tensors: tuple[Boundary, ...]
+    clock: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """What the probe has seen of one step.
+
+    Attributes:
+        units: Names of the unit modules, whether called or not.
+        calls: The calls in order.
+        events: Tracked operations before call i, for i in ``range(len(calls) + 1)``.
+        cuts: For every i in ``range(len(calls) + 1)`` the cut before call i, or the reason why
+            there is none.
+        clones_batch: Whether the step writes into its batch.
+    """
+
+    units: tuple[str, ...]
+    calls: tuple[Call, ...]
+    events: tuple[tuple[Event, ...], ...]
+    cuts: tuple[Cut | str, ...]
+    clones_batch: bool
+
+    def name(self, call: int) -> str:
+        """Name of the unit of a call; ``#2`` marks the second call of the same module, etc."""
+        unit = self.calls[call].unit
+        count = sum(1 for other in self.calls[: call + 1] if other.unit == unit)
+        return self.units[unit] if count == 1 else f"{self.units[unit]}#{count}"
+
+
+# --------------------------------------------------------------------------------------- ownership
+#
+# Parameters by global name: where they are kept, who owns them, how the others are freed.
+
+
+class ParameterTable:
+    """All parameters of the uncut module; tied ones under their first name only.
+
+    Args:
+        module: The whole model, uncut.
+        device: Device to name for parameters that are still on ``meta``.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device = device
+        modules = dict(module.named_modules(remove_duplicate=False))
+        first: dict[int, str] = {}
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._order = {id(m): tuple(m._parameters) for m in modules.values()}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            path, _, attribute = name.rpartition(".")
+            canonical = first.setdefault(id(parameter), name)
+            self._places.setdefault(canonical, []).append((modules[path], attribute))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Global names in registration order."""
+        return tuple(self._places)
+
+    def find(self, name: str) -> nn.Parameter | Hole:
+        """The present parameter of that name, or the hole in its place."""
+        module, attribute = self._places[name][0]
+        found: nn.Parameter | Hole = getattr(module, attribute)
+        return found
+
+    def by_identity(self) -> dict[int, str]:
+        """Names by ``id`` of the present objects; a module may have replaced some since."""
+        return {
+            id(getattr(module, attribute)): name
+            for name, places in self._places.items()
+            for module, attribute in places
+        }
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Lets ``parameters()`` list the holes as well: a step may go through all weights."""
+        hidden: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for module in {id(m): m for places in self._places.values() for m, _ in places}.values():
+            order = self._order[id(module)]
+            table: dict[str, Any] = module._parameters
+            if len(table) != len(order):
+                hidden.append((table, dict(table)))
+                full = {name: getattr(module, name) for name in order if hasattr(module, name)}
+                table.clear()
+                table.update(full)
+        try:
+            yield
+        finally:
+            for table, before in hidden:
+                table.clear()
+                table.update(before)
+
+    def free(self, names: Iterable[str]) -> None:
+        """Replaces parameters by holes: their memory goes, ``parameters()`` skips them."""
+        for name in names:
+            parameter = self.find(name)
+            if isinstance(parameter, Hole):
+                continue
+            device = self._device if parameter.is_meta else None
+            hole = Hole(Spec.of(parameter, device))
+            hole.parameter = name
+            for module, attribute in self._places[name]:
+                module._parameters.pop(attribute, None)
+                # setattr, not __dict__: nn.LSTM keeps a list of its weights up to date here.
+                setattr(module, attribute, hole)
+            # Lists, optimizers or closures of the user may still refer to the object.
+            parameter.data = parameter.data.new_empty(0)
+
+
+def used_parameters(path: Path, start: Position, end: Position, calls: range) -> tuple[str, ...]:
+    """Names of the parameters used after ``start`` and up to ``end``, in order of use."""
+    names: dict[str, None] = {}
+    for call, events in enumerate(path.events):
+        for index, event in enumerate(events):
+            if start < (call, index + 1) <= end:
+                names.update(dict.fromkeys(event.parameters))
+        if call in calls:
+            names.update(dict.fromkeys(path.calls[call].parameters))
+    return tuple(names)

@@ -1,0 +1,369 @@
+"""The probe: one pass of the user's step in which every parameter is a hole.
+
+Records calls, operations, the lifetime of every value, and what cannot be cut; ``probing.py`` turns
+the record into a ``Path``. Refuses what no cut can make right, with the user's line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from strategies.errors import ModelError
+from strategies.models.flops import CostCounter
+from strategies.models.nested import leaves, signature, tensors
+from strategies.models.replay.gate import STEP_FRAME
+from strategies.models.replay.hole import (
+    Hole,
+    Spec,
+    checkpoint_region,
+    dataless,
+    operation_name,
+    user_line,
+)
+from strategies.models.replay.inference import Outcome, fill_template, made_up_by
+from strategies.models.replay.path import Call, Event, Key
+from strategies.models.replay.shape_mode import ShapeMode
+
+
+@dataclass(slots=True)
+class Value:
+    """Life of one value: made at ``born``, used at ``uses`` and last at ``used`` (clock ticks)."""
+
+    key: Key
+    born: int
+    spec: Spec
+    storage: Any
+    used: int = -1
+    uses: list[int] = field(default_factory=list)
+    region: FrameType | None = None
+
+
+@dataclass(slots=True)
+class Place:
+    """A moment at which the step could be cut: right after an operation or a unit's return."""
+
+    event: int
+    clock: int
+    region: FrameType | None
+
+
+@dataclass(slots=True)
+class Record:
+    """Everything a probe writes down; see ``path.py`` for the meaning of calls and events."""
+
+    calls: list[Call] = field(default_factory=list)
+    events: list[list[Event]] = field(default_factory=lambda: [[]])
+    places: list[list[Place]] = field(default_factory=list)
+    regions: list[FrameType | None] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    writes: list[tuple[int, Any]] = field(default_factory=list)
+    uncuttable: list[tuple[int, int, str]] = field(default_factory=list)
+    deferred: list[tuple[int, str]] = field(default_factory=list)
+
+
+class Probe(ShapeMode):
+    """Records the path of one step; see ``Record``.
+
+    Args:
+        units: The unit modules.
+        names: Their global names.
+        parameters: Global names by identity of the parameter (or the hole that replaced it).
+        buffers: Names of tensors that outlive the step, by identity.
+        device: Where holes live that stand on no other device.
+        cache: Outcomes by signature, filled for the replays.
+        step: Name of the user's step, for messages.
+    """
+
+    def __init__(
+        self,
+        units: list[nn.Module],
+        names: tuple[str, ...],
+        *,
+        parameters: dict[int, str],
+        buffers: dict[int, str],
+        device: torch.device,
+        cache: dict[Hashable, Outcome],
+        step: str,
+    ) -> None:
+        super().__init__(units, device, cache)
+        self.record = Record()
+        self.costs = CostCounter()
+        self._names = names
+        self._module_names = {
+            id(child): f"{name}.{path}" if path else name
+            for name, unit in zip(names, units, strict=True)
+            for path, child in unit.named_modules()
+        }
+        self._parameters = parameters
+        self._buffers = buffers
+        self._step = step
+        self._clock = 0
+        self._call_parameters: dict[str, None] = {}
+        self._norms: dict[int, int] = {}
+        self.record.places.append([Place(0, 0, None)])
+
+    def tracked(self, tensor: Tensor) -> bool:
+        """Also tensors that a layer computed from made-up data: their use is refused."""
+        return super().tracked(tensor) or made_up_by(tensor) is not None
+
+    # -- calls -----------------------------------------------------------------------------
+
+    def on_unit(
+        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Infers and records a call."""
+        call = len(self.record.calls)
+        line = user_line()
+        region = self._region()
+        self._clock += 1
+        key = ("unit", index, torch.is_grad_enabled(), signature((args, kwargs)))
+        start = self.costs.cost
+        owned = (self._parameters[id(p)] for p in _parameters_of(self.units[index]))
+        self._call_parameters = dict.fromkeys(owned)
+        given = list(leaves((args, kwargs)))
+        outcome, holes = self.infer_unit(index, forward, args, kwargs, call)
+        if not outcome.exact:  # ran on made-up data, where uses cannot be seen
+            self._note_uses(tuple(t for t in given if isinstance(t, Hole) and t.value is not None))
+        self._clock += 1
+        result = fill_template(outcome.template, holes, given)
+        effects = []
+        for effect in outcome.effects:
+            content = fill_template(effect.template, holes, given)
+            setattr(effect.module, effect.attribute, content)
+            effects.append(content)
+        if outcome.exact:
+            self._cache[key] = outcome
+        known = {id(leaf) for leaf in given}
+        fresh = [tensor for tensor in tensors((result, effects))]
+        tracked = tuple(id(tensor) not in known for tensor in fresh)
+        self.record.calls.append(
+            Call(
+                unit=index,
+                line=line,
+                cost=max(1.0, self.costs.cost - start),
+                tracked=tracked,
+                effects=tuple(
+                    (self._module_names[id(effect.module)], effect.attribute)
+                    for effect in outcome.effects
+                ),
+                parameters=tuple(self._call_parameters),
+            )
+        )
+        self.record.regions.append(region)
+        self.record.events.append([])
+        seen: set[int] = set()
+        for ordinal, (tensor, new) in enumerate(zip(fresh, tracked, strict=True)):
+            if new and id(tensor) not in seen:
+                seen.add(id(tensor))
+                self._born(tensor, (call + 1, 0, ordinal), region)
+        self.record.places.append([Place(0, self._clock, region)])
+        self._note_running_statistics(index, call)
+        self.costs.random = False
+        return result
+
+    def on_inner_operation(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Infers an operation inside a unit; records what it uses and writes."""
+        self._note_uses(args, kwargs)
+        storages = self._storages(args, kwargs)
+        result = super().on_inner_operation(func, args, kwargs)
+        self._note_writes(storages)
+        return result
+
+    # -- operations between calls ----------------------------------------------------------
+
+    def on_operation(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Infers and records an operation."""
+        known, answer = dataless(func, args, kwargs)
+        if known:
+            return answer
+        name = operation_name(func)
+        self._refuse(func, name, args)
+        region = self._region()
+        self._clock += 1
+        parameters = self._note_uses(args, kwargs)
+        storages = self._storages(args, kwargs)
+        key = ("operation", func, torch.is_grad_enabled(), signature((args, kwargs)))
+        self.costs.random = False
+        outcome, metas = self.infer(func, args, kwargs)
+        self._refuse_writes(outcome, name, args, kwargs)
+        if outcome.dependent:
+            self._defer(f"{name} needs data of another stage")
+        elif outcome.exact:
+            self._cache[key] = outcome
+        result = self.instantiate(outcome, metas, args, kwargs)
+        self._note_writes(storages)
+        produced = [args[0]] if name == "__setitem__" else tensors(result)
+        if produced:
+            self._append_event(name, produced, parameters, region)
+        return result
+
+    def on_log(self, value: Any) -> None:
+        """Notes that a log call reads ``value``."""
+        self._clock += 1
+        self._note_uses((value,))
+
+    def on_return(self, value: Any) -> None:
+        """Notes that the step returns ``value``."""
+        self._clock += 1
+        self._note_uses((value,))
+
+    def _append_event(
+        self,
+        name: str,
+        produced: list[Tensor],
+        parameters: tuple[str, ...],
+        region: FrameType | None,
+    ) -> None:
+        call = len(self.record.calls)
+        events = self.record.events[call]
+        tracked = tuple(isinstance(tensor, Hole) for tensor in produced)
+        events.append(Event(name, user_line(), tracked, self.costs.random, parameters))
+        seen: set[int] = set()
+        for ordinal, tensor in enumerate(produced):
+            if isinstance(tensor, Hole) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                self._born(tensor, (call, len(events), ordinal), region)
+        self.record.places[call].append(Place(len(events), self._clock, region))
+
+    # -- bookkeeping -----------------------------------------------------------------------
+
+    def _born(self, hole: Tensor, key: Key, region: FrameType | None) -> None:
+        assert isinstance(hole, Hole)
+        hole.value = len(self.record.values)
+        hole.unit = None
+        storage = hole.shape_tensor().untyped_storage()
+        self.record.values.append(Value(key, self._clock, hole.spec, storage, region=region))
+
+    def _note_uses(self, args: Any, kwargs: Any = None) -> tuple[str, ...]:
+        """Prolongs the life of the holes used; gives the names of the parameters used."""
+        names: dict[str, None] = {}
+        for tensor in tensors((args, kwargs)):
+            if id(tensor) in self._parameters:
+                names[self._parameters[id(tensor)]] = None
+            elif isinstance(tensor, Hole):
+                if tensor.value is not None:
+                    value = self.record.values[tensor.value]
+                    value.used = self._clock
+                    value.uses.append(self._clock)
+                elif tensor.unit is not None and tensor.unit != self._inside:
+                    self._note_hidden(tensor.unit)
+            elif (maker := made_up_by(tensor)) is not None:
+                self._note_hidden(maker)
+        if self._inside is not None:
+            self._call_parameters.update(names)
+        return tuple(names)
+
+    def _note_hidden(self, maker: int) -> None:
+        """A value left a unit neither by its result nor by an attribute of its own modules."""
+        name = self._names[self.record.calls[maker].unit]
+        line = self.record.calls[maker].line
+        if self._inside is None:
+            raise ModelError(
+                f"{user_line()}: {self._step} uses a value that {name} (called at {line}) put into "
+                "a list, dict or object it was given. Other stages do not run that layer and "
+                "cannot see it; return the value from the layer instead."
+            )
+        self.record.uncuttable.append(
+            (maker + 1, self._inside, f"{name} shares a list, dict or object with a later layer")
+        )
+
+    def _note_running_statistics(self, index: int, call: int) -> None:
+        norms = [m for m in self.units[index].modules() if isinstance(m, _BatchNorm)]
+        for norm in norms:
+            if norm.training and norm.track_running_stats:
+                first = self._norms.setdefault(id(norm), call)
+                if first != call:
+                    name = self._names[index]
+                    reason = f"{name} is called several times and keeps running statistics"
+                    self.record.uncuttable.append((first + 1, call, reason))
+
+    def _storages(self, args: Any, kwargs: Any) -> list[tuple[Any, Tensor, int]]:
+        found = []
+        for tensor in tensors((args, kwargs)):
+            if isinstance(tensor, Hole | nn.Parameter):
+                meta = self.twin(tensor)
+                found.append((meta.untyped_storage(), meta, meta._version))
+        return found
+
+    def _note_writes(self, storages: list[tuple[Any, Tensor, int]]) -> None:
+        for storage, meta, version in storages:
+            if meta._version != version:
+                self.record.writes.append((self._clock, storage))
+
+    def _region(self) -> FrameType | None:
+        region, reentrant = checkpoint_region(STEP_FRAME)
+        if reentrant:
+            raise ModelError(
+                f"{user_line()}: reentrant activation checkpointing cannot be cut into stages. "
+                "Pass use_reentrant=False to torch.utils.checkpoint.checkpoint."
+            )
+        return region
+
+    def _defer(self, what: str) -> None:
+        """Allowed after the last layer only, where one stage has everything: decided at the end."""
+        if len(self.record.deferred) > 1000:
+            raise ModelError(f"{self.record.deferred[0][1]} in a loop that does not end.")
+        self.record.deferred.append((len(self.record.calls), f"{user_line()}: {what}"))
+
+    def _refuse(self, func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> None:
+        if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+            raise ModelError(
+                f"{user_line()}: {name} inside {self._step}. The pipeline runs the backward pass "
+                "itself, one stage at a time, so the step cannot take gradients of its own. "
+                "Return a loss without second-order terms, or use pp=1."
+            )
+        if getattr(func, "__name__", "") in ("__set__", "__delete__"):
+            raise ModelError(
+                f"{user_line()}: assigning .{name} inside {self._step} cannot be cut into stages. "
+                "Do it in on_train_batch_end, where every stage has its own parameters."
+            )
+
+    def _refuse_writes(
+        self, outcome: Outcome, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        given = list(leaves((args, kwargs)))
+        own = [meta.untyped_storage() for meta in self._twins.values()]
+        for index, _ in outcome.mutated:
+            tensor = given[index]
+            storage = self.twin(tensor).untyped_storage() if isinstance(tensor, Hole) else None
+            if id(tensor) in self._parameters or any(storage is other for other in own):
+                raise ModelError(
+                    f"{user_line()}: {name} changes a parameter inside {self._step}. Every stage "
+                    "replays the step, so the change would happen too often or not at all. Do it "
+                    "in on_train_batch_end, where every stage changes its own parameters."
+                )
+            if isinstance(tensor, Hole):
+                continue
+            if id(tensor) in self._buffers:
+                self._defer(
+                    f"{name} writes a value of another stage into {self._buffers[id(tensor)]}"
+                )
+            if tensor._is_view():
+                raise ModelError(
+                    f"{user_line()}: {name} writes a value that depends on parameters into a part "
+                    "of a tensor that does not. Other stages cannot follow that; build the tensor "
+                    "with torch.stack or torch.cat, or write out[...] = value directly."
+                )
+
+
+def _parameters_of(module: nn.Module) -> list[Any]:
+    """Parameters of a module and the holes that stand for those of other ranks."""
+    found: dict[int, Any] = {}
+    for child in module.modules():
+        for table in (child._parameters, vars(child)):
+            for value in table.values():
+                hole = isinstance(value, Hole) and value.parameter is not None
+                if hole or isinstance(value, nn.Parameter):
+                    found[id(value)] = value
+    return list(found.values())

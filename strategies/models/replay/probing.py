@@ -1,0 +1,323 @@
+"""Running the probe on a module: everything around the step that ``Probe`` itself watches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from strategies.errors import ModelError
+from strategies.models.logs import LogCapture
+from strategies.models.nested import rebuild, tensors
+from strategies.models.replay.gate import call_step, gated, unchanged
+from strategies.models.replay.hole import Hole, Spec, error_line
+from strategies.models.replay.inference import Outcome
+from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
+from strategies.models.replay.probe import Place, Probe, Record, Value
+from strategies.models.stage_model import STEP_NAMES, Mode
+
+
+def probe_path(
+    module: LightningModule,
+    units: dict[str, nn.Module],
+    table: ParameterTable,
+    mode: Mode,
+    batch: Any,
+    batch_idx: int,
+    cache: dict[Hashable, Outcome],
+    make: Callable[..., Probe] = Probe,
+) -> Path:
+    """Runs one step of ``mode`` on shapes; leaves module, batch and random states as they were.
+
+    ``make`` builds the probe; another one than ``Probe`` itself notes more.
+
+    Raises:
+        ModelError: If the step cannot be replayed; names the user's line and the remedy.
+    """
+    step = STEP_NAMES[mode]
+    batch = rebuild(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+    versions = [(tensor, tensor._version) for tensor in tensors(batch) if not tensor.is_inference()]
+    probe = make(
+        list(units.values()),
+        tuple(units),
+        parameters=table.by_identity(),
+        buffers=_lasting_tensors(module),
+        device=batch_device(batch, module),
+        cache=cache,
+        step=step,
+    )
+    logs = LogCapture(lambda value: _note_log(probe, value))
+    with (
+        unchanged(module),
+        torch.inference_mode(False),
+        torch.set_grad_enabled(mode == "train"),
+        table.shown(),
+        gated(module, probe.units, logs.log, logs.log_dict),
+    ):
+        try:
+            with probe.costs, probe:
+                result = call_step(module, mode, batch, batch_idx)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise _unsupported(error, probe, step) from error
+        probe.on_return(result)
+        written = any(
+            isinstance(tensor, Hole) or tensor._version != version for tensor, version in versions
+        )
+    return make_path(probe.record, tuple(units), step=step, clones_batch=written)
+
+
+def batch_device(batch: Any, module: nn.Module) -> torch.device:
+    """Where a step computes: the batch's device, else that of the parameters."""
+    for tensor in chain(tensors(batch), module.parameters()):
+        if not tensor.is_meta:
+            return tensor.device
+    return torch.device("cpu")
+
+
+def _note_log(probe: Probe, value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        value = [item for item in vars(value).values() if isinstance(item, Tensor)]
+    probe.on_log(value)
+    return False
+
+
+def _lasting_tensors(module: nn.Module) -> dict[int, str]:
+    """Tensors that outlive a step: buffers and plain tensor attributes, without parameters."""
+    found = {}
+    for path, child in module.named_modules():
+        for table in (child._buffers, vars(child)):
+            for name, value in table.items():
+                if isinstance(value, Tensor) and not isinstance(value, nn.Parameter | Hole):
+                    found[id(value)] = f"{path}.{name}" if path else name
+    return found
+
+
+def _unsupported(error: Exception, probe: Probe, step: str) -> ModelError:
+    if probe.record.deferred:
+        what = probe.record.deferred[0][1]
+        return ModelError(
+            f"{what}, and {step} could not go on without ({type(error).__name__}: {error}). Keep "
+            "it a tensor (torch.where, masks), or do it after the last layer."
+        )
+    return ModelError(
+        f"{error_line(error.__traceback__)}: {step} cannot run on shapes alone "
+        f"({type(error).__name__}: {error}). If the step works with pp=1, move what needs data "
+        "into a layer with parameters, or declare the units yourself."
+    )
+
+
+# -------------------------------------------------------------------------------------------- cuts
+#
+# From a probe's record to the places where the step can be cut, and what crosses each.
+
+
+def make_path(record: Record, names: tuple[str, ...], *, step: str, clones_batch: bool) -> Path:
+    """Chooses, before every call, the place that fewest bytes cross.
+
+    Raises:
+        ModelError: If the step looks at data before its last layer, which no cut can serve.
+    """
+    num_calls = len(record.calls)
+    for call, what in record.deferred:
+        if call < num_calls:
+            raise ModelError(
+                f"{what}, before the last layer of {step} has run. Only the stage that computes a "
+                "value can look at it (item, numpy, a Python branch). Keep it a tensor "
+                "(torch.where, masks), do it after the last layer, or log the tensor itself."
+            )
+    cuts: list[Cut | str] = [Cut((0, 0), ())]
+    cuts.extend(_choose(record, call) for call in range(1, num_calls))
+    if num_calls:
+        cuts.append(_choose(record, num_calls, last=True))
+    return Path(
+        names,
+        tuple(record.calls),
+        tuple(tuple(events) for events in record.events),
+        tuple(cuts),
+        clones_batch,
+    )
+
+
+def _choose(record: Record, call: int, *, last: bool = False) -> Cut | str:
+    for first, final, reason in record.uncuttable:
+        if first <= call <= final:
+            return reason
+    places = record.places[call]
+    if last:  # behind the last layer only its results cross; loss and logs are the next stage's
+        places = places[:1]
+    best: Cut | None = None
+    fewest = -1
+    reason = ""
+    for index, place in enumerate(places):
+        alive = [v for v in record.values if v.born <= place.clock < v.used]
+        follows = _region_after(record, call, index)
+        if place.region is not None and (
+            follows is place.region or any(v.region is not place.region for v in alive)
+        ):
+            reason = reason or "both sides are in one activation checkpoint call"
+            continue
+        if _aliased(record, place, alive):
+            reason = "tensors that share memory are changed in place on both sides"
+            continue
+        num_bytes = sum(value.spec.num_bytes for value in alive)
+        if best is None or num_bytes < fewest:
+            boundaries = tuple(_boundary(record, place, value) for value in alive)
+            best, fewest = Cut((call, place.event), boundaries, place.clock), num_bytes
+    return reason if best is None else best
+
+
+def _region_after(record: Record, call: int, index: int) -> object:
+    if index + 1 < len(record.places[call]):
+        return record.places[call][index + 1].region
+    return record.regions[call] if call < len(record.regions) else None
+
+
+def _written_after(record: Record, place: Place, value: Value) -> bool:
+    return any(clock > place.clock and storage is value.storage for clock, storage in record.writes)
+
+
+def _aliased(record: Record, place: Place, alive: list[Value]) -> bool:
+    storages: set[int] = set()
+    for value in alive:
+        if id(value.storage) in storages and _written_after(record, place, value):
+            return True
+        storages.add(id(value.storage))
+    return False
+
+
+def _boundary(record: Record, place: Place, value: Value) -> Boundary:
+    order = _contiguous_order(value.spec)
+    written = [clock for clock, storage in record.writes if storage is value.storage]
+    return Boundary(
+        value.key,
+        value.spec,
+        order,
+        written=_written_after(record, place, value),
+        uses=tuple(value.uses),
+        changed=any(clock > value.born for clock in written),
+    )
+
+
+def _contiguous_order(spec: Spec) -> tuple[int, ...] | None:
+    """Dimensions by falling stride if that is the tensor's dense layout and not the usual one.
+
+    A received tensor gets the layout of the sent one back: code after the cut may call ``view``.
+    """
+    order = sorted(range(len(spec.shape)), key=lambda dim: -spec.stride[dim])
+    expected = 1
+    for dim in reversed(order):
+        if spec.shape[dim] != 1 and spec.stride[dim] != expected:
+            return None
+        expected *= spec.shape[dim]
+    return None if order == sorted(order) else tuple(order)
+
+
+# --------------------------------------------------------------------------------------- selection
+#
+# Which modules are units: blocks of a repeated stack as a whole, outside of it leaf by leaf.
+
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def select_units(
+    module: nn.Module, chain: str | None = None, opened: frozenset[str] = frozenset()
+) -> dict[str, nn.Module]:
+    """Chooses the units of ``module`` by their global names, in registration order.
+
+    A module without parameters is no unit: it runs on every stage. Parameters that belong to a
+    module above the units (position tables, class tokens) are found by the probe where used.
+
+    Args:
+        module: The whole model.
+        chain: Name of the container whose children are units, whatever they contain.
+        opened: Names of modules that are no units although they look like it; their children are.
+
+    Raises:
+        ModelError: If ``chain`` names no container, or there is no parameter at all.
+    """
+    forced: nn.Module | None = None
+    if chain is not None:
+        forced = dict(module.named_modules()).get(chain)
+        if forced is None or not any(True for _ in forced.children()):
+            raise ModelError(
+                f"model.pipeline_layers={chain} names no container of layers. Containers are: "
+                f"{', '.join(_containers(module)) or 'none'}."
+            )
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for name, unit in _select(module, "", forced, opened):
+        if id(unit) not in seen:
+            seen.add(id(unit))
+            found[name] = unit
+    if not found and not any(True for _ in module.parameters()):
+        raise ModelError(
+            f"{type(module).__name__} has no parameters, so there is nothing to cut into stages. "
+            "Build the network in __init__ or configure_model, or use pp=1."
+        )
+    return found
+
+
+def _select(
+    module: nn.Module, name: str, forced: nn.Module | None, opened: frozenset[str]
+) -> Iterator[tuple[str, nn.Module]]:
+    repeated = _repeated_children(module, forced)
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if not _has_parameters(child):
+            continue
+        contains_forced = forced is not None and any(m is forced for m in child.modules())
+        whole = child_name in repeated or _is_leaf(child)
+        if whole and not contains_forced and path not in opened:
+            yield path, child
+        else:
+            yield from _select(child, path, forced, opened)
+
+
+def _repeated_children(module: nn.Module, forced: nn.Module | None) -> frozenset[str]:
+    """Children that are blocks of a stack: two or more composite ones of the same class."""
+    if module is forced:
+        return frozenset(name for name, _ in module.named_children())
+    composite = {
+        name: child
+        for name, child in module.named_children()
+        if _has_parameters(child)
+        and not isinstance(child, _CONTAINERS)
+        and any(True for _ in child.children())
+    }
+    if not isinstance(module, _CONTAINERS):
+        # Blocks kept as attributes (down1, down2, ...); two towers are looked into instead.
+        composite = {name: child for name, child in composite.items() if not _has_stack(child)}
+    counts = Counter(type(child) for child in composite.values())
+    return frozenset(name for name, child in composite.items() if counts[type(child)] > 1)
+
+
+def _has_stack(module: nn.Module) -> bool:
+    return any(
+        isinstance(child, _CONTAINERS) and _repeated_children(child, None)
+        for child in module.modules()
+    )
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Modules that are never looked into: those without children, and torch's own layers."""
+    children = any(_has_parameters(child) for child in module.children())
+    library = type(module).__module__.startswith("torch.nn.") and not isinstance(
+        module, _CONTAINERS
+    )
+    return not children or (library and not _has_stack(module))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _containers(module: nn.Module) -> list[str]:
+    return [name for name, child in module.named_modules() if isinstance(child, _CONTAINERS)]

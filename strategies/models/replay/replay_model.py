@@ -1,0 +1,333 @@
+"""``ReplayModel``: an ordinary LightningModule, cut into stages without touching its code."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from strategies.errors import ModelError
+from strategies.models.logs import LogCapture
+from strategies.models.nested import rebuild
+from strategies.models.replay.gate import StageDone, call_step, gated
+from strategies.models.replay.hole import Hole
+from strategies.models.replay.inference import Outcome
+from strategies.models.replay.layout import Layout, first_layout, follow_layout, group_calls
+from strategies.models.replay.path import Boundary, ParameterTable, Path
+from strategies.models.replay.probing import batch_device, probe_path, select_units
+from strategies.models.replay.stage_run import StageRun
+from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput, Unit
+from strategies.models.state import kept_generators
+
+if TYPE_CHECKING:
+    from strategies.models.selective.policy import Selection
+    from strategies.models.selective.region import SelectiveLayer
+
+
+class ReplayModel(StageModel):
+    """Runs stages of a LightningModule by replaying its own steps; build it with ``probe``.
+
+    Each forward calls the user's step from its beginning. Layers of other stages return holes at
+    once; at the stage's first layer the received tensors fill the holes; after its last one an
+    exception leaves the step. Holes cost some ten microseconds per operation between layers;
+    operations inside the stage's own layers cost nothing extra.
+
+    Notes:
+        Log calls are captured by the stage that runs them. A torchmetrics object that is logged
+        gives its value on the microbatch. Attributes that layers count up per call (not tensors
+        that they return) see microbatches in the order of the schedule.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        units: dict[str, nn.Module],
+        table: ParameterTable,
+        mode: Mode,
+        path: Path,
+        cache: dict[Hashable, Outcome],
+    ) -> None:
+        self._module = module
+        self._names = tuple(units)
+        self._modules = list(units.values())
+        self._by_name = dict(module.named_modules(remove_duplicate=False))
+        self._table = table
+        self._mode = mode
+        self._paths: dict[Mode, Path] = {mode: path}
+        self._caches: dict[Mode, dict[Hashable, Outcome]] = {mode: cache}
+        self._groups = group_calls(path)
+        self._layouts: dict[Mode, Layout] = {}
+        self._owned: frozenset[int] = frozenset()
+        self._selective: dict[int, SelectiveLayer] = {}
+
+    @classmethod
+    def probe(
+        cls,
+        module: LightningModule,
+        example_batch: Any,
+        *,
+        mode: Mode = "train",
+        chain: str | None = None,
+    ) -> ReplayModel:
+        """Runs the user's step once on shapes alone and finds where it can be cut.
+
+        Leaves the module as it was: buffers, counters, metrics and random states included. Works
+        for modules on the meta device.
+
+        Args:
+            module: The module, uncut; attached to its trainer if its step asks for one.
+            example_batch: One microbatch, on the device where training will run.
+            mode: The step that decides about units and stages.
+            chain: Name of the container of layers (``model.pipeline_layers``), for models whose
+                layers are not found as wished.
+
+        Raises:
+            ModelError: If the step cannot be cut; the message has the user's line and the remedy.
+        """
+        if not module.automatic_optimization:
+            raise ModelError(
+                f"{type(module).__name__} uses manual optimization (automatic_optimization=False). "
+                "The pipeline runs backward passes and optimizer steps itself, stage by stage. "
+                "Use automatic optimization with one optimizer, or pp=1."
+            )
+        table = ParameterTable(module, batch_device(example_batch, module))
+        opened: frozenset[str] = frozenset()
+        while True:
+            units = select_units(module, chain, opened)
+            cache: dict[Hashable, Outcome] = {}
+            path = probe_path(module, units, table, mode, example_batch, 0, cache)
+            more = units_to_open(units, path, table) - opened
+            if not more:
+                break
+            opened |= more
+        if not path.calls:
+            raise ModelError(
+                f"{STEP_NAMES[mode]} of {type(module).__name__} calls no layer that owns "
+                "parameters, so there is nothing to cut. Use pp=1."
+            )
+        return cls(module, units, table, mode, path, cache)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is cut."""
+        return self._module
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Units in execution order.
+
+        A unit is one call of a module, or several calls between which no cut is possible; it has
+        the name of its first module, with ``#2`` for the second call of the same module.
+        """
+        path = self._paths[self._mode]
+        return tuple(
+            Unit(path.name(calls.start), sum(path.calls[call].cost for call in calls))
+            for calls in self._groups
+        )
+
+    def cut(self, stages: Sequence[range], owned: Sequence[int]) -> None:
+        """See ``StageModel.cut``.
+
+        Raises:
+            ModelError: If there are more stages than units, or ranges that do not cover them.
+        """
+        path = self._paths[self._mode]
+        self._check_ranges(stages)
+        layout = first_layout(path, self._groups, stages, self._table.names, STEP_NAMES[self._mode])
+        self._layouts = {self._mode: layout}
+        self._owned = frozenset(owned)
+        kept = {name for stage in owned for name in layout.parameters[stage]}
+        self._table.free(name for name in self._table.names if name not in kept)
+
+    def forward(
+        self,
+        stage: int,
+        inputs: tuple[Tensor, ...],
+        *,
+        batch: Any,
+        batch_idx: int,
+        microbatch: int,
+        mode: Mode,
+        seed: int | None,
+        dataloader_idx: int = 0,
+    ) -> StageOutput:
+        """See ``StageModel.forward``.
+
+        Raises:
+            ModelError: If the step takes another path than the probe saw.
+        """
+        assert stage in self._owned, f"stage {stage} is not owned here"
+        path = self._path(mode, batch, batch_idx)
+        entry, leave = self._layouts[mode].cuts[stage]
+        if leave is not None and entry.position == leave.position:
+            given = {b.key: tensor for b, tensor in zip(entry.tensors, inputs, strict=True)}
+            passed = tuple(given[b.key].view_as(given[b.key]) for b in leave.tensors)
+            return StageOutput(passed, groups=self._layouts[mode].groups[stage])
+        if path.clones_batch:
+            batch = rebuild(batch, _clone)
+        run = StageRun(
+            self._modules,
+            path,
+            entry=entry,
+            leave=leave,
+            inputs=inputs,
+            seed=seed,
+            step=STEP_NAMES[mode],
+            modules=self._by_name,
+            device=batch_device(batch, self._module),
+            cache=self._caches[mode],
+            selective=self._selective,
+        )
+        if seed is None:
+            return self._run(run, stage, mode, batch, batch_idx, dataloader_idx)
+        with kept_generators():
+            return self._run(run, stage, mode, batch, batch_idx, dataloader_idx)
+
+    def owned_modules(self) -> Iterator[nn.Module]:
+        """Modules that the owned stages call in the step that was probed first."""
+        path, layout = self._paths[self._mode], self._layouts[self._mode]
+        called = {path.calls[call].unit for stage in self._owned for call in layout.calls[stage]}
+        yield from (self._modules[index] for index in sorted(called))
+
+    def select(self, selection: Selection) -> None:
+        """Recomputes inside the units; what the step does between them is kept."""
+        self._selective = selection.layers_of(dict(enumerate(self._modules)))
+
+    def stage_parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
+        """See ``StageModel.stage_parameters``.
+
+        A parameter that two stages of this rank use is one object: its gradient holds both
+        stages' shares.
+        """
+        for name in self._layouts[self._mode].parameters[stage]:
+            parameter = self._table.find(name)
+            assert isinstance(parameter, nn.Parameter), f"{name} is not owned here"
+            yield name, parameter
+
+    def shared_parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """See ``StageModel.shared_parameters``; known once the stages are cut."""
+        users: dict[str, list[int]] = {}
+        for stage, names in enumerate(self._layouts[self._mode].parameters):
+            for name in names:
+                users.setdefault(name, []).append(stage)
+        return tuple((name, tuple(stages)) for name, stages in users.items() if len(stages) > 1)
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Global names of all parameters of the uncut module; tied ones under their first."""
+        return self._table.names
+
+    @property
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """See ``StageModel.skips``."""
+        return self._layouts[self._mode].skips
+
+    def boundaries(self, stage: int, mode: Mode = "train") -> tuple[Boundary, ...]:
+        """What ``stage`` sends on: shapes, dtypes and requires_grad, as the probe saw them."""
+        leave = self._layouts[mode].cuts[stage][1]
+        return () if leave is None else leave.tensors
+
+    def _run(
+        self,
+        run: StageRun,
+        stage: int,
+        mode: Mode,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> StageOutput:
+        logs = LogCapture(lambda value: run.on_log())
+        run.begin()
+        try:
+            gates = gated(self._module, self._modules, logs.log, logs.log_dict)
+            shown = self._table.shown() if run.names_parameters else nullcontext()
+            with gates, shown, run:
+                result = call_step(self._module, mode, batch, batch_idx, dataloader_idx)
+            run.on_return()
+        except StageDone:
+            groups = self._layouts[mode].groups[stage]
+            return StageOutput(run.outputs(), logs=logs.calls(), groups=groups)
+        finally:
+            run.close()
+        return _final_output(result, mode, logs.calls(), self._module)
+
+    def _path(self, mode: Mode, batch: Any, batch_idx: int) -> Path:
+        """The path of a mode; probed when the mode runs for the first time."""
+        if mode not in self._paths:
+            cache: dict[Hashable, Outcome] = {}
+            units = dict(zip(self._names, self._modules, strict=True))
+            path = probe_path(self._module, units, self._table, mode, batch, batch_idx, cache)
+            self._layouts[mode] = follow_layout(
+                path, self._paths[self._mode], self._layouts[self._mode], STEP_NAMES[mode]
+            )
+            self._paths[mode], self._caches[mode] = path, cache
+        elif mode not in self._layouts:
+            self._layouts[mode] = follow_layout(
+                self._paths[mode],
+                self._paths[self._mode],
+                self._layouts[self._mode],
+                STEP_NAMES[mode],
+            )
+        return self._paths[mode]
+
+    def _check_ranges(self, stages: Sequence[range]) -> None:
+        num_units = len(self._groups)
+        if len(stages) > num_units:
+            path = self._paths[self._mode]
+            reasons = {cut for cut in path.cuts if isinstance(cut, str)}
+            why = f" Cuts inside units are not possible: {'; '.join(sorted(reasons))}." * bool(
+                reasons
+            )
+            raise ModelError(
+                f"{len(stages)} stages were asked for, but {STEP_NAMES[self._mode]} of "
+                f"{type(self._module).__name__} has {num_units} units that can be put on stages of "
+                f"their own.{why} Use pp * schedule.stages_per_rank <= {num_units}."
+            )
+        position = 0
+        for stage in stages:
+            assert stage.start == position or not stage, f"stages are not contiguous: {stages}"
+            position = max(position, stage.stop)
+        assert position == num_units, f"stages cover {position} of {num_units} units"
+
+
+def units_to_open(units: dict[str, nn.Module], path: Path, table: ParameterTable) -> frozenset[str]:
+    """Units that the step never calls although it uses what is in them, piece by piece."""
+    called = {path.units[call.unit] for call in path.calls}
+    used = {name for events in path.events for event in events for name in event.parameters}
+    by_identity = table.by_identity()
+    return frozenset(
+        name
+        for name, unit in units.items()
+        if name not in called
+        and any(True for _ in unit.children())
+        and any(by_identity[id(parameter)] in used for parameter in unit.parameters())
+    )
+
+
+def _final_output(
+    result: Any, mode: Mode, logs: tuple[LogCall, ...], module: LightningModule
+) -> StageOutput:
+    if mode != "train":
+        return StageOutput(result=result, logs=logs)
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, Tensor) or isinstance(loss, Hole):
+        got = "None" if loss is None else type(loss).__name__
+        raise ModelError(
+            f"training_step of {type(module).__name__} returned {got} instead of a loss. A "
+            "pipeline cannot skip a batch on one stage: return a loss tensor, or a dict with the "
+            "key 'loss'; multiply it by zero to skip."
+        )
+    if loss.numel() != 1:
+        raise ModelError(
+            f"training_step of {type(module).__name__} returned a loss of shape "
+            f"{list(loss.shape)}; a scalar is needed. Return loss.mean()."
+        )
+    detached = rebuild(result, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
+    return StageOutput(loss=loss, result=detached, logs=logs)
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

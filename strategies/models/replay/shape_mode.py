@@ -1,0 +1,319 @@
+"""The function mode under which a step is replayed: operations on holes give holes.
+
+Everything that concerns one replay, whatever its purpose: telling which tensors depend on
+parameters ("tracked"), inferring operations and layers on holes. ``probe.py`` records a path under
+it, ``stage_run.py`` follows one.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from strategies.errors import ModelError
+from strategies.models.nested import is_plain, leaves, rebuild
+from strategies.models.replay.gate import KeptObjects, StageDone, enter_unit, unwatched
+from strategies.models.replay.hole import Hole, Spec, dataless, exchange, operation_name, user_line
+from strategies.models.replay.inference import (
+    Effect,
+    Given,
+    New,
+    Outcome,
+    infer_operation,
+    run_on_made_up_data,
+)
+
+# Of their tracked argument these need shape, dtype and device only: real on every stage.
+_LIKE = frozenset(
+    {
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        torch.empty_like,
+        Tensor.new_zeros,
+        Tensor.new_ones,
+        Tensor.new_full,
+        Tensor.new_empty,
+        Tensor.new_tensor,
+    }
+)
+_MARK = "_replayed_by"
+
+
+class DataNeededError(Exception):
+    """Inside a layer: the layer looks at its data and has to run on made-up values."""
+
+
+class ShapeMode(TorchFunctionMode):
+    """Common part of probe and replay.
+
+    Args:
+        units: The unit modules.
+        device: Where values live that stand on no other device.
+        cache: Outcomes by signature, shared by all replays of a module and mode.
+    """
+
+    def __init__(
+        self, units: list[nn.Module], device: torch.device, cache: dict[Hashable, Outcome]
+    ) -> None:
+        super().__init__()
+        self.units = units
+        self._device = device
+        self._cache = cache
+        self._twins: dict[int, Tensor] = {}
+        self._inside: int | None = None
+        # Tensors carry this mark; the mode itself would keep everything it knows alive.
+        self._token = object()
+
+    @abstractmethod
+    def on_unit(
+        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Answers a call of unit ``index`` made outside other units."""
+
+    @abstractmethod
+    def on_operation(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Answers an operation on a tracked value made outside units."""
+
+    def on_inner_operation(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Answers an operation on a tracked value inside a unit that is being inferred."""
+        outcome, metas = self.infer(func, args, kwargs)
+        if outcome.dependent:
+            raise DataNeededError(operation_name(func))
+        return self.instantiate(outcome, metas, args, kwargs)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is enter_unit:
+            _, index, forward, unit_args, unit_kwargs = args
+            if self._inside is None:
+                return self.on_unit(index, forward, unit_args, unit_kwargs)
+            with self:  # a unit inside a unit that is being inferred
+                return forward(*unit_args, **unit_kwargs)
+        if func is unwatched:
+            return args[1]()
+        kwargs = kwargs or {}
+        if not self._any_tracked(args) and not (kwargs and self._any_tracked(kwargs.values())):
+            return func(*args, **kwargs)
+        if func in _LIKE and not any(self.tracked(a) for a in args[1:] if isinstance(a, Tensor)):
+            model = args[0]
+            return func(
+                model.spec.concrete(0) if isinstance(model, Hole) else model, *args[1:], **kwargs
+            )
+        if self._inside is not None:
+            known, answer = dataless(func, args, kwargs)
+            return answer if known else self.on_inner_operation(func, args, kwargs)
+        return self.on_operation(func, args, kwargs)
+
+    def escaped(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Answers an aten operation that reached a hole below Python's torch functions."""
+        if self._inside is None:
+            raise ModelError(
+                f"{user_line()}: {func} works on a value of another pipeline stage below Python "
+                "(vmap, TorchScript or a custom C++ operation between layers). Move it into a "
+                "layer with parameters, or use pp=1."
+            )
+        return self.on_inner_operation(func, args, kwargs)
+
+    def mark(self, tensor: Tensor) -> None:
+        """Makes a real tensor count as tracked in this replay."""
+        if not isinstance(tensor, Hole):
+            tensor.__dict__[_MARK] = self._token
+
+    def tracked(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` depends on parameters: a hole, a parameter, or marked."""
+        return (
+            type(tensor) is Hole
+            or isinstance(tensor, nn.Parameter)
+            or tensor.__dict__.get(_MARK) is self._token
+        )
+
+    def twin(self, tensor: Tensor) -> Tensor:
+        """The meta tensor that stands for ``tensor``; one per hole and per parameter."""
+        if isinstance(tensor, Hole) and tensor.parameter is None:
+            return tensor.shape_tensor()
+        if not isinstance(tensor, Hole | nn.Parameter):
+            return Spec.of(tensor.detach()).meta()
+        key = id(tensor)
+        if key not in self._twins:
+            spec = tensor.spec if isinstance(tensor, Hole) else Spec.of(tensor)
+            meta = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+            self._twins[key] = meta.requires_grad_(spec.requires_grad)
+        return self._twins[key]
+
+    def infer(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Outcome, list[Tensor]]:
+        """The outcome of an operation on holes, with its new meta tensors."""
+        return infer_operation(func, args, kwargs, twin=self.twin, device=self._device)
+
+    def instantiate(
+        self,
+        outcome: Outcome,
+        metas: list[Tensor] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Makes the holes of an outcome, turns real arguments written to into holes as well."""
+        given = list(leaves((args, kwargs)))
+        new = self.new_holes(outcome, metas)
+        for index, spec in outcome.mutated:
+            self._turn_into_hole(given[index], spec)
+        return rebuild(outcome.template, lambda leaf: _place(leaf, new, given))
+
+    def new_holes(self, outcome: Outcome, metas: list[Tensor] | None) -> list[Hole]:
+        """One hole per new tensor of ``outcome``."""
+        new = []
+        for index, spec in enumerate(outcome.specs):
+            hole = Hole(spec, None if metas is None else metas[index], self)
+            hole.unit = self._inside
+            new.append(hole)
+        return new
+
+    def infer_unit(
+        self,
+        index: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: int,
+    ) -> tuple[Outcome, list[Hole]]:
+        """Runs a unit on holes; gives its outcome and the very holes that it made.
+
+        Effects are recorded but left in place: the caller undoes or overwrites them.
+        """
+        module = self.units[index]
+        before = {(id(m), name): id(v) for m in module.modules() for name, v in vars(m).items()}
+        arguments = KeptObjects((args, kwargs))
+        given = list(leaves((args, kwargs)))  # before the layer may append to a list among them
+        exact = True
+        self._inside = call
+        try:
+            try:
+                # Compiled layers, too, run as written here; torch.compile cannot trace holes.
+                with torch.compiler.set_stance("force_eager"), self:
+                    result = forward(*args, **kwargs)
+            except (ModelError, StageDone):
+                raise
+            except Exception as error:
+                exact = False
+                arguments.restore()
+                try:
+                    result = run_on_made_up_data(module, forward, args, kwargs, self._device, call)
+                except ModelError:
+                    raise
+                except Exception as second:
+                    raise error from second
+        finally:
+            self._inside = None
+        return self._describe_unit(module, result, given, before, exact, call)
+
+    def _describe_unit(
+        self,
+        module: nn.Module,
+        result: Any,
+        given: list[Any],
+        before: dict[tuple[int, str], int],
+        exact: bool,
+        call: int,
+    ) -> tuple[Outcome, list[Hole]]:
+        places = {id(leaf): i for i, leaf in enumerate(given) if not is_plain(leaf)}
+        new: dict[int, New] = {}
+        holes: list[Hole] = []
+        grad = torch.is_grad_enabled()
+
+        def describe(leaf: Any) -> Any:
+            if id(leaf) in places:
+                return Given(places[id(leaf)])
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in new:
+                new[id(leaf)] = New(len(holes))
+                holes.append(self._as_hole(leaf, grad, call))
+            return new[id(leaf)]
+
+        template = rebuild(result, describe)
+        effects = []
+        for child in module.modules():
+            for name, value in list(vars(child).items()):
+                if name in _MODULE_TABLES:
+                    continue
+                if self._made_here(value, before.get((id(child), name)), exact, call):
+                    effects.append(Effect(child, name, rebuild(value, describe)))
+        specs = tuple(hole.spec for hole in holes)
+        return Outcome(template, specs, effects=tuple(effects), exact=exact), holes
+
+    def _made_here(self, value: Any, before: int | None, exact: bool, call: int) -> bool:
+        if isinstance(value, Hole):
+            return value.unit == call and value.owner is self
+        if isinstance(value, Tensor):
+            return not exact and id(value) != before and not isinstance(value, nn.Parameter)
+        if isinstance(value, list | tuple | dict):
+            return any(
+                isinstance(v, Hole) and v.unit == call and v.owner is self for v in leaves(value)
+            )
+        return False
+
+    def _as_hole(self, tensor: Tensor, grad: bool, call: int) -> Hole:
+        if isinstance(tensor, Hole):
+            return tensor
+        spec = Spec.of(tensor.detach())
+        grad = grad and tensor.is_floating_point()
+        hole = Hole(Spec(spec.shape, spec.stride, spec.dtype, self._device, grad), None, self)
+        hole.unit = call
+        return hole
+
+    def _turn_into_hole(self, tensor: Tensor, spec: Spec) -> None:
+        if not isinstance(tensor, Hole):
+            exchange(tensor, Hole(spec, None, self))
+        elif tensor.spec != spec and tensor.parameter is None:
+            changed = Hole(spec, tensor._meta, self)
+            changed.unit, changed.value = tensor.unit, tensor.value
+            exchange(tensor, changed)
+
+    def _any_tracked(self, values: Any) -> bool:
+        for value in values:
+            if isinstance(value, Tensor):
+                if self.tracked(value):
+                    return True
+            elif isinstance(value, list | tuple):
+                if self._any_tracked(value):
+                    return True
+            elif isinstance(value, dict) and self._any_tracked(value.values()):
+                return True
+        return False
+
+
+_MODULE_TABLES = frozenset(
+    [
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+    ]
+)
+
+
+def _place(leaf: Any, new: list[Hole], given: list[Any]) -> Any:
+    if isinstance(leaf, New):
+        return new[leaf.index]
+    return given[leaf.index] if isinstance(leaf, Given) else leaf

@@ -1,0 +1,338 @@
+"""One forward of one stage: follows the probed path, real between two cuts, holes before them.
+
+Nothing survives a run but its result: microbatches interleave and a rank may hold several stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.errors import ModelError
+from strategies.models.nested import leaves, signature, tensors
+from strategies.models.replay.gate import KeptObjects, StageDone, unchanged
+from strategies.models.replay.hole import Hole, dataless, exchange, operation_name, user_line
+from strategies.models.replay.inference import Outcome, fill_template
+from strategies.models.replay.path import Boundary, Cut, Path, Position
+from strategies.models.replay.shape_mode import ShapeMode
+from strategies.models.state import reseed
+
+if TYPE_CHECKING:
+    from strategies.models.selective.region import SelectiveLayer
+
+
+class StageRun(ShapeMode):
+    """Replays one step for one stage.
+
+    Args:
+        units: The unit modules.
+        path: What the probe saw.
+        entry: Cut at which the stage begins.
+        leave: Cut at which it ends; None for the last stage, which runs to the step's end.
+        inputs: Tensors received, in the order of ``entry.tensors``.
+        seed: Seed of this step and microbatch, or None.
+        step: Name of the user's step, for messages.
+        modules: The LightningModule's submodules by global name.
+        device: Where holes live that stand on no other device.
+        cache: Outcomes by signature.
+        selective: Units that recompute, by index.
+    """
+
+    def __init__(
+        self,
+        units: list[nn.Module],
+        path: Path,
+        *,
+        entry: Cut,
+        leave: Cut | None,
+        inputs: Sequence[Tensor],
+        seed: int | None,
+        step: str,
+        modules: dict[str, nn.Module],
+        device: torch.device,
+        cache: dict[Hashable, Outcome],
+        selective: Mapping[int, SelectiveLayer],
+    ) -> None:
+        super().__init__(units, device, cache)
+        self.left = False
+        self._path = path
+        self._selective = selective
+        self._entry = entry
+        self._leave = leave
+        self._inputs = inputs
+        self._seed = seed
+        self._step = step
+        self._modules = modules
+        self._position: Position = (0, 0)
+        self._active = False
+        self._wanted = _ordinals(entry, leave)
+        self._found: dict[tuple[int, int, int], Tensor] = {}
+        random = seed is not None and any(e.random for events in path.events for e in events)
+        self._counts = leave is not None or random
+        self.names_parameters = any(e.parameters for events in path.events[:-1] for e in events)
+
+    def begin(self) -> None:
+        """Takes the start position; must run under the mode's own step, before the user's code."""
+        self._arrive((0, 0))
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The boundary tensors of the stage, once the step was left."""
+        assert self._leave is not None
+        return tuple(_dense(self._found[b.key], b) for b in self._leave.tensors)
+
+    def close(self) -> None:
+        """Forgets all tensors: holes left on the user's modules refer to this object."""
+        self._found.clear()
+        self._twins.clear()
+        self._inputs = ()
+
+    def on_return(self) -> None:
+        """Checks that a step which returned was meant to."""
+        call, num_calls = self._position[0], len(self._path.calls)
+        if self.left:
+            raise ModelError(
+                f"{self._step} caught the exception by which a pipeline stage leaves it. Replace "
+                "`except:` and `except BaseException:` around the network by `except Exception:`."
+            )
+        if call < num_calls:
+            name = self._path.name(call)
+            raise ModelError(
+                self._other_path(
+                    f"call {call} was {name}, is now the end of the step",
+                    self._path.calls[call].line,
+                )
+            )
+        if self._leave is not None and not self._due():
+            raise ModelError(self._other_path("it ended earlier", "its return"))
+
+    def on_log(self) -> bool:
+        """Whether a log call at this moment belongs to this stage."""
+        self._exit_if_due()
+        return self._active
+
+    # -- calls -----------------------------------------------------------------------------
+
+    def on_unit(
+        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs an owned unit, gives holes for any other."""
+        self._exit_if_due()
+        call = self._position[0]
+        self._check_call(call, index)
+        if self._active:
+            layer = self._selective.get(index)
+            result = forward(*args, **kwargs) if layer is None else layer.run(forward, args, kwargs)
+            produced = tensors(result)
+            for module, attribute in self._path.calls[call].effects:
+                produced += tensors(getattr(self._modules[module], attribute))
+            self._check_count(call, index, len(produced))
+        else:
+            result, produced = self._skip(index, forward, args, kwargs, call)
+        self._arrive((call + 1, 0), produced, self._path.calls[call].tracked)
+        return result
+
+    def _skip(
+        self,
+        index: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: int,
+    ) -> tuple[Any, list[Tensor]]:
+        key = ("unit", index, torch.is_grad_enabled(), signature((args, kwargs)))
+        given = list(leaves((args, kwargs)))
+        outcome = self._cache.get(key)
+        if outcome is None:
+            arguments = KeptObjects((args, kwargs))
+            with unchanged(self.units[index]):
+                outcome, _ = self.infer_unit(index, forward, args, kwargs, call)
+            arguments.restore()
+            self.remember(key, outcome)
+        new = self.new_holes(outcome, None)
+        result = fill_template(outcome.template, new, given)
+        produced = tensors(result)
+        for effect in outcome.effects:
+            content = fill_template(effect.template, new, given)
+            setattr(effect.module, effect.attribute, content)
+            produced += tensors(content)
+        self._check_count(call, index, len(produced))
+        return result, produced
+
+    # -- operations between calls ----------------------------------------------------------
+
+    def on_operation(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs an operation of this stage, infers any other."""
+        if self._active and not self._counts:
+            return func(*args, **kwargs)
+        known, answer = dataless(func, args, kwargs)
+        if known:
+            return answer
+        self._exit_if_due()
+        result = func(*args, **kwargs) if self._active else self._answer(func, args, kwargs)
+        name = operation_name(func)
+        produced = [args[0]] if name == "__setitem__" else tensors(result)
+        if produced:
+            self._count(name, produced)
+        return result
+
+    def _answer(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        key = ("operation", func, torch.is_grad_enabled(), signature((args, kwargs)))
+        outcome = self._cache.get(key)
+        if outcome is None:
+            outcome, _ = self.infer(func, args, kwargs)
+            if outcome.dependent:
+                raise ModelError(
+                    self._other_path(
+                        f"{operation_name(func)} needs data of another stage", "another line"
+                    )
+                )
+            if outcome.exact:
+                self.remember(key, outcome)
+        return self.instantiate(outcome, None, args, kwargs)
+
+    def _count(self, name: str, produced: list[Tensor]) -> None:
+        call, event = self._position
+        events = self._path.events[call]
+        if event >= len(events) or events[event].name != name:
+            if self._active and call == len(self._path.calls):
+                self._position = (call, event + 1)
+                return  # behind the last layer only one stage runs: its path is its own
+            was = self._name(call)
+            if event < len(events):
+                was = events[event].name
+            line = events[event].line if event < len(events) else "its line"
+            raise ModelError(
+                self._other_path(
+                    f"operation {event} before call {call} was {was}, is now {name}", line
+                )
+            )
+        seen = events[event]
+        self._arrive((call, event + 1), produced, seen.tracked)
+        if seen.random and self._seed is not None:
+            reseed(self._seed, call, event + 1)
+
+    # -- positions -------------------------------------------------------------------------
+
+    def _arrive(
+        self, position: Position, produced: Sequence[Tensor] = (), tracked: Sequence[bool] = ()
+    ) -> None:
+        """Moves on to ``position``: keeps what has to cross a cut, fills holes, reseeds."""
+        self._position = position
+        if self._active and self._counts:
+            for tensor, depends in zip(produced, tracked, strict=False):
+                if depends:
+                    self.mark(tensor)
+        for ordinal in self._wanted.get(position, ()):
+            if ordinal >= len(produced):
+                raise ModelError(self._other_path("a result has fewer tensors", "the same line"))
+            self._found[*position, ordinal] = produced[ordinal]
+        if not self._active and position == self._entry.position:
+            self._fill()
+            self._active = True
+        if position[1] == 0 and self._seed is not None:
+            reseed(self._seed, position[0], 0)
+
+    def _fill(self) -> None:
+        if len(self._inputs) != len(self._entry.tensors):
+            raise ModelError(
+                f"a stage of {self._step} got {len(self._inputs)} tensors, its cut has "
+                f"{len(self._entry.tensors)}."
+            )
+        for tensor, boundary in zip(self._inputs, self._entry.tensors, strict=True):
+            hole = self._found[boundary.key]
+            received = _like_sent(tensor, boundary)
+            self.mark(received)
+            exchange(hole, received)
+
+    def _due(self) -> bool:
+        return self._active and self._leave is not None and self._position == self._leave.position
+
+    def _exit_if_due(self) -> None:
+        if self._due():
+            self.left = True
+            raise StageDone
+
+    # -- checks ----------------------------------------------------------------------------
+
+    def remember(self, key: Hashable, outcome: Outcome) -> None:
+        """Caches an outcome; forgets everything when step after step brings new shapes."""
+        if len(self._cache) >= 4096:
+            self._cache.clear()
+        self._cache[key] = outcome
+
+    def _check_call(self, call: int, index: int) -> None:
+        calls = self._path.calls
+        if call < len(calls) and calls[call].unit == index:
+            if self._position[1] == len(self._path.events[call]) or not self._counts:
+                return
+            event = self._path.events[call][self._position[1]]
+            if self._active and self._leave is None:
+                return
+            raise ModelError(
+                self._other_path(
+                    f"operation {self._position[1]} before call {call} was {event.name}, "
+                    f"is now call {call}",
+                    event.line,
+                )
+            )
+        was = self._name(call)
+        line = calls[call].line if call < len(calls) else "its return"
+        raise ModelError(
+            self._other_path(f"call {call} was {was}, is now {self._path.units[index]}", line)
+        )
+
+    def _name(self, call: int) -> str:
+        return self._path.name(call) if call < len(self._path.calls) else "the end of the step"
+
+    def _check_count(self, call: int, index: int, count: int) -> None:
+        expected = len(self._path.calls[call].tracked)
+        if count != expected:
+            raise ModelError(
+                self._other_path(
+                    f"call {call}, {self._path.units[index]}, gave {expected} tensors, "
+                    f"gives now {count}",
+                    self._path.calls[call].line,
+                )
+            )
+
+    def _other_path(self, what: str, line: str) -> str:
+        return (
+            f"{self._step} took another path than in the probe: {what} (now {user_line()}, then "
+            f"{line}). A pipeline needs the same calls in every step: replace layer-drop, early "
+            "exits and branches on data by masks (torch.where), or use pp=1."
+        )
+
+
+def _ordinals(*cuts: Cut | None) -> dict[Position, set[int]]:
+    wanted: dict[Position, set[int]] = {}
+    for cut in cuts:
+        for boundary in cut.tensors if cut else ():
+            call, event, ordinal = boundary.key
+            wanted.setdefault((call, event), set()).add(ordinal)
+    return wanted
+
+
+def _dense(tensor: Tensor, boundary: Boundary) -> Tensor:
+    if isinstance(tensor, Hole):
+        raise ModelError(
+            "a value that has to cross a cut was never computed on its stage; the step took "
+            "another path than in the probe."
+        )
+    return tensor if boundary.order is None else tensor.permute(boundary.order)
+
+
+def _like_sent(tensor: Tensor, boundary: Boundary) -> Tensor:
+    """An alias of a received tensor (or a copy, where it is written to) in the sent layout."""
+    order = boundary.order
+    if order is not None:
+        tensor = tensor.permute([order.index(dim) for dim in range(len(order))])
+    if boundary.written:
+        return tensor.clone()
+    return tensor.view_as(tensor)

@@ -1,0 +1,67 @@
+"""Which layers recompute which families of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from strategies.errors import ModelError
+from strategies.models.selective.region import SelectiveLayer
+from strategies.plan import Family
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is recomputed inside layers.
+
+    Attributes:
+        default: Families that are recomputed in a layer of a type that ``layers`` does not name.
+        layers: Type name of a layer -> the families that are recomputed there; none keeps all.
+    """
+
+    default: frozenset[Family] = frozenset({"attention", "norm", "activation"})
+    layers: Mapping[str, frozenset[Family]] = field(default_factory=dict)
+
+    def of(self, layer: nn.Module) -> frozenset[Family]:
+        """The families that a layer recomputes."""
+        for name in type_names(layer):
+            if name in self.layers:
+                return self.layers[name]
+        return self.default
+
+    def layers_of(self, layers: Mapping[int, nn.Module]) -> dict[int, SelectiveLayer]:
+        """What runs each of the model's layers, under the layers' numbers.
+
+        Raises:
+            ModelError: ``layers`` names a type that the model lacks, or a layer is compiled.
+        """
+        known: set[str] = set()
+        for layer in layers.values():
+            known.update(type_names(layer))
+            if any(hasattr(part, "_orig_mod") or _is_compiled(part) for part in layer.modules()):
+                raise ModelError(
+                    "recompute=selective decides operation by operation, and compiled layers hide "
+                    "theirs. Use compile=false, or recompute=full."
+                )
+        for name in self.layers:
+            if name not in known:
+                raise ModelError(
+                    f"recompute.layers names {name}, but the model's layers are of the types "
+                    f"{', '.join(sorted(known))}. Use one of these names."
+                )
+        return {index: SelectiveLayer(layer, self.of(layer)) for index, layer in layers.items()}
+
+
+def type_names(layer: nn.Module) -> list[str]:
+    """The types by which a layer can be called: its own, and those of what it merely wraps."""
+    names = [type(layer).__name__]
+    while len(children := list(layer.children())) == 1:
+        layer = children[0]
+        names.append(type(layer).__name__)
+    return names
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None

@@ -1,0 +1,234 @@
+"""What the executor asks of a model: run one stage for one microbatch.
+
+Two implementations exist. ``UnitModel`` (``unit_model.py``) serves modules that declare an ordered
+list of units; ``ReplayModel`` (``replay/``) cuts any other LightningModule. The executor must not
+know which of the two it drives, and neither may know the schedule.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from strategies.errors import ModelError
+from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
+
+if TYPE_CHECKING:
+    from strategies.models.selective.policy import Selection
+
+
+Mode = Literal["train", "validate", "test", "predict"]
+
+STEP_NAMES: dict[Mode, str] = {
+    "train": "training_step",
+    "validate": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The smallest piece of a model that is cut: attention, MLP, embedding, head.
+
+    Attributes:
+        name: Fully qualified module name inside the LightningModule, e.g. ``net.layers.3``.
+        cost: Relative cost of one forward (FLOPs, or parameters where FLOPs are unknown), > 0.
+    """
+
+    name: str
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogCall:
+    """One ``self.log(name, value, **options)`` of the user's step, to be repeated on every rank.
+
+    The value may be on a device still: nobody waits for it inside the pipeline.
+    """
+
+    name: str
+    value: float | Tensor
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """What one forward of one stage leaves behind.
+
+    Attributes:
+        tensors: Boundary tensors for the next stage, in a fixed order; empty on the last stage.
+            Integer tensors and tensors without gradient are allowed.
+        loss: The scalar loss, on the last stage of a training step only.
+        result: The return value of the user's step on the last stage (predictions).
+        logs: The user's log calls whose values were real on this stage.
+        groups: How many of the tensors go to which stage, in the order of ``tensors``; None where
+            all go to the next one.
+    """
+
+    tensors: tuple[Tensor, ...] = ()
+    loss: Tensor | None = None
+    result: Any = None
+    logs: tuple[LogCall, ...] = field(default_factory=tuple)
+    groups: tuple[tuple[int, int], ...] | None = None
+
+
+class StageModel(ABC):
+    """A model seen as an ordered list of units, able to run any contiguous range of them."""
+
+    @property
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """The module that is cut."""
+
+    @property
+    @abstractmethod
+    def units(self) -> tuple[Unit, ...]:
+        """All units in execution order, those of other ranks included."""
+
+    @abstractmethod
+    def cut(self, stages: Sequence[range], owned: Sequence[int]) -> None:
+        """Fixes the stages (ranges of unit indices, contiguous, maybe empty) and the owned ones.
+
+        Parameters that only other stages use are replaced so that they hold no memory and are not
+        seen by ``parameters()``; their names stay known through ``parameter_names``.
+        """
+
+    @abstractmethod
+    def forward(
+        self,
+        stage: int,
+        inputs: tuple[Tensor, ...],
+        *,
+        batch: Any,
+        batch_idx: int,
+        microbatch: int,
+        mode: Mode,
+        seed: int | None,
+        dataloader_idx: int = 0,
+    ) -> StageOutput:
+        """Runs ``stage`` for one microbatch.
+
+        Args:
+            stage: Global stage index; must be owned.
+            inputs: Boundary tensors of the stages before, the earliest first, each one's in the
+                order in which it gave them; leaves that require grad where a gradient is wanted;
+                empty for stage 0.
+            batch: The microbatch, as the user's data loader made it; the same on every stage.
+            batch_idx: Index of the batch (not of the microbatch), as Lightning counts.
+            microbatch: Index inside the batch.
+            mode: Which of the user's steps runs.
+            seed: With a seed, every unit reseeds the generators from (seed, unit index) so that
+                dropout does not depend on the cut; None leaves the generators alone.
+            dataloader_idx: Which of several evaluation loaders the batch is from.
+        """
+
+    @abstractmethod
+    def stage_parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
+        """Owned parameters of ``stage`` with their global names; each once, in unit order."""
+
+    @abstractmethod
+    def shared_parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Parameters that several stages use, with those stages; their gradients are summed."""
+
+    @property
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (source, target) of stages, target > source + 1, between which tensors travel.
+
+        Known after ``cut``. Tensors that skip stages are not seen by those between.
+        """
+        return ()
+
+    @property
+    @abstractmethod
+    def parameter_names(self) -> tuple[str, ...]:
+        """Global names of all parameters of the uncut module."""
+
+    def shard(self, ranks: TensorRanks) -> None:
+        """Prepares for tensor-parallel ranks; called once, before ``cut``.
+
+        Raises:
+            ModelError: The module does not say how its layers are cut.
+        """
+        raise ModelError(
+            f"tp={ranks.size} needs a module that declares its units and how their layers are cut: "
+            "give it pipeline_units(), pipeline_inputs(), pipeline_result() and "
+            "tensor_parallel_plan() (see strategies/models/unit_model.py), or use tp=1."
+        )
+
+    def select(self, selection: Selection) -> None:
+        """Recomputes inside units from now on; called at most once, before ``cut``.
+
+        Raises:
+            ModelError: The selection does not fit the units, or they cannot do it.
+        """
+        raise ModelError(f"{type(self).__name__} cannot recompute inside units: recompute=full.")
+
+    def compile_units(self) -> None:
+        """Lets the units of owned stages run compiled; called once, after ``cut``."""
+        compile_units(self.owned_modules())
+
+    def owned_modules(self) -> Iterator[nn.Module]:
+        """The modules of the units that run on this rank, each once; known after ``cut``."""
+        raise ModelError(f"{type(self).__name__} has no modules to compile. Use compile=false.")
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """Names of parameters of which this rank holds a share, and how they are cut."""
+        return {}
+
+    @property
+    def partial_parameters(self) -> Collection[str]:
+        """Whole parameters whose gradients are to be added up over tensor-parallel ranks."""
+        return ()
+
+
+# ---------------------------------------------------------------------------------------- compiled
+#
+# ``torch.compile`` for the units of a cut model, one by one.
+#
+# Units, not stages: layers of one kind share their code, so a stage of many layers compiles as fast
+# as one of one, and what is compiled does not depend on the cut. The program around them (messages,
+# gradients' hooks, the order) stays as it is.
+
+
+# Random numbers as without compilation: dropout then does not depend on ``compile``, and depends
+# on (seed, unit) alone as it does there.
+_OPTIONS = {"fallback_random": True}
+
+
+def compile_units(units: Iterable[nn.Module]) -> None:
+    """Lets calls of modules run compiled; names, parameters and hooks stay where they are.
+
+    A module that its owner has compiled is left alone. Nothing is compiled before the first call.
+    """
+    codes: dict[Hashable, CodeType] = {}
+    for unit in units:
+        if unit.__dict__.get("_compiled_call_impl") is None and not hasattr(unit, "_orig_mod"):
+            # As ``unit.compile()`` does, which leaves torch's own modules (nn.Linear,
+            # nn.Sequential) uncompiled: the frame that is traced must not be torch's.
+            function = _call_of(unit, codes)
+            unit._compiled_call_impl = torch.compile(function, options=dict(_OPTIONS))
+
+
+def _call_of(unit: nn.Module, codes: dict[Hashable, CodeType]) -> Callable[..., Any]:
+    """A function that calls the module; its code is shared with modules of the same kind.
+
+    What torch has compiled is kept with the code object, up to a small limit, behind which calls
+    run uncompiled. So modules that can share it do, and others have an object of their own.
+    """
+    call: Any = unit._call_impl
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    shapes = ((name, p.shape, p.dtype) for name, p in unit.named_parameters())
+    kind = (type(unit), tuple(shapes))
+    code = codes.setdefault(kind, run.__code__.replace(co_name=type(unit).__name__))
+    return FunctionType(code, run.__globals__, closure=run.__closure__)

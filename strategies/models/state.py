@@ -1,0 +1,317 @@
+"""Numbers on their way from the device to the host.
+
+Reading one with ``float()`` or ``.cpu()`` waits for everything that the device has been given so
+far. A copy that was started earlier is waited for alone, and usually is there already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from strategies.errors import ModelError
+from strategies.models.replay.hole import Hole
+
+
+class Fetch:
+    """A copy in host memory, started and not waited for; without a device the tensor itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Copies that do not block go to pinned memory.
+        self._copy = tensor.detach().to("cpu", non_blocking=True)
+        self._there: Any = None
+        if tensor.is_cuda:
+            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._there.record(torch.cuda.current_stream(tensor.device))
+
+    def tensor(self) -> Tensor:
+        """The copy, arrived."""
+        if self._there is not None:
+            self._there.synchronize()
+            self._there = None
+        return self._copy
+
+
+# ------------------------------------------------------------------------------------ module state
+#
+# What a forward changes in its module besides gradients: running statistics, counters, metrics.
+#
+# A forward that runs twice for one microbatch must find this state as it was the first time, and
+# must leave it as if it had run once. Copying all of it for every microbatch would cost time and
+# memory, and mostly nothing changes: what does is found by a close look at a stage's first forward.
+
+
+_ABSENT: Any = object()
+_AS_IT_IS: Any = object()
+# A module's own bookkeeping, the same in all of them; buffers are looked at by name.
+_BOOKKEEPING = frozenset(nn.Module().__dict__)
+
+Before = list[tuple["Slot", Any]]
+"""Changing slots, each with what the second run of a forward is to find there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in a module that has a value.
+
+    Attributes:
+        name: Of the buffer or attribute.
+        table: The dictionary that has it: a module's buffers, or its attributes.
+        key: Its name there.
+        buffer: Whether it is a buffer.
+    """
+
+    name: str
+    table: dict[str, Any]
+    key: str
+    buffer: bool
+
+    @property
+    def value(self) -> Any:
+        """What is there."""
+        return self.table.get(self.key, _ABSENT)
+
+    def put(self, value: Any) -> None:
+        """Puts a value there."""
+        if value is _ABSENT:
+            self.table.pop(self.key, None)
+        else:
+            self.table[self.key] = value
+
+
+class ModuleState:
+    """Keeps what a stage's forward changes in a module, for its second run."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._changing: dict[int, list[tuple[Slot, _Change]]] = {}
+        self._quiet: dict[int, list[Slot]] = {}  # buffers that do not change
+
+    @contextlib.contextmanager
+    def kept(self, stage: int) -> Iterator[Before]:
+        """Around a forward; the list is complete behind it.
+
+        Raises:
+            ModelError: A buffer changes that the stage's first forward left alone.
+        """
+        before: Before = []
+        if stage not in self._changing:
+            seen = [_Seen(slot) for slot in _slots(self._module)]
+            yield before
+            before += self._learn(stage, seen)
+            return
+        before += [(slot, _taken(slot.value, how)) for slot, how in self._changing[stage]]
+        watched = [(slot, slot.value, _version(slot.value)) for slot in self._quiet[stage]]
+        yield before
+        for slot, value, version in watched:
+            if slot.value is not value or _version(value) != version:
+                raise ModelError(
+                    f"buffer {slot.name} was changed by a forward of stage {stage}, but not by the "
+                    "stage's first one, so its value from before was not kept, and recomputing "
+                    "needs it. Change it in every forward, or use recompute=none."
+                )
+
+    def _learn(self, stage: int, seen: list[_Seen]) -> Before:
+        changed = [(entry, how) for entry in seen if (how := entry.change()) is not None]
+        known = {(id(entry.slot.table), entry.slot.key) for entry in seen}
+        new = [slot for slot in _slots(self._module) if (id(slot.table), slot.key) not in known]
+        self._changing[stage] = [(entry.slot, how) for entry, how in changed]
+        self._changing[stage] += [(slot, _rebound(slot)) for slot in new]
+        changing = {id(entry) for entry, _ in changed}
+        self._quiet[stage] = [
+            entry.slot
+            for entry in seen
+            if entry.slot.buffer and id(entry) not in changing and _is_data(entry.value)
+        ]
+        before: Before = [
+            (entry.slot, entry.copy if how == "inside" else _taken(entry.value, how))
+            for entry, how in changed
+        ]
+        return before + [(slot, _ABSENT) for slot in new]
+
+
+@contextlib.contextmanager
+def put_back(before: Before) -> Iterator[None]:
+    """Inside, the module is what it was before a forward; afterwards what it is now."""
+    now = [(slot, slot.value) for slot, _ in before]
+    for slot, value in before:
+        if value is not _AS_IT_IS:
+            slot.put(value)
+    try:
+        yield
+    finally:
+        for slot, value in now:
+            slot.put(value)
+
+
+_Change = Literal["inside", "value", "result"]
+"""A tensor or container is changed in place, another value takes its place, or a fresh result does.
+
+No forward reads a result of the one before, so it need not be kept, and it may be large.
+"""
+
+
+class _Seen:
+    """A slot before a stage's first forward."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.value = slot.value
+        self.copy = _copy(self.value)
+        self._version = _version(self.value)
+
+    def change(self) -> _Change | None:
+        """What a forward has done to it since."""
+        if self.slot.value is not self.value:
+            return _rebound(self.slot)
+        if _is_data(self.value):
+            # Batch norm updates its statistics without counting that as a change.
+            same = _version(self.value) == self._version and torch.equal(self.value, self.copy)
+            return None if same else "inside"
+        if type(self.value) in (list, dict, set):
+            return None if _same_items(self.value, self.copy) else "inside"
+        return None
+
+
+def _rebound(slot: Slot) -> _Change:
+    return "value" if slot.buffer or not isinstance(slot.value, Tensor) else "result"
+
+
+def _taken(value: Any, how: _Change) -> Any:
+    if how == "inside":
+        return _copy(value)
+    return _AS_IT_IS if how == "result" else value
+
+
+def _copy(value: Any) -> Any:
+    """A copy of what can be changed in place."""
+    if _is_data(value):
+        return value.detach().clone()
+    return value.copy() if type(value) in (list, dict, set) else value
+
+
+def _is_data(value: Any) -> bool:
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter | Hole):
+        return False
+    return not value.is_meta
+
+
+def _version(value: Any) -> int:
+    return value._version if _is_data(value) else 0
+
+
+def _same_items(value: Any, copy: Any) -> bool:
+    if len(value) != len(copy):
+        return False
+    pairs = zip(value, copy, strict=True)
+    if isinstance(value, dict):
+        pairs = zip(value.values(), copy.values(), strict=True)
+    return all(first is second for first, second in pairs)
+
+
+def _slots(module: nn.Module) -> Iterator[Slot]:
+    for name, child in module.named_modules():
+        prefix = f"{name}." if name else ""
+        for key in child._buffers:
+            yield Slot(prefix + key, child._buffers, key, True)
+        for key in list(child.__dict__):
+            if key not in _BOOKKEEPING:
+                yield Slot(prefix + key, child.__dict__, key, False)
+
+
+# --------------------------------------------------------------------------------------------- rng
+#
+# Random numbers that depend on the place in the step, not on the stage that draws them.
+
+
+_MASK = (1 << 64) - 1
+
+
+def reseed(seed: int, call: int, event: int = 0) -> None:
+    """Seeds the CPU and CUDA generators for the code that follows ``event`` before ``call``."""
+    value = _mix(_mix(_mix(seed & _MASK) ^ call) ^ event) >> 1
+    # torch.manual_seed looks for every kind of accelerator and costs 100 microseconds.
+    torch.default_generator.manual_seed(value)
+    if cuda_is_used():
+        torch.cuda.manual_seed(value)
+
+
+@contextlib.contextmanager
+def kept_generators() -> Iterator[None]:
+    """Puts the generators back afterwards, so that a step does not steer the next data order."""
+    cpu = torch.default_generator.get_state()
+    cuda = torch.cuda.get_rng_state() if cuda_is_used() else None
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+@dataclass(frozen=True, slots=True)
+class Generators:
+    """Where all generators stand that a forward may draw from.
+
+    Attributes:
+        cpu: torch's on the CPU.
+        cuda: The current device's; None while CUDA is not in use.
+        python: That of the ``random`` module.
+        numpy: numpy's global one; None while nobody has imported it.
+    """
+
+    cpu: Tensor
+    cuda: Tensor | None
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> Generators:
+        """Their present states."""
+        numpy: Any = sys.modules.get("numpy.random")
+        return cls(
+            torch.default_generator.get_state(),
+            torch.cuda.get_rng_state() if cuda_is_used() else None,
+            random.getstate(),
+            None if numpy is None else numpy.get_state(),
+        )
+
+    def put_back(self) -> None:
+        """Lets all of them draw again what they drew from here on."""
+        torch.default_generator.set_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy.random"].set_state(self.numpy)
+
+
+@contextlib.contextmanager
+def drawing_again(states: Generators) -> Iterator[None]:
+    """Inside, generators draw what they drew from ``states`` on; then they go on as before."""
+    before = Generators.now()
+    states.put_back()
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+def cuda_is_used() -> bool:
+    """Whether anything has run on CUDA here; asking does not start it."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _mix(value: int) -> int:
+    """SplitMix64: neighbouring numbers give unrelated seeds."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,197 @@
+"""All-gather and reduce-scatter of one tensor each, under the names that this torch has.
+
+torch 2.13 renames ``all_gather_into_tensor`` and ``reduce_scatter_tensor``, and warns at the old
+names where the new ones exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from strategies.models.split_backward.pending import Meanwhile
+
+
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+# ------------------------------------------------------------------------------------------- ranks
+#
+# The ranks that share a stage's matrices, and the collectives between them.
+#
+# Every rank of such a group runs the same program on the same microbatches, so collectives meet in
+# the same order on all of them without further agreement.
+
+
+@dataclass(frozen=True, slots=True)
+class SumShare:
+    """A sum under way, of which this member gets a share.
+
+    Attributes:
+        work: Ends when ``share`` is there; None if it is.
+        share: The result.
+        parts: What is added up; kept until the end.
+    """
+
+    work: dist.Work | None
+    share: Tensor
+    parts: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The share, complete."""
+        if self.work is not None:
+            self.work.wait()
+        return self.share
+
+
+class TensorRanks:
+    """One tensor-parallel group, as one of its members sees it.
+
+    Attributes:
+        rank: This process in the group.
+        size: Members, tp >= 2.
+        sequence: Whether the stream between matrices is cut along the sequence.
+        meanwhile: Weight gradients that may be computed while a collective is under way.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, sequence: bool = False) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.sequence = sequence
+        self.meanwhile: Meanwhile | None = None
+
+    def start_sum(self, tensor: Tensor) -> dist.Work:
+        """Starts adding up in place, over all members; the tensor is contiguous."""
+        work: dist.Work | None = dist.all_reduce(tensor, group=self._group, async_op=True)
+        if work is None:
+            raise RuntimeError("the sum over tensor-parallel ranks became synchronous")
+        return work
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Adds up in place."""
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Takes the largest of each element, in place."""
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        return tensor
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        """Gives everybody the first member's values."""
+        dist.broadcast(tensor, group=self._group, group_src=0)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All members' tensors of one shape, stacked: ``[size, *shape]``."""
+        stacked = tensor.new_empty((self.size, *tensor.shape))
+        self.gather_into(stacked, tensor.contiguous())
+        return stacked
+
+    def gather_into(self, stacked: Tensor, tensor: Tensor) -> None:
+        """``gather`` into memory that is there, ``size`` times as large."""
+        if self._by_host(tensor):
+            # Gloo gathers host memory only.
+            host = torch.empty(stacked.shape, dtype=stacked.dtype)
+            all_gather_single(host.view(-1), tensor.cpu().view(-1), group=self._group)
+            stacked.copy_(host)
+            return
+        all_gather_single(stacked.view(-1), tensor.view(-1), group=self._group)
+
+    def gather_along(self, tensor: Tensor, dim: int) -> Tensor:
+        """All members' tensors joined along a dimension."""
+        return torch.cat(self.gather(tensor).unbind(0), dim)
+
+    def share_along(self, tensor: Tensor, dim: int) -> Tensor:
+        """This member's equal share of a tensor; a view."""
+        width = tensor.shape[dim] // self.size
+        return tensor.narrow(dim, self.rank * width, width)
+
+    def start_sum_share(self, tensor: Tensor, dim: int) -> SumShare:
+        """Starts adding up over all members; each gets its share along ``dim``."""
+        parts = torch.stack(tensor.chunk(self.size, dim))
+        if self._by_host(parts):
+            self.sum_(parts)
+            return SumShare(None, parts[self.rank])
+        share = torch.empty_like(parts[0])
+        work = reduce_scatter_single(
+            share.view(-1), parts.view(-1), group=self._group, async_op=True
+        )
+        return SumShare(work, share, parts)
+
+    def _by_host(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda and dist.get_backend(self._group) == "gloo"
+
+
+# ------------------------------------------------------------------------------------------- shard
+#
+# Which part of a whole tensor a tensor-parallel rank holds.
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Equal shares along one dimension; where they do not come out even, the last are padded.
+
+    Attributes:
+        dim: The dimension that is cut.
+        size: Its size in the whole tensor, without padding.
+        parts: Ranks.
+    """
+
+    dim: int
+    size: int
+    parts: int
+
+    @property
+    def width(self) -> int:
+        """Size of a share along ``dim``, padding included."""
+        return -(-self.size // self.parts)
+
+    @property
+    def padding(self) -> int:
+        """What all shares together have more than the whole."""
+        return self.width * self.parts - self.size
+
+    def start(self, rank: int) -> int:
+        """Where a rank's share begins in the whole."""
+        return min(rank * self.width, self.size)
+
+    def held(self, rank: int) -> int:
+        """How much of a rank's share is no padding."""
+        return min((rank + 1) * self.width, self.size) - self.start(rank)
+
+    def local(self, whole: Tensor, rank: int) -> Tensor:
+        """A rank's share, a new tensor; padding is zero."""
+        part = whole.narrow(self.dim, self.start(rank), self.held(rank))
+        shape = list(whole.shape)
+        shape[self.dim] = self.width
+        share = torch.zeros(shape, dtype=whole.dtype, device=whole.device)
+        share.narrow(self.dim, 0, self.held(rank)).copy_(part)
+        return share
+
+    def unpadded(self, share: Tensor, rank: int) -> Tensor:
+        """What a rank's share has of the whole; a view."""
+        return share.narrow(self.dim, 0, self.held(rank))
+
+    def padded(self, held: Tensor, rank: int) -> Tensor:
+        """The inverse of ``unpadded``; padding is zero."""
+        if held.shape[self.dim] == self.width:
+            return held
+        shape = list(held.shape)
+        shape[self.dim] = self.width
+        share = torch.zeros(shape, dtype=held.dtype, device=held.device)
+        self.unpadded(share, rank).copy_(held)
+        return share
+
+    def whole(self, shares: Sequence[Tensor]) -> Tensor:
+        """The inverse of ``local``, from all ranks' shares in order."""
+        return torch.cat(list(shares), self.dim).narrow(self.dim, 0, self.size)

@@ -1,0 +1,250 @@
+"""Stages of a module that declares its units: no probe, no holes, half-block cuts by construction.
+
+A LightningModule takes part by three methods, which its own ``training_step`` should use too:
+
+    def pipeline_units(self) -> list[tuple[str, nn.Module]]      # global names, execution order
+    def pipeline_inputs(self, batch) -> tuple[Tensor, ...]       # inputs of the first unit
+    def pipeline_result(self, tensors, batch, batch_idx, mode)   # loss, or prediction
+
+and, where units differ in cost, ``unit_costs() -> list[float]``. With tp > 1 one more says how
+layers are cut over ranks:
+
+    def tensor_parallel_plan(self) -> dict[str, Style]           # module names, * for any one part
+
+Styles are those of ``strategies.models.tensor_parallel``, the words that transformers uses in its
+plans (``"colwise"``, ``"rowwise"``), or torch's ``ColwiseParallel()`` and ``RowwiseParallel()``. A
+layer without an entry is whole on every rank and computes the same there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from strategies.errors import ModelError
+from strategies.models.logs import captured_logs
+from strategies.models.selective.policy import Selection
+from strategies.models.selective.region import SelectiveLayer
+from strategies.models.stage_model import Mode, StageModel, StageOutput, Unit
+from strategies.models.state import reseed
+from strategies.models.tensor_parallel.sharding import Sharding
+from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
+
+
+@runtime_checkable
+class HasUnits(Protocol):
+    """The explicit protocol; see the module docstring."""
+
+    def pipeline_units(self) -> list[tuple[str, nn.Module]]:
+        """Units in execution order, with their names inside the module."""
+        ...
+
+    def pipeline_inputs(self, batch: Any) -> tuple[Tensor, ...]:
+        """Inputs of the first unit."""
+        ...
+
+    def pipeline_result(
+        self, tensors: tuple[Tensor, ...], batch: Any, batch_idx: int, mode: Mode
+    ) -> Any:
+        """The step's loss, or its prediction, from the last unit's outputs."""
+        ...
+
+
+class Elsewhere(nn.Module):
+    """Stands for a unit that lives on another rank; holds nothing."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Refuses: no schedule calls a unit of another rank."""
+        raise ModelError(
+            "a unit of another pipeline rank was called outside of the pipeline. Use pp=1 where "
+            "the whole model is needed at once."
+        )
+
+
+class UnitModel(StageModel):
+    """Runs ranges of the declared units."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Reads the module's units; nothing is freed before ``cut``.
+
+        Raises:
+            ModelError: A unit is not part of the module, or is declared twice.
+        """
+        assert isinstance(module, HasUnits)
+        self._module = module
+        declared = module.pipeline_units()
+        modules = dict(module.named_modules())
+        for name, unit in declared:
+            if modules.get(name) is not unit:
+                raise ModelError(
+                    f"pipeline_units() names {name!r}, which is not that module's name. Return "
+                    "pairs as named_modules() gives them."
+                )
+        if len({name for name, _ in declared}) != len(declared):
+            raise ModelError("pipeline_units() names a unit twice; a unit runs once per step.")
+        sizes = [float(sum(p.numel() for p in unit.parameters())) for _, unit in declared]
+        declared_costs: Any = getattr(module, "unit_costs", lambda: sizes)
+        costs = declared_costs()
+        if len(costs) != len(declared):
+            raise ModelError(
+                f"unit_costs() has {len(costs)} figures for {len(declared)} units. "
+                "Return one per unit."
+            )
+        self._units = tuple(
+            Unit(name, max(float(cost), 1.0))
+            for (name, _), cost in zip(declared, costs, strict=True)
+        )
+        self._runs: dict[int, nn.Module] = {i: unit for i, (_, unit) in enumerate(declared)}
+        self._names = tuple(name for name, _ in module.named_parameters())
+        covered = {id(p) for _, unit in declared for p in unit.parameters()}
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in covered:
+                raise ModelError(
+                    f"parameter {name} belongs to no unit of pipeline_units(), so no stage would "
+                    "train it. Put its module into the list."
+                )
+        self._users, self._canonical = _users(declared)
+        self._stages: tuple[range, ...] = (range(len(declared)),)
+        self._sharding: Sharding | None = None
+        self._selective: dict[int, SelectiveLayer] = {}
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is cut."""
+        return self._module
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The declared units, those of other ranks included."""
+        return self._units
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Global names of the uncut module's parameters."""
+        return self._names
+
+    def cut(self, stages: Sequence[range], owned: Sequence[int]) -> None:
+        """Keeps the units of owned stages; the others become ``Elsewhere``."""
+        self._stages = tuple(stages)
+        kept = {index for stage in owned for index in stages[stage]}
+        for index in list(self._runs):
+            if index not in kept:
+                parent, _, child = self._units[index].name.rpartition(".")
+                setattr(self._module.get_submodule(parent), child, Elsewhere())
+                del self._runs[index]
+                self._selective.pop(index, None)
+        self._materialise()
+        if self._sharding is not None:
+            self._sharding.finish(self._canonical)
+
+    def select(self, selection: Selection) -> None:
+        """Recomputes inside the units."""
+        self._selective = selection.layers_of(self._runs)
+
+    def shard(self, ranks: TensorRanks) -> None:
+        """Reads the module's plan, which ``cut`` will follow."""
+        self._sharding = Sharding(self._module, ranks)
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """By every name that a parameter has."""
+        return {} if self._sharding is None else self._sharding.shards
+
+    @property
+    def partial_parameters(self) -> Collection[str]:
+        """Norms under sequence parallelism, and what the plan says."""
+        return () if self._sharding is None else self._sharding.partial
+
+    def _materialise(self) -> None:
+        """Gives kept units their weights, if the module was built on the meta device, or a share.
+
+        One unit after the other: only one is whole at a time.
+        """
+        for index, unit in self._runs.items():
+            self._draw(index, unit)
+            if self._sharding is not None:
+                self._sharding.apply(self._module, self._units[index].name)
+
+    def _draw(self, index: int, unit: nn.Module) -> None:
+        if any(parameter.is_meta for parameter in unit.parameters()):
+            name = self._units[index].name
+            initialise: Any = getattr(self._module, "initialise_unit", None)
+            if initialise is None:
+                raise ModelError(
+                    f"unit {name} has no weights (it is on the meta device), and the module "
+                    "has no initialise_unit(name) to make them. Build it on a real device."
+                )
+            initialise(name)
+
+    def forward(
+        self,
+        stage: int,
+        inputs: tuple[Tensor, ...],
+        *,
+        batch: Any,
+        batch_idx: int,
+        microbatch: int,
+        mode: Mode,
+        seed: int | None,
+        dataloader_idx: int = 0,
+    ) -> StageOutput:
+        """Runs the stage's units one after the other."""
+        module = self._module
+        assert isinstance(module, HasUnits)
+        tensors = module.pipeline_inputs(batch) if stage == 0 else inputs
+        for index in self._stages[stage]:
+            if seed is not None:
+                reseed(seed, index)
+            layer = self._selective.get(index)
+            unit = self._runs[index]
+            result = unit(*tensors) if layer is None else layer.run(unit, tensors, {})
+            tensors = result if isinstance(result, tuple) else (result,)
+        if stage + 1 < len(self._stages):
+            return StageOutput(tensors)
+        with captured_logs(module) as logs:
+            result = module.pipeline_result(tensors, batch, batch_idx, mode)
+        loss = result if mode == "train" else None
+        if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
+            raise ModelError("pipeline_result() must return a scalar loss when mode is 'train'.")
+        return StageOutput(loss=loss, result=result, logs=logs.calls())
+
+    def owned_modules(self) -> Iterator[nn.Module]:
+        """The declared units that were kept."""
+        yield from self._runs.values()
+
+    def stage_parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of an owned stage, each once."""
+        seen: set[int] = set()
+        for index in self._stages[stage]:
+            unit_name = self._units[index].name
+            for name, parameter in self._runs[index].named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    # A tied weight goes by one name wherever it lies.
+                    yield self._canonical[f"{unit_name}.{name}"], parameter
+
+    def shared_parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Parameters of several units whose units lie in several stages (tied embeddings)."""
+        shared = []
+        for name, users in self._users.items():
+            stages = sorted({s for s, units in enumerate(self._stages) if users & set(units)})
+            if len(stages) > 1:
+                shared.append((name, tuple(stages)))
+        return tuple(shared)
+
+
+def _users(
+    declared: Sequence[tuple[str, nn.Module]],
+) -> tuple[dict[str, set[int]], dict[str, str]]:
+    """Name of each parameter's first use -> the units that hold it; any name -> that name."""
+    first: dict[int, str] = {}
+    users: dict[str, set[int]] = {}
+    canonical_names: dict[str, str] = {}
+    for index, (unit_name, unit) in enumerate(declared):
+        for name, parameter in unit.named_parameters():
+            canonical = first.setdefault(id(parameter), f"{unit_name}.{name}")
+            users.setdefault(canonical, set()).add(index)
+            canonical_names[f"{unit_name}.{name}"] = canonical
+    return users, canonical_names

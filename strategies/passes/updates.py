@@ -1,0 +1,122 @@
+"""Adds the all-gather of each stage's weights, which the step before has updated in shares.
+
+ZeRO stage 1 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054): a reduction leaves each
+replica the sum of its share only, the optimizer updates that share, and the weights are put
+together again. The GATHERs stand at the very beginning of a rank's list, in the order in which its
+stages are first used, so that all but the first run under the forwards of earlier stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.program import Program
+
+
+def add_gathers(program: Program, buckets: Sequence[int]) -> Program:
+    """Inserts GATHER(stage) on every owner of every stage whose gradient is reduced.
+
+    Args:
+        program: A training program, not lowered.
+        buckets: Number of reduction buckets per stage; 0 where there is nothing to reduce.
+    """
+    turn = _first_uses(program)
+    rows = []
+    for rank, row in enumerate(program.ranks):
+        stages = sorted(program.placement.stages_of(rank), key=turn.__getitem__)
+        gathers = tuple(Instruction(Kind.GATHER, stage) for stage in stages if buckets[stage])
+        rows.append(gathers + row)
+    return program.with_ranks(tuple(rows))
+
+
+def _first_uses(program: Program) -> dict[int, tuple[int, int]]:
+    """Stage -> when any of its owners first uses it: one order for all, they gather together."""
+    end = len(program.graph.nodes)
+    turn = {stage: (end, stage) for stage in range(program.placement.num_stages)}
+    for place, node in enumerate(program.graph.order):
+        for part in program.graph.nodes[node].parts:
+            if part.kind is Kind.F:
+                turn[part.stage] = min(turn[part.stage], (place, part.stage))
+    return turn
+
+
+# ------------------------------------------------------------------------------------- reduce grad
+#
+# Adds each stage's gradient reduction and optimizer step.
+#
+# With overlap, a stage's REDUCE instructions stand right after its last gradient on that rank:
+# bucket after bucket is released inside that backward, and the channel works under the compute that
+# follows. Without, they carry an edge from the rank's last compute and start at the flush.
+#
+# Where a stage has two owners (two weight copies), both reduce the stages that they share in one
+# order: that in which the later of the two gets its gradients. A rank that has a stage's gradients
+# earlier holds its REDUCEs back, with an edge from the gradient behind which they then stand.
+
+
+def add_grad_reduce(program: Program, buckets: Sequence[int], *, overlap: bool) -> Program:
+    """Inserts REDUCE(stage, bucket) on every owner of every stage.
+
+    Args:
+        program: A training program without reductions, not lowered.
+        buckets: Number of buckets per stage; 0 where there is nothing to reduce.
+        overlap: Release the buckets inside the stage's last backward, or all at the end.
+    """
+    turn = _gradient_turns(program)
+    rows = []
+    for rank, row in enumerate(program.ranks):
+        last = _last_gradients(row)
+        behind: dict[int, list[Instruction]] = {}
+        place = -1
+        for stage in sorted(program.placement.stages_of(rank), key=turn.__getitem__):
+            own = last.get(stage, -1)
+            place = max(place, own) if overlap else len(row) - 1
+            held_back = not overlap or place != own
+            # An edge names its instruction, no more. An OVERLAP is named by its backward.
+            edge = _bare(row[place]) if held_back and place >= 0 else ()
+            behind.setdefault(place, []).extend(
+                Instruction(Kind.REDUCE, stage, bucket=bucket, after=edge)
+                for bucket in range(buckets[stage])
+            )
+        result = list(behind.get(-1, ()))
+        for position, item in enumerate(row):
+            result.append(item)
+            result.extend(behind.get(position, ()))
+        rows.append(tuple(result))
+    return program.with_ranks(tuple(rows))
+
+
+def add_steps(program: Program) -> Program:
+    """Appends STEP(stage) for every stage of a rank, in the order in which gradients get ready."""
+    rows = []
+    for rank, row in enumerate(program.ranks):
+        last = _last_gradients(row)
+        stages = sorted(program.placement.stages_of(rank), key=lambda stage: last.get(stage, -1))
+        rows.append(row + tuple(Instruction(Kind.STEP, stage) for stage in stages))
+    return program.with_ranks(tuple(rows))
+
+
+def _last_gradients(row: Sequence[Instruction]) -> dict[int, int]:
+    """Stage -> place of its last B or W."""
+    return {
+        part.stage: place
+        for place, item in enumerate(row)
+        for part in item.parts
+        if part.kind in (Kind.B, Kind.W)
+    }
+
+
+def _gradient_turns(program: Program) -> dict[int, int]:
+    """Stage -> when its gradient is complete on all owners: a place in one order of all stages."""
+    position = {node: place for place, node in enumerate(program.graph.order)}
+    offsets = program.graph.offsets
+    turn = dict.fromkeys(range(program.placement.num_stages), -1)
+    for rank, row in enumerate(program.ranks):
+        for stage, place in _last_gradients(row).items():
+            turn[stage] = max(turn[stage], position[offsets[rank] + place])
+    return turn
+
+
+def _bare(item: Instruction) -> tuple[Instruction, ...]:
+    return (replace(item.parts[-1], after=()),)

@@ -1,0 +1,290 @@
+"""Plans whose verified program fits into memory, messages and temporaries included.
+
+The search counts state and activations: what other buffers take is known once a program has its
+messages. So the plans that it lists are compiled, and one that does not fit after all makes room
+for the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import count
+
+from strategies.analysis.memory import peak_memory_bytes
+from strategies.compiler import compile_plan, no_collection
+from strategies.errors import PlanError
+from strategies.plan import Recompute
+from strategies.planner.group import Group, expected_bytes, groups, under
+from strategies.planner.outcome import Evaluator, Outcome
+from strategies.planner.problem import Candidate, Layout, Order, Problem
+from strategies.planner.space import LEANER, Space, degrees, layouts, orders
+from strategies.planner.step_bound import ideal_time
+
+
+def search_confirmed(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
+    """The fastest plans that fit; ``rank_bytes`` of each is its run's own figure.
+
+    Args:
+        problem: Model and machine.
+        space: What may be chosen.
+        top_k: How many plans are wanted.
+    """
+    limit = problem.machine.memory_bytes
+    known: dict[Candidate, tuple[int, ...]] = {}
+    # Some more at once: the fastest plans are those that fill the memory.
+    wanted, seconds = top_k + (top_k + 1) // 2, 0.0
+    while True:
+        answer = search(problem, space, top_k=wanted)
+        seconds += answer.search_s
+        fitting: list[Outcome] = []
+        refused: list[Candidate] = []
+        for plan in answer.plans:
+            if len(fitting) == top_k:
+                break
+            candidate = plan.candidate
+            if candidate not in known:
+                known[candidate] = _rank_bytes(plan)
+            if max(known[candidate]) <= limit:
+                fitting.append(replace(plan, rank_bytes=known[candidate]))
+            else:
+                refused.append(candidate)
+        if len(fitting) == top_k or len(answer.plans) < wanted:
+            break
+        wanted *= 2
+    rejected = answer.rejected
+    rejected.slower += len(answer.plans) - len(fitting) - len(refused)
+    for candidate in refused:
+        rejected.too_large(max(known[candidate]), candidate)
+    return replace(answer, plans=tuple(fitting), search_s=seconds)
+
+
+def _rank_bytes(outcome: Outcome) -> tuple[int, ...]:
+    program = compile_plan(outcome.plan).train
+    assert outcome.plan.costs is not None
+    held = peak_memory_bytes(program, outcome.plan.costs.table(program))
+    return tuple(value for value in held if value is not None)
+
+
+# ------------------------------------------------------------------------------------------ search
+#
+# The best plans of a space, without simulating most of it.
+#
+# Three kinds of things wait in one queue, ordered by a proven lower bound of their step time:
+# layouts (all ranks busy all the time), groups of schedules that share a cut (its heads, tails and
+# reductions), and what they are made of. The search ends when the least bound exceeds the k-th best
+# time that was simulated: nothing left can be among the first k. A test compares it with simulating
+# everything.
+
+
+# Bounds and times are sums of the same figures in another order: closer is equal.
+_SAME = 1e-9
+
+
+@dataclass(slots=True)
+class Rejected:
+    """Why candidates are not in the answer.
+
+    Attributes:
+        tp: Degrees that the model cannot be cut into: degree to reason.
+        batch: Numbers of replicas that do not divide the batch.
+        memory: Candidates that do not fit.
+        slower: Candidates whose bound was enough to leave them out, or that were simulated and are
+            slower than the last plan listed.
+        dominated: Candidates that hold less than one that fits and are no faster.
+        nearest: Of those that do not fit, the one that needs least, and how much; of a layout what
+            all its candidates need at least.
+    """
+
+    tp: dict[int, str] = field(default_factory=dict)
+    batch: set[int] = field(default_factory=set)
+    memory: int = 0
+    slower: int = 0
+    dominated: int = 0
+    nearest: tuple[int, Candidate | Layout] | None = None
+
+    def too_large(self, needed: int, what: Candidate | Layout, number: int = 1) -> None:
+        """Notes candidates that do not fit."""
+        self.memory += number
+        if self.nearest is None or _distance(needed, what) < _distance(*self.nearest):
+            self.nearest = (needed, what)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a search found.
+
+    Attributes:
+        plans: The best, fastest first; empty if none fits.
+        rejected: Why the others are not among them.
+        num_candidates: Of the whole space, one cut each.
+        num_simulated: How many were.
+        search_s: How long it took.
+    """
+
+    plans: tuple[Outcome, ...]
+    rejected: Rejected
+    num_candidates: int
+    num_simulated: int
+    search_s: float
+
+
+def _distance(needed: int, what: Candidate | Layout) -> tuple[bool, int]:
+    """Layouts, of which only a lower bound is known, come last."""
+    return isinstance(what, Layout), needed
+
+
+def search(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
+    """The ``top_k`` fastest candidates that fit into memory.
+
+    Args:
+        problem: Model and machine.
+        space: What may be chosen.
+        top_k: How many plans are wanted.
+    """
+    began = time.perf_counter()
+    with no_collection():
+        answer = _search(problem, space, top_k)
+        if not answer.plans and space.level == "O2" and not space.lean:
+            answer = _search(problem, replace(space, lean=True), top_k)
+    return replace(answer, search_s=time.perf_counter() - began)
+
+
+def _search(problem: Problem, space: Space, top_k: int) -> Answer:
+    rejected = Rejected()
+    evaluator = Evaluator(problem.machine.waits_at_flush, structures=problem.structures)
+    number = count()
+    queue: list[tuple[float, int, Group | tuple[Layout, Recompute]]] = []
+    num_candidates = 0
+    for layout in _layouts(problem, space, rejected):
+        size = len(orders(space, problem, layout)) * len(space.overlaps(layout))
+        for recompute in space.recomputes if size else ():
+            num_candidates += size
+            needed = _least_state(problem, space, layout)
+            if needed > problem.machine.memory_bytes:
+                rejected.too_large(needed, layout, size)
+                continue
+            ideal = ideal_time(problem, layout, recompute)
+            heappush(queue, (ideal, next(number), (layout, recompute)))
+    found: list[Outcome] = []
+    worst = float("inf")
+    while queue and queue[0][0] <= worst * (1 + _SAME):
+        _, _, item = heappop(queue)
+        if not isinstance(item, Group):
+            for group in _groups(problem, space, *item):
+                if group.least_bytes > problem.machine.memory_bytes:
+                    rejected.too_large(group.least_bytes, group.layout, len(group.orders))
+                else:
+                    heappush(queue, (group.bound, next(number), group))
+            continue
+        for order in item.orders:
+            outcome = _try(item, order, evaluator, problem, space, rejected)
+            if outcome is not None:
+                found.append(outcome)
+        found.sort(key=rank_key)
+        if len(found) >= top_k:
+            worst = found[top_k - 1].step_time_s
+    rejected.slower = max(
+        0, num_candidates - rejected.memory - rejected.dominated - min(top_k, len(found))
+    )
+    return Answer(
+        tuple(found[:top_k]),
+        rejected,
+        num_candidates,
+        evaluator.num_simulated,
+        search_s=0.0,
+    )
+
+
+def _groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Group]:
+    """Made once: a search for more plans begins with those of the one before."""
+    key = (space, layout, recompute)
+    if key not in problem.groups:
+        problem.groups[key] = groups(problem, space, layout, recompute)
+    return problem.groups[key]
+
+
+def rank_key(outcome: Outcome) -> tuple[object, ...]:
+    """Faster first; of equally fast ones what holds less, then the simpler one."""
+    candidate = outcome.candidate
+    layout, order = candidate.layout, candidate.order
+    return (
+        float(f"{outcome.step_time_s:.9g}"),
+        outcome.peak_bytes,
+        candidate.recompute.policy != "none",
+        layout.pp,
+        layout.tp,
+        layout.microbatch_size,
+        order.stages_per_rank,
+        order.schedule,
+        order.group or 0,
+        candidate.overlap,
+        candidate.recompute.policy,
+        candidate.units,
+    )
+
+
+def leaner_than(
+    group: Group, order: Order, space: Space, problem: Problem
+) -> Iterator[tuple[Group, Order]]:
+    """Candidates that are as fast or faster; where one fits, O2 does not look at this one."""
+    if space.level != "O2":
+        return
+    if space.recompute is None:
+        # Policies are listed by how much they hold, and by how fast they are.
+        for policy in space.recomputes[: space.recomputes.index(group.recompute)]:
+            yield under(group, problem, policy), order
+    faster = LEANER.get(order.schedule)
+    if faster is not None and space.schedule is None:
+        yield group, replace(order, schedule=faster)
+
+
+def _try(
+    group: Group,
+    order: Order,
+    evaluator: Evaluator,
+    problem: Problem,
+    space: Space,
+    rejected: Rejected,
+) -> Outcome | None:
+    limit = problem.machine.memory_bytes
+    for other, same in leaner_than(group, order, space, problem):
+        needed = expected_bytes(other, same, space) or 0
+        if needed <= limit and max(evaluator.rank_bytes(other, same)) <= limit:
+            rejected.dominated += 1
+            return None
+    expected = expected_bytes(group, order, space)
+    if expected is not None and expected > limit:
+        rejected.too_large(expected, group.layout)
+        return None
+    try:
+        needed = max(evaluator.rank_bytes(group, order))
+    except PlanError:  # recompute=optimal: no order keeps to the memory.
+        rejected.too_large(limit + 1, group.layout)
+        return None
+    if needed > limit:
+        rejected.too_large(needed, group.candidate(order))
+        return None
+    return evaluator.outcome(group, order)
+
+
+def _layouts(problem: Problem, space: Space, rejected: Rejected) -> Iterator[Layout]:
+    for tp, pp, dp in degrees(space, problem):
+        refused = problem.refuse_tp(tp)
+        if refused is not None:
+            rejected.tp[tp] = refused
+            continue
+        found = layouts(space, problem, tp, pp, dp)
+        if not found:
+            rejected.batch.add(dp)
+        yield from found
+
+
+def _least_state(problem: Problem, space: Space, layout: Layout) -> int:
+    """Weights, gradients and optimizer on the worst rank, spread as evenly as can be."""
+    zero1 = "zero1" in space.overlaps(layout)
+    table = problem.whole_table(layout, zero1=zero1)
+    assert table.state_bytes is not None
+    return table.state_bytes[0] // layout.pp

@@ -1,0 +1,1 @@
+"""What Lightning asks of a strategy, hook by hook."""

@@ -1,0 +1,512 @@
+"""The state of a run, in and out: each rank's part under the names of the uncut module."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.errors import CheckpointError
+from strategies.heartbeat import Phase
+from strategies.manifest import FORMAT, MANIFEST, committed, find_damage, read_manifest
+from strategies.plan import Plan
+from strategies.runtime.lightning.ranks_strategy import RanksStrategy
+from strategies.runtime.messages.mesh import Coordinates
+from strategies.runtime.step.rank_engine import Engine
+from strategies.runtime.storage.commit import Exchange, remove
+from strategies.runtime.storage.opened import Opened
+from strategies.runtime.storage.part import Part, Piece, flatten, split
+from strategies.runtime.storage.saver import Saver
+from strategies.runtime.storage.share_pieces import Shares
+from strategies.runtime.update.main_optimizer import MAIN_WEIGHT, MainOptimizer
+
+
+class CheckpointingStrategy(RanksStrategy):
+    """Lightning's hooks for checkpoints, answered by the parts that ranks hold.
+
+    Args:
+        plan: What is run; its schedule's name is written into the manifest.
+        metadata: Written there, too.
+        async_save: Write checkpoints of a running ``fit`` in a thread.
+        ranks: See ``RanksStrategy``.
+    """
+
+    def __init__(
+        self, plan: Plan, *, metadata: Mapping[str, Any] | None, async_save: bool, **ranks: Any
+    ) -> None:
+        super().__init__(**ranks)
+        self._plan = plan
+        self._metadata = dict(metadata or {})
+        self._async_save = async_save
+        self._engine: Engine | None = None
+        self._main_optimizers: list[MainOptimizer] = []
+        self._saver: Saver | None = None
+        self._checkpoints: set[Path] = set()
+        self._random_state: Mapping[str, Any] | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The running pipeline; there from ``setup`` on."""
+        assert self._engine is not None, "the strategy is set up by Trainer.fit and its kin"
+        return self._engine
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Only then is the module cut, and its state can be put where it belongs."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Yes: by parameter names, in ``load_optimizer_state_dict``."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's part, under the names of the uncut module."""
+        assert self.lightning_module is not None
+        self.engine.mains.complete()
+        state = owned_state(
+            self.lightning_module.state_dict(),
+            every_parameter=self.engine.model.parameter_names,
+            owned_parameters=set(self.engine.named_parameters()),
+        )
+        return self._shares(self.engine.holders(share=True)).pieces(state)
+
+    def _shares(self, holders: Mapping[str, tuple[int, ...]]) -> Shares:
+        where = self.coordinates
+        first = where.dp_rank == 0
+        return Shares(self.engine.model.shards, where.tp_rank, holders, first_replica=first)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """This rank's part, keyed by parameter names instead of positions; collective."""
+        named = self.engine.named_parameters()
+        # Sharded state has been put together on the first replica.
+        holders = {} if self.engine.mains.sharded else self.engine.holders(share=True)
+        state = self._named_state(optimizer, named)
+        return self._shares(holders).optimizer_pieces(state, named)
+
+    def _named_state(self, optimizer: Optimizer, named: dict[str, nn.Parameter]) -> dict[str, Any]:
+        for main in self._main_optimizers:
+            if main.optimizer is getattr(optimizer, "optimizer", optimizer):
+                return main.named_state(named, group_of=self.engine.owners_group)
+        return name_optimizer_state(optimizer, named)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """A folder with files per rank and a manifest; collective, renamed when complete.
+
+        Inside ``fit``, with ``async_save``, it returns when the state is copied. What goes wrong
+        later is raised by the next training step, save or load, or at the end of training.
+
+        Raises:
+            CheckpointError: The folder cannot be written.
+        """
+        self._heartbeat.phase(Phase.SAVING)
+        path = Path(self.broadcast(str(filepath)))
+        self._checkpoints.add(path.absolute())
+        state = self._trainer.state
+        holders = self.engine.holders()
+        running = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        save(
+            self.saver,
+            checkpoint,
+            path,
+            coordinates=self.coordinates,
+            holders=holders,
+            # Sharded state has been put together on the first replica.
+            optimizer_holders={} if self.engine.mains.sharded else holders,
+            in_thread=self._async_save and running,
+            metadata=self._metadata
+            | {
+                "schedule": self._plan.schedule,
+                "seed": self.engine.options.seed,
+                "step": checkpoint.get("global_step"),
+                "parameters": sorted(self.engine.model.parameter_names),
+            },
+        )
+        self._heartbeat.phase(Phase.BETWEEN)
+
+    @property
+    def saver(self) -> Saver:
+        """Writes this rank's part of every checkpoint."""
+        if self._saver is None:
+            self._saver = Saver(self._exchange())
+        return self._saver
+
+    def _exchange(self) -> Exchange:
+        everybody = tuple(range(self.world_size))
+        return Exchange(self.engine.communicators.get("checkpoint", everybody))
+
+    def has_checkpoint(self, filepath: str | Path) -> bool:
+        """Whether this run has loaded it, or written it, or is writing it."""
+        return Path(filepath).absolute() in self._checkpoints
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """What this rank needs of a checkpoint, verified before anything changes.
+
+        Raises:
+            CheckpointError: It is missing, damaged, or of another model.
+        """
+        self.saver.finish()
+        path = Path(self.broadcast(str(checkpoint_path)))
+        assert self.lightning_module is not None
+        self._checkpoints.add(path.absolute())
+        fitting = self._trainer.state.fn == TrainerFn.FITTING
+        shares = self._shares({})
+        return load(
+            path,
+            exchange=self._exchange(),
+            coordinates=self.coordinates,
+            state=shares.boxes(self.lightning_module.state_dict()),
+            parameters=set(self.engine.model.parameter_names),
+            optimized=shares.boxes(self.engine.named_parameters()) if fitting else {},
+            strict=self.lightning_module.strict_loading,
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads this rank's names."""
+        assert self.lightning_module is not None
+        state = self._shares({}).padded(checkpoint["state_dict"])
+        self.lightning_module.load_state_dict(state, strict=strict)
+        self.engine.mains.refresh()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the state of this rank's parameters, by name."""
+        named = self.engine.named_parameters()
+        shares = self._shares({})
+        saved = [shares.padded_optimizer(state, named) for state in checkpoint["optimizer_states"]]
+        if self._main_optimizers:
+            for main, state in zip(self._main_optimizers, saved, strict=True):
+                main.load(state, named)
+        else:
+            for optimizer, state in zip(self.optimizers, saved, strict=True):
+                load_optimizer_state(optimizer, state, named)
+        # configure_optimizers() may have asked for the number of steps, which makes the loaders
+        # before the loops know where they are. They are made again.
+        loop: Any = self._trainer.fit_loop
+        loop._combined_loader = None
+        self._random_state = checkpoint
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Deletes a whole folder, once, and not before the one being written is committed."""
+        self._checkpoints.discard(Path(filepath).absolute())
+        if self.is_global_zero:
+            self.saver.remove(Path(filepath))
+
+    def _restore_random_state(self) -> None:
+        """Once: the generators of the checkpoint that was loaded."""
+        if self._random_state is not None:
+            restore_random_state(self._random_state)
+            self._random_state = None
+
+    def _last_checkpoint(self) -> str:
+        """Where to go on from after a step that could not be applied, in a sentence."""
+        skip = "trainer.on_nan=skip leaves such steps out and goes on"
+        try:
+            self.saver.finish()
+        except CheckpointError as error:
+            return f"The last checkpoint failed, too: {error} Try a smaller rate; {skip}."
+        there = [path for path in self._checkpoints if (path / MANIFEST).is_file()]
+        if not there:
+            return f"No checkpoint has been written. Try a smaller rate; {skip}."
+        newest = max(there, key=lambda path: (path / MANIFEST).stat().st_mtime)
+        return (
+            f"The last checkpoint is {newest}: trainer.resume={newest} goes on from there, say "
+            f"with a smaller rate; {skip}."
+        )
+
+
+# -------------------------------------------------------------------------------------- checkpoint
+#
+# Checkpoints as Lightning wants them: one nested dict per rank, under names of the uncut module.
+#
+# Names are those of the uncut module and optimizer state is keyed by them, so a checkpoint of one
+# layout can be read by another. How the tensors come to be on disk, hashed and committed together,
+# is ``strategies.runtime.storage``'s concern.
+
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "layout_of",
+    "load",
+    "load_optimizer_state",
+    "load_state_dict",
+    "name_optimizer_state",
+    "owned_state",
+    "remove",
+    "restore_random_state",
+    "save",
+]
+
+_HYPER_PARAMETERS = "hyper_parameters"
+_RANDOM = "foldpipe_random_state"
+
+
+def save(
+    saver: Saver,
+    checkpoint: Mapping[str, Any],
+    path: Path,
+    *,
+    coordinates: Coordinates,
+    holders: Mapping[str, tuple[int, ...]],
+    optimizer_holders: Mapping[str, tuple[int, ...]],
+    metadata: Mapping[str, Any],
+    in_thread: bool,
+) -> None:
+    """Writes all ranks' parts and commits them together; collective.
+
+    Args:
+        saver: This rank's.
+        checkpoint: This rank's part, as Lightning collects it. Tensors of model and optimizer may
+            be plain and whole, DTensors, or pieces (``storage.piece.Piece``) of a sharded tensor.
+        path: The folder to be.
+        coordinates: Where this process stands.
+        holders: Per parameter, the global ranks that hold the same of it.
+        optimizer_holders: The same for its optimizer state; {} where the first replica has it all.
+        metadata: Goes into the manifest.
+        in_thread: Return as soon as the state is copied.
+
+    Raises:
+        CheckpointError: Some rank cannot write; nothing is committed then.
+    """
+
+    def collect() -> Part:
+        part = dict(checkpoint)
+        if _HYPER_PARAMETERS in part:
+            part[_HYPER_PARAMETERS] = _plain_values(part[_HYPER_PARAMETERS])
+        part[_RANDOM] = _random_state()
+        return split(
+            part,
+            rank=coordinates.global_rank(coordinates.pp_rank, coordinates.dp_rank),
+            holders=holders,
+            optimizer_holders=optimizer_holders,
+            first_replica=coordinates.dp_rank == coordinates.tp_rank == 0,
+        )
+
+    saver.save(path, collect, layout=layout_of(coordinates), metadata=metadata, in_thread=in_thread)
+
+
+def layout_of(coordinates: Coordinates) -> dict[str, int]:
+    """Degrees of parallelism as the manifest has them."""
+    return {"pp": coordinates.pp, "dp": coordinates.dp, "tp": coordinates.tp}
+
+
+def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters as they can be written: an object goes in as its text, for people."""
+    plain = {}
+    for key, value in values.items():
+        try:
+            flatten(value)
+            plain[key] = value
+        except CheckpointError:
+            plain[key] = repr(value)
+    return plain
+
+
+def load(
+    path: Path,
+    *,
+    exchange: Exchange,
+    coordinates: Coordinates,
+    state: Mapping[str, Any],
+    parameters: set[str],
+    optimized: Mapping[str, Tensor | Piece],
+    strict: bool,
+) -> dict[str, Any]:
+    """What one rank needs of a checkpoint, read when all of it is verified; collective.
+
+    Args:
+        path: A committed folder.
+        exchange: All ranks; each verifies a share of the files.
+        coordinates: Where this process stands, now.
+        state: This rank's module state: names, and the boxes that it wants.
+        parameters: Names of the whole model's parameters.
+        optimized: This rank's parameters whose optimizer state it wants.
+        strict: Whether the checkpoint may have neither more nor fewer parameters.
+
+    Raises:
+        CheckpointError: It is damaged, or of another model. All ranks raise.
+    """
+    path = committed(path)
+    manifest = _verified(path, exchange)
+    opened: Opened | None = None
+    try:
+        opened = Opened.of(path, manifest)
+        problem = opened.misfit(state, parameters=parameters, strict=strict)
+    except CheckpointError as error:
+        problem = str(error)
+    problems = [said for said in exchange.everyone(problem) if said is not None]
+    if problems or opened is None:
+        raise CheckpointError(problems[0])
+    now = layout_of(coordinates)
+    same = all(manifest[degree] == size for degree, size in now.items())
+    # In another layout: the replica's own, if there was one. What is drawn from its generators
+    # (its data) continues; what is drawn inside the model does not depend on them.
+    source = exchange.rank if same else coordinates.dp_rank % manifest["dp"] * manifest["tp"]
+    return opened.read(rank=source, state=state, optimized=optimized)
+
+
+def _verified(path: Path, exchange: Exchange) -> dict[str, Any]:
+    """The manifest, when each file's hash has been compared by some rank."""
+    manifest: dict[str, Any] | None = None
+    problem: str | None
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        problem = str(error)
+    else:
+        problem = find_damage(path, manifest, _own_files(manifest, exchange))
+    problems = [said for said in exchange.everyone(problem) if said is not None]
+    if problems or manifest is None:
+        raise CheckpointError(problems[0])
+    return manifest
+
+
+def _own_files(manifest: Mapping[str, Any], exchange: Exchange) -> set[str]:
+    """A rank's share of the files, about as many bytes as any other's."""
+    loads = [0] * exchange.size
+    own = set()
+    files = manifest["files"]
+    for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
+        rank = loads.index(min(loads))
+        loads[rank] += files[name]["bytes"]
+        if rank == exchange.rank:
+            own.add(name)
+    return own
+
+
+def load_state_dict(path: Path) -> dict[str, Tensor]:
+    """The weights of the whole model, for a single process.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
+    """
+    path = committed(path)
+    return Opened.of(path, _verified(path, Exchange(None))).whole_model()
+
+
+def owned_state(
+    state: Mapping[str, Tensor], *, every_parameter: Sequence[str], owned_parameters: set[str]
+) -> dict[str, Tensor]:
+    """A rank's state without buffers that follow another rank's parameters.
+
+    Such a buffer (a foreign BatchNorm's statistics, say) stays on this rank but goes stale. A
+    buffer belongs to the parameters of its module, or of the nearest module around it that has any.
+
+    >>> from torch import zeros
+    >>> full = {"a.weight": zeros(1), "a.mean": zeros(1), "b.mean": zeros(1), "scale": zeros(1)}
+    >>> list(owned_state(full, every_parameter=["a.weight", "b.weight"],
+    ...                  owned_parameters={"a.weight"}))
+    ['a.weight', 'a.mean', 'scale']
+    """
+    parameters = set(every_parameter)
+
+    def stays(name: str) -> bool:
+        prefix = name.rpartition(".")[0]
+        while prefix:
+            around = [known for known in parameters if known.startswith(prefix + ".")]
+            if around:
+                return any(known in owned_parameters for known in around)
+            prefix = prefix.rpartition(".")[0]
+        return True
+
+    return {key: value for key, value in state.items() if key in parameters or stays(key)}
+
+
+def name_optimizer_state(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """An optimizer's state keyed by parameter names.
+
+    Raises:
+        CheckpointError: It updates a parameter that is not the module's.
+    """
+    names = {id(parameter): name for name, parameter in named.items()}
+    plain = getattr(optimizer, "optimizer", optimizer)
+    groups = []
+    for group in plain.param_groups:
+        unknown = [p for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise CheckpointError(
+                "the optimizer updates a parameter that is no part of the module, so it has no "
+                "name in a checkpoint. Build optimizers from self.parameters()."
+            )
+        rest = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**rest, "params": [names[id(p)] for p in group["params"]]})
+    state = {names[id(parameter)]: dict(entry) for parameter, entry in plain.state.items()}
+    return {"state": state, "param_groups": groups}
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, saved: Mapping[str, Any], named: Mapping[str, nn.Parameter]
+) -> None:
+    """Puts saved state where this rank's parameters are.
+
+    Raises:
+        CheckpointError: The optimizer has another number of parameter groups.
+    """
+    names = {id(parameter): name for name, parameter in named.items()}
+    plain = getattr(optimizer, "optimizer", optimizer)
+    if len(plain.param_groups) != len(saved["param_groups"]):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(saved['param_groups'])} parameter groups, this "
+            f"one has {len(plain.param_groups)}. Use the optimizer it was written with."
+        )
+    positions: dict[int, dict[str, Any]] = {}
+    groups = []
+    index = 0
+    for group, old in zip(plain.param_groups, saved["param_groups"], strict=True):
+        members = []
+        for parameter in group["params"]:
+            entry = dict(saved["state"].get(names[id(parameter)], {}))
+            weight = entry.pop(MAIN_WEIGHT, None)
+            if weight is not None:
+                # Written with 16-bit weights: what they were rounded from.
+                parameter.detach().copy_(weight)
+            if entry:
+                positions[index] = entry
+            members.append(index)
+            index += 1
+        groups.append({**{k: v for k, v in old.items() if k != "params"}, "params": members})
+    plain.load_state_dict({"state": positions, "param_groups": groups})
+
+
+def _random_state() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(words), gauss],
+        "numpy": [kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(checkpoint: Mapping[str, Any]) -> None:
+    """Continues the global generators where they stood."""
+    state = checkpoint.get(_RANDOM)
+    if state is None:
+        return
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,116 @@
+"""Which samples a replica sees: every stage of a pipeline the same ones, in a resumable order.
+
+Lightning's own injection gives each process a share, and shuffles a training loader that was not
+to be shuffled. Here the share is the replica's, the loader's own choice of order is kept, and after
+a restart inside an epoch the batches that were seen are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from strategies.errors import DataError
+
+
+class ReplicaSampler(DistributedSampler[int]):
+    """A replica's indices, a function of (seed, epoch) alone, after the first ``skip`` of them."""
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        num_replicas: int,
+        replica: int,
+        shuffle: bool,
+        seed: int,
+        epoch: int = 0,
+        skip: int = 0,
+    ) -> None:
+        super().__init__(
+            range(length),  # type: ignore[arg-type]  # only its length is used
+            num_replicas=num_replicas,
+            rank=replica,
+            shuffle=shuffle,
+            seed=seed,
+        )
+        self.epoch = epoch
+        self._skip = {epoch: skip}
+
+    def __iter__(self) -> Iterator[int]:
+        indices = list(super().__iter__())
+        yield from indices[self._skip.get(self.epoch, 0) :]
+
+
+def shard(
+    loader: Any,
+    *,
+    num_replicas: int,
+    replica: int,
+    training: bool,
+    seed: int,
+    epoch: int,
+    batches_done: int,
+) -> Any:
+    """The loader with this replica's share.
+
+    A sampler of the user's own is dealt out to the replicas; it must draw the same order on every
+    rank, which is checked at every step inside a pipeline. What is no DataLoader is left alone.
+
+    Raises:
+        DataError: Several replicas would train on the same data.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.sampler, DistributedSampler):
+        return loader
+    sampler: Sampler[Any] | Any = loader.sampler
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        if training and num_replicas > 1:
+            kind = "iterable dataset" if loader.batch_size is not None else "batch sampler"
+            raise DataError(
+                f"dp={num_replicas}: a loader with an {kind} of its own cannot be shared out, so "
+                "every replica would train on the same data. Give each replica its own part (see "
+                "trainer.distributed_sampler_kwargs) and set Trainer(use_distributed_sampler="
+                "False), or use dp=1."
+            )
+        return loader
+    if type(sampler) not in (RandomSampler, SequentialSampler):
+        if num_replicas == 1:
+            return loader
+        dealt = DistributedSamplerWrapper(
+            sampler, num_replicas=num_replicas, rank=replica, shuffle=False
+        )
+        return _update_dataloader(loader, dealt)
+    own = ReplicaSampler(
+        len(loader.dataset),  # type: ignore[arg-type]  # map-style: checked above
+        num_replicas=num_replicas,
+        replica=replica,
+        shuffle=isinstance(sampler, RandomSampler),
+        seed=seed,
+        epoch=epoch,
+        skip=batches_done * loader.batch_size,
+    )
+    resumable: Any = _update_dataloader(loader, own)
+    # Lightning takes a loader with these two methods for resumable. This one is, by the batches
+    # that the loop has counted (``skip``), so it has no state of its own to add.
+    resumable.state_dict = dict
+    resumable.load_state_dict = _nothing_to_load
+    return resumable
+
+
+def _nothing_to_load(state: dict[str, Any]) -> None:
+    assert not state
+
+
+def first_batch(loaders: Any) -> Any:
+    """One batch to probe a model with; the global generators are left as they were."""
+    state = torch.get_rng_state()
+    try:
+        return next(iter(loaders))
+    finally:
+        torch.set_rng_state(state)

@@ -1,0 +1,225 @@
+"""Where the processes of a run stand, as Lightning asks for it, and how they are started."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.distributed.device_mesh import DeviceMesh
+
+from strategies.errors import by_host
+from strategies.heartbeat import Heartbeat, Phase
+from strategies.runtime.messages.joining import join
+from strategies.runtime.messages.mesh import Communicators, Coordinates, check_world
+
+Backend = Literal["auto", "gloo", "nccl", "staged", "strict"]
+
+
+class RanksStrategy(ParallelStrategy):
+    """Processes in a grid of pipeline, replica and tensor-parallel ranks.
+
+    Args:
+        pp: Pipeline ranks.
+        dp: Replicas; ``"auto"`` fills the devices.
+        tp: Ranks that share the matrices of each stage.
+        backend: See ``PipelineStrategy``.
+        timeout_s: How long a rank waits for another.
+        heartbeat: Where this rank says what it is doing; None for nobody.
+    """
+
+    def __init__(
+        self,
+        pp: int,
+        dp: int | Literal["auto"],
+        tp: int,
+        *,
+        backend: Backend,
+        timeout_s: float,
+        heartbeat: Heartbeat | None,
+    ) -> None:
+        # The base sets the devices, for which these are needed.
+        self._num_nodes = 1
+        self._fills_node = False
+        self._pp = pp
+        self._dp = dp
+        self._tp = tp
+        super().__init__()
+        self._backend: Backend = backend
+        self._timeout = timedelta(seconds=timeout_s)
+        self._heartbeat = heartbeat or Heartbeat()
+        self._hosts: dict[int, str] = {}
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks by this name; without it every ``sync_dist`` vanishes silently."""
+        return self.world_size > 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Set by the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+        if self._fills_node:  # The Trainer sets the devices first.
+            self.parallel_devices = (self._parallel_devices or [])[:1]
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """Devices of this node; on CPU as many as there are ranks."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        # "devices=auto" on CPU means one device; the strategy knows how many ranks it needs.
+        wanted = self._pp * self._tp * (self._dp if isinstance(self._dp, int) else 1)
+        self._fills_node = bool(
+            devices and devices[0].type == "cpu" and len(devices) == 1 and wanted > 1
+        )
+        if devices and self._fills_node:
+            devices = devices * max(1, wanted // max(1, self._num_nodes))
+        self._parallel_devices = devices
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        devices = self._parallel_devices or []
+        if devices and devices[0].type == "cuda" and isinstance(self._dp, int):
+            wanted = self._pp * self._dp * self._tp
+            return max(len(devices), wanted // max(1, self._num_nodes))
+        return len(devices)
+
+    @property
+    def dp(self) -> int:
+        """Replicas."""
+        if isinstance(self._dp, int):
+            return self._dp
+        return max(1, self._num_nodes * self.num_processes // (self._pp * self._tp))
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this process stands."""
+        return Coordinates.of(self.global_rank, pp=self._pp, dp=self.dp, tp=self._tp)
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device; ranks share one where there are more ranks than GPUs."""
+        devices = self._parallel_devices
+        assert devices
+        return devices[self.local_rank % len(devices)]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The replica's share: all stages of a pipeline read the same samples."""
+        return {"num_replicas": self.dp, "rank": self.coordinates.dp_rank}
+
+    def set_world_ranks(self) -> None:
+        """Called by the Trainer before processes start."""
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self._num_nodes * self.num_processes)
+        decorator: Any = rank_zero_only  # Lightning keeps the rank as its attribute.
+        decorator.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        # The base starts nothing, and one process would wait for the others for ever.
+        processes = self._num_nodes * self.num_processes
+        check_world(pp=self._pp, dp=self.dp, tp=self._tp, world_size=processes)
+        assert self.cluster_environment is not None
+        if self.world_size > 1:
+            self._launcher = _SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self._num_nodes
+            )
+
+    def setup_environment(self) -> None:
+        """Joins the processes; runs before the module's own ``setup``."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if self.world_size > 1:
+            assert self.cluster_environment is not None
+            # The default group serves Lightning's own object broadcasts; ours are made from it.
+            backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
+            self._heartbeat.phase(Phase.JOINING)
+            if not dist.is_initialized():
+                store, self._hosts = join(
+                    rank=self.global_rank,
+                    world_size=self.world_size,
+                    address=self.cluster_environment.main_address,
+                    port=self.cluster_environment.main_port,
+                    timeout_s=self._timeout.total_seconds(),
+                )
+                if len(set(self._hosts.values())) > 1:
+                    self._heartbeat.others(by_host(self._hosts))
+                _init_dist_connection(
+                    self.cluster_environment, backend, timeout=self._timeout, store=store
+                )
+            self._heartbeat.phase(Phase.SETTING_UP)
+
+    @property
+    def backend(self) -> str:
+        """What carries boundary tensors."""
+        if self._backend != "auto":
+            return self._backend
+        if self.root_device.type == "cpu":
+            return "gloo"
+        return "staged" if self.num_processes > len(self._parallel_devices or []) else "nccl"
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """One object to all processes."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over all processes; the base would compare a sum over replicas with the world size."""
+        if not dist.is_initialized():
+            return decision
+        value = torch.tensor(int(decision))
+        # MIN is "all", MAX is "any".
+        dist.all_reduce(value, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(value.item())
+
+
+# ------------------------------------------------------------------------------------- device mesh
+#
+# The ranks as torch's ``DeviceMesh``, for code of users that speaks it (DTensor, collectives).
+
+
+def make_device_mesh(
+    where: Coordinates, communicators: Communicators, device: torch.device
+) -> DeviceMesh:
+    """A mesh ``[pp, dp, tp]`` over the groups that the pipeline has already.
+
+    No rank waits for another, and no group of several processes is made. The pipeline's own traffic
+    goes over the same groups: use them between steps, on all members alike.
+
+    Args:
+        where: This process.
+        communicators: Its groups.
+        device: Where its stages run.
+    """
+    replicas = where.replicas((where.pp_rank,))
+    # Those of gradients are on the fast backend, but stages with two owners reduce over both.
+    purpose = "reduce" if communicators.has("reduce", replicas) else "metrics"
+    groups: list[dist.ProcessGroup] = []
+    for kind, members in (
+        ("messages", where.pipeline(where.dp_rank)),
+        (purpose, replicas),
+        ("tensor", where.sharers(where.pp_rank, where.dp_rank)),
+    ):
+        group = communicators.get(kind, members)
+        groups.append(communicators.alone() if group is None else group)
+    ranks = torch.arange(where.world_size).view(where.pp, where.dp, where.tp)
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("pp", "dp", "tp"))

@@ -1,0 +1,210 @@
+"""What a pipeline cannot train as it should be: said before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from strategies.errors import ModelError
+from strategies.plan import Plan, refuse_selective, refuse_split_backward
+from strategies.runtime.update.nan_guard import OnNan
+from strategies.schedules import find_schedule
+
+
+def refuse_module(
+    trainer: pl.Trainer, module: pl.LightningModule, plan: Plan, *, compiled: bool
+) -> None:
+    """Refuses modules and callbacks that decide what the program decides.
+
+    Args:
+        trainer: With the user's callbacks.
+        module: The user's.
+        plan: What is to be run.
+        compiled: Whether units go through ``torch.compile``.
+
+    Raises:
+        ModelError: With the reason and what to do.
+    """
+    if not module.automatic_optimization:
+        raise ModelError(
+            f"{type(module).__name__} uses manual optimization, which decides when backward "
+            "runs; the pipeline program decides that here. Remove "
+            "automatic_optimization=False, or use another strategy."
+        )
+    found = find_schedule(plan.schedule, file=plan.file, pp=plan.pp)
+    running = [n for n, m in module.named_modules() if getattr(m, "track_running_stats", False)]
+    if found.weight_copies > 1 and running:
+        raise ModelError(
+            f"{running[0]} keeps running statistics; schedule={found.name} holds every stage "
+            "twice: each copy would see half of the microbatches, and the two would differ in "
+            "evaluation. Try schedule=zb_v, or track_running_stats=False."
+        )
+    if compiled and trainer.state.fn == TrainerFn.FITTING:
+        asked = plan.split_backward
+        refuse_split_backward(found.name, own=found.splits_backward, asked=asked)
+        refuse_selective(plan.recompute.policy)
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        raise ModelError("compile the layers inside the module, not the LightningModule.")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        copies = isinstance(callback, StochasticWeightAveraging)
+        if copies or type(callback).__name__ in ("WeightAveraging", "EMAWeightAveraging"):
+            raise ModelError(
+                f"the callback {type(callback).__name__} copies the whole model before it is "
+                f"cut into {plan.pp} ranks and would average the wrong weights. Remove it."
+            )
+
+
+def refuse_optimizers(optimizers: Iterable[Optimizer], *, world_size: int, on_nan: OnNan) -> None:
+    """Refuses optimizers that run a step as often as each rank likes.
+
+    Raises:
+        ModelError: With the reason and what to do.
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            continue
+        if world_size > 1:
+            raise ModelError(
+                "LBFGS decides on each rank by itself how often it runs the step, so the ranks "
+                "would wait for each other for ever. Use another optimizer, or pp=1 dp=1."
+            )
+        if on_nan == "skip":
+            raise ModelError(
+                "LBFGS moves the weights several times in a step, so none can be left out as a "
+                "whole. Use on_nan=stop, or another optimizer."
+            )
+
+
+# -------------------------------------------------------------------------------------- loss scale
+#
+# Loss scaling for 16-bit floats over a whole pipeline.
+#
+# A gradient that is not finite on one rank means that no rank may update, or stages and replicas
+# would part; and all must scale alike afterwards. So what the scaler has found on this rank is
+# shared with all processes, at the one place where torch's scaler looks at gradients.
+
+
+class SharedGradScaler(torch.amp.GradScaler):
+    """A scaler that skips a step, and changes its scale, on all ranks or on none.
+
+    Attributes:
+        overflowed: Whether the step before was skipped; the same on all ranks.
+    """
+
+    overflowed: Tensor | None = None
+
+    @classmethod
+    def like(cls, scaler: torch.amp.GradScaler, *, device: torch.device) -> SharedGradScaler:
+        """One with the options and the state of a user's scaler."""
+        made = cls(
+            device.type,
+            init_scale=scaler.get_scale(),
+            growth_factor=scaler.get_growth_factor(),
+            backoff_factor=scaler.get_backoff_factor(),
+            growth_interval=scaler.get_growth_interval(),
+            enabled=scaler.is_enabled(),
+        )
+        if scaler.is_enabled():
+            made.load_state_dict(scaler.state_dict())
+        return made
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if not found:
+            # A rank without gradients has a say in nothing, but must hear of it.
+            found[found_inf.device] = found_inf
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            anywhere = torch.stack([flag.cpu() for flag in found.values()]).amax()
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+            for flag in found.values():
+                flag.copy_(anywhere)
+        self.overflowed = torch.stack(list(found.values())).amax()
+        return found
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether gradients are not finite although nothing is left to scale down.
+
+        Waits for the device, as the scaler's own step does.
+        """
+        return self.overflowed is not None and bool(self.overflowed) and self.get_scale() < 1.0
+
+
+# ---------------------------------------------------------------------------------- weight readers
+#
+# Whole weights for whoever looks at them between two steps.
+#
+# With sharded weights a rank holds old values of other replicas' shares from the optimizer's update
+# until the next step's forwards. Lightning runs other people's hooks in between, so this callback
+# stands before all others and makes the weights whole first. At the end of a batch, where that
+# would put the gather into the open at every step, it does so only for callbacks and modules that
+# may read weights there.
+
+
+_BETWEEN = ("on_train_batch_end", "on_train_batch_start")
+
+
+class WholeWeights(pl.Callback):
+    """Completes the weights before other hooks.
+
+    Args:
+        complete: Makes them whole; collective, and of no cost if they are.
+    """
+
+    def __init__(self, complete: Callable[[], None]) -> None:
+        self._complete = complete
+        self._each_batch = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Finds out who looks at weights between batches."""
+        readers = weight_readers(trainer, pl_module)
+        self._each_batch = bool(readers)
+        if readers:
+            rank_zero_warn(
+                f"overlap=zero1: {', '.join(readers)} may look at weights after each batch, so "
+                "they are gathered before that instead of under the next step. Where no weight is "
+                "read, say so with a class attribute reads_weights = False."
+            )
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Before others' hooks."""
+        if self._each_batch:
+            self._complete()
+
+    def _now(self, *_: Any, **__: Any) -> None:
+        self._complete()
+
+    on_train_epoch_start = on_train_epoch_end = on_train_end = _now
+    on_sanity_check_start = on_validation_start = _now
+
+
+def weight_readers(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
+    """Names of callbacks and modules whose hooks between two batches may read weights.
+
+    Lightning's own do not, those of others unless they say ``reads_weights = False``.
+    """
+    found = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        known = type(callback).__module__.startswith("lightning.") or isinstance(
+            callback, WholeWeights
+        )
+        looks = any(is_overridden(hook, callback, pl.Callback) for hook in _BETWEEN)
+        if looks and not known and getattr(callback, "reads_weights", True):
+            found.append(type(callback).__name__)
+    if any(is_overridden(hook, module) for hook in _BETWEEN) and getattr(
+        module, "reads_weights", True
+    ):
+        found.append(type(module).__name__)
+    return found

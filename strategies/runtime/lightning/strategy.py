@@ -1,0 +1,653 @@
+"""``Trainer(strategy=PipelineStrategy(pp=4))``: Lightning's hooks, answered by the engine.
+
+Each hook here exists because Lightning's default would be silently wrong for a pipeline; the reason
+stands beside it. Nothing in Lightning is patched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from strategies.analysis.timeline import Timeline
+from strategies.costs.table import Costs
+from strategies.errors import ModelError, NotFiniteError
+from strategies.heartbeat import Heartbeat
+from strategies.models.stage_model import Mode
+from strategies.plan import Overlap, Plan, Policy, Recompute, ScheduleFile, read_schedule_file
+from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStrategy
+from strategies.runtime.lightning.data_order import shard
+from strategies.runtime.lightning.ranks_strategy import Backend, make_device_mesh
+from strategies.runtime.lightning.refusals import (
+    SharedGradScaler,
+    WholeWeights,
+    refuse_module,
+    refuse_optimizers,
+)
+from strategies.runtime.lightning.user_module import stage_model_of
+from strategies.runtime.messages import fingerprint
+from strategies.runtime.messages.fingerprint import compare
+from strategies.runtime.step.microbatch import concatenate, in_order
+from strategies.runtime.step.rank_engine import Engine, PassResult
+from strategies.runtime.step.rank_parts import Options
+from strategies.runtime.step.recorder import StepStats, gather_timeline
+from strategies.runtime.update.main_optimizer import MainOptimizer
+from strategies.runtime.update.nan_guard import Finding, NotFiniteStep, OnNan, first_finding
+from strategies.schedules import find_schedule
+from strategies.schedules.schedule import given_group
+
+GradientType = Literal["fp32", "bf16"]
+
+_log = logging.getLogger(__name__)
+
+
+class PipelineStrategy(CheckpointingStrategy):
+    """Runs a LightningModule through a pipeline program.
+
+    Global rank = (pp_rank * dp + dp_rank) * tp + tp_rank. A module that declares units
+    (``pipeline_units``) is cut between them; any other is cut by replaying its steps
+    (``strategies.models.replay``).
+
+    Args:
+        pp: Pipeline ranks.
+        dp: Replicas; ``"auto"`` fills the devices.
+        tp: Ranks that share the matrices of each stage; needs a module that says how its layers
+            are cut (``tensor_parallel_plan``).
+        sequence_parallel: With tp > 1, cut activations between the matrices along the sequence.
+        schedule: A name of the registry.
+        num_microbatches: M per batch of a replica; None for 2 * pp, or what ``file`` has. A batch
+            with fewer rows runs with one row per microbatch.
+        stages_per_rank: V; None for the schedule's default.
+        group: N microbatches per round; None for the schedule's default.
+        split_backward: Split every backward of a schedule that does not split by itself.
+        recompute: Which forwards keep only their input, to be run again before their backward;
+            ``selective`` recomputes inside the layers.
+        costs: What instructions take (``UniformCosts``), for orders that depend on it.
+        memory_bytes: Limit per rank for the group that ``foldx`` chooses.
+        file: For ``schedule="custom"``: the path of its CSV, a line per rank. Every process reads
+            it; what rank 0 has read is what runs.
+        units_per_stage: Cut by hand; None balances by cost.
+        overlap: ``grad_reduce`` starts reductions inside the backward, ``none`` at the flush;
+            ``zero1`` lets each replica update its share of the weights, for an elementwise
+            optimizer, whose state is then spread over the replicas. Behind the backward the
+            gradient of such a weight is the optimizer's alone: ``parameter.grad`` is None.
+        bucket_mb: Upper size of a reduction bucket in MiB.
+        buckets: Buckets per stage, where the program was compiled elsewhere; overrides bucket_mb.
+        grad_dtype: ``bf16`` halves what reductions send; ``fp32`` sends gradients as they are
+            summed. Gradients of 16-bit weights are always summed in 32 bits on a rank, and across
+            ranks with ``zero1``; an all-reduce in ``bf16`` rounds on its way.
+        backend: ``auto`` takes gloo on CPU and NCCL on CUDA, or ``staged`` (gloo through pinned
+            memory) where ranks share a GPU. ``strict`` matches messages by order and blocks.
+        timeout_s: How long a rank waits for another.
+        seed: Of dropout and data order; None for Lightning's global seed.
+        check_batches: Compare the batch between a pipeline's ranks at every step.
+        pipeline_layers: Where a module's layers are (``net.layers``), if they are not found.
+        metadata: Written into every checkpoint's manifest.
+        async_save: Checkpoints of a running ``fit`` are copied to host memory and written in a
+            thread. ``False`` stops training until they are on disk, and takes no second copy.
+        compile: Run each unit through ``torch.compile``; not with split backwards.
+        configuration: Names and values that have to be the same on all ranks, besides what is said
+            here: compared before the first step.
+        heartbeat: Where this rank says what it is doing, for a process that watches it.
+        on_nan: What happens where a loss or gradient is NaN or infinite on any rank: no rank
+            applies the step, and training ends (``stop``) or goes on (``skip``); see
+            ``skipped_steps``. The ranks of a pipeline agree in the all-reduce of clipping by norm,
+            without it in one of their own at the flush, for which a rank waits that could have
+            begun its next step (schedules whose period is below their makespan); ``ignore`` looks
+            at nothing. With a gradient scaler, infinite gradients are the scaler's, as long as its
+            scale is at least 1.
+    """
+
+    def __init__(
+        self,
+        pp: int = 1,
+        *,
+        dp: int | Literal["auto"] = "auto",
+        tp: int = 1,
+        sequence_parallel: bool = False,
+        schedule: str = "1f1b",
+        num_microbatches: int | None = None,
+        stages_per_rank: int | None = None,
+        group: int | Literal["auto"] | None = None,
+        split_backward: bool = False,
+        recompute: Recompute | Policy = "none",
+        costs: Costs | None = None,
+        memory_bytes: int | None = None,
+        file: str | Path | ScheduleFile | None = None,
+        units_per_stage: tuple[int, ...] | None = None,
+        overlap: Overlap = "grad_reduce",
+        bucket_mb: float = 25.0,
+        buckets: tuple[int, ...] | None = None,
+        grad_dtype: GradientType = "fp32",
+        backend: Backend = "auto",
+        timeout_s: float = 1800.0,
+        seed: int | None = None,
+        check_batches: bool = True,
+        pipeline_layers: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        async_save: bool = True,
+        compile: bool = False,
+        configuration: Mapping[str, object] | None = None,
+        heartbeat: Heartbeat | None = None,
+        on_nan: OnNan = "stop",
+    ) -> None:
+        if isinstance(file, str | Path):
+            file = read_schedule_file(str(file))
+        found = find_schedule(schedule, file=file, pp=pp)
+        if num_microbatches is None:
+            num_microbatches = found.num_microbatches or 2 * pp
+        plan = Plan(
+            schedule=schedule,
+            pp=pp,
+            num_microbatches=num_microbatches,
+            stages_per_rank=stages_per_rank,
+            group=given_group(group, found),
+            overlap=overlap,
+            buckets=1 if buckets is None else buckets,
+            split_backward=split_backward,
+            recompute=Recompute(recompute) if isinstance(recompute, str) else recompute,
+            costs=costs,
+            memory_bytes=memory_bytes,
+            file=file,
+        )
+        super().__init__(
+            plan,
+            metadata=metadata,
+            async_save=async_save,
+            pp=pp,
+            dp=dp,
+            tp=tp,
+            backend=backend,
+            timeout_s=timeout_s,
+            heartbeat=heartbeat,
+        )
+        self._configuration = dict(configuration or {})
+        self._sequence_parallel = sequence_parallel
+        self._buckets = buckets
+        self._bucket_mb = bucket_mb
+        self._grad_dtype = torch.bfloat16 if grad_dtype == "bf16" else None
+        self._units_per_stage = units_per_stage
+        self._check_batches = check_batches
+        self._seed = seed
+        self._layers = pipeline_layers
+        self._compile = compile
+        self._on_nan: OnNan = on_nan
+        self.skipped_steps: list[int] = []  # optimizer steps, as of Trainer.global_step before them
+        self._device_mesh: DeviceMesh | None = None
+        self._engine_module: pl.LightningModule | None = None
+        self._accumulating = False
+        self._last_norm: Tensor | None = None
+        self._own_sampler = True
+
+    # ------------------------------------------------------------- set-up
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The ranks as ``[pp, dp, tp]``; from ``setup`` on, None for a single process."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return None
+        if self._device_mesh is None:
+            where = self.coordinates
+            self._device_mesh = make_device_mesh(where, self.engine.communicators, self.root_device)
+        return self._device_mesh
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Cuts the module, then builds the optimizer over what is left of it."""
+        assert self.accelerator is not None
+        module = self.lightning_module
+        assert module is not None
+        self.accelerator.setup(trainer)
+        refuse_module(trainer, module, self._plan, compiled=self._compile)
+        self._take_over_sampling(trainer)
+        self.model = self.precision_plugin.convert_module(module)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._engine is not None and self._engine_module is not module:
+            self._engine.close()  # Another model in the same Trainer.
+            self._engine = self._saver = self._device_mesh = None
+        if self._engine is None:
+            self._start_engine(trainer, module)
+        self.model_to_device()
+        if fitting:
+            self._reset_optimizers_and_schedulers()
+            if self.engine.gradients:
+                self.engine.add_hooks()
+            else:
+                self.engine.build_gradients()
+            self._build_optimizers(trainer)
+        self.setup_precision_plugin()
+        # The stock plugin clips by the norm of this rank's parameters alone, without an error.
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        scaler = self._scaler
+        if scaler is not None and not isinstance(scaler, SharedGradScaler):
+            # The stock scaler would skip a step on the ranks that have seen an inf, and only there.
+            plugin: Any = self.precision_plugin
+            plugin.scaler = SharedGradScaler.like(scaler, device=self.root_device)
+
+    def _options(self) -> Options:
+        seed = self._seed
+        if seed is None:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        return Options(
+            units_per_stage=self._units_per_stage,
+            bucket_mb=self._bucket_mb,
+            backend=self.backend,
+            seed=seed,
+            check_batches=self._check_batches,
+            timeout_s=self._timeout.total_seconds(),
+            gradient_dtype=self._grad_dtype,
+            sequence_parallel=self._sequence_parallel,
+            compile=self._compile,
+            watch_nan=self._on_nan != "ignore",
+        )
+
+    def _start_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Cuts the module and makes what runs it; collective."""
+        if self._plan.file is not None:
+            self._plan = self.broadcast(self._plan)  # It may have changed between two reads.
+        self._engine_module = module
+        options = self._options()
+        # Before the first group is made: ranks that differ would wait for each other there.
+        compare(
+            fingerprint.versions_print()
+            | fingerprint.options_print("", self._plan)
+            | fingerprint.options_print("", options)
+            | fingerprint.shared_print(self._configuration)
+            | fingerprint.shared_print(
+                {
+                    "precision": self.precision_plugin.precision,
+                    "accumulate_grad_batches": trainer.accumulate_grad_batches,
+                }
+            )
+            | fingerprint.weights_print(module),
+            what="versions, configuration and model",
+        )
+        self._engine = Engine(
+            model=stage_model_of(trainer, module, layers=self._layers),
+            plan=self._plan,
+            buckets_open=self._buckets is None,
+            options=options,
+            coordinates=self.coordinates,
+            device=self.root_device,
+            heartbeat=self._heartbeat,
+            hosts=self._hosts,
+        )
+        programs = self._engine.programs
+        compare(
+            {
+                f"program {program.role}": fingerprint.program_print(program)
+                for program in (programs.train, programs.accumulate, programs.forward)
+            },
+            what="programs",
+        )
+        self.model_to_device()
+        self._synchronise(module)
+
+    def _synchronise(self, module: pl.LightningModule) -> None:
+        self.engine.synchronise_weights()
+        where = self.coordinates
+        sharers = self.engine.tensor_ranks
+        if sharers is not None:
+            for buffer in module.buffers():
+                sharers.broadcast_(buffer)
+        group = self.engine.communicators.get("metrics", where.replicas((where.pp_rank,)))
+        if group is not None:
+            first = where.global_rank(where.pp_rank, 0)
+            for buffer in module.buffers():
+                dist.broadcast(buffer, src=first, group=group)
+        owners = {self.engine.placement.owners(stage) for stage in self.engine.owned}
+        if self.engine.placement.weight_copies > 1 and len(owners) == 1:
+            # Both owners of the same stages; what was made at random differs between them.
+            members = where.replicas(owners.pop())
+            copies = self.engine.communicators.get("reduce", members)
+            for buffer in module.buffers() if copies is not None else ():
+                dist.broadcast(buffer, src=members[0], group=copies)
+
+    def _build_optimizers(self, trainer: pl.Trainer) -> None:
+        try:
+            self.setup_optimizers(trainer)
+        except ValueError as error:
+            if "empty parameter list" not in str(error):
+                raise
+            where = self.coordinates
+            raise ModelError(
+                f"pipeline rank {where.pp_rank} has no parameter to train, and "
+                "configure_optimizers() refuses that. Try another cut (units_per_stage, or "
+                "schedule.layers_per_stage), or a smaller pp."
+            ) from error
+
+        refuse_optimizers(self.optimizers, world_size=self.world_size, on_nan=self._on_nan)
+        mains = self.engine.mains
+        mains.refresh()  # Somebody may have written weights since the last fit().
+        self._main_optimizers = [
+            MainOptimizer.take_over(optimizer, mains) for optimizer in self.optimizers if mains
+        ]
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if mains.sharded and not any(isinstance(c, WholeWeights) for c in callbacks):
+            callbacks.insert(0, WholeWeights(lambda: self.engine.mains.complete()))
+
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        return getattr(self.precision_plugin, "scaler", None)
+
+    def _take_over_sampling(self, trainer: pl.Trainer) -> None:
+        # Lightning's injected sampler shuffles a training loader that is not to be shuffled
+        # (Lightning issue 21447) and cannot resume; process_dataloader() puts ours there. A user's
+        # use_distributed_sampler=False stays respected.
+        connector = trainer._accelerator_connector
+        if connector.use_distributed_sampler:
+            connector.use_distributed_sampler = False
+        else:
+            self._own_sampler = self._engine is not None and self._own_sampler
+
+    def model_to_device(self) -> None:
+        """Moves this rank's stages."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Parameters are drawn on the host: layouts must not change them."""
+        with self.precision_plugin.tensor_init_context():
+            yield
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Gives a replica its share, and continues where a checkpoint was written."""
+        if not self._own_sampler:
+            return dataloader
+        trainer = self.lightning_module.trainer if self.lightning_module else None
+        assert trainer is not None
+        training = trainer.state.fn == TrainerFn.FITTING and trainer.training
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        # Until an epoch begins, the batch counter is still that of the epoch before.
+        inside = training and epochs.ready > epochs.processed
+        return shard(
+            dataloader,
+            num_replicas=self.dp,
+            replica=self.coordinates.dp_rank,
+            training=training,
+            seed=self.engine.options.seed,
+            epoch=epochs.processed if training else 0,
+            batches_done=batches.processed if inside else 0,
+        )
+
+    # ------------------------------------------------------------- training
+
+    def training_step(self, batch: Any, batch_idx: int, *_: Any) -> Tensor:
+        """Runs the whole program, backwards included, up to the flush."""
+        self.saver.check()
+        trainer = self._trainer
+        self._heartbeat.step(trainer.global_step + 1)
+        scale = None
+        if self._scaler is not None:
+            # Its number stays on the device: get_scale() would wait for the update before.
+            scale = self._scaler.scale(torch.ones((), device=self.root_device))
+        with self.precision_plugin.train_step_context():
+            result = self.engine.train_pass(
+                batch,
+                batch_idx=batch_idx,
+                step=trainer.fit_loop.total_batch_idx,
+                accumulation=trainer.accumulate_grad_batches,
+                update=not self._accumulating,
+                loss_scale=scale,
+            )
+        self._repeat_logs(result, batch)
+        if result.loss is None:
+            raise ModelError("training_step returned no loss; skipping a step is not supported.")
+        # On every rank, so that progress bars, schedulers and callbacks decide alike.
+        # Filled in there: a copy to the device would wait for the backwards.
+        return torch.full((), result.loss, dtype=torch.float64, device=self.root_device)
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *_: Any, **__: Any
+    ) -> Tensor:
+        """Backwards have run already; what is left is their gradients and Lightning's hooks."""
+        module = self.lightning_module
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self.engine.restore_gradients()
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        looks = is_overridden("on_after_backward", module) or any(
+            is_overridden("on_after_backward", callback, pl.Callback) for callback in callbacks
+        )
+        if looks and not self._accumulating:
+            self.engine.flush()  # They may read gradients, which are still being reduced.
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Around all but the last batch of an accumulation: the program without REDUCE and STEP."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The flush: this rank's reductions end, then its stages are updated."""
+        result: Any = None
+
+        def flushed() -> Any:
+            nonlocal result
+            result = closure()
+            self._last_norm = None
+            self.engine.flush()
+            if self._on_nan != "ignore" and not self._clips_by_norm and self.engine.leaves_out():
+                raise NotFiniteStep
+            return result
+
+        try:
+            output = super().optimizer_step(optimizer, flushed, model, **kwargs)
+        except NotFiniteStep:
+            self._leave_out()
+            return result
+        scaler = self._scaler
+        if self._on_nan != "ignore" and isinstance(scaler, SharedGradScaler) and scaler.exhausted:
+            self._leave_out()  # The scaler's own all-reduce has told all ranks.
+            return output
+        self.engine.stepped()
+        return output
+
+    @property
+    def _clips_by_norm(self) -> bool:
+        """Whether the norm's all-reduce will tell all ranks that a step is to be left out."""
+        trainer: Any = self._trainer
+        return (
+            bool(trainer.gradient_clip_val)
+            and trainer.gradient_clip_algorithm in (None, "norm")
+            and self._scaler is None
+            and not is_overridden("configure_gradient_clipping", self.lightning_module)
+        )
+
+    def _leave_out(self) -> None:
+        """All ranks are here, and none has updated; collective.
+
+        Raises:
+            NotFiniteError: With ``on_nan="stop"``.
+        """
+        own = self.engine.findings()
+        gathered: list[list[Finding]] = [own]
+        if dist.is_initialized():
+            gathered = [own] * self.world_size
+            dist.all_gather_object(gathered, own)
+        step = int(self._trainer.global_step)
+        cause = first_finding(item for items in gathered for item in items).sentence()
+        message = f"step {step + 1}: {cause}. No rank has applied this step."
+        if self._on_nan == "stop":
+            raise NotFiniteError(f"{message} {self._last_checkpoint()}")
+        self.engine.left_out()
+        self.skipped_steps.append(step)
+        if self.is_global_zero:
+            _log.warning("%s %d skipped so far.", message, len(self.skipped_steps))
+
+    def gradient_norm(self) -> Tensor:
+        """2-norm of the whole model's gradient; collective, once per step however often asked."""
+        if self._last_norm is None:
+            self._last_norm = self.engine.gradient_norm()
+        return self._last_norm
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        from strategies.runtime.update.grad_sync import clip_
+
+        norm = self.gradient_norm()
+        if self._on_nan != "ignore" and self._clips_by_norm and not bool(torch.isfinite(norm)):
+            raise NotFiniteStep  # All ranks have the same norm.
+        clip_(self.engine.updated_parameters(), norm, float(clip_val))
+
+    # ------------------------------------------------------------- evaluation
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """The forward program; the user's ``validation_step`` runs on the last stage."""
+        with self.precision_plugin.val_step_context():
+            self._evaluate(batch, batch_idx, "validate", dataloader_idx)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """The forward program with ``test_step``."""
+        with self.precision_plugin.test_step_context():
+            self._evaluate(batch, batch_idx, "test", dataloader_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """The forward program with ``predict_step``; predictions are brought to every rank."""
+        with self.precision_plugin.predict_step_context():
+            result = self._evaluate(batch, batch_idx, "predict", dataloader_idx)
+        where = self.coordinates
+        results: list[Any] = result.results
+        if where.pp > 1:
+            pipeline = where.pipeline(where.dp_rank, 0)
+            group = self.engine.control_group
+            gathered: list[list[Any]] = []
+            placement = self.engine.placement
+            for owner in placement.owners(placement.num_stages - 1):
+                box = [results]
+                dist.broadcast_object_list(box, src=pipeline[owner], group=group)
+                gathered.append(box[0])
+            results = in_order(placement, gathered)
+        return concatenate(results)
+
+    def _evaluate(self, batch: Any, batch_idx: int, mode: Mode, dataloader_idx: int) -> PassResult:
+        result = self.engine.evaluation_pass(
+            batch, mode=mode, batch_idx=batch_idx, dataloader_idx=dataloader_idx
+        )
+        self._repeat_logs(result, batch)
+        return result
+
+    def _repeat_logs(self, result: PassResult, batch: Any) -> None:
+        """The user's log calls, on every rank: ModelCheckpoint and EarlyStopping decide alike."""
+        from strategies.runtime.step.microbatch import count_rows
+
+        module = self.lightning_module
+        assert module is not None
+        rows = count_rows(batch)
+        for call in result.logs:
+            options = {"batch_size": rows, **call.options}
+            module.log(call.name, torch.tensor(call.value, dtype=torch.float64), **options)
+
+    # ------------------------------------------------------------- collectives
+
+    def barrier(self, name: str | None = None) -> None:
+        """All processes; what was sent is let go first."""
+        if self._engine is not None:
+            self._engine.drain()
+        if dist.is_initialized():
+            dist.barrier()
+
+    def reduce(
+        self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean"
+    ) -> Tensor | Any:
+        """Over the replicas: all ranks of a pipeline hold the same value already."""
+        if not isinstance(tensor, Tensor) or not dist.is_initialized() or self.dp == 1:
+            return tensor
+        names = {"mean": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM}
+        mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        op = names.get(reduce_op.lower()) if isinstance(reduce_op, str) else reduce_op
+        if op is None:
+            op = getattr(dist.ReduceOp, str(reduce_op).upper())
+        where = self.coordinates
+        members = where.replicas((where.pp_rank,))
+        # A group of this rank's replicas exists for its stages' gradients.
+        total = tensor.detach().clone().cpu()
+        dist.all_reduce(total, op=op, group=self._replica_group(members))
+        result = total / self.dp if mean else total
+        return result.to(tensor.device)
+
+    def _replica_group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+        return self.engine.communicators.get("metrics", members)
+
+    # ------------------------------------------------------------- the end
+
+    def measured_timeline(self, *, median: bool = True) -> Timeline | None:
+        """The program with the times at which it really ran; collective.
+
+        Of the last few training steps the one of median duration, or the last one.
+        """
+        return gather_timeline(self.engine, median=median)
+
+    @property
+    def stats(self) -> StepStats | None:
+        """Figures of the step before, over the pipeline's ranks."""
+        return None if self._engine is None else self._engine.stats
+
+    def last_stats(self) -> StepStats | None:
+        """Figures of the last training step; collective, for the end of training."""
+        return self.engine.last_stats()
+
+    @property
+    def plan(self) -> Plan:
+        """What is run; the number of buckets is known from ``setup`` on."""
+        return self._plan if self._engine is None else self._engine.plan
+
+    def on_train_start(self) -> None:
+        """Continues the generators of a checkpoint: the loaders, made anew, have drawn from them.
+
+        Runs after ``on_train_start`` of callbacks and module, which had theirs before it was saved.
+        """
+        self._restore_random_state()
+
+    def on_train_end(self) -> None:
+        """Ends all sends, so that no peer is left without its message, and the last save."""
+        self.engine.drain()
+        self.saver.finish()
+
+    def on_validation_end(self) -> None:
+        """Ends all sends."""
+        self.engine.drain()
+
+    def on_test_end(self) -> None:
+        """Ends all sends."""
+        self.engine.drain()
+
+    def on_predict_end(self) -> None:
+        """Ends all sends."""
+        self.engine.drain()
+
+    def teardown(self) -> None:
+        """Keeps this rank's weights where they are: the base would move them to the CPU."""
+        if self._engine is not None:
+            self._engine.remove_hooks()
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()

@@ -1,0 +1,281 @@
+"""Boundary tensors on their way: shapes, buffers, and handles of one pipeline rank.
+
+Shapes travel once: the first message of a boundary for a new signature (shapes and types of the
+microbatch, known on every rank) is preceded by a header; afterwards both ends know. A boundary
+whose shapes change while the batch's do not is refused, never received into the wrong buffer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.errors import ModelError
+from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.program import Program
+from strategies.runtime.messages.transport import Handle, Transport
+
+_HEADER_BYTES = 4096
+_TENSORS = 64  # tags per message; the last one is the header's
+_Signature = tuple[Any, ...]
+_Key = tuple[int, int, int]  # both stages, the earlier first; number of the mode and signature
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """The tensors of one boundary: shape, dtype, and whether a gradient comes back."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    flags: tuple[bool, ...]
+
+    def to_bytes(self) -> bytes:
+        names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
+        return json.dumps([self.shapes, names, self.flags]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> _Spec:
+        shapes, names, flags = json.loads(data)
+        return cls(
+            tuple(tuple(shape) for shape in shapes),
+            tuple(getattr(torch, name) for name in names),
+            tuple(flags),
+        )
+
+
+@dataclass
+class _Incoming:
+    """A posted receive; without a header known yet, the tensors are posted later."""
+
+    key: _Key
+    peer: int
+    tag: int
+    header: tuple[Tensor, Handle] | None = None
+    tensors: tuple[Tensor, ...] | None = None
+    handles: list[Handle] = field(default_factory=list)
+
+
+class Mailbox:
+    """All messages of one rank."""
+
+    def __init__(self, transport: Transport | None, rank: int, device: torch.device) -> None:
+        self._transport = transport
+        self._rank = rank
+        self._device = device
+        self._specs: dict[_Key, _Spec] = {}
+        self._announced: set[tuple[_Key, int]] = set()  # headers sent, by peer
+        self._awaited: set[tuple[_Key, int]] = set()  # headers received or being received
+        self._incoming: dict[Instruction, _Incoming] = {}
+        self._sent: dict[Instruction, list[tuple[Handle, Tensor]]] = {}
+        self._previous: list[tuple[Handle, Tensor]] = []
+        self._program: Program | None = None
+        self._boundaries: dict[tuple[int, int], int] = {}
+        self._numbers: dict[tuple[str, _Signature], int] = {}
+        self._shapes: tuple[int, ...] = ()
+        self._known: frozenset[_Key] = frozenset()
+        self.bytes_sent = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank has nobody to exchange messages with."""
+        return self._transport is None
+
+    @property
+    def ordered(self) -> bool:
+        """Whether messages are matched by order, so that none may be posted ahead."""
+        return self._transport is not None and self._transport.ordered
+
+    def begin(self, program: Program, mode: str, signatures: Sequence[_Signature]) -> None:
+        """Starts a pass over ``program`` with one signature per microbatch."""
+        if self._program is None or program.boundaries is not self._program.boundaries:
+            ends = ((b.source, b.target) for b in program.boundaries)
+            self._boundaries = {pair: number for number, pair in enumerate(ends)}
+        self._program = program
+        role = f"{mode}:{program.role == 'forward'}"
+        # Hashed here, once per pass: keys are looked up several times per instruction.
+        self._shapes = tuple(
+            self._numbers.setdefault((role, tuple(signature)), len(self._numbers))
+            for signature in signatures
+        )
+        self._known = frozenset(self._specs)
+
+    def describe(
+        self, stage: int, target: int, microbatch: int, tensors: tuple[Tensor, ...]
+    ) -> None:
+        """Notes what ``stage`` hands to ``target``.
+
+        Raises:
+            ModelError: The shapes differ from those of an earlier microbatch of equal shape.
+        """
+        spec = _Spec(
+            tuple(tuple(tensor.shape) for tensor in tensors),
+            tuple(tensor.dtype for tensor in tensors),
+            tuple(tensor.requires_grad for tensor in tensors),
+        )
+        key = self._key(stage, target, microbatch)
+        if self._transport is not None and key not in self._specs:
+            self._transport.check_whole(stage, tensors)
+        known = self._specs.setdefault(key, spec)
+        if (known.shapes, known.dtypes) == (spec.shapes, spec.dtypes) and known != spec:
+            raise ModelError(
+                f"which tensors behind stage {stage} need a gradient has changed during training: "
+                "parameters before the cut were frozen or unfrozen. Freeze them before fit(), or "
+                "use pp=1."
+            )
+        if known != spec:
+            raise ModelError(
+                f"stage {stage} hands on tensors of {spec.shapes}, but handed on {known.shapes} "
+                "for an earlier microbatch of the same shape. Shapes between stages may depend on "
+                "the batch's shape only; pad, or cut elsewhere with schedule.layers_per_stage."
+            )
+
+    def gradient_flags(self, stage: int, target: int, microbatch: int) -> tuple[bool, ...]:
+        """Which of the tensors that ``stage`` hands to ``target`` want a gradient."""
+        return self._specs[self._key(stage, target, microbatch)].flags
+
+    def post(self, item: Instruction) -> None:
+        """Starts the RECV (and ends it where the backend matches by order and blocks)."""
+        assert self._transport is not None
+        assert self._program is not None
+        assert item.peer is not None
+        assert item.microbatch is not None
+        key = self._key(item.stage, item.peer, item.microbatch)
+        peer = self._program.placement.rank_of(item.peer, item.microbatch)
+        incoming = _Incoming(key, peer, self._tag(item))
+        self._incoming[item] = incoming
+        # A rank may know the shapes already, from the other weight copy; its peer cannot know that.
+        if item.payload is Kind.F and (key, peer) not in self._awaited:
+            self._awaited.add((key, peer))
+            header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=self._device)
+            handle = self._transport.receive(header, peer, incoming.tag + _TENSORS - 1)
+            incoming.header = (header, handle)
+        if self.ordered:
+            self._open_header(incoming)
+        if key in self._specs:
+            self._post_tensors(item, incoming)
+
+    def wait(self, item: Instruction) -> tuple[Tensor, ...]:
+        """The tensors of a posted RECV, arrived."""
+        incoming = self._incoming.pop(item, None)
+        if incoming is None:
+            self.post(item)
+            incoming = self._incoming.pop(item)
+        self._open_header(incoming)
+        if incoming.tensors is None:
+            if incoming.key not in self._specs:
+                # Another microbatch of this shape carries the header.
+                for other in self._incoming.values():
+                    if other.key == incoming.key:
+                        self._open_header(other)
+            self._post_tensors(item, incoming)
+        for handle in incoming.handles:
+            handle.wait()
+        assert incoming.tensors is not None
+        return incoming.tensors
+
+    def send(self, item: Instruction, tensors: tuple[Tensor, ...]) -> None:
+        """Starts the SEND; the tensors are kept until it has ended."""
+        assert self._transport is not None
+        assert self._program is not None
+        assert item.peer is not None
+        assert item.microbatch is not None
+        peer = self._program.placement.rank_of(item.peer, item.microbatch)
+        tag = self._tag(item)
+        kept = self._sent.setdefault(item, [])
+        key = self._key(item.stage, item.peer, item.microbatch)
+        if item.payload is Kind.F and (key, peer) not in self._announced:
+            self._announced.add((key, peer))
+            header = self._header(self._specs[key])
+            kept.append((self._transport.send(header, peer, tag + _TENSORS - 1), header))
+        for index, tensor in enumerate(tensors):
+            data = tensor.contiguous()
+            if data.numel():
+                kept.append((self._transport.send(data, peer, tag + index), data))
+                sent = -(-data.numel() // self._transport.slices)
+                self.bytes_sent += sent * data.element_size()
+
+    def release(self, item: Instruction) -> None:
+        """Lets go of a SEND that is known to have ended.
+
+        The proof takes receives for posted at their place. With shapes that are new in this pass,
+        tensors are posted only when they are used: those sends end with the next pass.
+        """
+        assert item.peer is not None
+        assert item.microbatch is not None
+        if self._key(item.stage, item.peer, item.microbatch) not in self._known:
+            return
+        for handle, _ in self._sent.pop(item, ()):
+            handle.wait()
+
+    def finish(self) -> None:
+        """Ends a pass: sends of the pass before have ended by now, this one's are kept."""
+        self._wait_previous()
+        for kept in self._sent.values():
+            self._previous.extend(kept)
+        self._sent.clear()
+
+    def drain(self) -> None:
+        """Waits for everything sent; the peers have posted all receives or will without us."""
+        self.finish()
+        self._wait_previous()
+
+    def _wait_previous(self) -> None:
+        for handle, _ in self._previous:
+            handle.wait()
+        self._previous.clear()
+
+    def _key(self, stage: int, peer: int, microbatch: int) -> _Key:
+        return min(stage, peer), max(stage, peer), self._shapes[microbatch]
+
+    def _tag(self, item: Instruction) -> int:
+        assert self._program is not None
+        assert item.peer is not None
+        assert item.microbatch is not None
+        boundary = self._boundaries[min(item.stage, item.peer), max(item.stage, item.peer)]
+        message = (boundary * self._program.num_microbatches + item.microbatch) * 2
+        return (message + (item.payload is Kind.B)) * _TENSORS + 1
+
+    def _header(self, spec: _Spec) -> Tensor:
+        data = spec.to_bytes()
+        if len(data) + 4 > _HEADER_BYTES or len(spec.shapes) >= _TENSORS:
+            raise ModelError(
+                f"a stage hands on {len(spec.shapes)} tensors; at most {_TENSORS - 1} fit one "
+                "boundary. Cut elsewhere with schedule.layers_per_stage."
+            )
+        header = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
+        framed = len(data).to_bytes(4, "little") + data
+        header[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+        return header.to(self._device)
+
+    def _open_header(self, incoming: _Incoming) -> None:
+        if incoming.header is None:
+            return
+        header, handle = incoming.header
+        incoming.header = None
+        handle.wait()
+        data = bytes(header.cpu().numpy().tobytes())
+        size = int.from_bytes(data[:4], "little")
+        self._specs[incoming.key] = _Spec.from_bytes(data[4 : 4 + size])
+
+    def _post_tensors(self, item: Instruction, incoming: _Incoming) -> None:
+        if incoming.tensors is not None:
+            return
+        assert self._transport is not None
+        spec = self._specs[incoming.key]
+        wanted = [
+            (shape, dtype)
+            for shape, dtype, flag in zip(spec.shapes, spec.dtypes, spec.flags, strict=True)
+            if item.payload is Kind.F or flag
+        ]
+        incoming.tensors = tuple(
+            torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in wanted
+        )
+        for index, tensor in enumerate(incoming.tensors):
+            if tensor.numel():
+                handle = self._transport.receive(tensor, incoming.peer, incoming.tag + index)
+                incoming.handles.append(handle)

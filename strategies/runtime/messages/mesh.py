@@ -1,0 +1,252 @@
+"""Processes as a grid, and every communicator that a program needs, made once in one order.
+
+Global rank = (pp_rank * dp + dp_rank) * tp + tp_rank: ranks that share matrices lie next to each
+other (inside a node), then those that reduce gradients; the pipeline spans nodes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from strategies.errors import PlanError
+from strategies.ir.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Where a process stands.
+
+    Attributes:
+        pp: Number of pipeline ranks.
+        dp: Number of replicas.
+        pp_rank: Pipeline rank of this process.
+        dp_rank: Replica of this process.
+        tp: Ranks that share the matrices of a stage.
+        tp_rank: This process among them.
+    """
+
+    pp: int
+    dp: int
+    pp_rank: int
+    dp_rank: int
+    tp: int = 1
+    tp_rank: int = 0
+
+    @classmethod
+    def of(cls, global_rank: int, *, pp: int, dp: int, tp: int = 1) -> Coordinates:
+        """Coordinates of a global rank; tp is innermost, pp outermost."""
+        rest, tp_rank = divmod(global_rank, tp)
+        return cls(pp, dp, rest // dp, rest % dp, tp, tp_rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes, pp * dp * tp."""
+        return self.pp * self.dp * self.tp
+
+    def global_rank(self, pp_rank: int, dp_rank: int, tp_rank: int | None = None) -> int:
+        """The inverse of ``of``; this process's tp_rank where none is given, as in the others."""
+        own = self.tp_rank if tp_rank is None else tp_rank
+        return (pp_rank * self.dp + dp_rank) * self.tp + own
+
+    def pipeline(self, dp_rank: int, tp_rank: int | None = None) -> tuple[int, ...]:
+        """Global ranks of one pipeline, first stage first."""
+        return tuple(self.global_rank(rank, dp_rank, tp_rank) for rank in range(self.pp))
+
+    def replicas(self, pp_ranks: tuple[int, ...], tp_rank: int | None = None) -> tuple[int, ...]:
+        """Global ranks of all replicas of some pipeline ranks, of one tp_rank."""
+        return tuple(
+            self.global_rank(pp_rank, dp_rank, tp_rank)
+            for pp_rank in pp_ranks
+            for dp_rank in range(self.dp)
+        )
+
+    def sharers(self, pp_rank: int, dp_rank: int) -> tuple[int, ...]:
+        """Global ranks that share the matrices of one pipeline rank."""
+        return tuple(self.global_rank(pp_rank, dp_rank, rank) for rank in range(self.tp))
+
+    def replica(self, dp_rank: int) -> tuple[int, ...]:
+        """Global ranks of one replica: all its pipeline ranks' sharers, in order."""
+        return tuple(rank for pp_rank in range(self.pp) for rank in self.sharers(pp_rank, dp_rank))
+
+
+def check_world(*, pp: int, dp: int, tp: int = 1, world_size: int) -> None:
+    """Refuses a world that the degrees do not fill.
+
+    Raises:
+        PlanError: pp * dp * tp is not the number of processes.
+    """
+    wanted = pp * dp * tp
+    if wanted != world_size:
+        sharers = "" if tp == 1 else f" times tp={tp}"
+        raise PlanError(
+            f"pp={pp} times dp={dp}{sharers} is {wanted} processes, but there are {world_size}. "
+            f"Try devices={wanted}, or dp={max(1, world_size // (pp * tp))}."
+        )
+
+
+@dataclass
+class Communicators:
+    """Process groups by purpose and members; all are created by ``create`` on every process."""
+
+    coordinates: Coordinates
+    _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Each gloo group has sockets and threads; a process may train more than once. At the
+        # process's end its peers may be gone, so nothing is done there.
+        weakref.finalize(self, _destroy_gloo, self._groups).atexit = False
+
+    def create(
+        self,
+        wanted: list[tuple[str, tuple[int, ...]]],
+        *,
+        backends: dict[str, str],
+        timeout_s: float,
+    ) -> None:
+        """Makes all groups in the order of ``wanted``, which is the same on every process.
+
+        Args:
+            wanted: (purpose, global ranks); groups of one process are left out.
+            backends: Backend per purpose.
+            timeout_s: How long an operation of theirs waits.
+        """
+        for key in dict.fromkeys(wanted):
+            purpose, ranks = key
+            if len(ranks) > 1 and key not in self._groups:
+                # Every process takes part in making every group, also in foreign ones.
+                group = dist.new_group(
+                    list(ranks),
+                    backend=backends[purpose],
+                    timeout=timedelta(seconds=timeout_s),
+                )
+                assert isinstance(group, dist.ProcessGroup) or group is not None
+                self._groups[key] = group
+
+    def get(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group, None for a single process."""
+        return None if len(ranks) < 2 else self._groups[purpose, ranks]
+
+    def has(self, purpose: str, ranks: tuple[int, ...]) -> bool:
+        """Whether ``get`` would give a group."""
+        return (purpose, ranks) in self._groups
+
+    def alone(self) -> dist.ProcessGroup:
+        """A group of this process only; no other takes part in making it."""
+        rank = dist.get_rank()
+        key = ("alone", (rank,))
+        if key not in self._groups:
+            group = dist.new_group([rank], backend="gloo", use_local_synchronization=True)
+            assert isinstance(group, dist.ProcessGroup)
+            self._groups[key] = group
+        return self._groups[key]
+
+    def destroy(self) -> None:
+        """Gives all groups back; collective, in the order of their making."""
+        for group in self._groups.values():
+            if dist.get_rank(group) >= 0:
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+def _destroy_gloo(groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]) -> None:
+    """Gives back what no other process has to take part in."""
+    for group in groups.values() if dist.is_initialized() else ():
+        if dist.get_rank(group) >= 0 and dist.get_backend(group) == "gloo":
+            dist.destroy_process_group(group)
+    groups.clear()
+
+
+# ------------------------------------------------------------------------------------------ groups
+#
+# Which process groups a layout needs, in one order on all processes.
+
+
+Wanted = list[tuple[str, tuple[int, ...]]]
+
+
+def holders_of(
+    stages: Iterable[int], placement: Placement, where: Coordinates, sharer: int | None = None
+) -> tuple[int, ...]:
+    """Global ranks that hold any of some stages, in all replicas.
+
+    Args:
+        stages: Of the model.
+        placement: Stages to pipeline ranks.
+        where: This process, for the degrees.
+        sharer: Of which tensor-parallel rank; None for this process's own.
+    """
+    owners = sorted({rank for stage in stages for rank in placement.owners(stage)})
+    return where.replicas(tuple(owners), sharer)
+
+
+def tensor_groups(where: Coordinates) -> Wanted:
+    """Who shares the matrices of a stage; needed before the model is cut."""
+    ranks = range(where.pp)
+    return [("tensor", where.sharers(pp, dp)) for pp in ranks for dp in range(where.dp)]
+
+
+def running_groups(
+    where: Coordinates,
+    placement: Placement,
+    shared: Iterable[tuple[int, ...]],
+    *,
+    shards: bool,
+    pairs: bool,
+) -> Wanted:
+    """All groups that any rank's program needs.
+
+    Args:
+        where: This process, for the degrees.
+        placement: Stages to pipeline ranks.
+        shared: Per weight that several stages use, those stages.
+        shards: Whether weights are sharded over the replicas.
+        pairs: Whether every ordered pair of a pipeline's ranks talks in a group of its own.
+    """
+    shared = tuple(shared)
+    wanted: Wanted = [("control", where.replica(replica)) for replica in range(where.dp)]
+    if shards:
+        wanted.append(("control", tuple(range(where.world_size))))
+    for sharer in range(where.tp):
+        for replica in range(where.dp):
+            pipeline = where.pipeline(replica, sharer)
+            wanted.append(("messages", pipeline))
+            if pairs:
+                ordered = ((a, b) for a in pipeline for b in pipeline if a != b)
+                wanted += [("messages", pair) for pair in ordered]
+        for stage in range(placement.num_stages):
+            owners = where.replicas(placement.owners(stage), sharer)
+            wanted.append(("reduce", owners))
+            if shards:
+                # Optimizer state is put together from host memory.
+                wanted.append(("control", owners))
+        wanted += [("reduce", holders_of(s, placement, where, sharer)) for s in shared]
+        wanted += [("metrics", where.replicas((rank,), sharer)) for rank in range(where.pp)]
+    return wanted
+
+
+def checkpoint_groups(where: Coordinates) -> Wanted:
+    """One rank's disk may take much longer than any message between ranks."""
+    return [("checkpoint", tuple(range(where.world_size)))]
+
+
+def create(communicators: Communicators, wanted: Wanted, *, backend: str, timeout_s: float) -> None:
+    """Makes groups; collective over all processes.
+
+    Args:
+        communicators: Where they are kept.
+        wanted: The same list on all processes.
+        backend: What carries boundary tensors; what is small or waits for a disk goes by gloo.
+        timeout_s: How long an operation waits.
+    """
+    if communicators.coordinates.world_size > 1:
+        fast = "nccl" if backend == "nccl" else "gloo"
+        backends = {
+            "control": "gloo", "metrics": "gloo", "messages": fast, "reduce": fast,
+            "tensor": fast, "checkpoint": "gloo",
+        }  # fmt: skip
+        communicators.create(wanted, backends=backends, timeout_s=timeout_s)

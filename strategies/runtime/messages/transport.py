@@ -1,0 +1,362 @@
+"""How tensors get from rank to rank: one interface, four backends.
+
+``ordered`` backends match messages by their order alone, as NCCL does: the executor then issues
+every message exactly where the program has it. The others match by tag, so receives may be posted
+ahead of their place.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from strategies.errors import ModelError
+from strategies.models.state import Fetch
+from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
+from strategies.runtime.messages.mesh import Communicators, Coordinates
+
+
+class Handle(Protocol):
+    """Something that ends later."""
+
+    def wait(self) -> object:
+        """Returns when it has ended; called once."""
+        ...
+
+
+class Transport(ABC):
+    """Point-to-point messages inside one pipeline.
+
+    Attributes:
+        ordered: Whether messages are matched by their order alone.
+        slices: In how many ranks' messages a tensor travels.
+    """
+
+    ordered: bool
+    slices: int = 1
+
+    @abstractmethod
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Starts sending to a pipeline rank; the tensor must stay unchanged until it has ended."""
+
+    @abstractmethod
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Starts receiving into ``tensor``."""
+
+    def check_whole(self, stage: int, tensors: Sequence[Tensor]) -> None:  # noqa: B027
+        """Called once for every new shape; refuses what cannot travel in slices."""
+
+
+class GlooTransport(Transport):
+    """Tagged messages on CPU; sends end when the peer has posted its receive.
+
+    If the peer has posted it already, gloo's isend writes to the socket before it returns: 0.3 ms
+    per MB in which the rank would not compute. So all calls are made by a thread of their own.
+    """
+
+    ordered = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._calls = _thread("messages", self)
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Never waits."""
+        return self._later(partial(dist.isend, tensor, group=self._group, group_dst=rank, tag=tag))
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Never waits."""
+        return self._later(partial(dist.irecv, tensor, group=self._group, group_src=rank, tag=tag))
+
+    def _later(self, call: Callable[[], dist.Work | None]) -> Handle:
+        later = _Later(call)
+        self._calls.put(later)
+        return later
+
+
+class StrictTransport(Transport):
+    """What the least friendly backend may do: no tags, in order, a send waits for its receive.
+
+    For tests: a program that passes here depends on nothing that gloo grants beyond NCCL.
+    """
+
+    ordered = True
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Returns when the peer has received."""
+        work = _work(dist.isend(tensor, group=self._group, group_dst=rank, tag=0))
+        work.wait()
+        return _Ended()
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Returns with the data."""
+        work = _work(dist.irecv(tensor, group=self._group, group_src=rank, tag=0))
+        work.wait()
+        return _Ended()
+
+
+class NcclTransport(Transport):
+    """One communicator per ordered pair of ranks, so that one direction never blocks the other.
+
+    Untested with more than one GPU until somebody has run it.
+    """
+
+    ordered = True
+
+    def __init__(self, pair: Callable[[int, int], dist.ProcessGroup], rank: int) -> None:
+        self._pair = pair
+        self._rank = rank
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Enqueued on the pair's stream; ``wait`` orders the current stream behind it."""
+        group = self._pair(self._rank, rank)
+        return _work(dist.isend(tensor, group=group, group_dst=int(self._rank < rank)))
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Enqueued on the pair's stream."""
+        group = self._pair(rank, self._rank)
+        return _work(dist.irecv(tensor, group=group, group_src=int(self._rank < rank)))
+
+
+class StagedTransport(Transport):
+    """Gloo through pinned memory, for ranks that share a GPU (NCCL refuses that).
+
+    A thread waits for the copies to the host, so that the rank can give the device its next work.
+    It is not the thread that posts receives: those must not wait for what the device still does.
+    """
+
+    ordered = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._gloo = GlooTransport(group)
+        self._copies = _thread("copies", self)
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Starts a copy to the host; the message leaves when it is there. Never waits."""
+        fetch = Fetch(tensor)
+        later = _Later(lambda: self._gloo.send(fetch.tensor(), rank, tag))
+        self._copies.put(later)
+        return later
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Copies to the device when the data is there."""
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return _Landing(self._gloo.receive(staged, rank, tag), staged, tensor)
+
+
+class _Later:
+    """A message that another thread starts."""
+
+    __slots__ = ("_call", "_error", "_started", "_work")
+
+    def __init__(self, call: Callable[[], Handle | None]) -> None:
+        self._call: Callable[[], Handle | None] | None = call
+        self._work: Handle | None = None
+        self._error: Exception | None = None
+        # Held until the call has been made. Lighter than an Event, and there are many messages.
+        self._started = threading.Lock()
+        self._started.acquire()
+
+    def start(self) -> None:
+        """Makes the call, in the thread."""
+        assert self._call is not None
+        try:
+            self._work = self._call()
+        except Exception as error:  # raised again where the message is waited for
+            self._error = error
+        self._call = None
+        self._started.release()
+
+    def wait(self) -> None:
+        """Raises what starting the message raised."""
+        self._started.acquire()
+        if self._error is not None:
+            raise self._error
+        assert self._work is not None, "this process is not in the message's group"
+        self._work.wait()
+
+
+def _thread(name: str, owner: object) -> SimpleQueue[_Later | None]:
+    """The queue of a thread that starts what is put there, and ends with its owner."""
+    calls: SimpleQueue[_Later | None] = SimpleQueue()
+    threading.Thread(target=_serve, args=(calls,), name=name, daemon=True).start()
+    # The thread does not keep the owner alive.
+    weakref.finalize(owner, calls.put, None)
+    return calls
+
+
+def _serve(calls: SimpleQueue[_Later | None]) -> None:
+    while True:
+        later = calls.get()
+        if later is None:
+            return
+        later.start()
+        # The next one may take long to come: its tensor must not stay until then.
+        del later
+
+
+class _Ended:
+    def wait(self) -> None:
+        """Nothing left to wait for."""
+
+
+class _Landing:
+    def __init__(self, handle: Handle, staged: Tensor, target: Tensor) -> None:
+        self._handle = handle
+        self._staged = staged
+        self._target = target
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self._target.copy_(self._staged, non_blocking=True)
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process is not in the message's group"
+    return work
+
+
+# -------------------------------------------------------------------------------- chosen transport
+#
+# What carries this rank's boundary tensors.
+
+
+def chosen_transport(
+    backend: str,
+    communicators: Communicators,
+    where: Coordinates,
+    device: torch.device,
+    tensor_ranks: TensorRanks | None,
+) -> Transport | None:
+    """The transport of a backend; None for a pipeline of one rank.
+
+    Tensor-parallel ranks send a slice each, unless their stream is cut along the sequence anyway.
+    """
+    transport = _whole(backend, communicators, where, device)
+    if transport is None or tensor_ranks is None or tensor_ranks.sequence:
+        return transport
+    return SlicedTransport(transport, tensor_ranks)
+
+
+def _whole(
+    backend: str, communicators: Communicators, where: Coordinates, device: torch.device
+) -> Transport | None:
+    pipeline = where.pipeline(where.dp_rank)
+    group = communicators.get("messages", pipeline)
+    if group is None:
+        return None
+    if backend == "nccl":
+
+        def pair(source: int, target: int) -> dist.ProcessGroup:
+            found = communicators.get("messages", (pipeline[source], pipeline[target]))
+            assert found is not None
+            return found
+
+        return NcclTransport(pair, where.pp_rank)
+    if backend == "strict":
+        return StrictTransport(group)
+    # Gloo sends host memory only.
+    staged = backend == "staged" or device.type == "cuda"
+    return StagedTransport(group) if staged else GlooTransport(group)
+
+
+# -------------------------------------------------------------------------------- sliced transport
+#
+# Boundary tensors between tensor-parallel ranks: each sends its slice, arrivals are gathered.
+#
+# Every rank of the sending group holds the whole tensor. So each sends one slice to its
+# counterpart, and the receiving ranks complete it over their own, faster links.
+
+
+_ROUNDING = 1e-2
+
+
+class SlicedTransport(Transport):
+    """Another transport's messages, a slice of the flattened tensor each.
+
+    Args:
+        inner: What carries the slices.
+        ranks: Who has the others.
+    """
+
+    def __init__(self, inner: Transport, ranks: TensorRanks) -> None:
+        self._inner = inner
+        self._ranks = ranks
+        self.ordered = inner.ordered
+        self.slices = ranks.size
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Sends this rank's slice."""
+        width = self._width(tensor)
+        start = min(self._ranks.rank * width, tensor.numel())
+        own = tensor.view(-1)[start : start + width]
+        if own.numel() < width:
+            # All slices have one size, so that they can be gathered.
+            padded = own.new_zeros(width)
+            padded[: own.numel()] = own
+            own = padded
+        return _Sent(self._inner.send(own, rank, tag), own)
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """Receives a slice; the gathering waits for ``wait``, which all ranks call in one order."""
+        own = tensor.new_empty(self._width(tensor))
+        return _Gathering(self._inner.receive(own, rank, tag), own, tensor, self._ranks)
+
+    def check_whole(self, stage: int, tensors: Sequence[Tensor]) -> None:
+        """Compares tensors between ranks: slices of different tensors make no whole.
+
+        Raises:
+            ModelError: They differ by more than rounding.
+        """
+        for tensor in tensors:
+            copies = self._ranks.gather(tensor.detach()).double()
+            spread = copies.amax(0) - copies.amin(0)
+            if spread.numel() and spread.max() > _ROUNDING * copies.abs().max():
+                raise ModelError(
+                    f"tp={self._ranks.size}: stage {stage} hands on a tensor of "
+                    f"{tuple(tensor.shape)} that differs between tensor-parallel ranks, as the "
+                    "output of a 'colwise' layer does. Let a unit end with a 'rowwise' layer, or "
+                    "cut elsewhere with schedule.layers_per_stage."
+                )
+
+    def _width(self, tensor: Tensor) -> int:
+        return -(-tensor.numel() // self._ranks.size)
+
+
+class _Sent:
+    def __init__(self, handle: Handle, slice_: Tensor) -> None:
+        self._handle = handle
+        self._slice = slice_
+
+    def wait(self) -> None:
+        self._handle.wait()
+
+
+class _Gathering:
+    def __init__(self, handle: Handle, slice_: Tensor, target: Tensor, ranks: TensorRanks) -> None:
+        self._handle = handle
+        self._slice = slice_
+        self._target = target
+        self._ranks = ranks
+
+    def wait(self) -> None:
+        self._handle.wait()
+        whole = self._target.view(-1)
+        if whole.numel() == self._slice.numel() * self._ranks.size:
+            self._ranks.gather_into(whole, self._slice)
+        else:
+            gathered = self._slice.new_empty(self._slice.numel() * self._ranks.size)
+            self._ranks.gather_into(gathered, self._slice)
+            whole.copy_(gathered[: whole.numel()])

@@ -1,0 +1,1 @@
+"""How one rank runs its list in a step, and what it says about it."""

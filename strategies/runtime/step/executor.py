@@ -1,0 +1,207 @@
+"""Walks one rank's list: the only loop that runs a program, and it has no order of its own.
+
+Receives are posted ahead of their place where messages have tags (never where they are matched by
+order), values are waited for by the instruction that uses them, and sends are never waited for
+inline: a sent buffer is let go when a later receive proves that it has arrived
+(``lowering.release``), or with the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from strategies.heartbeat import PHASE, STATE, WAITING, Phase
+from strategies.ir.instruction import CHANNEL_KINDS, MICROBATCH_KINDS, Instruction, Kind
+from strategies.ir.program import Program
+from strategies.lowering.send_recv import release_points
+from strategies.models.nested import tensors as tensors_in
+from strategies.runtime.step.boundary_values import BoundaryValues
+from strategies.runtime.step.microbatch import Microbatch
+from strategies.runtime.step.rank_parts import RankParts
+from strategies.runtime.step.stage_compute import PassOptions, StageCompute, StepResult
+
+_RECEIVE_AHEAD = 4
+
+
+class Executor:
+    """Runs programs for one rank."""
+
+    def __init__(self, rank: int, parts: RankParts) -> None:
+        self._rank = rank
+        self._parts = parts
+        self._routes: dict[int, tuple[Program, Route]] = {}
+        self._places: dict[tuple[int, int | None], int] = {}
+
+    def run(
+        self,
+        program: Program,
+        microbatches: Sequence[Microbatch],
+        options: PassOptions,
+        *,
+        step: int,
+        forwards_done: Callable[[StepResult], None],
+    ) -> StepResult:
+        """Executes the list up to its optimizer steps.
+
+        Args:
+            program: Lowered; its number of microbatches is ``len(microbatches)``.
+            microbatches: This replica's batch, the same on every rank of the pipeline.
+            options: Of this pass.
+            step: Counts passes, for the recorder.
+            forwards_done: Called after this rank's last forward.
+        """
+        parts = self._parts
+        mailbox = parts.mailbox
+        route = self._route_of(program)
+        values = BoundaryValues(program, mailbox, parts.pulse)
+        compute = StageCompute(parts, values, program, microbatches, options, route.recomputed)
+        record = parts.recorder.begin(step, program)
+        self._index_channel(route.row)
+        stamp = parts.recorder.stamp
+        start, end = record.start, record.end
+        mailbox.begin(program, options.mode, [m.signature for m in microbatches])
+        if parts.activations is not None:
+            parts.activations.begin(len(route.row), tensors_in([m.data for m in microbatches]))
+        posted = 0
+        passed = 0
+        parts.pulse.begin(program)
+        beat = parts.pulse.words
+        blocks = mailbox.ordered  # Then messages are waited for at their place.
+        for place, item in enumerate(route.row):
+            kind = item.kind
+            if kind is Kind.STEP:
+                break
+            beat[STATE] = place << 1
+            if kind in MICROBATCH_KINDS and not blocks:
+                # The next few receives of the list, whatever compute stands between. Not before a
+                # SEND, which somebody may be waiting for.
+                while posted < len(route.receives) and posted < passed + _RECEIVE_AHEAD:
+                    ahead = route.receives[posted]
+                    mailbox.post(route.row[ahead])
+                    start[ahead] = stamp()
+                    posted += 1
+            if kind in MICROBATCH_KINDS:
+                # A fused pair waits for the inputs of both halves, then runs them in turn.
+                inputs = [values.collect(part, record, stamp) for part in item.parts]
+                beat[STATE] = place << 1  # Waiting for a message had its place there.
+                for part in item.parts:
+                    if part.kind is Kind.F:
+                        parts.mains.wait(part.stage)
+                start[place] = stamp()
+                for part in item.parts:
+                    compute.run(part, inputs.pop(0), final=(place, part.stage) in route.arming)
+                end[place] = stamp()
+                if place == route.last_forward:
+                    forwards_done(compute.result)
+            elif kind is Kind.SEND:
+                if blocks:
+                    beat[STATE] = place << 1 | WAITING
+                start[place] = stamp()
+                values.send(item)
+                end[place] = stamp()
+            elif kind is Kind.RECV:
+                passed += 1
+                if blocks:
+                    beat[STATE] = place << 1 | WAITING
+                if blocks or posted < passed:
+                    # At its place at the latest: what is released counts on that.
+                    mailbox.post(item)
+                    start[place] = stamp()
+                    posted = passed
+                values.passed(item, place, route.release.get(place, ()))
+            elif kind is Kind.REDUCE:
+                assert item.bucket is not None
+                parts.gradients[item.stage].reduce(item.bucket)
+            elif kind is Kind.GATHER:
+                parts.mains.gather(item.stage, self.gather_started)
+            else:
+                raise NotImplementedError(f"{item}: the runtime has no {kind.value}")
+            if parts.activations is not None:
+                parts.activations.sample(place)
+        beat[STATE] = PHASE | Phase.SENDING
+        mailbox.finish()
+        return compute.result
+
+    def reduction_started(self, stage: int, bucket: int, work: Any) -> None:
+        """Stamps a REDUCE when it starts and, from the backend's thread, when it ends."""
+        self._stamp_channel(self._places.get((stage, bucket)), work)
+
+    def gather_started(self, stage: int, work: Any) -> None:
+        """Stamps a GATHER likewise."""
+        self._stamp_channel(self._places.get((stage, None)), work)
+
+    def _stamp_channel(self, place: int | None, work: Any) -> None:
+        recorder = self._parts.recorder
+        record = recorder.current
+        if record is None or place is None:
+            return
+        record.start[place] = record.end[place] = recorder.stamp()
+        if work is not None:
+            recorder.stamp_end_of(work, record, place)
+
+    def _index_channel(self, row: Sequence[Instruction]) -> None:
+        self._places = {
+            (item.stage, item.bucket): place
+            for place, item in enumerate(row)
+            if item.kind in CHANNEL_KINDS
+        }
+
+    def _route_of(self, program: Program) -> Route:
+        # Keyed by identity: programs are immutable and kept alive here.
+        known = self._routes.get(id(program))
+        if known is None:
+            known = (program, Route.of(program, self._rank))
+            self._routes[id(program)] = known
+        return known[1]
+
+
+# ------------------------------------------------------------------------------------------- route
+#
+# One rank's list of a program, with what the executor derives from it once.
+
+
+@dataclass(frozen=True)
+class Route:
+    """A rank's list, and the places in it that mean something to the executor.
+
+    Attributes:
+        row: The instructions.
+        receives: Places of the RECVs, in order.
+        release: Place of a RECV -> the SENDs that have arrived when it has.
+        arming: (place, stage) of last gradients, where REDUCE overlaps.
+        last_forward: Place of the last F; -1 without one.
+        recomputed: (stage, microbatch) whose forward keeps its input only.
+    """
+
+    row: tuple[Instruction, ...]
+    receives: tuple[int, ...]
+    release: dict[int, tuple[Instruction, ...]]
+    arming: frozenset[tuple[int, int]]
+    last_forward: int
+    recomputed: frozenset[tuple[int, int | None]]
+
+    @classmethod
+    def of(cls, program: Program, rank: int) -> Route:
+        """The route of a pipeline rank through a lowered program."""
+        row = program.ranks[rank]
+        last: dict[int, int] = {}
+        overlapped: set[int] = set()
+        last_forward = -1
+        for place, item in enumerate(row):
+            for part in item.parts:
+                if part.kind is Kind.B or part.kind is Kind.W:
+                    last[part.stage] = place
+                elif part.kind is Kind.F:
+                    last_forward = place
+            if item.kind is Kind.REDUCE and not item.after:
+                overlapped.add(item.stage)
+        return cls(
+            row=row,
+            receives=tuple(p for p, item in enumerate(row) if item.kind is Kind.RECV),
+            release=release_points(program, rank),
+            arming=frozenset((p, stage) for stage, p in last.items() if stage in overlapped),
+            last_forward=last_forward,
+            recomputed=frozenset((i.stage, i.microbatch) for i in row if i.kind is Kind.R),
+        )

@@ -1,0 +1,523 @@
+"""One rank of a running pipeline: model, programs, gradients and messages brought together.
+
+Knows no Lightning; ``strategy.py`` calls it from Lightning's hooks, tests call it directly.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from strategies.compiler import Programs, compile_plan, compile_short, resolve_shape, schedule_of
+from strategies.errors import DataError
+from strategies.heartbeat import Heartbeat, Phase
+from strategies.ir.placement import Placement
+from strategies.models.logs import start_packing, unpack_logs
+from strategies.models.selective.policy import Selection
+from strategies.models.stage_model import LogCall, Mode, StageModel
+from strategies.models.state import Fetch, kept_generators
+from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
+from strategies.plan import Plan, num_buckets
+from strategies.planner.cut import balance, by_counts
+from strategies.runtime.messages import mesh
+from strategies.runtime.messages.control import Bulletin
+from strategies.runtime.messages.fingerprint import compare, shared_print
+from strategies.runtime.messages.mailbox import Mailbox
+from strategies.runtime.messages.mesh import Communicators, Coordinates
+from strategies.runtime.messages.transport import chosen_transport
+from strategies.runtime.step.activation_bytes import ActivationBytes, MemoryUse
+from strategies.runtime.step.executor import Executor
+from strategies.runtime.step.microbatch import Microbatch, split_batch, start_checksum
+from strategies.runtime.step.pulse import Pulse
+from strategies.runtime.step.rank_parts import Options, RankParts
+from strategies.runtime.step.recompute import Recomputation
+from strategies.runtime.step.recorder import RankStep, Recorder, StepRecord, StepStats, joined_stats
+from strategies.runtime.step.stage_compute import PassOptions, StepResult
+from strategies.runtime.update.flush import Flush
+from strategies.runtime.update.grad_sync import StageGradients, clip_, main_dtype
+from strategies.runtime.update.main_weights import AllMainWeights, refuse_freezing
+from strategies.runtime.update.nan_guard import Finding, NanWatch
+from strategies.runtime.update.rank_gradients import OwnedWeights, RankGradients
+
+_SAVING_S = 3600.0
+
+
+@dataclass
+class PassResult:
+    """A pass as all ranks of the pipeline see it.
+
+    Attributes:
+        loss: Mean over the batch's rows; None when the step returned none.
+        logs: One call per logged name.
+        results: Return values per microbatch; on the last stage's rank only.
+    """
+
+    loss: float | None
+    logs: list[LogCall]
+    results: list[Any]
+
+
+def resolve_placement(plan: Plan) -> Placement:
+    """Stages to ranks, before any program is made."""
+    return schedule_of(plan).place(resolve_shape(plan))
+
+
+class Engine:
+    """Cuts the model, then runs training and evaluation passes."""
+
+    def __init__(
+        self,
+        *,
+        model: StageModel,
+        plan: Plan,
+        buckets_open: bool,
+        options: Options,
+        coordinates: Coordinates,
+        device: torch.device,
+        heartbeat: Heartbeat | None = None,
+        hosts: Mapping[int, str] | None = None,
+    ) -> None:
+        """Collective: all processes call it with the same arguments.
+
+        Args:
+            model: The uncut model.
+            plan: What to compile; its ``buckets`` are replaced if ``buckets_open``.
+            buckets_open: Choose the number of buckets from the stages' sizes.
+            options: See ``Options``.
+            coordinates: Where this process stands.
+            device: Where its stages run.
+            heartbeat: Where this rank says what it is doing; None to say it to nobody.
+            hosts: Where all ranks are, for what it says.
+        """
+        self.model = model
+        self.options = options
+        self.coordinates = coordinates
+        self.device = device
+        self._memory = MemoryUse(device)
+        self.placement = resolve_placement(plan)
+        self.owned = self.placement.stages_of(coordinates.pp_rank)
+        self.communicators = Communicators(coordinates)
+        self.tensor_ranks = self._tensor_ranks()
+        if self.tensor_ranks is not None:
+            model.shard(self.tensor_ranks)
+        if plan.recompute.policy == "selective":
+            model.select(Selection(layers={n: frozenset(f) for n, f in plan.recompute.layers}))
+        self.stages = self._cut()
+        self._weights = OwnedWeights(model, self.placement, coordinates)
+        self._create_groups(shards=plan.overlap == "zero1")
+        if buckets_open:
+            plan = replace(plan, buckets=self._open_buckets())
+        self.plan = plan = replace(plan, skips=model.skips)
+        self.programs = compile_plan(plan)
+        self._bulletin = Bulletin(self.control_group, coordinates.pp * coordinates.tp)
+        transport = chosen_transport(
+            options.backend, self.communicators, coordinates, device, self.tensor_ranks
+        )
+        self.mailbox = Mailbox(transport, coordinates.pp_rank, device)
+        self.recorder = Recorder(
+            coordinates.pp_rank, device, collectives_on_device=options.backend == "nccl"
+        )
+        self.pulse = Pulse(heartbeat or Heartbeat(), coordinates, hosts)
+        self._gradients = RankGradients(
+            self._weights, self.placement, coordinates, self.communicators
+        )
+        self._parts = RankParts(
+            model=model,
+            mailbox=self.mailbox,
+            gradients=self._gradients.stages,
+            mains=self.mains,
+            recorder=self.recorder,
+            pulse=self.pulse,
+            recomputation=Recomputation(model.module),
+            tensor_ranks=self.tensor_ranks,
+            watch=NanWatch() if options.watch_nan else None,
+        )
+        self._executor = Executor(coordinates.pp_rank, self._parts)
+        self._flush = Flush(
+            self._parts,
+            self._weights,
+            self._gradients,
+            self.placement,
+            coordinates,
+            self.communicators,
+        )
+        self._trained: tuple[bool, ...] = ()
+        self._compared = False
+        self._asynchronous = False
+        self.stats: StepStats | None = None
+
+    # ---------------------------------------------------------------- set-up
+
+    def _cut(self) -> tuple[range, ...]:
+        costs = [unit.cost for unit in self.model.units]
+        count = self.placement.num_stages
+        if self.options.units_per_stage is not None:
+            stages = by_counts(self.options.units_per_stage, len(costs), count)
+        else:
+            stages = balance(costs, count)
+        self.model.cut(stages, self.owned)
+        if self.options.compile:
+            self.model.compile_units()
+        return stages
+
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether the host is through its list while the device is still at its forwards.
+
+        Then what all ranks are to know waits for the end of the list, and the host for nothing on
+        the way. With messages that pass through the host, it is no further than the device.
+        """
+        return self.device.type == "cuda" and (self.options.backend == "nccl" or self.mailbox.alone)
+
+    @property
+    def control_group(self) -> dist.ProcessGroup | None:
+        """All ranks of this replica; None if it is a single one."""
+        where = self.coordinates
+        return self.communicators.get("control", where.replica(where.dp_rank))
+
+    def _tensor_ranks(self) -> TensorRanks | None:
+        """Who shares the matrices of this rank's stages; needed before the model is cut."""
+        where = self.coordinates
+        if where.tp == 1:
+            return None
+        self._create(mesh.tensor_groups(where))
+        group = self.communicators.get("tensor", where.sharers(where.pp_rank, where.dp_rank))
+        assert group is not None
+        return TensorRanks(group, sequence=self.options.sequence_parallel)
+
+    def _create_groups(self, *, shards: bool) -> None:
+        wanted = mesh.running_groups(
+            self.coordinates,
+            self.placement,
+            self._weights.shared.values(),
+            shards=shards,
+            pairs=self.options.backend == "nccl",
+        )
+        self._create(wanted)
+        saving_s = max(self.options.timeout_s, _SAVING_S)
+        self._create(mesh.checkpoint_groups(self.coordinates), timeout_s=saving_s)
+
+    def _create(self, wanted: mesh.Wanted, *, timeout_s: float | None = None) -> None:
+        mesh.create(
+            self.communicators,
+            wanted,
+            backend=self.options.backend,
+            timeout_s=timeout_s or self.options.timeout_s,
+        )
+
+    def _open_buckets(self) -> tuple[int, ...]:
+        """Buckets per stage from the stages' sizes, the same answer on every rank."""
+        wire = self.options.gradient_dtype
+        own = {
+            stage: sum(
+                p.numel() * (wire or main_dtype(p.dtype)).itemsize
+                for p in self._weights.own_of(stage)
+            )
+            for stage in self.owned
+        }
+        sizes = dict(own)
+        if self.coordinates.world_size > 1:
+            gathered: list[dict[int, int]] = [{} for _ in range(self.coordinates.world_size)]
+            dist.all_gather_object(gathered, own)
+            sizes = {stage: size for part in gathered for stage, size in part.items()}
+        reduces = self.coordinates.dp > 1 or self.placement.weight_copies > 1
+        return tuple(
+            num_buckets(sizes[stage], self.options.bucket_mb) if reduces else 0
+            for stage in range(self.placement.num_stages)
+        )
+
+    def synchronise_weights(self) -> None:
+        """Gives all copies of a weight the value of the first; collective.
+
+        Modules that nobody seeded start differently in every process. Call when parameters are on
+        their device.
+        """
+        self._weights.synchronise(self.communicators, self.tensor_ranks)
+
+    @property
+    def gradients(self) -> dict[int, StageGradients]:
+        """By stage; empty until ``build_gradients``."""
+        return self._gradients.stages
+
+    @property
+    def mains(self) -> AllMainWeights:
+        """What the optimizer updates."""
+        return self._gradients.mains
+
+    def build_gradients(self) -> None:
+        """Lays out gradient buffers; call when parameters are on their device, before training."""
+        self._trained = self._weights.trained()
+        watch = self._parts.watch
+        self._gradients.build(
+            buckets=self.plan.buckets,
+            sharded=self.plan.overlap == "zero1",
+            wire=self.options.gradient_dtype,
+            launched=self._executor.reduction_started,
+            noted=None if watch is None else watch.note_bucket,
+        )
+        if self.plan.overlap != "none" and not self._asynchronous:
+            self._gradients.check_asynchronous(self.device)
+            self._asynchronous = True
+
+    def add_hooks(self) -> None:
+        """Follows the parameters' gradients (again), after ``build_gradients``."""
+        self._gradients.add_hooks()
+
+    def remove_hooks(self) -> None:
+        """Leaves the parameters alone, until ``add_hooks``."""
+        self._gradients.remove_hooks()
+
+    def _follow_freezing(self) -> None:
+        """Lays the buffers out anew when a callback has frozen or unfrozen parameters."""
+        if self._weights.trained() != self._trained:
+            refuse_freezing(self.mains)
+            self.build_gradients()
+
+    def measure_activations(self) -> ActivationBytes:
+        """Counts, from the next pass on, what this rank holds for its backwards; takes time."""
+        if self._parts.activations is None:
+            self._parts.activations = ActivationBytes(self.model.module)
+        return self._parts.activations
+
+    def measure_no_activations(self) -> None:
+        """Ends that."""
+        self._parts.activations = None
+
+    # ---------------------------------------------------------------- training
+
+    def train_pass(
+        self,
+        batch: Any,
+        *,
+        batch_idx: int,
+        step: int,
+        accumulation: int,
+        update: bool,
+        loss_scale: Tensor | None = None,
+    ) -> PassResult:
+        """Forwards and backwards of one batch.
+
+        Args:
+            batch: This replica's batch, the same on all its ranks.
+            batch_idx: Lightning's index.
+            step: Passes since the beginning of training, also across restarts: seeds dropout.
+            accumulation: Batches per optimizer step; gradients are divided by it.
+            update: Whether gradients are reduced, to be followed by ``flush``.
+            loss_scale: Factor on the loss, a scalar, which somebody takes off the gradients again
+                between ``flush`` and the optimizer's update; None for 1.
+        """
+        # The same rule by which Lightning clears gradients, and as often as it calls the closure.
+        fresh = batch_idx % accumulation == 0
+        if fresh:
+            self._follow_freezing()
+            self.mains.relink()
+            if self._parts.watch is not None:
+                self._parts.watch.begin()
+        self._gradients.attach(zero=fresh)
+        self._flush.expect(loss_scale)
+        scale = 1.0 / (accumulation * self.coordinates.dp)
+        seed = (self.options.seed * 1_000_003 + step) * 1021 + self.coordinates.dp_rank
+        options = PassOptions(batch_idx, "train", scale, loss_scale, seed, dataloader_idx=0)
+        result = self._run(batch, options, step=step, update=update)
+        # Lightning clears gradients after this and before backward(): keep ours out of its reach.
+        self._gradients.detach()
+        return result
+
+    def evaluation_pass(
+        self, batch: Any, *, mode: Mode, batch_idx: int, dataloader_idx: int = 0
+    ) -> PassResult:
+        """Forwards only."""
+        self.mains.complete()
+        options = PassOptions(batch_idx, mode, 1.0, None, None, dataloader_idx)
+        return self._run(batch, options, step=batch_idx, update=False)
+
+    def _programs_for(self, count: int) -> Programs:
+        if count == self.plan.num_microbatches:
+            return self.programs
+        return compile_short(self.plan, count)
+
+    def _run(self, batch: Any, options: PassOptions, *, step: int, update: bool) -> PassResult:
+        train = options.mode == "train"
+        microbatches = split_batch(batch, self.plan.num_microbatches)
+        programs = self._programs_for(len(microbatches))
+        if train and not self._compared and self.coordinates.world_size > 1:
+            self._compared = True
+            self._compare_shapes(microbatches)
+        if not train:
+            program = programs.forward
+        else:
+            program = programs.train if update else programs.accumulate
+        marks = self.options.check_batches and self.control_group is not None
+        mark = start_checksum(batch) if marks else lambda: 0
+        previous = self.recorder.kept[-1] if self.recorder.kept else None
+
+        shares: list[Callable[[], None]] = []
+
+        def share_later(result: StepResult) -> None:
+            loss = None if result.loss is None else Fetch(result.loss)
+            logs = start_packing(result.logs)
+
+            def share() -> None:
+                value = None if loss is None else float(loss.tensor())
+                self._bulletin.post([mark(), value, logs(), self._times(previous)])
+
+            shares.append(share)
+            if not self._runs_ahead:
+                shares.pop()()
+
+        with kept_generators():
+            result = self._executor.run(
+                program, microbatches, options, step=step, forwards_done=share_later
+            )
+        for share in shares:
+            share()
+        self.pulse.phase(Phase.SHARING)
+        answers = self._bulletin.read()
+        self.pulse.phase(Phase.UPDATING if train and update else Phase.BETWEEN)
+        if not (train and update):
+            # Without an optimizer step the pass ends here; only training steps are kept.
+            self.recorder.finish(keep=False)
+        self._check_same([answer[0] for answer in answers])
+        self._note([answer[3] for answer in answers])
+        return self._joined(answers, result)
+
+    def _compare_shapes(self, microbatches: Sequence[Microbatch]) -> None:
+        """Refuses a first batch that ranks of a pipeline see in different shapes or types.
+
+        Replicas may have different ones; but all have to hear that some pipeline has been refused.
+        """
+        replica = f"replica {self.coordinates.dp_rank}, " if self.coordinates.dp > 1 else ""
+        found = {f"{replica}microbatch {m}": p.signature for m, p in enumerate(microbatches)}
+        compare(shared_print(found), what="first batch", partial=True)
+
+    def _joined(self, answers: list[list[Any]], result: StepResult) -> PassResult:
+        # All sharers of a stage know the same.
+        answers = answers[self.coordinates.tp_rank :: self.coordinates.tp]
+        losses = [answer[1] for answer in answers if answer[1] is not None]
+        logs = unpack_logs([answer[2] for answer in answers])
+        results = [result.results[key] for key in sorted(result.results)]
+        return PassResult(sum(losses) if losses else None, logs, results)
+
+    def _check_same(self, marks: list[int]) -> None:
+        if len(set(marks)) > 1:
+            tp = self.coordinates.tp
+            names = [
+                f"rank {place // tp}" + (f" tp {place % tp}" if tp > 1 else "")
+                for place in range(len(marks))
+            ]
+            listing = ", ".join(
+                f"{name}: {mark:08x}" for name, mark in zip(names, marks, strict=True)
+            )
+            raise DataError(
+                "the ranks of one pipeline see different batches (checksums "
+                f"{listing}). The data order must not depend on the global random state: give the "
+                "loader a seeded generator or sampler, or set check_batches=False if the batches "
+                "differ on purpose."
+            )
+
+    def last_stats(self) -> StepStats | None:
+        """Figures of the last training step itself; collective, at the end of training."""
+        record = self.recorder.kept[-1] if self.recorder.kept else None
+        self._bulletin.post(self._times(record))
+        self.pulse.phase(Phase.SHARING)
+        self._note(self._bulletin.read())
+        self.pulse.phase(Phase.BETWEEN)
+        return self.stats
+
+    def _times(self, record: StepRecord | None) -> RankStep | None:
+        if record is None:
+            return None
+        norm = self._flush.noted_squared_norm()
+        spans = self.recorder.spans(record)
+        return RankStep(
+            step=record.step,
+            begun=spans.begun,
+            finished=spans.finished,
+            squared_norm=norm,
+            busy_s=spans.busy,
+            computed=spans.computed,
+            reduced=spans.reduced,
+            peak_bytes=self._memory.peak_bytes(),
+        )
+
+    def _note(self, said: Sequence[Sequence[Any] | None]) -> None:
+        self.stats = joined_stats(said, tp=self.coordinates.tp) or self.stats
+
+    # ---------------------------------------------------------------- the flush
+
+    def restore_gradients(self) -> None:
+        """Puts the accumulated gradients back where optimizers look for them."""
+        self._gradients.attach(zero=False)
+
+    def flush(self) -> None:
+        """See ``Flush.run``."""
+        self._flush.run()
+
+    def leaves_out(self) -> bool:
+        """See ``Flush.leaves_out``."""
+        return self._flush.leaves_out()
+
+    def findings(self) -> list[Finding]:
+        """See ``Flush.findings``."""
+        return self._flush.findings()
+
+    def left_out(self) -> None:
+        """Ends a step whose update nobody has made."""
+        self._flush.end_step()
+
+    def stepped(self) -> None:
+        """Notes that the optimizer has updated the stages: the STEPs of the program have ended."""
+        self.mains.updated()
+        self._flush.end_step()
+
+    def gradient_norm(self) -> Tensor:
+        """See ``Flush.gradient_norm``."""
+        return self._flush.gradient_norm()
+
+    @property
+    def norm_waits_s(self) -> deque[float]:
+        """See ``Flush``."""
+        return self._flush.norm_waits_s
+
+    def clip_by_norm(self, limit: float) -> Tensor:
+        """Scales the whole model's gradient to at most ``limit``; returns the norm before."""
+        norm = self.gradient_norm()
+        clip_(self.updated_parameters(), norm, limit)
+        return norm
+
+    # ---------------------------------------------------------------- parameters
+
+    def updated_parameters(self) -> Iterable[nn.Parameter]:
+        """What the optimizer updates: owned parameters, or what stands for them."""
+        return self.mains.updated_parameters(self._weights)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Owned parameters by global name."""
+        return self._weights.named()
+
+    def holders(self, *, share: bool = False) -> dict[str, tuple[int, ...]]:
+        """See ``OwnedWeights.holders``."""
+        return self._weights.holders(share=share)
+
+    def owners_group(self, stage: int) -> dist.ProcessGroup | None:
+        """All processes that hold a stage, for talk from host memory."""
+        owners = self.placement.owners(stage)
+        return self.communicators.get("control", self.coordinates.replicas(owners))
+
+    # ---------------------------------------------------------------- the end
+
+    def drain(self) -> None:
+        """Ends all sends; before a barrier or the end of a loop."""
+        self.mailbox.drain()
+
+    def close(self) -> None:
+        """Ends all sends and gives the communicators back; the engine is of no use afterwards."""
+        self.drain()
+        self.remove_hooks()
+        self.communicators.destroy()

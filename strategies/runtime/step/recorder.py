@@ -1,0 +1,329 @@
+"""When each instruction really ran; two clock reads per instruction, nothing else.
+
+On CPU the clock is the host's. On CUDA, events on the compute stream are recorded and read when the
+timeline is asked for, so that recording never waits for the device's work. At each step an event
+on a stream with nothing before it, whose end the host sees at once, says how the two clocks differ:
+the device may be far behind the host, and what gloo reduces ends on the host's clock.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from strategies.analysis.timeline import Timeline
+from strategies.ir.instruction import MICROBATCH_KINDS, Kind
+from strategies.ir.program import Program
+
+if TYPE_CHECKING:
+    from strategies.runtime.step.rank_engine import Engine
+
+
+_KEPT_STEPS = 32
+
+
+class Anchor(NamedTuple):
+    """One moment on two clocks.
+
+    Attributes:
+        event: On the device's.
+        seen_s: On the host's.
+    """
+
+    event: Any
+    seen_s: float
+
+    def on_host(self, stamp: Any) -> float:
+        """When an event was, on the host's clock; what is on it already stays."""
+        if isinstance(stamp, float):
+            return stamp
+        return self.seen_s + float(self.event.elapsed_time(stamp)) / 1e3
+
+
+@dataclass
+class StepRecord:
+    """One rank's stamps of one step, in list order; 0 where nothing was stamped."""
+
+    step: int
+    program: Program
+    start: list[Any]
+    end: list[Any]
+    begun: float  # host clock at the step's first instruction
+    finished: float = 0.0
+    anchor: Anchor | None = None  # on CUDA
+
+
+class Spans(NamedTuple):
+    """A step of one rank in short, on the host clock.
+
+    Attributes:
+        begun: When the step began; on CUDA for the device, which may be behind.
+        finished: When it ended, likewise.
+        busy: Seconds of compute.
+        computed: When the last compute ended.
+        reduced: When the last reduction ended; None where nothing was reduced.
+    """
+
+    begun: float
+    finished: float
+    busy: float
+    computed: float
+    reduced: float | None
+
+
+@dataclass
+class Recorder:
+    """Stamps instructions of the running step and keeps the last few steps.
+
+    Attributes:
+        rank: Pipeline rank, whose list is stamped.
+        device: Where the compute runs.
+        collectives_on_device: Whether collectives end on a stream of the device (NCCL), not in a
+            thread of the host (gloo).
+    """
+
+    rank: int
+    device: torch.device
+    collectives_on_device: bool = False
+    kept: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+    _current: StepRecord | None = None
+    _side: Any = None
+    _idle: Any = None
+
+    @property
+    def stamp(self) -> Callable[[], Any]:
+        """Reads the clock."""
+        return _cuda_stamp if self.device.type == "cuda" else time.perf_counter
+
+    def begin(self, step: int, program: Program) -> StepRecord:
+        """Starts a step."""
+        length = len(program.ranks[self.rank])
+        self._current = StepRecord(
+            step, program, [0.0] * length, [0.0] * length, time.perf_counter()
+        )
+        if self.device.type == "cuda":
+            self._current.anchor = self._anchor()
+        return self._current
+
+    def _anchor(self) -> Anchor:
+        if self._idle is None:
+            self._idle = _cuda_stream(self.device)
+        with torch.cuda.stream(self._idle):
+            before = time.perf_counter()
+            event = _cuda_stamp()
+            event.synchronize()
+            return Anchor(event, (before + time.perf_counter()) / 2)
+
+    def finish(self, *, keep: bool = True) -> None:
+        """Ends the step, and keeps it among the last few if it is to be looked at."""
+        if self._current is not None:
+            self._current.finished = time.perf_counter()
+            if keep:
+                self.kept.append(self._current)
+            self._current = None
+
+    def stamp_end_of(self, work: Any, record: StepRecord, place: int) -> None:
+        """Stamps a collective when it ends; nobody waits for that.
+
+        Args:
+            work: Its handle; whoever needs the result waits for it as well.
+            record: The step that it belongs to.
+            place: Of its instruction.
+        """
+        if not self.collectives_on_device:
+
+            def ended(_: Any) -> None:
+                record.end[place] = time.perf_counter()
+
+            work.get_future().add_done_callback(ended)
+            return
+        if self._side is None:
+            self._side = _cuda_stream(self.device)
+        # A stream of its own waits for the collective's, so that compute does not.
+        with torch.cuda.stream(self._side):
+            work.wait()
+            record.end[place] = _cuda_stamp()
+
+    @property
+    def current(self) -> StepRecord | None:
+        """The running step."""
+        return self._current
+
+    def seconds(self, record: StepRecord) -> tuple[list[float], list[float]]:
+        """A step's stamps on the host clock (on CUDA waits for that step, not for the device)."""
+        if record.anchor is None:
+            return list(record.start), list(record.end)
+        for stamp in record.start + record.end:
+            if not isinstance(stamp, float):
+                stamp.synchronize()
+        on_host = record.anchor.on_host
+        return list(map(on_host, record.start)), list(map(on_host, record.end))
+
+    def spans(self, record: StepRecord) -> Spans:
+        """How long a step computed, and when compute and reductions ended."""
+        start, end = self.seconds(record)
+        row = record.program.ranks[self.rank]
+        computed = [
+            (s, e)
+            for item, s, e in zip(row, start, end, strict=True)
+            if item.kind in MICROBATCH_KINDS
+        ]
+        reduced = [e for item, e in zip(row, end, strict=True) if item.kind is Kind.REDUCE and e]
+        begun, finished = record.begun, record.finished
+        if record.anchor is not None:
+            begun = min((s for s in start if s), default=begun)
+            finished = max((e for e in end if e), default=finished)
+        return Spans(
+            begun=begun,
+            finished=finished,
+            busy=sum(e - s for s, e in computed),
+            computed=max((e for _, e in computed), default=0.0),
+            reduced=max(reduced, default=None),
+        )
+
+
+def _cuda_stream(device: torch.device) -> Any:
+    make: Any = torch.cuda.Stream  # Untyped in torch.
+    return make(device)
+
+
+def _cuda_stamp() -> Any:
+    make: Any = torch.cuda.Event  # Untyped in torch.
+    event = make(enable_timing=True)
+    event.record()
+    return event
+
+
+# -------------------------------------------------------------------------------------- step stats
+#
+# Figures of a training step over all ranks of a pipeline.
+
+
+class RankStep(NamedTuple):
+    """What one rank says of a step; sent as a JSON list.
+
+    Attributes:
+        step: Its number, as given to ``train_pass``.
+        begun: First start, seconds on the host's clock.
+        finished: Last end.
+        squared_norm: This rank's part of the squared norm of the gradient, before clipping.
+        busy_s: Compute.
+        computed: When the last compute ended.
+        reduced: When the last reduction ended; None where nothing is reduced.
+        peak_bytes: Peak memory since the engine was made.
+    """
+
+    step: int
+    begun: float
+    finished: float
+    squared_norm: float
+    busy_s: float
+    computed: float
+    reduced: float | None
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """An earlier training step over all ranks of the pipeline, known one step later.
+
+    Attributes:
+        step: Its number, as given to ``train_pass``.
+        makespan_s: First start to last end over the ranks.
+        busy_s: Compute of all ranks together.
+        bubble_ratio: Idle over P * makespan.
+        gradient_norm: 2-norm of the whole model's gradient, before clipping.
+        exposed_grad_reduce_s: How long the last reduction outlasted the last compute; 0 when
+            hidden, None where nothing is reduced.
+        peak_memory_bytes: Per pipeline rank, of its sharers the largest; since the engine was made.
+    """
+
+    step: int
+    makespan_s: float
+    busy_s: float
+    bubble_ratio: float
+    gradient_norm: float
+    exposed_grad_reduce_s: float | None = None
+    peak_memory_bytes: tuple[int, ...] = ()
+
+
+def joined_stats(said: Sequence[Sequence[Any] | None], *, tp: int) -> StepStats | None:
+    """What the ranks of a replica say together; None unless all speak of the same step.
+
+    Args:
+        said: ``RankStep`` per rank of the replica (pipeline ranks, each with its sharers).
+        tp: Sharers of each pipeline rank.
+    """
+    ranks = [RankStep(*entry) for entry in said if entry is not None]
+    if len(ranks) < len(said) or len({rank.step for rank in ranks}) != 1:
+        return None
+    makespan = max(rank.finished for rank in ranks) - min(rank.begun for rank in ranks)
+    busy = sum(rank.busy_s for rank in ranks)
+    ends = [rank.reduced for rank in ranks if rank.reduced is not None]
+    peaks = [rank.peak_bytes for rank in ranks]
+    exposed = max(0.0, max(ends) - max(rank.computed for rank in ranks)) if ends else None
+    return StepStats(
+        step=int(ranks[0].step),
+        makespan_s=makespan,
+        busy_s=busy,
+        bubble_ratio=1.0 - busy / (len(ranks) * makespan),
+        gradient_norm=math.sqrt(sum(rank.squared_norm for rank in ranks)),
+        exposed_grad_reduce_s=exposed,
+        peak_memory_bytes=tuple(max(peaks[i : i + tp]) for i in range(0, len(peaks), tp)),
+    )
+
+
+# ---------------------------------------------------------------------------------------- measured
+#
+# From the recorders of all ranks to one timeline, of the same type that the simulator makes.
+
+
+def gather_timeline(engine: Engine, *, median: bool) -> Timeline | None:
+    """One recorded training step over the ranks of this replica's pipeline; collective.
+
+    The ranks of one machine share a clock. Steps are told by their number, which all ranks count
+    alike.
+
+    Returns:
+        None when no full training step was recorded.
+    """
+    full = [r for r in engine.recorder.kept if r.program is engine.programs.train]
+    chosen = None
+    if full:
+        spans = {record.step: record.finished - record.begun for record in full}
+        middle = statistics.median_low(spans.values())
+        by_span = next(step for step, span in spans.items() if span == middle)
+        chosen = by_span if median else full[-1].step
+    where = engine.coordinates
+    replica = where.replica(where.dp_rank)
+    group = engine.control_group
+    if group is not None:
+        box = [chosen]
+        dist.broadcast_object_list(box, src=replica[0], group=group)
+        chosen = box[0]
+    record = next((r for r in full if r.step == chosen), None)
+    own: Any = None if record is None else engine.recorder.seconds(record)
+    gathered: list[Any] = [own]
+    if group is not None:
+        gathered = [None] * len(replica)
+        dist.all_gather_object(gathered, own, group=group)
+        gathered = gathered[where.tp_rank :: where.tp]
+    if any(entry is None for entry in gathered):
+        return None
+    zero = min(min(v for v in start if v) for start, _ in gathered)
+    program = engine.programs.train
+    return Timeline(
+        program,
+        tuple(tuple(max(0.0, v - zero) for v in start) for start, _ in gathered),
+        tuple(tuple(max(0.0, v - zero) for v in end) for _, end in gathered),
+        "s",
+        "measured",
+    )

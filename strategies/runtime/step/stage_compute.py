@@ -1,0 +1,283 @@
+"""F, B, I, W and R of one pass: the instructions that compute, on this rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.program import Program
+from strategies.models.logs import LogEntry
+from strategies.models.split_backward.input_step import input_backward
+from strategies.models.split_backward.pending import Meanwhile, PendingWeights
+from strategies.models.stage_model import Mode, StageOutput
+from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
+from strategies.runtime.step.boundary_values import BoundaryValues
+from strategies.runtime.step.microbatch import Microbatch
+from strategies.runtime.step.rank_parts import RankParts
+from strategies.runtime.step.recompute import KeptForward
+
+
+@dataclass
+class StepResult:
+    """What one pass leaves on this rank.
+
+    Attributes:
+        loss: Mean loss over the microbatches whose last stage ran here, in 64 bits and still on the
+            device, so that nobody waits for it before the forwards are done; None elsewhere.
+        logs: The user's log calls.
+        results: Microbatch -> return value of the user's step, on the last stage's rank.
+    """
+
+    loss: Tensor | None = None
+    logs: list[LogEntry] = field(default_factory=list)
+    results: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """What all instructions of a pass have in common.
+
+    Attributes:
+        batch_idx: Lightning's batch index.
+        mode: Which of the user's steps runs.
+        scale: Factor on every gradient: 1 / (accumulation * dp).
+        loss_scale: Another one, on the device; None for 1.
+        seed: Seed of the pass; every (microbatch, unit) draws from its own. None draws anew.
+        dataloader_idx: Which of several evaluation loaders the batch is from.
+    """
+
+    batch_idx: int
+    mode: Mode
+    scale: float
+    loss_scale: Tensor | None
+    seed: int | None
+    dataloader_idx: int
+
+
+@dataclass
+class _Graph:
+    """What a forward keeps for its backward."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    loss: Tensor | None
+
+
+class StageCompute:
+    """Runs the compute instructions of one pass, and keeps what they leave for each other."""
+
+    def __init__(
+        self,
+        parts: RankParts,
+        values: BoundaryValues,
+        program: Program,
+        microbatches: Sequence[Microbatch],
+        options: PassOptions,
+        recomputed: frozenset[tuple[int, int | None]],
+    ) -> None:
+        self.result = StepResult()
+        self._parts = parts
+        self._values = values
+        self._options = options
+        self._microbatches = microbatches
+        self._last = program.placement.num_stages - 1
+        self._copies = program.placement.weight_copies
+        self._learns = program.role != "forward"
+        self._recomputed = recomputed
+        self._kept: dict[tuple[int, int], KeptForward] = {}
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._pending: dict[tuple[int, int], PendingWeights] = {}
+
+    def run(self, item: Instruction, inputs: tuple[Tensor, ...], *, final: bool) -> None:
+        """Runs one F, B, I, W or R.
+
+        Args:
+            item: No fused pair.
+            inputs: The boundary tensors that it consumes.
+            final: Whether it completes its stage's gradient, so that ready buckets may go.
+        """
+        if item.kind is Kind.F:
+            self._forward(item, inputs)
+        elif item.kind is Kind.B:
+            if final:
+                self._parts.gradients[item.stage].arm()
+            with self._without_autocast():
+                self._backward(item, inputs)
+        elif item.kind is Kind.I:
+            with self._without_autocast():
+                self._input_gradient(item, inputs)
+        elif item.kind is Kind.W:
+            self._weight_gradient(item, final=final)
+        elif item.kind is Kind.R:
+            self._rebuild(item)
+        else:
+            raise NotImplementedError(f"{item}: the runtime has no {item.kind.value}")
+
+    def _without_autocast(self) -> AbstractContextManager[Any]:
+        """Gradients have the types of their forward; the precision plugin's context is around."""
+        device = self._parts.recorder.device.type
+        if torch.is_autocast_enabled(device):
+            return torch.autocast(device, enabled=False)
+        return nullcontext()
+
+    # ---------------------------------------------------------------- forwards
+
+    def _forward(self, item: Instruction, inputs: tuple[Tensor, ...]) -> None:
+        assert item.microbatch is not None
+        microbatch = self._microbatches[item.microbatch]
+        flags = [flag for part in self._values.flags(item) for flag in part]
+        if self._learns:
+            leaves = tuple(
+                tensor.detach().requires_grad_(flag)
+                for tensor, flag in zip(inputs, flags, strict=True)
+            )
+        else:
+            leaves = inputs
+        here = (item.stage, item.microbatch)
+        if here in self._recomputed:
+            self._kept[here], output = self._parts.recomputation.forward(
+                item.stage, leaves, microbatch.data, partial(self._call, item)
+            )
+            if self._parts.activations is not None:
+                self._parts.activations.note("inputs", *here, leaves)
+        else:
+            output = self._call(item, leaves, microbatch.data)
+        copy = item.microbatch % self._copies
+        self.result.logs.extend(
+            LogEntry(call, microbatch.share, item.stage, copy) for call in output.logs
+        )
+        watch = self._parts.watch if self._learns else None
+        if item.stage == self._last:
+            self._end_of_pipeline(item.microbatch, output.loss, output.result)
+            if watch is not None and output.loss is not None:
+                gradients = self._parts.gradients.get(item.stage)
+                watch.note_loss(item.stage, item.microbatch, output.loss, gradients)
+        else:
+            if watch is not None:
+                watch.note_output(item.stage, item.microbatch, output.tensors)
+            self._values.hand_on(item, output)
+        if self._learns and here not in self._recomputed:
+            self._keep_graph(here, leaves, output)
+
+    def _rebuild(self, item: Instruction) -> None:
+        """The graph of a checkpointed forward; its results have been handed on and logged."""
+        assert item.microbatch is not None
+        here = (item.stage, item.microbatch)
+        again = partial(self._call, item)
+        leaves, output = self._parts.recomputation.again(self._kept.pop(here), again)
+        self._keep_graph(here, leaves, output)
+
+    def _keep_graph(
+        self, here: tuple[int, int], leaves: tuple[Tensor, ...], output: StageOutput
+    ) -> None:
+        self._graphs[here] = _Graph(leaves, output.tensors, output.loss)
+        if self._parts.activations is not None:
+            self._parts.activations.graph(*here, leaves, (*output.tensors, output.loss))
+
+    def _call(self, item: Instruction, leaves: tuple[Tensor, ...], data: Any) -> StageOutput:
+        """Runs the stage; one that begins in place gets copies, which autograd lets it change."""
+        assert item.microbatch is not None
+        copied = self._parts.begins_in_place
+        options = self._options
+        seed = None if options.seed is None else options.seed * 8191 + item.microbatch
+        while True:
+            inputs = leaves
+            with torch.set_grad_enabled(self._learns):
+                if item.stage in copied:
+                    inputs = tuple(leaf.clone() for leaf in leaves)
+                try:
+                    return self._parts.model.forward(
+                        item.stage,
+                        inputs,
+                        batch=data,
+                        batch_idx=options.batch_idx,
+                        microbatch=item.microbatch,
+                        mode=options.mode,
+                        seed=seed,
+                        dataloader_idx=options.dataloader_idx,
+                    )
+                except RuntimeError as error:
+                    # It failed at its first operation, so nothing has happened yet.
+                    if "leaf Variable" not in str(error) or item.stage in copied:
+                        raise
+                    copied.add(item.stage)
+
+    def _end_of_pipeline(self, microbatch: int, loss: Tensor | None, result: Any) -> None:
+        if loss is not None:
+            share = self._microbatches[microbatch].share
+            value = loss.detach().reshape(()).to(torch.float64) * share
+            self.result.loss = value if self.result.loss is None else self.result.loss + value
+        if not self._learns:
+            self.result.results[microbatch] = result
+
+    # ---------------------------------------------------------------- backwards
+
+    def _backward(self, item: Instruction, gradients: tuple[Tensor, ...]) -> None:
+        graph, outputs, incoming = self._roots(item, gradients)
+        if outputs and self._parts.tensor_ranks is not None:
+            leaves = [leaf for leaf in graph.inputs if leaf.requires_grad]
+            backward_under_sums(self._parts.tensor_ranks, outputs, incoming, leaves)
+        elif outputs:
+            torch.autograd.backward(outputs, incoming)
+        self._values.hand_back(item, graph.inputs)
+
+    def _input_gradient(self, item: Instruction, gradients: tuple[Tensor, ...]) -> None:
+        assert item.microbatch is not None
+        graph, outputs, incoming = self._roots(item, gradients)
+        if outputs:
+            inputs = [leaf for leaf in graph.inputs if leaf.requires_grad]
+            pending = input_backward(outputs, incoming, inputs)
+            self._pending[item.stage, item.microbatch] = pending
+            if self._parts.activations is not None:
+                held = pending.held
+                self._parts.activations.note("waiting", item.stage, item.microbatch, held)
+        self._values.hand_back(item, graph.inputs)
+
+    def _weight_gradient(self, item: Instruction, *, final: bool) -> None:
+        assert item.microbatch is not None
+        gradients = self._parts.gradients[item.stage]
+        pending = self._pending.pop((item.stage, item.microbatch), None)
+        if final:
+            # The rest of the stage's weights got their last gradient in an I.
+            gradients.arm(() if pending is None else pending.parameters)
+        if pending is not None:
+            pending.run()
+
+    def _roots(
+        self, item: Instruction, gradients: tuple[Tensor, ...]
+    ) -> tuple[_Graph, list[Tensor], list[Tensor]]:
+        """Where a backward begins, and with which gradients; takes the graph out of the store."""
+        assert item.microbatch is not None
+        graph = self._graphs.pop((item.stage, item.microbatch))
+        if item.stage == self._last:
+            assert graph.loss is not None
+            if not graph.loss.requires_grad:
+                return graph, [], []
+            share = self._microbatches[item.microbatch].share
+            seed = torch.full_like(graph.loss, share * self._options.scale)
+            if self._options.loss_scale is not None:
+                seed = (seed * self._options.loss_scale).to(seed.dtype)
+            return graph, [graph.loss], [seed]
+        outputs = [tensor for tensor in graph.outputs if tensor.requires_grad]
+        assert len(outputs) == len(gradients)
+        return graph, outputs, list(gradients)
+
+
+def backward_under_sums(
+    ranks: TensorRanks, outputs: list[Tensor], incoming: list[Tensor], inputs: list[Tensor]
+) -> None:
+    """A whole backward whose weight gradients run while input gradients are added up over ranks."""
+    meanwhile = ranks.meanwhile = Meanwhile()
+    try:
+        rest = input_backward(outputs, incoming, inputs, meanwhile=meanwhile)
+    finally:
+        ranks.meanwhile = None
+    meanwhile.run()
+    rest.run()

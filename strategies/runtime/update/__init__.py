@@ -1,0 +1,1 @@
+"""How weights change at the flush: gradients reduced, agreed, applied."""

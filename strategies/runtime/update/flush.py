@@ -1,0 +1,194 @@
+"""What ends a training pass: reductions, the gradient's norm, the verdict on it, and the STEPs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from strategies.heartbeat import Phase
+from strategies.ir.instruction import Kind
+from strategies.ir.placement import Placement
+from strategies.models.state import Fetch
+from strategies.runtime.messages.mesh import Communicators, Coordinates
+from strategies.runtime.step.rank_parts import RankParts
+from strategies.runtime.update.nan_guard import Finding, all_finite
+from strategies.runtime.update.rank_gradients import OwnedWeights, RankGradients
+
+
+class Flush:
+    """The end of a rank's training passes; the only place where it waits for reductions.
+
+    Attributes:
+        norm_waits_s: What clipping costs, per step: the only synchronisation between the ranks of
+            a pipeline.
+    """
+
+    def __init__(
+        self,
+        parts: RankParts,
+        weights: OwnedWeights,
+        gradients: RankGradients,
+        placement: Placement,
+        where: Coordinates,
+        communicators: Communicators,
+    ) -> None:
+        self._parts = parts
+        self._weights = weights
+        self._gradients = gradients
+        self._placement = placement
+        self._where = where
+        self._communicators = communicators
+        self._done = False
+        self._not_finite = False
+        self._loss_scale: Tensor | None = None
+        self._flushed_at: Any = None
+        self._norm = Fetch(torch.zeros((), dtype=torch.float64))
+        self._norm_to_share = False
+        self._norm_work: dist.Work | None = None
+        self.norm_waits_s: deque[float] = deque(maxlen=1024)
+
+    def expect(self, loss_scale: Tensor | None) -> None:
+        """A pass begins, whose gradients are multiplied by ``loss_scale``; None for 1."""
+        self._done = False
+        self._loss_scale = loss_scale
+
+    def run(self) -> None:
+        """Waits for this rank's reductions; no other rank is waited for. Once per pass."""
+        if self._done:
+            return
+        self._done = True
+        parts = self._parts
+        parts.pulse.phase(Phase.REDUCING)
+        self._gradients.finish()
+        if parts.tensor_ranks is not None:
+            self._gradients.add_up_partial(parts.tensor_ranks, parts.model)
+        self._note_norm()
+        parts.pulse.phase(Phase.UPDATING)
+        self._flushed_at = parts.recorder.stamp()
+
+    # ---------------------------------------------------------------- the norm
+
+    def _local_squared_norm(self) -> Tensor:
+        shards = self._parts.model.shards
+        device = self._parts.recorder.device
+        return self._gradients.squared_norm(device, lambda name: name in shards)
+
+    def _note_norm(self) -> None:
+        """Keeps the norm for the next step's message; replicas' shares are added on the way."""
+        norm = self._local_squared_norm()
+        if self._loss_scale is not None:
+            norm = norm / self._loss_scale.double().square()
+        self._norm = Fetch(norm)
+        if self._parts.watch is not None:
+            self._not_finite = self._sees_not_finite()
+        self._norm_to_share = self._gradients.mains.sharded
+        if not norm.is_cuda:
+            self._share_norm()  # On a device that would wait for it.
+
+    def _share_norm(self) -> None:
+        if self._norm_to_share:
+            self._norm_to_share = False
+            members = self._where.replicas((self._where.pp_rank,))
+            group = self._communicators.get("metrics", members)
+            if group is not None:
+                norm = self._norm.tensor()
+                self._norm_work = dist.all_reduce(norm, group=group, async_op=True)
+
+    def noted_squared_norm(self) -> float:
+        """This rank's part of the squared norm of the last flush, of the whole step's gradient."""
+        self._share_norm()
+        if self._norm_work is not None:
+            self._norm_work.wait()  # On CPU it was started a step ago.
+            self._norm_work = None
+        return float(self._norm.tensor())
+
+    def gradient_norm(self) -> Tensor:
+        """2-norm of the whole model's gradient, a float64 scalar, equal on all ranks.
+
+        Collective over the replica, with sharded weights over all processes. Weights that several
+        ranks hold count once. It is on the host where ranks have talked about it.
+        """
+        total = self._local_squared_norm()
+        if self._not_finite:
+            total = torch.full_like(total, math.nan)  # also for a loss
+        group = self._update_group()
+        if group is not None:
+            asked = time.perf_counter()
+            self._parts.pulse.phase(Phase.REDUCING)
+            total = total.cpu()
+            dist.all_reduce(total, group=group)
+            self._parts.pulse.phase(Phase.UPDATING)
+            self.norm_waits_s.append(time.perf_counter() - asked)
+        return total.sqrt()
+
+    def _update_group(self) -> dist.ProcessGroup | None:
+        """Who together holds the gradient of a whole model once."""
+        if self._gradients.mains.sharded:
+            return self._communicators.get("control", tuple(range(self._where.world_size)))
+        return self._communicators.get("control", self._where.replica(self._where.dp_rank))
+
+    # ---------------------------------------------------------------- the verdict
+
+    def _sees_not_finite(self) -> bool:
+        """Whether this rank alone would leave the step out; reductions have ended."""
+        assert self._parts.watch is not None
+        last = self._gradients.stages.get(self._placement.num_stages - 1)
+        loss = self._parts.watch.loss
+        if last is not None and last.buffers:
+            lost = last.tainted
+        else:
+            # A last stage without weights has nothing that would tell other holders.
+            alone = self._where.dp == 1 and self._placement.weight_copies == 1
+            lost = alone and loss is not None and not bool(torch.isfinite(loss))
+        if lost:
+            return True
+        if self._loss_scale is not None or bool(torch.isfinite(self._norm.tensor())):
+            return False  # A scaler looks for infs itself, and lowers the scale.
+        # The sum of squares may overflow where no element does.
+        return not all_finite(self._gradients.reduced().values())
+
+    def leaves_out(self) -> bool:
+        """Whether a loss or gradient is not finite on any rank: nobody may update then.
+
+        Collective over the replica, with sharded weights over all processes. Replicas need no
+        other word: they hold the same sums of gradients.
+        """
+        group = self._update_group()
+        flag = torch.tensor(float(self._not_finite))
+        if group is not None:
+            self._parts.pulse.phase(Phase.REDUCING)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+            self._parts.pulse.phase(Phase.UPDATING)
+            self._flushed_at = self._parts.recorder.stamp()  # The update begins after that wait.
+        return bool(flag)
+
+    def findings(self) -> list[Finding]:
+        """What is not finite on this rank, for the message; after ``leaves_out``."""
+        assert self._parts.watch is not None
+        stages = self._weights.by_stage
+        reduced = self._gradients.reduced()
+        return self._parts.watch.findings(self._where, stages=stages, gradients=reduced)
+
+    # ---------------------------------------------------------------- the update
+
+    def end_step(self) -> None:
+        """The optimizer has updated this rank's stages, or nobody's: the STEPs have ended."""
+        recorder = self._parts.recorder
+        record = recorder.current
+        if record is not None:
+            row = record.program.ranks[self._where.pp_rank]
+            ended = recorder.stamp()
+            # One optimizer steps all stages of a rank at once: the first STEP carries its time.
+            started = self._flushed_at
+            for place, item in enumerate(row):
+                if item.kind is Kind.STEP:
+                    record.start[place], record.end[place] = started, ended
+                    started = ended
+            recorder.finish()
+        self._parts.pulse.phase(Phase.BETWEEN)

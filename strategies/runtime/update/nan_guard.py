@@ -1,0 +1,216 @@
+"""A step whose loss or gradient is not finite: seen by one rank, left out by all.
+
+Nothing here waits or communicates. While a step runs, every forward's output, every loss and every
+bucket before its reduction leave one number each, which stays on the device; they are looked at
+only when a step is left out, to name the place where it began. That a gradient is not finite shows
+in its norm, which every step takes of the reduced buckets anyway. A loss that is not finite travels
+to the other replicas as a NaN in the marks behind the last stage's gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from strategies.runtime.messages.mesh import Coordinates
+from strategies.runtime.update.grad_sync import StageGradients
+
+OnNan = Literal["stop", "skip", "ignore"]
+
+# What comes first in a step explains what comes later.
+_ORDER = ("weight", "output", "loss", "gradient", "norm")
+
+
+class NotFiniteStep(Exception):  # noqa: N818 - no error but the way out of an optimizer's closure
+    """All ranks raise it where the optimizer would have updated the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is not finite on one rank, and first there.
+
+    Attributes:
+        kind: ``weight``, ``output``, ``loss``, ``gradient`` or ``norm``.
+        value: ``nan`` or ``inf``.
+        rank: Global rank.
+        host: Where it runs.
+        where: Its coordinates.
+        stage: Global stage index.
+        microbatch: Of an output or a loss.
+        parameter: The module's own name of the first parameter concerned, in the order of the
+            backward; None if there is none.
+        count: Parameters of the rank that are concerned.
+        own: Whether it was there before gradients were added up over replicas.
+        position: Sorts findings of one kind by time.
+    """
+
+    kind: str
+    value: str
+    rank: int
+    host: str
+    where: Coordinates
+    stage: int
+    microbatch: int | None = None
+    parameter: str | None = None
+    count: int = 0
+    own: bool = True
+    position: int = 0
+
+    def sentence(self) -> str:
+        """Says what and where."""
+        where = self.where
+        place = f"stage {self.stage} on rank {self.rank} (pp {where.pp_rank}, dp {where.dp_rank}"
+        place += f", tp {where.tp_rank}, {self.host})" if where.tp > 1 else f", {self.host})"
+        if self.kind == "weight":
+            return f"the weight {self.parameter} of {place} was {self.value} before the step"
+        if self.kind == "gradient":
+            more = f" and {self.count - 1} more of that rank" if self.count > 1 else ""
+            return f"the gradient of {self.parameter}{more} is {self.value}: {place}"
+        if self.kind == "norm":
+            return f"the norm of the gradient overflows, although every element is finite: {place}"
+        thing = "loss" if self.kind == "loss" else "output"
+        text = (
+            f"the {thing} of microbatch {self.microbatch} is {self.value} in the forward: {place}"
+        )
+        if self.parameter is not None:
+            text += f"; the first gradient to show it there is that of {self.parameter}"
+        return text
+
+
+@dataclass
+class NanWatch:
+    """What one rank notes from the first forward after an update to the next.
+
+    Attributes:
+        loss: The sum of x - x over this rank's losses: 0, or NaN.
+    """
+
+    loss: Tensor | None = None
+    _outputs: list[tuple[int, int, Tensor]] = field(default_factory=list)
+    _losses: list[tuple[int, int, Tensor]] = field(default_factory=list)
+    _buckets: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Forgets the step before."""
+        self.loss = None
+        self._outputs.clear()
+        self._losses.clear()
+        self._buckets.clear()
+
+    def note_output(self, stage: int, microbatch: int, tensors: Iterable[Tensor]) -> None:
+        """Of a forward that other stages go on with."""
+        for tensor in tensors:
+            if tensor.is_floating_point() or tensor.is_complex():
+                self._outputs.append((stage, microbatch, _total(tensor)))
+
+    def note_loss(
+        self, stage: int, microbatch: int, loss: Tensor, gradients: StageGradients | None
+    ) -> None:
+        """Of a microbatch, as the user's step returned it."""
+        value = loss.detach().reshape(()).to(torch.float64)
+        self._losses.append((stage, microbatch, value))
+        nothing = value - value
+        self.loss = nothing if self.loss is None else self.loss + nothing
+        if gradients is not None:
+            gradients.taint(nothing)
+
+    def note_bucket(self, stage: int, bucket: int, parts: Sequence[Tensor]) -> None:
+        """Of this rank's own gradients, before others are added."""
+        self._buckets.extend((stage, _total(part)) for part in parts)
+
+    def findings(
+        self,
+        where: Coordinates,
+        *,
+        stages: Mapping[int, Mapping[str, Tensor]],
+        gradients: Mapping[str, Tensor],
+    ) -> list[Finding]:
+        """What is not finite on this rank; waits for the device.
+
+        Args:
+            where: This process.
+            stages: Stage -> name -> parameter, in the order of the forward.
+            gradients: Name -> what is left of its gradient after the reduction.
+        """
+        rank = where.global_rank(where.pp_rank, where.dp_rank, where.tp_rank)
+        host = socket.gethostname()
+        found: list[Finding] = []
+        for stage, named in stages.items():
+            bad = [name for name, weight in named.items() if _value(weight) is not None]
+            for name in bad[:1]:
+                was = _value(named[name]) or "nan"
+                found.append(Finding("weight", was, rank, host, where, stage, None, name,
+                                     len(bad), position=stage))  # fmt: skip
+        concerned = {
+            stage: [name for name in reversed(list(named)) if _value(gradients.get(name))]
+            for stage, named in stages.items()
+        }
+        total = sum(len(names) for names in concerned.values())
+        noted = [("output", entry) for entry in self._outputs]
+        for kind, (stage, microbatch, item) in noted + [("loss", entry) for entry in self._losses]:
+            value = _value(item)
+            if value is not None:
+                names = concerned.get(stage, [])
+                found.append(
+                    Finding(kind, value, rank, host, where, stage, microbatch,
+                            names[0] if names else None, len(names), position=stage)
+                )  # fmt: skip
+        for stage, names in concerned.items():
+            if names:
+                sums = [item for at, item in self._buckets if at == stage]
+                own = not sums or any(_value(item) is not None for item in sums)
+                value = _value(gradients[names[0]]) or "nan"
+                # Backwards go from the last stage to the first.
+                found.append(Finding("gradient", value, rank, host, where, stage, None, names[0],
+                                     total, own, position=-stage))  # fmt: skip
+        if not found:
+            first = next(iter(stages), 0)
+            found.append(Finding("norm", "inf", rank, host, where, first))
+        return found
+
+
+def first_finding(findings: Iterable[Finding]) -> Finding:
+    """The one that explains the others; the same on all ranks."""
+
+    def key(item: Finding) -> tuple[int, int, int, int, int]:
+        microbatch = item.microbatch or 0
+        # A gradient that came with the reduction is another replica's.
+        return (_ORDER.index(item.kind), not item.own, item.position, microbatch, item.rank)
+
+    return min(findings, key=key)
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every element is; waits for the device."""
+    return all(_value(tensor) is None for tensor in tensors)
+
+
+def _value(tensor: Tensor | None) -> str | None:
+    """``nan`` or ``inf`` if it has such an element."""
+    if tensor is None or tensor.is_meta:
+        return None
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.detach())
+    if not tensor.is_floating_point():
+        return None
+    total = float(tensor.detach().sum(dtype=torch.float64))
+    if math.isfinite(total):
+        return None
+    if bool(torch.isnan(tensor).any()):
+        return "nan"
+    return "inf" if bool(torch.isinf(tensor).any()) else None
+
+
+def _total(tensor: Tensor) -> Tensor:
+    """One number that is not finite if an element is not; left on the device."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return tensor.sum(dtype=wide)

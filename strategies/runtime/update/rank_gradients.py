@@ -1,0 +1,358 @@
+"""The gradients of all stages of a rank, and of weights that several stages use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from strategies.ir.placement import Placement
+from strategies.models.stage_model import StageModel
+from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
+from strategies.runtime.messages.mesh import Communicators, Coordinates, holders_of
+from strategies.runtime.update.grad_sync import Launched, Noted, StageGradients, main_dtype
+from strategies.runtime.update.main_weights import AllMainWeights, MainWeights, widened_piece
+from strategies.runtime.update.reduction import check_asynchronous
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """The gradient of a weight that several stages use; no stage's backward completes it."""
+
+    name: str
+    parameter: nn.Parameter
+    gradient: Tensor
+
+    @property
+    def widened(self) -> bool:
+        return self.gradient.dtype != self.parameter.dtype
+
+
+class RankGradients:
+    """Lays gradients out, keeps them out of Lightning's reach, and ends their reductions.
+
+    Attributes:
+        stages: By stage; empty until ``build``.
+        mains: What the optimizer updates.
+    """
+
+    def __init__(
+        self,
+        weights: OwnedWeights,
+        placement: Placement,
+        where: Coordinates,
+        communicators: Communicators,
+    ) -> None:
+        self._weights = weights
+        self._placement = placement
+        self._where = where
+        self._communicators = communicators
+        self.stages: dict[int, StageGradients] = {}
+        self.mains = AllMainWeights()
+        self._shared: list[_Shared] = []
+        self._hooks: list[Any] = []
+
+    def build(
+        self,
+        *,
+        buckets: int | tuple[int, ...],
+        sharded: bool,
+        wire: torch.dtype | None,
+        launched: Launched,
+        noted: Noted | None,
+    ) -> None:
+        """Lays out gradient buffers; parameters are on their device.
+
+        Args:
+            buckets: Per stage; 0 where nothing is reduced.
+            sharded: Whether each replica updates its share alone.
+            wire: Type in which gradients travel; None for that of their sum.
+            launched: Called with stage, bucket and work when a reduction starts.
+            noted: Called with stage, bucket and gradients before it does; None for nobody.
+        """
+        self.remove_hooks()
+        for old in self.stages.values():
+            old.detach()
+        for stage in self._weights.by_stage:
+            count = buckets if isinstance(buckets, int) else buckets[stage]
+            owners = self._where.replicas(self._placement.owners(stage))
+            self.stages[stage] = StageGradients.build(
+                stage,
+                self._weights.own_of(stage),
+                count=max(count, 1),
+                group=self._communicators.get("reduce", owners) if count else None,
+                launched=launched,
+                noted=noted,
+                sharded=sharded,
+                wire=wire,
+            )
+            mains = MainWeights.build(self.stages[stage])
+            if mains is not None:
+                self.mains.add_stage(mains)
+        self._shared = [
+            _Shared(name, p, torch.zeros_like(p, dtype=main_dtype(p.dtype)))
+            for name, p in self._weights.trained_shared().items()
+        ]
+        for shared in self._shared:
+            if shared.widened:
+                self.mains.add_shared(widened_piece(shared.parameter))
+        self.add_hooks()
+
+    def check_asynchronous(self, device: torch.device) -> None:
+        """Refuses reductions that wait inside their calls; collective, after ``build``.
+
+        Raises:
+            PlanError: They do.
+        """
+        asked = set()
+        for stage, gradients in sorted(self.stages.items()):
+            group = gradients.group
+            if group is not None and gradients.buffers and group not in asked:
+                asked.add(group)
+                members = self._where.replicas(self._placement.owners(stage))
+                check_asynchronous(group, members, gradients.start, device)
+
+    def add_hooks(self) -> None:
+        """Follows the parameters' gradients (again), after ``build``."""
+        for gradients in self.stages.values():
+            gradients.add_hooks()
+        if not self._hooks:
+            self._hooks = [_widen(s.parameter, s.gradient) for s in self._shared if s.widened]
+
+    def remove_hooks(self) -> None:
+        """Leaves the parameters alone, until ``add_hooks``.
+
+        Python's garbage collector cannot see through a parameter's hooks: left there, they would
+        keep the engine, its weights and its message thread for ever.
+        """
+        for gradients in self.stages.values():
+            gradients.remove_hooks()
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+
+    def attach(self, *, zero: bool) -> None:
+        """Puts gradients where autograd and optimizers look for them.
+
+        Args:
+            zero: Begin a new sum.
+        """
+        for gradients in self.stages.values():
+            gradients.attach(zero=zero)
+        for shared in self._shared:
+            if zero:
+                shared.gradient.zero_()
+            shared.parameter.grad = None if shared.widened else shared.gradient
+
+    def detach(self) -> None:
+        """Takes them away again; their values stay."""
+        for gradients in self.stages.values():
+            gradients.detach()
+        for shared in self._shared:
+            shared.parameter.grad = None
+            for piece in self.mains.pieces_of(shared.parameter) or ():
+                piece.main.grad = None
+
+    def finish(self) -> None:
+        """Ends this rank's reductions, those of weights that several stages use included."""
+        works: list[dist.Work] = []
+        for shared in self._shared:
+            group = self._communicators.get("reduce", self._weights.sharing(shared.name))
+            if group is not None:
+                work = dist.all_reduce(shared.gradient, group=group, async_op=True)
+                assert work is not None
+                works.append(work)
+        for gradients in self.stages.values():
+            gradients.wait()
+        for work in works:
+            work.wait()
+        for shared in self._shared:
+            for piece in self.mains.pieces_of(shared.parameter) or ():
+                piece.main.grad = shared.gradient
+
+    def add_up_partial(self, ranks: TensorRanks, model: StageModel) -> None:
+        """Sums the gradients of whole weights that each tensor-parallel rank used on its share."""
+        wanted = model.partial_parameters
+        if not wanted:
+            return
+        found: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+        for name, parameter in self._weights.named().items():
+            if name not in wanted:
+                continue
+            for updated in self.mains.updated_parameters((parameter,)):
+                gradient = updated.grad
+                if gradient is not None:
+                    kind = (gradient.dtype, gradient.device)
+                    found.setdefault(kind, {})[gradient.data_ptr()] = gradient
+        for gradients in found.values():
+            flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
+            ranks.sum_(flat)
+            sizes = [gradient.numel() for gradient in gradients.values()]
+            totals = torch.split(flat, sizes)
+            for gradient, total in zip(gradients.values(), totals, strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+    def reduced(self) -> dict[str, Tensor]:
+        """This rank's gradients by name; of sharded ones only the own share is summed up."""
+        names = {id(parameter): name for name, parameter in self._weights.named().items()}
+        found = {shared.name: shared.gradient for shared in self._shared}
+        for gradients in self.stages.values():
+            found |= {names[id(p)]: gradient for p, gradient in gradients.views()}
+        return found
+
+    def squared_norm(self, device: torch.device, shards: Callable[[str], bool]) -> Tensor:
+        """This rank's share of the squared norm; weights on several ranks count on the first.
+
+        Args:
+            device: Of the gradients.
+            shards: Whether a weight, by name, is cut between the tensor-parallel ranks.
+
+        Returns:
+            A float64 scalar, on that device still.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        where = self._where
+        counts = None
+        if where.tp_rank > 0:
+            # The first of the sharers counts what all of them have whole.
+            cut = {id(p) for name, p in self._weights.named().items() if shards(name)}
+
+            def counts(parameter: Tensor) -> bool:
+                return id(parameter) in cut
+
+        for stage, gradients in self.stages.items():
+            if gradients.sharded or self._placement.owners(stage)[0] == where.pp_rank:
+                total += gradients.squared_norm(counts)
+        # Replicas' sums are added only where each has a share.
+        first = not self.mains.sharded or where.dp_rank == 0
+        for shared in self._shared:
+            if counts is not None and not counts(shared.parameter):
+                continue
+            stage = self._weights.shared[shared.name][0]
+            if first and self._placement.owners(stage)[0] == where.pp_rank:
+                total += torch.linalg.vector_norm(shared.gradient).double().square()
+        return total
+
+
+def _widen(parameter: nn.Parameter, gradient: Tensor) -> Any:
+    """Lets a shared weight's gradients add up in a wider type, for a copy of it."""
+
+    def add(_: Tensor) -> None:
+        if parameter.grad is not None:
+            gradient.add_(parameter.grad)
+            parameter.grad = None
+
+    hooked: Any = parameter  # The hook's registration is untyped in torch.
+    return hooked.register_post_accumulate_grad_hook(add)
+
+
+# ----------------------------------------------------------------------------------- owned weights
+#
+# The parameters of this rank's stages: their names, and who else holds them.
+
+
+class OwnedWeights:
+    """Parameters by stage and name, once the model is cut.
+
+    Attributes:
+        by_stage: Of this rank's stages, under the names of the uncut module.
+        shared: Name of a weight that several stages use -> those stages, on all ranks alike.
+    """
+
+    def __init__(self, model: StageModel, placement: Placement, where: Coordinates) -> None:
+        self._placement = placement
+        self._where = where
+        self._model = model
+        self.shared = {name: stages for name, stages in model.shared_parameters()}
+        self.by_stage = {
+            stage: dict(model.stage_parameters(stage))
+            for stage in placement.stages_of(where.pp_rank)
+        }
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """By name; one that several of the rank's stages use has one entry."""
+        return {name: p for named in self.by_stage.values() for name, p in named.items()}
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        """Each parameter once."""
+        seen: set[int] = set()
+        for named in self.by_stage.values():
+            for parameter in named.values():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
+    def trained(self) -> tuple[bool, ...]:
+        """Which of them want a gradient, in a fixed order."""
+        return tuple(p.requires_grad for named in self.by_stage.values() for p in named.values())
+
+    def own_of(self, stage: int) -> list[nn.Parameter]:
+        """What is trained of a stage and of no other."""
+        named = self.by_stage[stage].items()
+        return [p for name, p in named if p.requires_grad and name not in self.shared]
+
+    def trained_shared(self) -> dict[str, nn.Parameter]:
+        """What is trained and used by several stages, by name in order: the same on all holders."""
+        named = self.named()
+        names = sorted(name for name in self.shared if name in named)
+        return {name: named[name] for name in names if named[name].requires_grad}
+
+    def sharing(self, name: str) -> tuple[int, ...]:
+        """Global ranks that hold a weight which several stages use."""
+        return holders_of(self.shared[name], self._placement, self._where)
+
+    def holders(self, *, share: bool) -> dict[str, tuple[int, ...]]:
+        """Global ranks that hold the same of a parameter and of its optimizer state.
+
+        Of a parameter that several stages share, only those of the first one: the others may hold
+        less of it, under fewer names.
+
+        Args:
+            share: Those that hold the same share of it, instead of the same whole.
+        """
+        where = self._where
+        sharers = (where.tp_rank,) if share else range(where.tp)
+
+        def ranks_of(stage: int) -> tuple[int, ...]:
+            owners = self._placement.owners(stage)
+            return tuple(rank for sharer in sharers for rank in where.replicas(owners, sharer))
+
+        found = {name: ranks_of(stage) for stage, named in self.by_stage.items() for name in named}
+        shared = {
+            name: ranks_of(min(stages)) for name, stages in self.shared.items() if name in found
+        }
+        return found | shared
+
+    def synchronise(self, communicators: Communicators, tensor_ranks: TensorRanks | None) -> None:
+        """Gives all copies of a weight the value of the first; collective.
+
+        Modules that nobody seeded start differently in every process. Call when parameters are on
+        their device.
+        """
+        if self._where.world_size == 1:
+            return
+
+        def broadcast(tensor: Tensor, members: tuple[int, ...]) -> None:
+            group = communicators.get("reduce", members)
+            if group is not None:
+                dist.broadcast(tensor.detach(), src=members[0], group=group)
+
+        done = set(self.shared)
+        for stage, named in self.by_stage.items():
+            owners = self._where.replicas(self._placement.owners(stage))
+            for name, parameter in named.items():
+                if name not in done:
+                    done.add(name)
+                    broadcast(parameter, owners)
+        named = self.named()
+        for name in sorted(self.shared):
+            if name in named:
+                broadcast(named[name], self.sharing(name))
+        if tensor_ranks is not None:
+            for name, parameter in named.items():
+                if name not in self._model.shards:
+                    tensor_ranks.broadcast_(parameter.detach())

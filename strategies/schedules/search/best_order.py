@@ -1,0 +1,232 @@
+"""Chooses an order for given costs: the regular one and many generated ones, timed; the best wins.
+
+Regular orders are made for F = I = W without latency, where most of them are as fast as any order
+can be. Elsewhere an order that is generated for the costs is often faster in the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import product
+
+from strategies.ir.placement import Placement
+from strategies.schedules.schedule import Durations, Rows
+from strategies.schedules.search.greedy import Guide, Policy, walk
+from strategies.schedules.search.lanes import (
+    F,
+    I,
+    Lanes,
+    Replay,
+    StepRows,
+    lanes_of,
+    next_of,
+    replay,
+)
+
+Recipe = Callable[[Lanes, Durations], Policy]
+Goal = Callable[[Replay], tuple[float, float]]
+
+# As ``Policy.spare``: forwards never fill idle time, because no cap leaves so much free.
+NEVER = 1_000_000
+
+# A search may walk this many instructions, well under a second's worth; a policy's rank among the
+# others hardly depends on M, so all are tried on 3P microbatches and the best on M.
+_BUDGET = 250_000
+_TRIAL_ROUNDS = 3
+_FINALISTS = 3
+
+
+def by_makespan(times: Replay) -> tuple[float, float]:
+    """Makespan first, then period."""
+    return times.makespan, times.period
+
+
+def by_period(times: Replay) -> tuple[float, float]:
+    """Period first, then makespan: for schedules whose gain is that no rank idles in its step."""
+    return times.period, times.makespan
+
+
+def equal_durations(placement: Placement) -> Durations:
+    """F = I = W = 1 on every stage, messages take no time."""
+    ones = (1.0,) * placement.num_stages
+    return Durations(ones, ones, ones)
+
+
+def best_order(
+    placement: Placement,
+    num_microbatches: int,
+    durations: Durations,
+    *,
+    caps: tuple[int, ...],
+    regular: Callable[[int], Rows],
+    recipes: tuple[Recipe, ...],
+    goal: Goal,
+) -> Rows:
+    """The regular order, or a generated one that is better by the goal and keeps the caps.
+
+    Args:
+        placement: Stages to ranks.
+        num_microbatches: M.
+        durations: Per stage.
+        caps: Per rank, (stage, microbatch) pairs it may hold; the regular order keeps them.
+        regular: M -> the order to beat.
+        recipes: What to generate orders with, the most promising first; those that follow the
+            regular order are added.
+        goal: What is to be small.
+    """
+    lanes = lanes_of(placement, num_microbatches)
+    steps = lanes.steps(regular(num_microbatches))
+    recipes = (*_following(placement, regular), *recipes)
+    orders = [steps, *_finalists(placement, lanes, durations, caps, recipes, goal)]
+    return lanes.rows(_best(orders, lanes, durations, goal))
+
+
+def generated_order(
+    placement: Placement,
+    num_microbatches: int,
+    durations: Durations,
+    *,
+    caps: tuple[int, ...],
+    recipes: tuple[Recipe, ...],
+    goal: Goal,
+) -> Rows:
+    """The best order of the recipes; arguments as for ``best_order``."""
+    lanes = lanes_of(placement, num_microbatches)
+    orders = _finalists(placement, lanes, durations, caps, recipes, goal)
+    return lanes.rows(_best(orders, lanes, durations, goal))
+
+
+def blocks(
+    hops: Iterable[tuple[float, ...]],
+    *,
+    turns: Iterable[float],
+    spares: Iterable[int],
+    patiences: Iterable[float],
+) -> tuple[Recipe, ...]:
+    """A recipe for every combination, those of the first hops first."""
+
+    def recipe(hops: tuple[float, ...], turn: float, spare: int, patience: float) -> Recipe:
+        def make(lanes: Lanes, durations: Durations) -> Policy:
+            return Policy(repeat(Block(hops, turn), lanes, durations), spare, patience)
+
+        return make
+
+    return tuple(recipe(*choice) for choice in product(hops, turns, spares, patiences))
+
+
+def _following(placement: Placement, regular: Callable[[int], Rows]) -> list[Recipe]:
+    """Recipes for the regular order of F and I, by its times under equal costs, W where idle."""
+    guides: dict[int, Guide] = {}
+
+    def guide(lanes: Lanes) -> Guide:
+        if lanes.num_microbatches not in guides:
+            steps = lanes.steps(regular(lanes.num_microbatches))
+            times = replay(lanes, equal_durations(placement), steps)
+            guides[lanes.num_microbatches] = Guide(times.forward, times.backward)
+        return guides[lanes.num_microbatches]
+
+    def recipe(spare: int, patience: float) -> Recipe:
+        def make(lanes: Lanes, durations: Durations) -> Policy:
+            return Policy(guide(lanes), spare, patience)
+
+        return make
+
+    return [recipe(*choice) for choice in product((0, 2, NEVER), (0.0, 0.5, 1.0))]
+
+
+def _finalists(
+    placement: Placement,
+    lanes: Lanes,
+    durations: Durations,
+    caps: tuple[int, ...],
+    recipes: tuple[Recipe, ...],
+    goal: Goal,
+) -> list[StepRows]:
+    trial = min(lanes.num_microbatches, _TRIAL_ROUNDS * placement.num_ranks)
+    short = lanes_of(placement, trial)
+    left = _BUDGET - 3 * sum(lanes.size) * _FINALISTS
+    affordable = max(_FINALISTS, left // (3 * sum(short.size)))
+
+    def walked(recipe: Recipe, lanes: Lanes) -> StepRows:
+        return walk(lanes, durations, caps=caps, policy=recipe(lanes, durations))
+
+    tried = [
+        (_rounded(goal(replay(short, durations, walked(recipe, short))), durations), number)
+        for number, recipe in enumerate(recipes[:affordable])
+    ]
+    return [walked(recipes[number], lanes) for _, number in sorted(tried)[:_FINALISTS]]
+
+
+def _best(orders: list[StepRows], lanes: Lanes, durations: Durations, goal: Goal) -> StepRows:
+    """The first of the best ones."""
+    return min(orders, key=lambda o: _rounded(goal(replay(lanes, durations, o)), durations))
+
+
+def _rounded(figures: tuple[float, float], durations: Durations) -> tuple[float, float]:
+    """So that sums which differ by rounding only are equal."""
+    unit = max(durations.forward)
+    first, second = (round(figure / unit, 7) for figure in figures)
+    return first, second
+
+
+# ---------------------------------------------------------------------------------- building block
+#
+# Guides made of one microbatch's times, repeated once per period.
+#
+# Qi et al., 2024, "Pipeline Parallelism with Controllable Memory",
+# https://arxiv.org/abs/2405.15362: how long a microbatch stays on a rank, counted in periods, is
+# what the rank must hold.
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """How fast a microbatch travels; a slot is the period over 3V, which is F where F = I = W.
+
+    Attributes:
+        hops: Slots from one rank to the next, per row of stages: the F of each row, then the I from
+            the last row to the first. A hop never takes less than what is run and sent.
+        turn: Slots that pass between the last forward and the first backward.
+    """
+
+    hops: tuple[float, ...]
+    turn: float = 0.0
+
+
+def repeat(block: Block, lanes: Lanes, durations: Durations) -> Guide:
+    """The guide by which one microbatch enters per period, the work of the slowest rank.
+
+    Args:
+        block: Of as many rows as a rank has stages.
+        lanes: Of a placement with one weight copy.
+        durations: Per stage.
+    """
+    assert lanes.num_copies == 1
+    num_ranks = len(lanes.of_rank)
+    num_rows = lanes.num_stages // num_ranks
+    work = zip(durations.forward, durations.backward_input, durations.backward_weight, strict=True)
+    of_stage = [sum(parts) for parts in work]
+    period = max(sum(of_stage[stage] for stage in own) for own in lanes.of_rank)
+    slot = period / (3 * num_rows)
+    took = (durations.forward, durations.backward_input)
+    offsets = ([0.0] * lanes.num_stages, [0.0] * lanes.num_stages)
+    kind, lane, time = F, 0, 0.0
+    while lane >= 0:
+        offsets[kind][lane] = time
+        target, direction = next_of(lanes, kind, lane)
+        crosses = target >= 0 and lanes.rank[target] != lanes.rank[lane]
+        hop = took[kind][lane] + (durations.latency if crosses else 0.0)
+        row = lane // num_ranks
+        if direction != kind:
+            hop += block.turn * slot
+        elif target // num_ranks == row:
+            hop = max(hop, slot * block.hops[row if kind == F else 2 * num_rows - 1 - row])
+        kind, lane, time = direction, target, time + hop
+    forward, backward = (
+        tuple(
+            tuple(offset + index * period for index in range(size))
+            for offset, size in zip(offsets[kind], lanes.size, strict=True)
+        )
+        for kind in (F, I)
+    )
+    return Guide(forward, backward)

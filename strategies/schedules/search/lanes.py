@@ -1,0 +1,171 @@
+"""A placement as lanes, the form in which orders are generated and timed.
+
+A lane is one stage of one weight copy: it lies on one rank, and its microbatches run in ascending
+order. Numbers instead of instructions, because a search times hundreds of orders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.placement import Placement
+from strategies.schedules.schedule import Durations, Rows
+
+F, I, W = range(3)  # noqa: E741
+_KINDS = (Kind.F, Kind.I, Kind.W)
+
+Step = tuple[int, int, int]  # F, I or W; lane; how many of that kind the lane has run before
+StepRows = list[list[Step]]
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Lanes of one placement and number of microbatches, in the order a microbatch crosses them.
+
+    Attributes:
+        rank: Rank of each lane.
+        stage: Stage of each lane.
+        size: Microbatches that run on each lane.
+        of_rank: Lanes of each rank, lowest stage first.
+        num_stages: S; the lanes of weight copy c are c * S to c * S + S - 1.
+        num_copies: 2 in a bidirectional placement, else 1.
+    """
+
+    rank: tuple[int, ...]
+    stage: tuple[int, ...]
+    size: tuple[int, ...]
+    of_rank: tuple[tuple[int, ...], ...]
+    num_stages: int
+    num_copies: int
+
+    @property
+    def num_microbatches(self) -> int:
+        """M."""
+        return sum(self.size[:: self.num_stages])
+
+    def rows(self, steps: StepRows) -> Rows:
+        """The instructions of an order."""
+        return tuple(tuple(self._instruction(*step) for step in row) for row in steps)
+
+    def _instruction(self, kind: int, lane: int, index: int) -> Instruction:
+        microbatch = index * self.num_copies + lane // self.num_stages
+        return Instruction(_KINDS[kind], self.stage[lane], microbatch)
+
+    def steps(self, rows: Rows) -> StepRows:
+        """An order of F, I and W whose microbatches ascend on every lane."""
+        encoded: StepRows = []
+        for row in rows:
+            encoded.append([])
+            for item in row:
+                assert item.microbatch is not None
+                index, copy = divmod(item.microbatch, self.num_copies)
+                lane = copy * self.num_stages + item.stage
+                encoded[-1].append((_KINDS.index(item.kind), lane, index))
+        return encoded
+
+
+def lanes_of(placement: Placement, num_microbatches: int) -> Lanes:
+    """The lanes of a placement."""
+    rank = tuple(rank for copy in placement.copies for rank in copy)
+    stage = tuple(range(placement.num_stages)) * placement.weight_copies
+    copies = placement.weight_copies
+    size = tuple(
+        len(range(lane // placement.num_stages, num_microbatches, copies))
+        for lane in range(len(rank))
+    )
+    of_rank = tuple(
+        tuple(
+            sorted((lane for lane, owner in enumerate(rank) if owner == r), key=lambda n: stage[n])
+        )
+        for r in range(placement.num_ranks)
+    )
+    return Lanes(rank, stage, size, of_rank, placement.num_stages, copies)
+
+
+# ------------------------------------------------------------------------------------------ replay
+#
+# When the instructions of an order run under given durations: what a search compares orders by.
+#
+# The same model as the simulator's (a message takes its latency and no more, sends are buffered),
+# without messages, reductions or optimizer steps, and for split backwards only, so that it takes a
+# millisecond.
+
+
+_UNKNOWN = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Times of an order, in the unit of the durations.
+
+    Attributes:
+        makespan: First start to last end.
+        period: Max over ranks of (end - start).
+        forward: When each F began, per lane and index.
+        backward: When each I began, per lane and index.
+    """
+
+    makespan: float
+    period: float
+    forward: tuple[tuple[float, ...], ...]
+    backward: tuple[tuple[float, ...], ...]
+
+
+def replay(lanes: Lanes, durations: Durations, rows: StepRows) -> Replay:
+    """Runs the lists of all ranks, each instruction as early as it can."""
+    parts = (durations.forward, durations.backward_input, durations.backward_weight)
+    took = [[part[stage] for stage in lanes.stage] for part in parts]
+    goes_to = [[next_of(lanes, kind, lane) for lane in range(len(lanes.rank))] for kind in (F, I)]
+    # When the input of the next instruction is there, per kind, lane and index; then its start.
+    times = [[[_UNKNOWN] * n for n in lanes.size] for _ in (F, I)]
+    for lane, stage in enumerate(lanes.stage):
+        if stage == 0:
+            times[F][lane] = [0.0] * lanes.size[lane]
+    position = [0] * len(rows)
+    now = [0.0] * len(rows)
+    first = [_UNKNOWN] * len(rows)
+    ready = list(range(len(rows)))
+    while ready:
+        rank = ready.pop()
+        row, place, time = rows[rank], position[rank], now[rank]
+        while place < len(row):
+            kind, lane, index = row[place]
+            if kind == W:
+                time += took[W][lane]
+                place += 1
+                continue
+            there = times[kind][lane][index]
+            if there < 0.0:
+                break
+            if there > time:
+                time = there
+            times[kind][lane][index] = time
+            if place == 0:
+                first[rank] = time
+            time += took[kind][lane]
+            place += 1
+            target, direction = goes_to[kind][lane]
+            if target >= 0:
+                if lanes.rank[target] == rank:
+                    times[direction][target][index] = time
+                else:
+                    times[direction][target][index] = time + durations.latency
+                    ready.append(lanes.rank[target])
+        position[rank], now[rank] = place, time
+    assert all(place == len(row) for place, row in zip(position, rows, strict=True))
+    return Replay(
+        max(now),
+        max(end - start for start, end in zip(first, now, strict=True)),
+        tuple(map(tuple, times[F])),
+        tuple(map(tuple, times[I])),
+    )
+
+
+def next_of(lanes: Lanes, kind: int, lane: int) -> tuple[int, int]:
+    """(lane, F or I) that takes up what an F or I has made; lane -1 after the first stage's I."""
+    if kind == I:
+        return (lane - 1 if lanes.stage[lane] else -1), I
+    if lanes.stage[lane] + 1 < lanes.num_stages:
+        return lane + 1, F
+    return lane, I

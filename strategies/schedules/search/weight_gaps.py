@@ -1,0 +1,223 @@
+"""Puts weight gradients into the time in which a rank waits: a list scheduler for W alone.
+
+Nobody waits for a W but the optimizer, so it may run at any time after its I. Everything else keeps
+its order on each rank, which is why no choice made here can deadlock: a rank that cannot go on has
+run all its Ws, and then stands where the program with each W right behind its I stands too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import pairwise
+
+from strategies.ir.graph import Graph
+from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.program import Program
+from strategies.schedules.schedule import Durations
+
+# A gap is filled if its W ends at most this share of its duration too late.
+_OVERHANGS = (0.0, 0.5, 1.0)
+
+
+def fill_gaps(program: Program, durations: Durations) -> Program:
+    """Moves Ws into idle time; all else keeps its order on each rank.
+
+    Never slower than the given program. Each rank holds at most what the fullest rank of the given
+    program holds in (stage, microbatch) pairs; more than it held itself only where that is faster.
+
+    Args:
+        program: Not lowered, without updates, with memory that suffices if each W directly follows
+            its I.
+        durations: What the instructions take.
+    """
+    assert not program.lowered
+    best, least = program, makespan(program, durations)
+    tolerance = 1e-9 * least
+    peaks = [max(_held(program, rank)) for rank in range(len(program.ranks))]
+    for limits in (peaks, [max(peaks)] * len(peaks)):
+        for overhang in _OVERHANGS:
+            filler = _Filler(program, durations, limits, overhang)
+            rows, ended = filler.run()
+            if ended < least - tolerance:
+                best, least = program.with_ranks(rows), ended
+    return best
+
+
+def _takes(item: Instruction) -> int:
+    """(stage, microbatch) pairs that are held from the start of ``item`` on."""
+    return sum(part.kind is Kind.F for part in item.parts)
+
+
+def _frees(item: Instruction) -> int:
+    return sum(part.kind is Kind.B or part.kind is Kind.W for part in item.parts)
+
+
+def _held(program: Program, rank: int) -> list[int]:
+    """Pairs held at the entry and during each instruction of a rank."""
+    held = _carried(program, rank)
+    result = [held]
+    for item in program.ranks[rank]:
+        held += _takes(item)
+        result.append(held)
+        held -= _frees(item)
+    return result
+
+
+def _carried(program: Program, rank: int) -> int:
+    rank_of = program.placement.rank_of
+    return sum(rank_of(*pair) == rank for pair in program.entry.in_flight)
+
+
+class _Filler:
+    """One run of the list scheduler: all ranks' clocks and what each has still to do."""
+
+    def __init__(
+        self, program: Program, durations: Durations, limits: Sequence[int], overhang: float
+    ) -> None:
+        graph = program.graph
+        self._graph = graph
+        self._limits = limits
+        self._overhang = overhang
+        self._duration = [duration(item, durations) for item in graph.nodes]
+        # Sums of durations round; what is this close is there.
+        self._tolerance = 1e-9 * max(self._duration, default=0.0)
+        self._arrivals = [arrivals(graph, node, durations) for node in range(len(graph.nodes))]
+        spans = list(pairwise(graph.offsets))
+        self._fixed = [
+            deque(node for node in range(*span) if graph.nodes[node].kind is not Kind.W)
+            for span in spans
+        ]
+        self._weights = {
+            graph.needs[node][0]: node
+            for node, item in enumerate(graph.nodes)
+            if item.kind is Kind.W
+        }
+        self._pending: list[deque[int]] = [deque() for _ in spans]
+        self._held = [_carried(program, rank) for rank in range(len(spans))]
+        self._free = [0.0] * len(spans)
+        self._end: dict[int, float] = {}
+        self._rows: list[list[Instruction]] = [[] for _ in spans]
+        self._waiting: dict[int, list[int]] = {}
+        self._wakes: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(spans))]
+
+    def run(self) -> tuple[tuple[tuple[Instruction, ...], ...], float]:
+        """The new lists and when the last instruction ends."""
+        while self._wakes:
+            now = self._wakes[0][0]
+            woken = set()
+            while self._wakes and self._wakes[0][0] <= now:
+                woken.add(heappop(self._wakes)[1])
+            # First everything whose turn it is, so that all that is known now is known to those
+            # that look for a gap.
+            idle = [
+                rank
+                for rank in sorted(woken)
+                if self._free[rank] <= now and not self._advance(rank, now)
+            ]
+            for rank in idle:
+                self._fill(rank, now)
+        assert not any(self._fixed) and not any(self._pending)
+        return tuple(map(tuple, self._rows)), max(self._free)
+
+    def _advance(self, rank: int, now: float) -> bool:
+        """Starts the rank's next instruction if that can start."""
+        if not self._fixed[rank]:
+            return False
+        node = self._fixed[rank][0]
+        if not self._fits(rank, node) or self._ready(node) > now + self._tolerance:
+            return False
+        self._fixed[rank].popleft()
+        self._start(rank, node, max(now, self._ready(node)))
+        return True
+
+    def _fill(self, rank: int, now: float) -> None:
+        """Starts a W, or arranges to be woken when the next instruction can start."""
+        ready = float("inf")
+        if self._fixed[rank] and self._fits(rank, self._fixed[rank][0]):
+            ready = self._ready(self._fixed[rank][0])
+        if self._pending[rank]:
+            weight = self._pending[rank][0]
+            inside = (1.0 - self._overhang) * self._duration[weight]
+            if now + inside <= ready + self._tolerance:
+                self._pending[rank].popleft()
+                self._start(rank, weight, now)
+                return
+        if ready < float("inf"):
+            heappush(self._wakes, (ready, rank))
+        elif self._fixed[rank]:
+            missing = [n for n, _ in self._arrivals[self._fixed[rank][0]] if n not in self._end]
+            self._waiting.setdefault(missing[0], []).append(rank)
+
+    def _fits(self, rank: int, node: int) -> bool:
+        return self._held[rank] + _takes(self._graph.nodes[node]) <= self._limits[rank]
+
+    def _ready(self, node: int) -> float:
+        """When all that ``node`` needs is there, as far as that has started."""
+        unknown = float("inf")
+        return max(
+            (self._end.get(need, unknown) + hop for need, hop in self._arrivals[node]),
+            default=0.0,
+        )
+
+    def _start(self, rank: int, node: int, now: float) -> None:
+        item = self._graph.nodes[node]
+        end = self._free[rank] = self._end[node] = now + self._duration[node]
+        self._rows[rank].append(item)
+        # The rank looks again when this ends; what it frees counts from then on.
+        self._held[rank] += _takes(item) - _frees(item)
+        if node in self._weights:
+            self._pending[rank].append(self._weights[node])
+        heappush(self._wakes, (end, rank))
+        for other in self._waiting.pop(node, ()):
+            heappush(self._wakes, (now, other))
+
+
+# ------------------------------------------------------------------------------------------- clock
+#
+# When the instructions of a program without messages end: what generators compare programs by.
+#
+# The simulator's model, for programs that are not lowered: lists in order, a message leaves when
+# its value is there and arrives ``latency`` later. Knows any program; ``lanes.py`` is for split
+# orders that a search makes by the thousand.
+
+
+def makespan(program: Program, durations: Durations) -> float:
+    """When the last instruction of a program without messages and updates ends."""
+    graph = program.graph
+    end = [0.0] * len(graph.nodes)
+    free = [0.0] * len(program.ranks)
+    for node in graph.order:
+        rank = graph.rank[node]
+        there = (end[need] + hop for need, hop in arrivals(graph, node, durations))
+        end[node] = max([free[rank], *there]) + duration(graph.nodes[node], durations)
+        free[rank] = end[node]
+    return max(free)
+
+
+def duration(item: Instruction, durations: Durations) -> float:
+    """How long an F B I W R or fused pair occupies its rank; R takes as long as F."""
+    total = 0.0
+    for part in item.parts:
+        stage = part.stage
+        if part.kind is Kind.F or part.kind is Kind.R:
+            total += durations.forward[stage]
+        if part.kind is Kind.I or part.kind is Kind.B:
+            total += durations.backward_input[stage]
+        if part.kind is Kind.W or part.kind is Kind.B:
+            total += durations.backward_weight[stage]
+    return total
+
+
+def arrivals(graph: Graph, node: int, durations: Durations) -> list[tuple[int, float]]:
+    """(node that must have ended, time until that is known here); ``after`` edges take no time."""
+    needs = graph.needs[node]
+    data = len(needs) - len(graph.nodes[node].after)  # Edges stand last.
+    return [
+        (
+            need,
+            durations.latency if place < data and graph.rank[need] != graph.rank[node] else 0.0,
+        )
+        for place, need in enumerate(needs)
+    ]

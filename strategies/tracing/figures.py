@@ -1,0 +1,355 @@
+"""One call of a layer or an operation, run on fake tensors: FLOPs, and what autograd keeps.
+
+Layers whose Python code looks at values cannot run on fakes; they run once on made-up ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from strategies.errors import ModelError
+from strategies.models.flops import FlopCount
+from strategies.models.nested import leaves, rebuild, tensors
+from strategies.models.replay.gate import KeptObjects
+from strategies.models.replay.hole import Spec
+
+_MOST_MADE_UP = 2_000_000_000  # bytes
+# Parts of the names of attributes that number a layer and decide nothing else.
+_NUMBERS = ("idx", "index", "layer_id", "name")
+
+
+class Slot:
+    """Place of a tensor in the arguments of a call: what is known of it, and which value it is."""
+
+    # No dataclass: containers are searched for places, and dataclasses are containers.
+    __slots__ = ("key", "parameter", "spec")
+
+    def __init__(self, spec: Spec, key: Hashable, *, parameter: bool = False) -> None:
+        self.spec = spec
+        self.key = key
+        self.parameter = parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A storage that the call keeps for its backward.
+
+    Attributes:
+        origin: ``input`` or ``output`` of the call, or ``own``.
+        index: Which of them.
+        num_bytes: Its size.
+    """
+
+    origin: str
+    index: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one call takes.
+
+    Attributes:
+        forward_flops: Of the call.
+        input_flops: Of its backward, for the gradients of its inputs.
+        weight_flops: For those of its parameters.
+        kept: What autograd keeps; parameters, buffers and the batch do not count.
+        outputs: The tensors of its result.
+        unknown: Operations without a formula.
+    """
+
+    forward_flops: float
+    input_flops: float
+    weight_flops: float
+    kept: tuple[Kept, ...]
+    outputs: tuple[Spec, ...]
+    unknown: tuple[str, ...]
+
+
+class Tracer:
+    """Traces calls; equal ones once.
+
+    Args:
+        autocast: The types in which steps run.
+    """
+
+    def __init__(self, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self._autocast = autocast
+        self._known: dict[Hashable, Figures] = {}
+
+    def layer(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Figures:
+        """A call of a module.
+
+        Args:
+            name: Its name, for messages.
+            module: It may have weights on the meta device.
+            args: With slots in place of tensors that come from other layers.
+            kwargs: The same.
+
+        Raises:
+            ModelError: It can be run neither on fakes nor on made-up values.
+        """
+        key = ("layer", structure(module), described((args, kwargs)))
+        if key not in self._known:
+
+            def call(a: Any, k: Any) -> Any:
+                return module(*a, **k)
+
+            self._known[key] = self._traced(name, call, args, kwargs, module)
+        return self._known[key]
+
+    def operation(
+        self,
+        name: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: nn.Module | None = None,
+    ) -> Figures:
+        """A call of a function; ``module`` is one whose parameters it may use by itself."""
+        return self._traced(name, lambda a, k: func(*a, **k), args, kwargs, module)
+
+    def _traced(
+        self,
+        name: str,
+        call: Callable[[Any, Any], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: nn.Module | None,
+    ) -> Figures:
+        count = FlopCount()
+        objects = KeptObjects((args, kwargs), depth=10)
+        try:
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            return self._run(call, args, kwargs, module, count, fake)
+        except Exception as error:
+            reason, first = " ".join(str(error).split())[:200], count.last
+            needed = sum(p.numel() * p.element_size() for p in module.parameters()) if module else 0
+            if needed > _MOST_MADE_UP:
+                raise _untraceable(name, first, error, reason) from error
+            objects.restore()
+            try:
+                return self._run(call, args, kwargs, module, FlopCount(), None)
+            except Exception:
+                raise _untraceable(name, first, error, reason) from error
+        finally:
+            objects.restore()
+
+    def _run(
+        self,
+        call: Callable[[Any, Any], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: nn.Module | None,
+        count: FlopCount,
+        fake: FakeTensorMode | None,
+    ) -> Figures:
+        made: dict[int, Tensor] = {}
+        inputs: list[Tensor] = []
+        own: list[Tensor] = []
+        # Storages of arguments: a slot's number, or None for what is not counted.
+        known: dict[int, tuple[Tensor, int | None]] = {}
+        places: dict[Hashable, int] = {}
+        with (
+            torch.enable_grad(),
+            self._autocast(),
+            torch.random.fork_rng(devices=[]),
+            fake or nullcontext(),
+            _own_weights(module, fake, own),
+        ):
+
+            def give(leaf: Any) -> Any:
+                if isinstance(leaf, Slot):
+                    if id(leaf) not in made:
+                        tensor = _made(leaf.spec, fake)
+                        if leaf.spec.requires_grad:
+                            tensor.requires_grad_()
+                            (own if leaf.parameter else inputs).append(tensor)
+                            if not leaf.parameter:
+                                # Written to in place, perhaps: no leaf.
+                                tensor = tensor.clone()
+                        number = (
+                            None if leaf.parameter else places.setdefault(leaf.key, len(places))
+                        )
+                        known[_storage(tensor)] = (tensor, number)
+                        made[id(leaf)] = tensor
+                    return made[id(leaf)]
+                if isinstance(leaf, Tensor):
+                    tensor = leaf if fake is None else fake.from_tensor(leaf)
+                    known[_storage(tensor)] = (tensor, None)
+                    return tensor
+                return leaf
+
+            given = rebuild((args, kwargs), give)
+            for tensor in own:
+                known[_storage(tensor)] = (tensor, None)
+            for buffer in module.buffers() if module is not None else ():
+                known[_storage(buffer)] = (buffer, None)
+            saved: dict[int, Tensor] = {}
+
+            def pack(tensor: Tensor) -> Tensor:
+                saved.setdefault(_storage(tensor), tensor)
+                return tensor
+
+            with count:
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    result = call(*given)
+                forward = count.flops
+                results = list(tensors(result))
+                roots = [t for t in results if t.requires_grad]
+                both, weights = _backward(count, roots, inputs, own)
+            outputs = {_storage(t): i for i, t in enumerate(results)}
+            kept = tuple(_kept(s, tensor, known, outputs) for s, tensor in saved.items())
+        return Figures(
+            forward,
+            both - weights,
+            weights,
+            tuple(entry for entry in kept if entry is not None),
+            tuple(_plain(Spec.of(t)) for t in results),
+            tuple(sorted(count.unknown)),
+        )
+
+
+def _backward(
+    count: FlopCount, roots: list[Tensor], inputs: list[Tensor], own: list[Tensor]
+) -> tuple[float, float]:
+    """FLOPs of the whole backward, and of those the ones for weights alone."""
+    if not roots or not (inputs or own):
+        return 0.0, 0.0
+
+    def flops(wanted: list[Tensor]) -> float:
+        before = count.flops
+        ones = [torch.ones_like(root) for root in roots]
+        torch.autograd.grad(roots, wanted, ones, retain_graph=True, allow_unused=True)
+        return count.flops - before
+
+    both = flops([*inputs, *own])
+    return both, max(0.0, both - (flops(inputs) if inputs else 0.0))
+
+
+def _kept(
+    storage: int,
+    tensor: Tensor,
+    known: dict[int, tuple[Tensor, int | None]],
+    outputs: dict[int, int],
+) -> Kept | None:
+    size = tensor.untyped_storage().nbytes()
+    if storage in known:
+        number = known[storage][1]
+        return None if number is None else Kept("input", number, size)
+    if storage in outputs:
+        return Kept("output", outputs[storage], size)
+    return Kept("own", 0, size)
+
+
+def _untraceable(name: str, operation: str, error: Exception, reason: str) -> ModelError:
+    return ModelError(
+        f"{name}: {operation} cannot be traced ({type(error).__name__}: {reason}). A trace runs "
+        "layers on shapes alone. Keep values out of Python code (no item(), numpy() or if on a "
+        "tensor's content), or choose pp= and schedule= by hand with plan=manual."
+    )
+
+
+def _made(spec: Spec, fake: FakeTensorMode | None) -> Tensor:
+    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
+    if fake is None:
+        with torch.no_grad():
+            return tensor.normal_(std=0.1) if spec.dtype.is_floating_point else tensor.zero_()
+    return tensor
+
+
+@contextlib.contextmanager
+def _own_weights(
+    module: nn.Module | None, fake: FakeTensorMode | None, own: list[Tensor]
+) -> Iterator[None]:
+    """Parameters and buffers of a module as fakes, or as made-up values where they have none."""
+    if module is None:
+        yield
+        return
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    known: dict[int, Any] = {}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            parameter = isinstance(tensor, nn.Parameter)
+            if fake is None and not tensor.is_meta:
+                made = tensor.detach().clone()
+            else:
+                made = _made(Spec.of(tensor.detach()), fake)
+            if parameter:
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                if tensor.requires_grad:
+                    own.append(made)
+            known[id(tensor)] = made
+        found: Tensor = known[id(tensor)]
+        return found
+
+    try:
+        for child in module.modules():
+            tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+            for table in tables:
+                for name, value in list(table.items()):
+                    if isinstance(value, Tensor):
+                        replaced.append((table, name, value))
+                        table[name] = stand_in(value)
+            if isinstance(child, nn.RNNBase):
+                replaced.append((child.__dict__, "_flat_weights", child._flat_weights))
+                child._flat_weights = [getattr(child, n) for n in child._flat_weights_names]
+        yield
+    finally:
+        for table, name, value in reversed(replaced):
+            table[name] = value
+
+
+def structure(module: nn.Module) -> Hashable:
+    """Equal for modules that take equally much: types, sizes and settings, but no numbers."""
+    found = []
+    for name, child in module.named_modules():
+        settings = tuple(
+            (key, value)
+            for key, value in sorted(vars(child).items())
+            if isinstance(value, bool | int | float | str | type(None))
+            and not any(part in key for part in _NUMBERS)
+        )
+        held = tuple(
+            (key, tuple(t.shape), str(t.dtype), t.requires_grad)
+            for table in (child._parameters, child._buffers)
+            for key, t in table.items()
+            if t is not None
+        )
+        found.append((name, type(child), settings, held))
+    return tuple(found)
+
+
+def described(value: Any) -> Hashable:
+    """Equal for arguments of equal shapes."""
+    found: list[Hashable] = []
+    for leaf in leaves(value):
+        if isinstance(leaf, Slot):
+            found.append(leaf.spec)
+        elif isinstance(leaf, Tensor):
+            found.append(Spec.of(leaf))
+        elif isinstance(leaf, bool | int | float | str | type(None)):
+            found.append(leaf)
+        else:
+            found.append(type(leaf).__qualname__)
+    return tuple(found)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _plain(spec: Spec) -> Spec:
+    """A fake's device is the one it stands for."""
+    return Spec(spec.shape, spec.stride, spec.dtype, torch.device("cpu"), spec.requires_grad)

@@ -1,0 +1,352 @@
+"""Figures of any other LightningModule: what its replay's probe has seen, call by call.
+
+The graph is the one that the runtime cuts: its units, the places of its cuts, and the values that
+cross them. Operations between units belong to the unit on whose side of a cut they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from strategies.errors import ModelError
+from strategies.models.logs import captured_logs
+from strategies.models.nested import leaves, rebuild, tensors
+from strategies.models.replay.gate import KeptObjects, unchanged
+from strategies.models.replay.hole import Hole, Spec, operation_name
+from strategies.models.replay.layout import group_calls
+from strategies.models.replay.path import (
+    Boundary,
+    Cut,
+    Key,
+    ParameterTable,
+    Path,
+    Position,
+    used_parameters,
+)
+from strategies.models.replay.probe import Probe
+from strategies.models.replay.probing import batch_device, probe_path, select_units
+from strategies.models.replay.replay_model import units_to_open
+from strategies.models.unit_model import HasUnits
+from strategies.tracing.figures import Figures, Slot, Tracer
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A unit's call or an operation: when, on what, and the keys of what came out."""
+
+    position: Position
+    unit: int | None
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    objects: KeptObjects
+    outputs: tuple[Hashable, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[Hashable, ...]:
+        """Keys of the values among the arguments, each once, in order."""
+        slots = (leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Slot))
+        return tuple(dict.fromkeys(slot.key for slot in slots if not slot.parameter))
+
+
+class TracingProbe(Probe):
+    """A probe that also notes what units and operations were called with."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[_Seen] = []
+        self._alive: dict[int, Any] = {}
+
+    def on_unit(
+        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Notes the call."""
+        call = len(self.record.calls)
+        given, named = self._noted((args, kwargs))
+        # A cache among them, say, to which the layer is about to add something.
+        seen = _Seen(
+            (call, -1), index, forward, given, named, KeptObjects((given, named), depth=10)
+        )
+        self.seen.append(seen)
+        result = super().on_unit(index, forward, args, kwargs)
+        seen.outputs = self._keys(result)
+        return result
+
+    def on_operation(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Notes an operation that makes something."""
+        call = len(self.record.calls)
+        before = len(self.record.events[call])
+        given, named = self._noted((args, kwargs))
+        result = super().on_operation(func, args, kwargs)
+        if len(self.record.events[call]) > before:
+            seen = _Seen((call, before + 1), None, func, given, named, KeptObjects(()))
+            seen.outputs = self._keys(result)
+            self.seen.append(seen)
+        return result
+
+    def _noted(self, value: Any) -> Any:
+        """Arguments with slots for holes and parameters, and copies of everything else."""
+        slots: dict[int, Slot] = {}
+
+        def note(leaf: Any) -> Any:
+            if not isinstance(leaf, Hole | nn.Parameter):
+                return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+            if id(leaf) not in slots:
+                slots[id(leaf)] = self._slot(leaf)
+            return slots[id(leaf)]
+
+        return rebuild(value, note)
+
+    def _slot(self, tensor: Tensor) -> Slot:
+        parameter = not isinstance(tensor, Hole) or tensor.parameter is not None
+        spec = tensor.spec if isinstance(tensor, Hole) else Spec.of(tensor)
+        spec = Spec(spec.shape, spec.stride, spec.dtype, torch.device("cpu"), spec.requires_grad)
+        return Slot(spec, self._key(tensor), parameter=parameter)
+
+    def _key(self, tensor: Tensor) -> Hashable:
+        storage = self.twin(tensor).untyped_storage()
+        self._alive[int(storage._cdata)] = storage  # or its number would be given away again
+        return int(storage._cdata)
+
+    def _keys(self, result: Any) -> tuple[Hashable, ...]:
+        return tuple(
+            self._key(t) if isinstance(t, Hole) else ("real", id(t)) for t in tensors(result)
+        )
+
+
+def trace_replayed(
+    module: LightningModule, batch: Any, tracer: Tracer, *, chain: str | None = None
+) -> ModelFigures:
+    """All units on one microbatch.
+
+    Args:
+        module: Its weights may be on the meta device.
+        batch: One microbatch.
+        tracer: Knows what was traced before.
+        chain: As ``ReplayModel.probe``.
+
+    Raises:
+        ModelError: The step cannot be cut into stages, or a layer cannot be traced.
+    """
+    table = ParameterTable(module, batch_device(batch, module))
+    opened: frozenset[str] = frozenset()
+    made: list[TracingProbe] = []
+
+    def make(*args: Any, **kwargs: Any) -> TracingProbe:
+        made.append(TracingProbe(*args, **kwargs))
+        return made[-1]
+
+    while True:
+        units = select_units(module, chain, opened)
+        path = probe_path(module, units, table, "train", batch, 0, {}, make)
+        more = units_to_open(units, path, table) - opened
+        if not more:
+            break
+        opened |= more
+    if not path.calls:
+        raise ModelError(
+            f"training_step of {type(module).__name__} calls no layer that owns parameters, so "
+            "there is nothing to cut. Use pp=1."
+        )
+    with unchanged(module):  # What runs on fakes must not stay in a module's attributes.
+        return _figures(path, made[-1], list(units.values()), tracer)
+
+
+def _figures(
+    path: Path, probe: TracingProbe, modules: list[nn.Module], tracer: Tracer
+) -> ModelFigures:
+    groups = group_calls(path)
+    units = [UnitFigures(path.name(calls.start)) for calls in groups]
+    cuts = [path.cuts[calls.start] for calls in groups]
+    starts = [cut.position for cut in cuts if isinstance(cut, Cut)]
+    assert len(starts) == len(groups)
+    starts[0] = (0, -1)
+    ends: list[Position] = [*starts[1:], (len(path.calls), len(path.events[-1]))]
+    for number, (calls, start, end) in enumerate(zip(groups, starts, ends, strict=True)):
+        units[number].parameters = dict.fromkeys(used_parameters(path, start, end, calls))
+    for place, seen in enumerate(probe.seen):
+        seen.objects.restore()
+        if seen.unit is not None:
+            call = seen.position[0]
+            number = next(i for i, calls in enumerate(groups) if call in calls)
+            name = path.name(call)
+            figures = tracer.layer(name, modules[seen.unit], seen.args, seen.kwargs)
+        else:
+            number = next(
+                (i for i, end in enumerate(ends) if seen.position <= end), len(groups) - 1
+            )
+            name = f"{operation_name(seen.func)} between {units[number].name} and the next"
+            figures = tracer.operation(name, seen.func, seen.args, seen.kwargs)
+        units[number].add(figures, call=place, inputs=seen.inputs, outputs=seen.outputs)
+    return ModelFigures(tuple(units), _crossing(path, groups))
+
+
+def _crossing(
+    path: Path, groups: tuple[range, ...]
+) -> tuple[tuple[int, tuple[int, ...], int], ...]:
+    """Every value that crosses a cut: the unit that makes it, those that use it, its bytes."""
+    clocks: list[int] = []
+    crossing: dict[Key, list[int]] = {}
+    boundaries: dict[Key, Boundary] = {}
+    for number, calls in enumerate(groups):
+        cut = path.cuts[calls.start]
+        assert isinstance(cut, Cut)
+        clocks.append(cut.clock)
+        for boundary in cut.tensors if number else ():
+            crossing.setdefault(boundary.key, []).append(number)
+            boundaries[boundary.key] = boundary
+    found = []
+    for key, numbers in crossing.items():
+        # It crosses the cuts in front of these units.
+        boundary = boundaries[key]
+        users = [
+            number
+            for number in range(numbers[0], numbers[-1] + 1)
+            if boundary.changed
+            or any(
+                clocks[number] < use and (number + 1 == len(clocks) or use <= clocks[number + 1])
+                for use in boundary.uses
+            )
+        ]
+        users = sorted({*users, numbers[-1]})
+        found.append((numbers[0] - 1, tuple(users), boundary.spec.num_bytes))
+    return tuple(sorted(found))
+
+
+# ---------------------------------------------------------------------------------------- declared
+#
+# Figures of a module that declares its units: each runs on what the one before has made.
+
+
+def trace_declared(module: nn.Module, batch: Any, tracer: Tracer) -> ModelFigures:
+    """All units on one microbatch; the last one's figures include the loss.
+
+    Args:
+        module: It has ``pipeline_units()``.
+        batch: One microbatch.
+        tracer: Knows what was traced before.
+
+    Raises:
+        ModelError: A unit cannot be traced.
+    """
+    assert isinstance(module, HasUnits)
+    units: list[UnitFigures] = []
+    tensors: list[tuple[int, tuple[int, ...], int]] = []
+    args: tuple[Any, ...] = module.pipeline_inputs(batch)
+    keys: tuple[Any, ...] = ()
+    declared = module.pipeline_units()
+    for index, (name, unit) in enumerate(declared):
+        found = UnitFigures(name)
+        figures = tracer.layer(name, unit, args, {})
+        names = (f"{name}.{own}" for own, _ in unit.named_parameters())
+        found.parameters = dict.fromkeys(names)
+        before = {key: slot for key, slot in zip(keys, args, strict=True)} if keys else {}
+        args, keys = _handed(figures, index)
+        found.add(figures, call=index, inputs=tuple(before), outputs=keys)
+        units.append(found)
+        if index + 1 < len(declared):
+            size = sum(spec.num_bytes for spec in figures.outputs)
+            tensors.append((index, (index + 1,), size))
+    last = units[-1]
+
+    def result(*outputs: Tensor) -> Any:
+        with captured_logs(module):
+            return module.pipeline_result(outputs, batch, 0, "train")
+
+    figures = tracer.operation("pipeline_result()", result, args, {})
+    last.add(figures, call="result", inputs=keys, outputs=())
+    return ModelFigures(tuple(units), tuple(tensors))
+
+
+def _handed(figures: Figures, index: int) -> tuple[tuple[Slot, ...], tuple[Any, ...]]:
+    """What the next unit is given, and the keys of it."""
+    keys = tuple(("edge", index, number) for number in range(len(figures.outputs)))
+    return tuple(map(_slot, figures.outputs, keys)), keys
+
+
+def _slot(spec: Spec, key: Any) -> Slot:
+    grad = spec.requires_grad and (spec.dtype.is_floating_point or spec.dtype.is_complex)
+    return Slot(Spec(spec.shape, spec.stride, spec.dtype, torch.device("cpu"), grad), key)
+
+
+# ----------------------------------------------------------------------------------------- grouped
+#
+# From the figures of calls to those of units: sums, and what neighbours keep together.
+
+
+@dataclass(slots=True)
+class UnitFigures:
+    """What one unit takes at one number of rows, all its calls and operations together.
+
+    Attributes:
+        name: Its module's name.
+        forward_flops: As ``Figures``.
+        input_flops: The same.
+        weight_flops: The same.
+        kept: Bytes by the storage that is kept: a value's key, or one of the call's own.
+        parameters: Names of the parameters that it uses.
+        unknown: Operations without a formula.
+    """
+
+    name: str
+    forward_flops: float = 0.0
+    input_flops: float = 0.0
+    weight_flops: float = 0.0
+    kept: dict[Hashable, int] = field(default_factory=dict)
+    parameters: dict[str, None] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
+
+    def add(
+        self,
+        figures: Figures,
+        *,
+        call: Hashable,
+        inputs: Sequence[Hashable],
+        outputs: Sequence[Hashable],
+    ) -> None:
+        """Adds a call.
+
+        Args:
+            figures: Its own.
+            call: Tells it from all others.
+            inputs: Keys of the values that it was given, each once, in order.
+            outputs: Keys of the tensors that it returned.
+        """
+        self.forward_flops += figures.forward_flops
+        self.input_flops += figures.input_flops
+        self.weight_flops += figures.weight_flops
+        self.unknown.update(figures.unknown)
+        for number, entry in enumerate(figures.kept):
+            key: Hashable = ("own", call, number)
+            if entry.origin == "input":
+                key = inputs[entry.index]
+            elif entry.origin == "output" and entry.index < len(outputs):
+                key = outputs[entry.index]
+            self.kept[key] = max(entry.num_bytes, self.kept.get(key, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFigures:
+    """A model at one number of rows.
+
+    Attributes:
+        units: In order.
+        tensors: (producer, consumers, bytes) of what goes from unit to unit.
+    """
+
+    units: tuple[UnitFigures, ...]
+    tensors: tuple[tuple[int, tuple[int, ...], int], ...]
+
+
+def saved_bytes(units: Sequence[UnitFigures], number: int) -> int:
+    """What a unit keeps beyond what the one before it keeps anyway."""
+    before = units[number - 1].kept if number else {}
+    return sum(size for key, size in units[number].kept.items() if key not in before)

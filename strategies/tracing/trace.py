@@ -1,0 +1,138 @@
+"""``trace_model``: a module and a batch of two sizes to a ``TracedModel``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from strategies.costs.trace_file import Line, TracedModel, TracedTensor, TracedUnit
+from strategies.errors import ModelError
+from strategies.models.unit_model import HasUnits
+from strategies.tracing.figures import Tracer
+from strategies.tracing.replayed import ModelFigures, saved_bytes, trace_declared, trace_replayed
+
+
+def trace_model(
+    module: nn.Module,
+    microbatches: Sequence[tuple[int, Any]],
+    *,
+    chain: str | None = None,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> TracedModel:
+    """Figures of all units, as straight lines in the rows of a microbatch.
+
+    Args:
+        module: Its parameters may be on the meta device; nothing of it is changed.
+        microbatches: One or two of them, each with its rows.
+        chain: Name of the container of layers, where they are not found as wished.
+        autocast: The types in which steps run.
+
+    Raises:
+        ModelError: The module cannot be cut or traced; with the operation and the layer.
+    """
+    tracer = Tracer(autocast)
+    found: list[tuple[int, ModelFigures]] = []
+    for rows, batch in microbatches[:2]:
+        with autocast():
+            figures = (
+                trace_declared(module, batch, tracer)
+                if isinstance(module, HasUnits)
+                else trace_replayed(cast(LightningModule, module), batch, tracer, chain=chain)
+            )
+        found.append((rows, figures))
+    first, second = found[0], found[-1] if len(found) > 1 else None
+    if second is not None and _shape(first[1]) != _shape(second[1]):
+        raise ModelError(
+            f"{type(module).__name__} runs other layers for {second[0]} rows than for {first[0]}: "
+            "its stages would depend on the size of a microbatch. Choose pp= and schedule= by hand."
+        )
+    return _traced(module, first, second)
+
+
+def _shape(figures: ModelFigures) -> object:
+    edges = tuple((producer, consumers) for producer, consumers, _ in figures.tensors)
+    return tuple(unit.name for unit in figures.units), edges
+
+
+def _traced(
+    module: nn.Module, first: tuple[int, ModelFigures], second: tuple[int, ModelFigures] | None
+) -> TracedModel:
+    def line(value: Callable[[ModelFigures], float]) -> Line:
+        other = None if second is None else (second[0], value(second[1]))
+        return Line.through((first[0], value(first[1])), other)
+
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    sizes = {name: (id(p), p.numel()) for name, p in parameters.items()}
+    owner: dict[int, int] = {}
+    units = []
+    unknown = []
+    for number, unit in enumerate(first[1].units):
+        own = dict(sizes[name] for name in unit.parameters)
+        fresh = sum(size for key, size in own.items() if key not in owner)
+        tied: dict[int, int] = {}
+        for key, size in own.items():
+            if owner.setdefault(key, number) != number:
+                tied[owner[key]] = tied.get(owner[key], 0) + size
+        units.append(
+            TracedUnit(
+                name=unit.name,
+                parameters=fresh,
+                tied=tuple(sorted(tied.items())),
+                forward_flops=line(lambda f, n=number: f.units[n].forward_flops),  # type: ignore[misc]
+                input_flops=line(lambda f, n=number: f.units[n].input_flops),  # type: ignore[misc]
+                weight_flops=line(lambda f, n=number: f.units[n].weight_flops),  # type: ignore[misc]
+                saved_bytes=line(lambda f, n=number: saved_bytes(f.units, n)),  # type: ignore[misc]
+            )
+        )
+        unknown += [(operation, unit.name) for operation in sorted(unit.unknown)]
+    tensors = tuple(
+        TracedTensor(producer, consumers, line(lambda f, n=number: f.tensors[n][2]))  # type: ignore[misc]
+        for number, (producer, consumers, _) in enumerate(first[1].tensors)
+    )
+    return TracedModel(
+        type(module).__name__,
+        sum(parameter.numel() for parameter in module.parameters()),
+        tuple(units),
+        tensors,
+        tuple(unknown),
+        isinstance(module, HasUnits),
+    )
+
+
+# ----------------------------------------------------------------------------------- empty weights
+#
+# Building a module whose weights take no memory, while everything else in it is real.
+#
+# Unlike under ``torch.device("meta")``, constants that a constructor computes (rotary tables, lists
+# of dropout rates) have values, so its Python code can look at them.
+
+
+@contextlib.contextmanager
+def empty_weights() -> Iterator[None]:
+    """Inside, every parameter goes to the meta device as soon as a module gets it.
+
+    A layer of torch first asks for memory, which no page backs before it is written to, and draws
+    its weights after that: nothing is written. Tied parameters stay tied.
+    """
+    given = nn.Module.register_parameter
+    moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and type(param) is nn.Parameter and not param.is_meta:
+            if id(param) not in moved:
+                meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+                moved[id(param)] = (param, meta)
+            param = moved[id(param)][1]
+        given(module, name, param)
+
+    owner: Any = nn.Module
+    owner.register_parameter = register
+    try:
+        yield
+    finally:
+        owner.register_parameter = given

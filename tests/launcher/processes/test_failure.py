@@ -1,0 +1,127 @@
+"""Who failed first, where the first to complain is a neighbour."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from launcher.processes import failure
+from launcher.processes.failure import Failure, OomCount, as_out_of_memory, blame, peak_bytes
+from strategies.heartbeat import Beat
+from tests.launcher.runs import REPOSITORY
+
+
+def failed(rank: int, message: str, *, at: float = 1.0, code: int = 1) -> Failure:
+    return Failure(rank, "host", at, "RuntimeError", message, code)
+
+
+def beat(doing: str, *peers: int, waiting: bool = False) -> Beat:
+    return Beat(3, doing, peers, waiting, True, (1, 1))
+
+
+TIMED_OUT = "Timed out waiting 5000ms for recv operation to complete\nmore"
+
+
+def test_a_killed_rank_comes_before_those_that_have_lost_it():
+    killed = Failure(2, "host", 2.0, "SIGKILL", "ended by SIGKILL", -9)
+    reset = failed(1, "Connection reset by peer", at=1.0)
+    beats = {rank: beat("F") for rank in range(3)}
+    assert blame([reset, killed], beats, {0: 0.0}) is killed
+
+
+def test_a_rank_that_says_why_comes_before_those_that_have_lost_it():
+    reason = failed(0, "CUDA error", at=9.0)
+    assert blame([failed(1, TIMED_OUT), reason], {0: beat("F"), 1: beat("F")}, {}) is reason
+
+
+def test_who_gave_up_waiting_leads_to_the_one_that_was_waited_for():
+    beats = {
+        0: beat("between two passes"),
+        1: beat("RECV", 0, waiting=True),
+        2: beat("RECV", 1, waiting=True),
+    }
+    found = blame([failed(2, TIMED_OUT)], beats, {0: 130.0, 1: 120.0})
+    assert (found.rank, found.kind, found.exit_code) == (0, "no progress", 1)
+    assert found.message == (
+        "it has not gone on for 130.0 s, and rank 2 has given up waiting: RuntimeError: "
+        "Timed out waiting 5000ms for recv operation to complete"
+    )
+
+
+def test_where_everybody_has_given_up_the_first_one_speaks():
+    beats = {0: beat("RECV", 1, waiting=True), 1: beat("RECV", 0, waiting=True)}
+    first = failed(1, TIMED_OUT, at=1.0)
+    assert blame([failed(0, TIMED_OUT, at=2.0), first], beats, {}) is first
+
+
+def test_of_a_collective_the_rank_that_is_not_in_it_is_the_cause():
+    sharing = beat("sharing loss", waiting=True)
+    beats = {0: sharing, 1: sharing, 2: beat("F mb=1 of stage 2"), 3: sharing}
+    assert blame([failed(3, TIMED_OUT)], beats, {0: 5.0, 1: 5.0, 2: 4.0}).rank == 2
+
+
+# ----------------------------------------------------------------------------------- out of memory
+#
+# Memory that has run out, in words that help.
+
+
+TORCH = (
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+    "tried to allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+def test_a_process_at_its_limit_says_what_it_had_and_what_it_may_have():
+    script = (
+        "import resource\n"
+        "from launcher.processes.failure import as_out_of_memory\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (400_000_000, 400_000_000))\n"
+        "try:\n"
+        "    bytearray(1_000_000_000)\n"
+        "except MemoryError as error:\n"
+        "    print(as_out_of_memory(error))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.fullmatch(
+        r"out of memory: MemoryError\. At most \d\.\d\d GB were resident in this rank; address "
+        r"space is limited to 0\.40 GB\. Try a smaller data\.microbatch_size or recompute=full; "
+        r"mode=validate estimates the memory of each rank\.\n",
+        done.stdout,
+    ), done.stdout
+
+
+@pytest.mark.parametrize("said", [TORCH, "CUDA out of memory. Tried to allocate 2.00 GiB."])
+def test_what_allocators_say_is_understood(said):
+    found = as_out_of_memory(RuntimeError(f"{said}\nmore"))
+    assert str(found).startswith(f"out of memory: {said}. At most ")
+    assert found.exit_code == 1
+
+
+def test_other_failures_stay_what_they_are():
+    assert as_out_of_memory(RuntimeError("size mismatch")) is None
+    assert peak_bytes() > 10_000_000
+
+
+def test_a_kill_is_the_kernels_only_if_it_has_counted_one(tmp_path, monkeypatch):
+    vmstat = tmp_path / "vmstat"
+    vmstat.write_text("nr_free_pages 1\noom_kill 3\nnuma_hit 2\n")
+    monkeypatch.setattr(failure, "_VMSTAT", vmstat)
+    killed = Failure(1, "host", 0.0, "SIGKILL", "ended by SIGKILL", -9)
+    count = OomCount()
+    assert count.explain(killed) is killed
+    vmstat.write_text("oom_kill 4\n")
+    found = count.explain(killed)
+    assert (found.kind, found.exit_code) == ("OutOfMemory", -9)
+    assert "the kernel has killed a process for lack of memory" in found.message
+    ended = Failure(1, "host", 0.0, "SIGTERM", "ended by SIGTERM", -15)
+    assert count.explain(ended) is ended

@@ -1,0 +1,86 @@
+"""Secrets of the environment stay out of texts, logs, and everything a run writes."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.processes.failure import failure_file, write_failure
+from launcher.secrets import MaskedStream, mask, secrets_of
+from tests.launcher.command_line import run_here
+
+CANARY = "canary-5f1d20-do-not-copy"
+
+
+def test_variables_are_known_by_their_names():
+    environment = {
+        "WANDB_API_KEY": "0123456789", "HF_TOKEN": "abcdefgh", "DB_PASSWORD": "hunter2hunter2",
+        "KEYBOARD": "us-international", "MONKEY": "banana-banana", "SHORT_KEY": "abc",
+        "SSH_KEY": "/root/.ssh/id_rsa", "HOME": "/root", "PATH_TOKENS": "abcdefghi",
+    }  # fmt: skip
+    assert set(secrets_of(environment).values()) == {"WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD"}
+
+
+def test_a_text_is_masked_longest_secret_first():
+    environment = {"A_KEY": "12345678", "B_KEY": "1234567890"}
+    assert mask("a 1234567890 b 12345678 c", environment) == "a *** b *** c"
+
+
+def test_a_stream_passes_everything_but_secrets_on(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", CANARY)
+    below = io.StringIO()
+    stream = MaskedStream(below)
+    print(f"it is {CANARY}", file=stream)
+    stream.writelines(["plain\n"])
+    stream.flush()
+    assert below.getvalue() == "it is ***\nplain\n"
+
+
+def test_a_failing_rank_does_not_tell_its_parent(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", CANARY)
+    (tmp_path / "logs").mkdir()
+    write_failure(tmp_path, 0, ValueError(f"401 for {CANARY}"))
+    assert json.loads(failure_file(tmp_path, 0).read_text())["message"] == "401 for ***"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+PLACES = {
+    "a word": ["tracking.entity=" + CANARY],
+    "a part of a word": [f"experiment_name='run {CANARY} x'"],
+    "a list": [f"tracking.tags=[a,{CANARY}]"],
+    "a key that says so": [f"+tracking.api_key={CANARY}"],
+    "a variable": ["tracking.entity=${oc.env:CANARY_TOKEN}"],
+    "a variable by another name": ["tracking.entity=${oc.env:HARMLESS}"],
+    "a default": ["tracking.entity=${oc.env:NOT_THERE," + CANARY + "}"],
+    "a folder": [f"hydra.run.dir=outputs/{CANARY}"],
+    "a sweep": ["-m", f"experiment_name=a,{CANARY}"],
+    "a file": ["model=mine"],
+    "a file with a variable": ["model=yours"],
+}
+
+
+@pytest.mark.parametrize("words", PLACES.values(), ids=PLACES)
+def test_a_secret_is_refused_wherever_it_stands_and_nothing_is_written(
+    words, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CANARY_TOKEN", CANARY)
+    monkeypatch.setenv("HARMLESS", CANARY)
+    options = tmp_path / "options" / "model"
+    options.mkdir(parents=True)
+    (options / "mine.yaml").write_text(f"name: {CANARY}\n")
+    (options / "yours.yaml").write_text("name: ${oc.env:HARMLESS}\n")
+    given = ["--config-dir", str(tmp_path / "options"), "mode=simulate", *words]
+    done = run_here(given, tmp_path / "cwd", monkeypatch)
+    done.assert_refused()
+    assert "credential" in done.errors
+    assert CANARY not in done.errors
+    assert [path for path in _files(tmp_path) if CANARY in path.read_text()] == [
+        options / "mine.yaml"
+    ]

@@ -1,0 +1,379 @@
+"""Every refusal is one ModelError with the user's line and what to change."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from strategies.errors import ModelError
+from strategies.models.replay.replay_model import ReplayModel
+from tests.strategies.models.replay.parity import run_pipeline, stage_ranges
+from tests.strategies.models.replay.zoo import DIM, MoEBlock, build, classes, rand
+
+HERE = re.escape(__file__)
+
+
+class Stack(LightningModule):
+    """Four layers and a head; subclasses write the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(4)])
+        self.head = nn.Linear(DIM, 5)
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.head(x), y)
+
+
+def batch():
+    torch.manual_seed(1)
+    return rand(4, DIM), classes(4)
+
+
+def refusal(module):
+    with pytest.raises(ModelError) as error:
+        ReplayModel.probe(module.double(), batch())
+    return str(error.value)
+
+
+def run_stages(module, batches, num_stages=2, cuts=None):
+    module = module.double()
+    model = ReplayModel.probe(module, batches[0])
+    num_units = len(model.units)
+    cuts = cuts or tuple(round(i * num_units / num_stages) for i in range(1, num_stages))
+    model.cut(stage_ranges(cuts, num_units), range(num_stages))
+    return run_pipeline([model], [module], num_stages, batches)
+
+
+def test_a_changed_path_names_both_calls_and_both_lines():
+    class Drop(Stack):
+        skip = False
+
+        def training_step(self, batch, batch_idx):
+            x = batch[0]
+            for i, layer in enumerate(self.layers):
+                if not (self.skip and i == 1):
+                    x = layer(x)
+            return self.loss(x, batch[1])
+
+    module = Drop().double()
+    model = ReplayModel.probe(module, batch())
+    model.cut(stage_ranges((3,), 5), [0, 1])
+    Drop.skip = True
+    for stage, inputs in ((0, ()), (1, (rand(4, DIM),))):
+        with pytest.raises(
+            ModelError,
+            match=rf"training_step took another path than in the probe: "
+            rf"call 1 was layers.1, is now layers.2 \(now {HERE}:\d+, then "
+            rf"{HERE}:\d+\)",
+        ):
+            model.forward(
+                stage, inputs, batch=batch(), batch_idx=0, microbatch=0, mode="train", seed=None
+            )
+
+
+def test_a_changed_operation_between_layers_is_a_changed_path():
+    class Branch(Stack):
+        double_it = False
+
+        def training_step(self, batch, batch_idx):
+            x = self.layers[0](batch[0])
+            x = x * 2 if self.double_it else x + 2
+            return self.loss(self.layers[1](x), batch[1])
+
+    module = Branch().double()
+    model = ReplayModel.probe(module, batch())
+    model.cut(stage_ranges((2,), 3), [0, 1])
+    Branch.double_it = True
+    with pytest.raises(ModelError, match="operation 0 before call 1 was add, is now mul"):
+        model.forward(0, (), batch=batch(), batch_idx=0, microbatch=0, mode="train", seed=None)
+
+
+def test_a_step_that_ends_early_is_a_changed_path():
+    class Early(Stack):
+        stop = False
+
+        def training_step(self, batch, batch_idx):
+            x = self.layers[0](batch[0])
+            if self.stop:
+                return x
+            return self.loss(self.layers[1](x), batch[1])
+
+    module = Early().double()
+    model = ReplayModel.probe(module, batch())
+    model.cut(stage_ranges((2,), 3), [0, 1])
+    Early.stop = True
+    with pytest.raises(ModelError, match=r"call 1 was layers\.1, is now the end of the step"):
+        model.forward(0, (), batch=batch(), batch_idx=0, microbatch=0, mode="train", seed=None)
+
+
+@pytest.mark.parametrize("kind", ["inplace", "data", "assign", "copy"])
+def test_changing_parameters_inside_the_step(kind):
+    class Momentum(Stack):
+        def training_step(self, batch, batch_idx):
+            x = self.layers[0](batch[0])
+            with torch.no_grad():
+                for new, old in zip(
+                    self.layers[0].parameters(), self.layers[1].parameters(), strict=True
+                ):
+                    if kind == "inplace":
+                        old.mul_(0.9).add_(new, alpha=0.1)
+                    elif kind == "data":
+                        old.data.mul_(0.9)
+                    elif kind == "assign":
+                        old.data = old.data * 0.9 + new.data * 0.1
+                    else:
+                        old.copy_(new)
+            return self.loss(x, batch[1])
+
+    message = refusal(Momentum())
+    assert re.match(rf"{HERE}:\d+: ", message)
+    assert "inside training_step" in message and "on_train_batch_end" in message
+
+
+@pytest.mark.parametrize("kind", ["item", "branch", "numpy", "tolist", "int"])
+def test_looking_at_data_before_the_last_layer(kind):
+    class Looks(Stack):
+        def training_step(self, batch, batch_idx):
+            x = self.layers[0](batch[0])
+            if kind == "item":
+                self.scale = x.abs().max().item()
+            elif kind == "branch":
+                if (x > 0).any():
+                    x = x * 2
+            elif kind == "numpy":
+                x.detach().numpy()
+            elif kind == "tolist":
+                x.tolist()
+            else:
+                int(x.sum())
+            return self.loss(self.layers[1](x), batch[1])
+
+    message = refusal(Looks())
+    assert re.match(rf"{HERE}:\d+: ", message)
+    assert "before the last layer of training_step" in message and "torch.where" in message
+
+
+def test_looking_at_data_that_the_step_cannot_go_on_without():
+    class Divides(Stack):
+        def training_step(self, batch, batch_idx):
+            x = self.layers[0](batch[0])
+            x = x * (1 / x.abs().max().item())
+            return self.loss(x, batch[1])
+
+    assert re.match(rf"{HERE}:\d+: item needs data of another stage", refusal(Divides()))
+
+
+def test_second_order_gradients():
+    class Penalty(Stack):
+        def training_step(self, batch, batch_idx):
+            x = batch[0].clone().requires_grad_()
+            y = self.head(self.layers[0](x))
+            (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return grad.norm()
+
+    message = refusal(Penalty())
+    assert "grad inside training_step" in message and "pp=1" in message
+
+
+def test_reentrant_checkpointing():
+    class Reentrant(Stack):
+        def training_step(self, batch, batch_idx):
+            x = self.layers[0](batch[0])
+            return self.loss(checkpoint(self.layers[1], x, use_reentrant=True), batch[1])
+
+    assert "use_reentrant=False" in refusal(Reentrant())
+
+
+def test_more_stages_than_units_says_what_holds_units_together():
+    class Region(Stack):
+        def training_step(self, batch, batch_idx):
+            net = nn.Sequential(*self.layers)
+            return self.loss(checkpoint(net, batch[0], use_reentrant=False), batch[1])
+
+    model = ReplayModel.probe(Region().double(), batch())
+    assert [unit.name for unit in model.units] == ["layers.0", "head"]
+    with pytest.raises(ModelError, match=r"3 stages .* has 2 units .*checkpoint.*<= 2"):
+        model.cut([range(1), range(1, 2), range(2, 2)], [0])
+
+
+def test_layers_that_change_a_list_they_were_given():
+    class Appends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(DIM, DIM)
+
+        def forward(self, x, seen):
+            seen.append(x.mean())
+            return self.fc(x)
+
+    class Net(Stack):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Appends() for _ in range(3)])
+
+        def training_step(self, batch, batch_idx):
+            x, seen = batch[0], []
+            for block in self.blocks:
+                x = block(self.layers[0](x), seen)
+            return self.loss(x, batch[1]) + torch.stack(seen).sum()
+
+    message = refusal(Net())
+    assert "blocks.0" in message and "list, dict or object it was given" in message
+    assert re.match(rf"{HERE}:\d+: ", message)
+
+
+def test_values_that_leak_from_a_layer_run_on_made_up_data():
+    class Leaky(MoEBlock):
+        def forward(self, x, seen):
+            seen.append(self.gate(x).softmax(-1).mean())
+            return super().forward(x)[0]
+
+    class Net(Stack):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Leaky() for _ in range(3)])
+
+        def training_step(self, batch, batch_idx):
+            x, seen = batch[0], []
+            for block in self.blocks:
+                x = block(x, seen)
+            return self.loss(x, batch[1]) + torch.stack(seen).sum()
+
+    assert "list, dict or object it was given" in refusal(Net())
+
+
+def test_bare_except_around_the_network():
+    class Swallows(Stack):
+        def training_step(self, batch, batch_idx):
+            x = batch[0]
+            try:
+                for layer in self.layers:
+                    x = layer(x)
+            except BaseException:
+                return batch[0].sum()
+            return self.loss(x, batch[1])
+
+    with pytest.raises(ModelError, match="Replace `except:` and `except BaseException:`"):
+        run_stages(Swallows(), [batch()])
+
+
+def test_vmap_over_an_ensemble_between_layers():
+    class Ensemble(Stack):
+        def training_step(self, batch, batch_idx):
+            x = self.layers[0](batch[0])
+            y = torch.func.vmap(lambda row: row * 2)(x)
+            return self.loss(y, batch[1])
+
+    message = refusal(Ensemble())
+    assert "vmap" in message and "pp=1" in message
+
+
+def test_manual_optimization():
+    class Manual(Stack):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    assert "automatic_optimization=False" in refusal(Manual())
+
+
+def test_writing_into_a_part_of_a_batch_tensor():
+    class Writes(Stack):
+        def training_step(self, batch, batch_idx):
+            rows = batch[0][:2]
+            rows.copy_(self.layers[0](rows))
+            return self.loss(self.layers[1](batch[0]), batch[1])
+
+    assert "torch.stack" in refusal(Writes())
+
+
+def test_buffers_written_between_layers():
+    class Center(Stack):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("center", torch.zeros(DIM))
+
+        def training_step(self, batch, batch_idx):
+            x = self.layers[0](batch[0])
+            with torch.no_grad():
+                self.center.mul_(0.9).add_(x.mean(0))
+            return self.loss(self.layers[1](x - self.center), batch[1])
+
+    message = refusal(Center())
+    assert "into center" in message and re.match(rf"{HERE}:\d+: ", message)
+
+
+def test_a_step_that_returns_none_on_the_last_stage():
+    class Skips(Stack):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(self.layers[0](batch[0]), batch[1])
+            return None if loss > -1 else loss
+
+    with pytest.raises(ModelError, match="returned None instead of a loss"):
+        run_stages(Skips(), [batch()])
+
+
+def test_a_step_that_fails_on_shapes_names_the_line():
+    class Fails(Stack):
+        def training_step(self, batch, batch_idx):
+            x = self.layers[0](batch[0])
+            raise KeyError("nothing")
+            return x
+
+    message = refusal(Fails())
+    assert re.match(rf"{HERE}:\d+: training_step cannot run on shapes alone \(KeyError", message)
+
+
+def test_a_module_without_parameters():
+    class Empty(LightningModule):
+        def training_step(self, batch, batch_idx):
+            return batch[0].sum()
+
+    assert "has no parameters" in refusal(Empty())
+
+
+def test_an_unknown_chain_lists_the_containers():
+    module, batches = build("nanogpt_tied")
+    with pytest.raises(ModelError, match=r"pipeline_layers=net\.blocks .*model\.transformer\.h"):
+        ReplayModel.probe(module, batches[0], chain="net.blocks")
+
+
+def test_validation_that_runs_the_layers_in_another_order():
+    class Reversed(Stack):
+        def training_step(self, batch, batch_idx):
+            return self.loss(self.layers[1](self.layers[0](batch[0])), batch[1])
+
+        def validation_step(self, batch, batch_idx):
+            return self.layers[0](self.layers[1](batch[0]))
+
+    model = ReplayModel.probe(Reversed().double(), batch())
+    model.cut(stage_ranges((1,), 3), [0, 1])
+    with (
+        torch.no_grad(),
+        pytest.raises(
+            ModelError,
+            match=r"validation_step calls layers.0, which "
+            r"is on stage 0, after layers of stage 1",
+        ),
+    ):
+        model.forward(0, (), batch=batch(), batch_idx=0, microbatch=0, mode="validate", seed=None)
+
+
+def test_shared_batch_norm_keeps_its_calls_on_one_stage():
+    class Shared(Stack):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(DIM)
+
+        def training_step(self, batch, batch_idx):
+            x = self.norm(self.layers[0](batch[0]))
+            x = self.norm(self.layers[1](x))
+            return self.loss(x, batch[1])
+
+    model = ReplayModel.probe(Shared().double(), batch())
+    assert [unit.name for unit in model.units] == ["layers.0", "norm", "head"]

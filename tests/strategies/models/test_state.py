@@ -1,0 +1,37 @@
+"""Numbers that are asked for later; on a CPU they are there at once."""
+
+from __future__ import annotations
+
+import torch
+
+from strategies.models.logs import LogEntry, pack_logs, start_packing
+from strategies.models.stage_model import LogCall
+from strategies.models.state import Fetch
+from strategies.runtime.step.microbatch import checksum, start_checksum
+
+
+def test_a_fetched_tensor_belongs_to_no_graph():
+    weight = torch.ones((), requires_grad=True)
+    copy = Fetch(weight * 2).tensor()
+    assert (float(copy), copy.requires_grad) == (2.0, False)
+
+
+def test_a_batch_that_changes_after_its_checksum_has_begun_keeps_it():
+    batch = {"ids": torch.arange(6).reshape(2, 3), "of nothing": torch.zeros(0, 4)}
+    expected = checksum(batch)
+    later = start_checksum(batch)
+    batch["ids"].zero_()
+    assert later() == expected != checksum(batch)
+
+
+def test_logs_are_packed_later_as_they_are_at_once():
+    entries = [
+        LogEntry(LogCall("loss", torch.tensor(value), {}), share=0.5, stage=1, copy=0)
+        for value in (1.0, 3.0)
+    ] + [LogEntry(LogCall("rate", 0.1, {}), share=0.5, stage=1, copy=0)]
+    later = start_packing(entries)
+    assert (
+        later()
+        == pack_logs(entries)
+        == [["loss", 2.0, {}, 1.0, 1, 0], ["rate", 0.1, {}, 0.5, 1, 0]]
+    )

@@ -1,0 +1,101 @@
+"""Ranks that do not come, and ports that are taken: who is named."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from launcher.processes.store import store_served
+from strategies.errors import PlanError, RunError
+from strategies.runtime.messages.joining import join
+
+HOST = socket.gethostname()
+
+
+@pytest.fixture
+def port(monkeypatch):
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "FOLDPIPE_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def joined(rank: int, port: int, *, world_size: int, timeout_s: float):
+    return join(
+        rank=rank, world_size=world_size, address="127.0.0.1", port=port, timeout_s=timeout_s
+    )
+
+
+def test_ranks_that_are_all_there_share_a_store(port):
+    stores = {}
+
+    def come(rank: int) -> None:
+        stores[rank], hosts = joined(rank, port, world_size=2, timeout_s=20)
+        assert hosts == {0: HOST, 1: HOST}
+
+    other = threading.Thread(target=come, args=(1,))
+    other.start()
+    come(0)
+    other.join()
+    stores[1].set("word", "spoken")
+    assert stores[0].get("word") == b"spoken"
+
+
+def test_the_ranks_that_have_not_come_are_named(port):
+    found = {}
+
+    def come() -> None:
+        with pytest.raises(RunError) as caught:
+            joined(2, port, world_size=4, timeout_s=1.0)
+        found[2] = str(caught.value)
+
+    other = threading.Thread(target=come)
+    begin = time.monotonic()
+    other.start()
+    with pytest.raises(RunError) as caught:
+        joined(0, port, world_size=4, timeout_s=1.0)
+    other.join()
+    assert time.monotonic() - begin < 1 + 2
+    message = (
+        f"ranks 1, 3 have not come within 1 s (cluster.timeout_s); here are ranks 0, 2 on {HOST}"
+    )
+    assert (str(caught.value), found[2]) == (message, message)
+
+
+def test_a_rank_0_that_has_not_come_is_named(port):
+    begin = time.monotonic()
+    with pytest.raises(RunError) as caught:
+        joined(1, port, world_size=2, timeout_s=1.0)
+    assert time.monotonic() - begin < 1 + 2
+    assert str(caught.value).startswith(
+        "rank 0 has not come within 1 s (cluster.timeout_s): nobody answers at "
+        f"127.0.0.1:{port}, where it keeps the list of ranks ("
+    )
+    assert str(caught.value).endswith(f"). Rank 1 on {HOST} is here.")
+
+
+def test_the_holder_of_a_port_that_is_taken_is_named(port):
+    with socket.create_server(("0.0.0.0", port)):
+        begin = time.monotonic()
+        with pytest.raises(PlanError) as caught:
+            joined(0, port, world_size=2, timeout_s=20)
+        assert time.monotonic() - begin < 2
+    assert str(caught.value).startswith(
+        f"port {port} on {HOST}, where the ranks are to meet, is taken by process {os.getpid()} ("
+    )
+    assert str(caught.value).endswith(
+        "try another port: MASTER_PORT, --master-port, cluster.master."
+    )
+
+
+def test_a_store_that_the_parent_keeps_is_used(monkeypatch, port):
+    monkeypatch.setenv("FOLDPIPE_STORE", "parent")
+    with store_served() as there:
+        store, hosts = joined(0, there, world_size=1, timeout_s=5)
+        store.set("word", "spoken")
+        assert hosts == {0: HOST}

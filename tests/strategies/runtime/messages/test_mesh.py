@@ -1,0 +1,33 @@
+"""Where processes stand: tp innermost, pp outermost."""
+
+import pytest
+
+from strategies.errors import PlanError
+from strategies.runtime.messages.mesh import Coordinates, check_world
+
+
+def test_ranks_and_coordinates_are_inverse():
+    for rank in range(24):
+        where = Coordinates.of(rank, pp=2, dp=3, tp=4)
+        assert where.global_rank(where.pp_rank, where.dp_rank) == rank
+        assert rank == (where.pp_rank * 3 + where.dp_rank) * 4 + where.tp_rank
+        assert where.world_size == 24
+
+
+def test_groups_are_those_of_the_axes():
+    where = Coordinates.of(13, pp=2, dp=3, tp=4)
+    assert (where.pp_rank, where.dp_rank, where.tp_rank) == (1, 0, 1)
+    assert where.sharers(1, 0) == (12, 13, 14, 15)
+    assert where.pipeline(0) == (1, 13)
+    assert where.pipeline(2, 3) == (11, 23)
+    assert where.replicas((1,)) == (13, 17, 21)
+    assert where.replica(0) == (0, 1, 2, 3, 12, 13, 14, 15)
+
+
+def test_a_world_that_the_degrees_do_not_fill_is_refused():
+    with pytest.raises(
+        PlanError, match=r"pp=2 times dp=1 times tp=2 is 4 processes, .* there are 6"
+    ):
+        check_world(pp=2, dp=1, tp=2, world_size=6)
+    with pytest.raises(PlanError, match=r"pp=2 times dp=2 is 4 .* Try devices=4, or dp=3\."):
+        check_world(pp=2, dp=2, world_size=6)

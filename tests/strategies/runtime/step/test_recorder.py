@@ -1,0 +1,92 @@
+"""Stamps of two clocks brought to one; the device here is a list of times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from strategies.compiler import compile_plan
+from strategies.plan import Plan
+from strategies.runtime.step.recorder import Anchor, RankStep, Recorder, joined_stats
+
+
+@dataclass
+class Stamp:
+    """A CUDA event: milliseconds on a clock of its own."""
+
+    at_ms: float
+    waited: bool = False
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, other: Stamp) -> float:
+        return other.at_ms - self.at_ms
+
+
+def test_events_and_stamps_of_the_host_are_told_on_the_hosts_clock():
+    recorder = Recorder(0, torch.device("cpu"))
+    program = compile_plan(Plan(schedule="1f1b", pp=1, num_microbatches=1)).train
+    record = recorder.begin(0, program)
+    length = len(program.ranks[0])
+    record.begun, record.finished = 99.0, 99.5
+    record.anchor = Anchor(Stamp(5000.0), seen_s=100.0)
+    record.start = [Stamp(5000.0 + 10 * place) for place in range(length)]
+    record.end = [Stamp(5005.0 + 10 * place) for place in range(length)]
+    record.end[-1] = 101.0  # A thread of the host's has seen it.
+    start, end = recorder.seconds(record)
+    assert start == pytest.approx([100.0 + 0.01 * place for place in range(length)])
+    assert end[:-1] == pytest.approx([100.005 + 0.01 * place for place in range(length - 1)])
+    assert end[-1] == 101.0
+    assert all(stamp.waited for stamp in record.start)
+    # The step is the device's, which began later than the host.
+    spans = recorder.spans(record)
+    assert (spans.begun, spans.finished) == (pytest.approx(100.0), 101.0)
+
+
+def test_without_a_device_the_steps_own_times_count():
+    recorder = Recorder(0, torch.device("cpu"))
+    program = compile_plan(Plan(schedule="1f1b", pp=1, num_microbatches=1)).train
+    record = recorder.begin(0, program)
+    recorder.finish()
+    spans = recorder.spans(record)
+    assert (spans.begun, spans.finished) == (record.begun, record.finished)
+    assert record.begun <= record.finished
+
+
+# -------------------------------------------------------------------------------------- step stats
+#
+# Ranks' stamps of a step, joined.
+
+
+def said(step=7, begun=0.0, finished=2.0, norm=9.0, busy=1.0, computed=1.5, reduced=None, peak=5):
+    return [*RankStep(step, begun, finished, norm, busy, computed, reduced, peak)]
+
+
+def test_ranks_of_one_step_are_joined():
+    stats = joined_stats([said(), said(begun=0.5, norm=16.0, busy=2.0, peak=6)], tp=1)
+    assert stats is not None
+    assert (stats.step, stats.makespan_s, stats.busy_s) == (7, 2.0, 3.0)
+    assert stats.bubble_ratio == 0.25  # 1 of 2 * 2 seconds
+    assert stats.gradient_norm == 5.0
+    assert stats.exposed_grad_reduce_s is None
+    assert stats.peak_memory_bytes == (5, 6)
+
+
+def test_a_reduction_is_exposed_behind_the_last_compute_of_all_ranks():
+    late = joined_stats([said(reduced=1.75), said(computed=1.25, reduced=1.625)], tp=1)
+    hidden = joined_stats([said(reduced=1.25), said(reduced=None)], tp=1)
+    assert late is not None and late.exposed_grad_reduce_s == 0.25
+    assert hidden is not None and hidden.exposed_grad_reduce_s == 0.0
+
+
+def test_of_the_sharers_of_a_pipeline_rank_the_largest_peak_counts():
+    stats = joined_stats([said(peak=1), said(peak=4), said(peak=3), said(peak=2)], tp=2)
+    assert stats is not None and stats.peak_memory_bytes == (4, 3)
+
+
+def test_ranks_that_speak_of_different_steps_or_of_none_give_nothing():
+    assert joined_stats([said(), said(step=8)], tp=1) is None
+    assert joined_stats([said(), None], tp=1) is None
