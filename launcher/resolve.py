@@ -89,7 +89,6 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """Processes."""
         return self.config.pp * self.dp * self.config.tp
 
     @property

@@ -122,7 +122,6 @@ class MaskedStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes it masked."""
         self._stream.write(mask(text))
         return len(text)
 

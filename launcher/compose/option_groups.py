@@ -42,7 +42,6 @@ class Groups:
     installed: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def names(self) -> tuple[str, ...]:
-        """All groups."""
         return tuple(self.built_in)
 
     def options(self, group: str) -> tuple[str, ...]:

@@ -47,7 +47,6 @@ class Account:
     key: str
 
     def __repr__(self) -> str:
-        """Without the key."""
         return f"Account({self.host})"
 
 

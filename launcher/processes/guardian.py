@@ -67,7 +67,6 @@ class _Guardian:
         self._run_dir: Path | None = None
 
     def watch(self) -> None:
-        """Does not return."""
         for number in _PASSED_ON:
             signal.signal(number, self._pass_on)
         while True:

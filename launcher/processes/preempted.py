@@ -63,7 +63,6 @@ class StopRequest:
             os._exit(143)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """The handler."""
         if not self._obeyed or self._leaves():
             # Exit handlers of a half-dead communication could wait for peers for ever.
             os._exit(143)

@@ -56,7 +56,6 @@ def joins(words: Sequence[str]) -> bool:
 
 
 def rank() -> int:
-    """This process's global rank."""
     return int(os.environ["RANK"])
 
 

@@ -213,7 +213,6 @@ class Pages:
             tell_to_leave(file)
 
     def close(self) -> None:
-        """Gives the memory back."""
         for file in self.files:
             os.close(file)
 

@@ -137,7 +137,6 @@ class Progress(pl.Callback):
         self._events = None if descriptor is None else int(descriptor)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Starts the clock."""
         if self.file is not None and trainer.global_step:
             self.file.go_on(trainer.global_step)
         self._last = time.perf_counter()

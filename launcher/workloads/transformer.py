@@ -154,7 +154,6 @@ class Head(SeededUnit):
         return super().owner(unit_name, parameter)
 
     def forward(self, stream: Tensor) -> Tensor:
-        """Projects the normalised stream."""
         logits: Tensor = self.projection(self.norm(stream))
         return logits
 

@@ -36,7 +36,6 @@ class Bound:
 
     @property
     def rank(self) -> int:
-        """Where it binds."""
         return int(self.name.rpartition(" ")[2])
 
 

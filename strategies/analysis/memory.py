@@ -164,7 +164,6 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return sum(getattr(self, entry.name) for entry in fields(self))
 
     @property

@@ -128,7 +128,6 @@ class TracedModel:
 
 
 def dump_trace(trace: TracedModel) -> str:
-    """The file's content."""
     content = asdict(trace) | {"format": FORMAT, "version": VERSION}
     return json.dumps(_pairs(content), indent=1, sort_keys=True) + "\n"
 

@@ -32,7 +32,6 @@ class Fetch:
             self._there.record(torch.cuda.current_stream(tensor.device))
 
     def tensor(self) -> Tensor:
-        """The copy, arrived."""
         if self._there is not None:
             self._there.synchronize()
             self._there = None
@@ -75,11 +74,9 @@ class Slot:
 
     @property
     def value(self) -> Any:
-        """What is there."""
         return self.table.get(self.key, _ABSENT)
 
     def put(self, value: Any) -> None:
-        """Puts a value there."""
         if value is _ABSENT:
             self.table.pop(self.key, None)
         else:

@@ -140,7 +140,6 @@ class UnitModel(StageModel):
             self._sharding.finish(self._canonical)
 
     def select(self, selection: Selection) -> None:
-        """Recomputes inside the units."""
         self._selective = selection.layers_of(self._runs)
 
     def shard(self, ranks: TensorRanks) -> None:

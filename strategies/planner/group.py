@@ -50,7 +50,6 @@ class Group:
     least_bytes: int
 
     def candidate(self, order: Order) -> Candidate:
-        """One of them."""
         return Candidate(self.layout, order, self.overlap, self.units, self.recompute)
 
 

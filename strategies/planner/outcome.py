@@ -38,7 +38,6 @@ class Outcome:
 
     @property
     def peak_bytes(self) -> int:
-        """On the worst rank."""
         return max(self.rank_bytes)
 
 

@@ -201,7 +201,6 @@ class Structure:
 
     @property
     def placement(self) -> Placement:
-        """Stages to ranks."""
         return self.draft.placement
 
 

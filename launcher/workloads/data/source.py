@@ -271,7 +271,6 @@ class _Request:
     need_validation: int
 
     def divide(self, sequence: int) -> tuple[int, int]:
-        """Training and validation blocks."""
         blocks = max(0, self.num_tokens - 1) // sequence
         validation = max(1, round(blocks * self.val_fraction)) if self.val_fraction else 0
         return blocks - min(validation, blocks), min(validation, blocks)

@@ -222,7 +222,6 @@ class ReplayModel(StageModel):
 
     @property
     def skips(self) -> tuple[tuple[int, int], ...]:
-        """See ``StageModel.skips``."""
         return self._layouts[self._mode].skips
 
     def boundaries(self, stage: int, mode: Mode = "train") -> tuple[Boundary, ...]:

@@ -379,7 +379,6 @@ class Computed:
 
 
 def unpack(packed: Kept | Computed) -> Tensor:
-    """What autograd asks for."""
     return packed.unpack()
 
 

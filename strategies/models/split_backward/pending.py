@@ -239,7 +239,6 @@ class WeightEdge(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the gradient."""
         if self.direct and not self.turned:
             return self.leaves[0].shape
         shape: torch.Size = self.child._input_metadata[self.recipe.number].shape

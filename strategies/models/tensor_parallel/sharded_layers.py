@@ -145,7 +145,6 @@ class SplitOutput:
         self._ranks = ranks
 
     def __call__(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        """Cuts the module's output."""
         return split_stream(output, self._ranks)
 
 

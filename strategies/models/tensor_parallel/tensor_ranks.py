@@ -47,7 +47,6 @@ class SumShare:
     parts: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The share, complete."""
         if self.work is not None:
             self.work.wait()
         return self.share

@@ -77,7 +77,6 @@ class ListClock:
         return self.makespan, self._backward_starts
 
     def end(self, node: int) -> float:
-        """When an instruction ends."""
         return self.start[node] + self.took[node]
 
     def arrival(self, node: int) -> float:
@@ -120,7 +119,6 @@ class ListClock:
             self._set(other, start)
 
     def lists(self) -> tuple[tuple[Instruction, ...], ...]:
-        """The lists as instructions."""
         return tuple(tuple(self.items[node] for node in row) for row in self.rows)
 
     def _shift(self, node: int, place: int) -> None:

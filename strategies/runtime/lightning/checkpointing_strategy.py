@@ -179,7 +179,6 @@ class CheckpointingStrategy(RanksStrategy):
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads this rank's names."""
         assert self.lightning_module is not None
         state = self._shares({}).padded(checkpoint["state_dict"])
         self.lightning_module.load_state_dict(state, strict=strict)

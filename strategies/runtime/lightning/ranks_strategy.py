@@ -63,7 +63,6 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """Set by the Trainer."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -90,7 +89,6 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this node."""
         devices = self._parallel_devices or []
         if devices and devices[0].type == "cuda" and isinstance(self._dp, int):
             wanted = self._pp * self._dp * self._tp
@@ -106,7 +104,6 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def coordinates(self) -> Coordinates:
-        """Where this process stands."""
         return Coordinates.of(self.global_rank, pp=self._pp, dp=self.dp, tp=self._tp)
 
     @property
@@ -167,7 +164,6 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def backend(self) -> str:
-        """What carries boundary tensors."""
         if self._backend != "auto":
             return self._backend
         if self.root_device.type == "cpu":

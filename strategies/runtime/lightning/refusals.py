@@ -179,7 +179,6 @@ class WholeWeights(pl.Callback):
             )
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Before others' hooks."""
         if self._each_batch:
             self._complete()
 

@@ -353,7 +353,6 @@ class PipelineStrategy(CheckpointingStrategy):
             self._own_sampler = self._engine is not None and self._own_sampler
 
     def model_to_device(self) -> None:
-        """Moves this rank's stages."""
         assert self.model is not None
         self.model.to(self.root_device)
 
@@ -631,15 +630,12 @@ class PipelineStrategy(CheckpointingStrategy):
         self.saver.finish()
 
     def on_validation_end(self) -> None:
-        """Ends all sends."""
         self.engine.drain()
 
     def on_test_end(self) -> None:
-        """Ends all sends."""
         self.engine.drain()
 
     def on_predict_end(self) -> None:
-        """Ends all sends."""
         self.engine.drain()
 
     def teardown(self) -> None:

@@ -101,7 +101,6 @@ class StrictTransport(Transport):
         return _Ended()
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        """Returns with the data."""
         work = _work(dist.irecv(tensor, group=self._group, group_src=rank, tag=0))
         work.wait()
         return _Ended()

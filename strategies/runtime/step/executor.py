@@ -129,7 +129,6 @@ class Executor:
         self._stamp_channel(self._places.get((stage, bucket)), work)
 
     def gather_started(self, stage: int, work: Any) -> None:
-        """Stamps a GATHER likewise."""
         self._stamp_channel(self._places.get((stage, None)), work)
 
     def _stamp_channel(self, place: int | None, work: Any) -> None:

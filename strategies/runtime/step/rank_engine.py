@@ -247,7 +247,6 @@ class Engine:
 
     @property
     def mains(self) -> AllMainWeights:
-        """What the optimizer updates."""
         return self._gradients.mains
 
     def build_gradients(self) -> None:
@@ -286,7 +285,6 @@ class Engine:
         return self._parts.activations
 
     def measure_no_activations(self) -> None:
-        """Ends that."""
         self._parts.activations = None
 
     # ---------------------------------------------------------------- training
@@ -332,7 +330,6 @@ class Engine:
     def evaluation_pass(
         self, batch: Any, *, mode: Mode, batch_idx: int, dataloader_idx: int = 0
     ) -> PassResult:
-        """Forwards only."""
         self.mains.complete()
         options = PassOptions(batch_idx, mode, 1.0, None, None, dataloader_idx)
         return self._run(batch, options, step=batch_idx, update=False)
@@ -456,15 +453,12 @@ class Engine:
         self._gradients.attach(zero=False)
 
     def flush(self) -> None:
-        """See ``Flush.run``."""
         self._flush.run()
 
     def leaves_out(self) -> bool:
-        """See ``Flush.leaves_out``."""
         return self._flush.leaves_out()
 
     def findings(self) -> list[Finding]:
-        """See ``Flush.findings``."""
         return self._flush.findings()
 
     def left_out(self) -> None:
@@ -477,12 +471,10 @@ class Engine:
         self._flush.end_step()
 
     def gradient_norm(self) -> Tensor:
-        """See ``Flush.gradient_norm``."""
         return self._flush.gradient_norm()
 
     @property
     def norm_waits_s(self) -> deque[float]:
-        """See ``Flush``."""
         return self._flush.norm_waits_s
 
     def clip_by_norm(self, limit: float) -> Tensor:
@@ -502,7 +494,6 @@ class Engine:
         return self._weights.named()
 
     def holders(self, *, share: bool = False) -> dict[str, tuple[int, ...]]:
-        """See ``OwnedWeights.holders``."""
         return self._weights.holders(share=share)
 
     def owners_group(self, stage: int) -> dist.ProcessGroup | None:

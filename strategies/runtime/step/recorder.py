@@ -100,7 +100,6 @@ class Recorder:
 
     @property
     def stamp(self) -> Callable[[], Any]:
-        """Reads the clock."""
         return _cuda_stamp if self.device.type == "cuda" else time.perf_counter
 
     def begin(self, step: int, program: Program) -> StepRecord:
@@ -154,7 +153,6 @@ class Recorder:
 
     @property
     def current(self) -> StepRecord | None:
-        """The running step."""
         return self._current
 
     def seconds(self, record: StepRecord) -> tuple[list[float], list[float]]:

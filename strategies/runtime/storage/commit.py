@@ -54,7 +54,6 @@ class Job:
 
 
 def tree_file(rank: int) -> str:
-    """A rank's own state."""
     return f"rank_{rank:05d}.json"
 
 

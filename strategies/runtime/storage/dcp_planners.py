@@ -49,7 +49,6 @@ class PieceSavePlanner(SavePlanner):
         self._pieces: dict[str, Piece] = state_dict
 
     def create_local_plan(self) -> SavePlan:
-        """One item per piece."""
         return SavePlan([_write_item(name, piece) for name, piece in self._pieces.items()])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -66,11 +65,9 @@ class PieceSavePlanner(SavePlanner):
         return all_plans, Metadata(state_dict_metadata=dict(tensors))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """As it is."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """The piece's values."""
         return self._pieces[write_item.index.fqn].tensor
 
 
@@ -115,7 +112,6 @@ class PieceLoadPlanner(LoadPlanner):
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """As it is."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

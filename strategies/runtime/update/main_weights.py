@@ -248,7 +248,6 @@ class AllMainWeights:
             yield from (parameter,) if pieces is None else (piece.main for piece in pieces)
 
     def gather(self, stage: int, started: Gathered) -> None:
-        """The program's GATHER."""
         if stage in self._stages:
             self._stages[stage].gather(started)
         else:
@@ -267,7 +266,6 @@ class AllMainWeights:
             mains.wait()
 
     def updated(self) -> None:
-        """The optimizer has run."""
         for mains in self._stages.values():
             mains.updated()
         for pieces in self._shared.values():

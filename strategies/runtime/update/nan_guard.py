@@ -97,7 +97,6 @@ class NanWatch:
     _buckets: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Forgets the step before."""
         self.loss = None
         self._outputs.clear()
         self._losses.clear()

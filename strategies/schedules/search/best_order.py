@@ -38,7 +38,6 @@ _FINALISTS = 3
 
 
 def by_makespan(times: Replay) -> tuple[float, float]:
-    """Makespan first, then period."""
     return times.makespan, times.period
 
 

@@ -66,7 +66,6 @@ class Lanes:
 
 
 def lanes_of(placement: Placement, num_microbatches: int) -> Lanes:
-    """The lanes of a placement."""
     rank = tuple(rank for copy in placement.copies for rank in copy)
     stage = tuple(range(placement.num_stages)) * placement.weight_copies
     copies = placement.weight_copies
