@@ -20,7 +20,8 @@ from strategies.analysis.memory import peak_memory_bytes
 from strategies.costs.table import Costs, CostTable
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError, ProgramError
-from strategies.ir.instruction import MICROBATCH_KINDS, Instruction
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import MICROBATCH_KINDS
 from strategies.ir.placement import Placement
 from strategies.ir.program import Boundary, Program, chain
 from strategies.ir.verify import verify

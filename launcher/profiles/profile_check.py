@@ -30,7 +30,7 @@ from strategies.costs.profile_file import (
 )
 from strategies.costs.table import Costs, CostTable
 from strategies.errors import CostError
-from strategies.ir.instruction import Kind
+from strategies.ir.kinds import KINDS, MICROBATCH_KINDS, Kind
 from strategies.simulator.engine import simulate
 
 
@@ -301,15 +301,6 @@ def _spelt(value: object) -> str:
 # stage take cannot be told apart there, so their proportions stay as they were measured.
 
 
-_NAMES = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "backward_input",
-    Kind.W: "backward_weight",
-    Kind.R: "recompute",
-}
-
-
 def write_refined(target: Path, costs: Costs, measured: Timeline) -> None:
     """Writes a run's profile, corrected by its median step."""
     assert isinstance(costs, ProfiledCosts)
@@ -332,7 +323,7 @@ def kind_ratios(measured: Timeline, table: CostTable) -> dict[Kind, float]:
     for rank in range(len(measured.program.ranks)):
         for event in measured.compute(rank):
             kind = event.instruction.kind
-            if kind in _NAMES:
+            if kind in MICROBATCH_KINDS and kind is not Kind.OVERLAP:
                 took[kind] = took.get(kind, 0.0) + event.end - event.start
                 predicted[kind] = predicted.get(kind, 0.0) + table.of(event.instruction)
     return {kind: took[kind] / predicted[kind] for kind in took if predicted[kind] > 0}
@@ -343,7 +334,8 @@ def refined(profile: Profile, ratios: Mapping[Kind, float]) -> Profile:
 
     def scaled(seconds: Seconds) -> Seconds:
         changes = {
-            _NAMES[kind]: getattr(seconds, _NAMES[kind]) * ratio for kind, ratio in ratios.items()
+            KINDS[kind].duration: getattr(seconds, KINDS[kind].duration) * ratio
+            for kind, ratio in ratios.items()
         }
         return replace(seconds, **changes)
 

@@ -17,7 +17,14 @@ from math import ceil, floor
 from launcher.report.summary import format_duration
 from launcher.report.timeline_lanes import channel_lanes, compute_lanes, uses_channel, zeroed
 from strategies.analysis.timeline import Event, Timeline
-from strategies.ir.instruction import MICROBATCH_KINDS, Kind
+from strategies.ir.kinds import (
+    CHANNEL_KINDS,
+    COMPUTE_KINDS,
+    KINDS,
+    MICROBATCH_KINDS,
+    Kind,
+    spellings,
+)
 
 _IDLE, _RUNNING = ".", "-"
 # An exact slot may be this much shorter than the shortest instruction, not more: a latency of 0.01
@@ -90,14 +97,20 @@ def _legend(timeline: Timeline, grid: _Grid) -> str:
     slot = format_duration(grid.slot, timeline.time_unit)
     channel = uses_channel(timeline)
     if grid.strip:
-        kinds = "F B I W R, S: optimizer step" + (", O: F and B as one" if _fuses(timeline) else "")
+        letters = spellings(kind for kind in MICROBATCH_KINDS if not KINDS[kind].key)
+        kinds = ", ".join([" ".join(letters), *_keys(COMPUTE_KINDS, fused=_fuses(timeline))])
         text = f"a column is {slot}: the kind that took most of it ({kinds}), "
         text += f"capital where an instruction begins, {_IDLE}: idle"
-        return text + ("; comm: R reduces gradients, G gathers weights" if channel else "")
+        return text + (f"; comm: {', '.join(_keys(CHANNEL_KINDS))}" if channel else "")
     text = f"a slot is {slot}{'' if grid.exact else ', times rounded'}; 2F0: stage 2, forward, "
     text += f"microbatch 0; {_RUNNING}: still running; {_IDLE}: idle"
     text += "; 2F1& 3B0: run as one" if _fuses(timeline) else ""
     return text + ("; comm: 2.0 reduces stage 2, bucket 0" if channel else "")
+
+
+def _keys(kinds: frozenset[Kind], *, fused: bool = False) -> Iterator[str]:
+    shown = kinds if fused else kinds - {Kind.OVERLAP}
+    return (facts.key for kind, facts in KINDS.items() if kind in shown and facts.key)
 
 
 def _fuses(timeline: Timeline) -> bool:
@@ -170,7 +183,7 @@ def _column(time: float, slot: float) -> int:
 def _cell_labels(event: Event) -> tuple[str, ...]:
     """What stands in an event's slots, one after the other; two for a fused pair."""
     item = event.instruction
-    if item.kind is Kind.REDUCE:
+    if item.bucket is not None:
         return (f"{item.stage}.{item.bucket}",)
     if item.microbatch is None:
         return (f"{item.stage}{item.kind.value[0]}",)

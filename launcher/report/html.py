@@ -7,7 +7,7 @@ scripts that know nothing of programs: rows, bars, and the name of what each bar
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from html import escape
 from importlib.resources import files
@@ -20,7 +20,8 @@ from launcher.report.timeline_lanes import channel_lanes, compute_lanes, uses_ch
 from strategies.analysis.memory import Holding, RankMemory, peak_activations
 from strategies.analysis.metrics import Metrics
 from strategies.analysis.timeline import Event, Timeline
-from strategies.ir.instruction import CHANNEL_KINDS, COMPUTE_KINDS, Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import KINDS, Kind
 
 _KINDS = tuple(kind.value for kind in Kind)
 _SCRIPTS = ("timeline.js", "timeline_input.js")
@@ -61,9 +62,8 @@ def timeline_html(panels: Sequence[Panel], *, title: str) -> str:
     Panels with the same time unit share one axis; with different units each unit has its own axis
     over the full width, and zooming keeps them aligned.
     """
-    assets = files("launcher.report").joinpath("assets")
-    script = "\n".join(assets.joinpath(name).read_text(encoding="ascii") for name in _SCRIPTS)
-    style = assets.joinpath("timeline.css").read_text(encoding="ascii")
+    script = page_script(_SCRIPTS)
+    style = _asset("timeline.css")
     payload = {"kinds": _KINDS, "panels": [_payload(panel) for panel in panels]}
     # "<" must not occur: "</script>" would end the element, whatever the JSON says.
     data = json.dumps(payload, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -83,6 +83,27 @@ def timeline_html(panels: Sequence[Panel], *, title: str) -> str:
         f'<script type="application/json" id="data">{data}</script>\n'
         f"<script>\n{script}</script>\n</body>\n</html>\n"
     )
+
+
+def page_script(names: Sequence[str]) -> str:
+    """Scripts of ``assets`` behind what the table of kinds tells them."""
+    words, numbers, colours = {}, {}, {}
+    for kind, facts in KINDS.items():
+        if facts.occupies != "wire":
+            words[kind.value] = facts.word
+            numbers[kind.value] = facts.number
+            colours[kind.value] = facts.colour
+    told = [_constant("WORDS", words), _constant("NUMBERS", numbers), _constant("COLOURS", colours)]
+    return "\n".join([*told, *map(_asset, names)])
+
+
+def _constant(name: str, values: Mapping[str, object]) -> str:
+    lines = "".join(f"  {key}: {json.dumps(value)},\n" for key, value in values.items())
+    return f"const {name} = {{\n{lines}}};"
+
+
+def _asset(name: str) -> str:
+    return files("launcher.report").joinpath("assets", name).read_text(encoding="ascii")
 
 
 def _memory(panel: Panel) -> str:
@@ -320,9 +341,9 @@ def waits(timeline: Timeline) -> dict[int, Wait]:
         busy: dict[str, int] = {}
         for node in range(graph.offsets[rank], graph.offsets[rank + 1]):
             kind = graph.nodes[node].kind
-            if kind not in COMPUTE_KINDS and kind not in CHANNEL_KINDS:
+            place = KINDS[kind].occupies
+            if place == "wire":
                 continue
-            place = "rank" if kind in COMPUTE_KINDS else "channel"
             candidates = [_need(timeline, need, end[need]) for need in graph.needs[node]]
             if kind is Kind.REDUCE and not graph.nodes[node].after:
                 candidates = [

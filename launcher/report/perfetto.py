@@ -11,7 +11,7 @@ from launcher.report.html import held_over_time
 from launcher.report.result import write_atomically
 from launcher.report.timeline_lanes import spread, zeroed
 from strategies.analysis.timeline import Event, Timeline
-from strategies.ir.instruction import CHANNEL_KINDS, COMPUTE_KINDS, Kind
+from strategies.ir.kinds import CHANNEL_KINDS, COMPUTE_KINDS, Kind
 
 # The format counts in microseconds. The unit F has no length in seconds; 1 F is drawn as 1 ms.
 _US_PER_UNIT = {"F": 1000.0, "s": 1e6}

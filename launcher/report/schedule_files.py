@@ -9,10 +9,9 @@ from launcher.report.result import write_atomically
 from launcher.report.summary import format_duration, format_percent
 from strategies.analysis.metrics import Metrics
 from strategies.analysis.timeline import Timeline
-from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import NEEDED_KINDS
 from strategies.ir.program import Program
-
-_TORCH_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP})
 
 
 def write_schedule_files(folder: Path, timeline: Timeline, metrics: Metrics) -> None:
@@ -64,7 +63,7 @@ def compute_csv(program: Program) -> str:
     back; torch, too, except where a stage stands on two ranks.
     """
     rows = (
-        [_torch_text(item) for item in row if item.kind in _TORCH_KINDS] for row in program.ranks
+        [_torch_text(item) for item in row if item.kind in NEEDED_KINDS] for row in program.ranks
     )
     return "".join(",".join(row) + "\n" for row in rows)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from strategies.analysis.timeline import Event, Timeline
-from strategies.ir.instruction import CHANNEL_KINDS, COMPUTE_KINDS, Kind
+from strategies.ir.kinds import CHANNEL_KINDS, COMPUTE_KINDS, Kind
 
 # Sums of durations round: a start this little (of the rank's whole time) before the end of the
 # event in front of it is no overlap.

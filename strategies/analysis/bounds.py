@@ -15,11 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from strategies.costs.table import CostTable
-from strategies.ir.instruction import MICROBATCH_KINDS, Kind
+from strategies.ir.kinds import MESSAGE_KINDS, MICROBATCH_KINDS, NEEDED_KINDS, Kind
 from strategies.ir.program import Program
-
-# What any order computes; R is a choice.
-_NEEDED = MICROBATCH_KINDS - {Kind.R}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ def _jobs(program: Program, table: CostTable) -> list[list[tuple[float, float, f
     }
     duration = [0.0] * len(graph.nodes)
     for node, item in enumerate(graph.nodes):
-        if item.kind in _NEEDED:
+        if item.kind in NEEDED_KINDS:
             duration[node] = table.of(item)
         elif item.kind is Kind.RECV:
             assert item.peer is not None
@@ -67,13 +64,13 @@ def _jobs(program: Program, table: CostTable) -> list[list[tuple[float, float, f
             head[node] = max(head[node], head[need] + duration[need])
     tail = [0.0] * len(graph.nodes)
     for node in reversed(graph.order):
-        if graph.nodes[node].kind not in MICROBATCH_KINDS | {Kind.SEND, Kind.RECV}:
+        if graph.nodes[node].kind not in MICROBATCH_KINDS | MESSAGE_KINDS:
             continue
         for need in graph.needs[node]:
             tail[need] = max(tail[need], tail[node] + duration[node])
     jobs: list[list[tuple[float, float, float]]] = [[] for _ in program.ranks]
     for node, item in enumerate(graph.nodes):
-        if item.kind in _NEEDED:
+        if item.kind in NEEDED_KINDS:
             jobs[graph.rank[node]].append((head[node], duration[node], tail[node]))
     return jobs
 

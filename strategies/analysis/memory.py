@@ -13,7 +13,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from strategies.costs.table import CostTable, StageMemory
-from strategies.ir.instruction import MICROBATCH_KINDS, Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program, recomputed_pairs
 
 

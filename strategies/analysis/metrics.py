@@ -8,13 +8,10 @@ from strategies.analysis.bounds import lower_bound, memory_bound
 from strategies.analysis.memory import peak_activations, peak_memory_bytes
 from strategies.analysis.timeline import Timeline
 from strategies.costs.table import Costs
-from strategies.ir.instruction import Kind
+from strategies.ir.kinds import NEEDED_KINDS
 from strategies.ir.program import recomputed_pairs
 
 _SAME = 1e-9
-
-# What any schedule computes; R is a schedule's own choice.
-_NEEDED = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +84,7 @@ def measure(timeline: Timeline, costs: Costs, *, cap: float | None = None) -> Me
         event.end - event.start
         for rank in ranks
         for event in timeline.events(rank)
-        if event.instruction.kind in _NEEDED
+        if event.instruction.kind in NEEDED_KINDS
     )
     ideal = needed / len(ranks)
     return Metrics(

@@ -6,13 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from strategies.ir.instruction import (
-    COMPUTE_KINDS,
-    MESSAGE_KINDS,
-    MICROBATCH_KINDS,
-    Instruction,
-    Kind,
-)
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import COMPUTE_KINDS, MESSAGE_KINDS, MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import KINDS
+from strategies.ir.walk import DURATION_ROWS
 
 if TYPE_CHECKING:
     from strategies.ir.program import Program
@@ -68,17 +70,15 @@ class CostTable:
         return self.gather[stage] if self.gather else 0.0
 
     def of(self, item: Instruction) -> float:
-        """How long an F B I W R or OVERLAP occupies its rank."""
+        """How long an instruction occupies its rank."""
         if item.halves:
             return self.fused * sum(map(self.of, item.halves))
-        rows = {
-            Kind.F: self.forward,
-            Kind.B: self.backward,
-            Kind.I: self.backward_input,
-            Kind.W: self.backward_weight,
-            Kind.R: self.recompute,
-        }
-        return rows[item.kind][item.stage]
+        column: tuple[float, ...] = getattr(self, KINDS[item.kind].duration)
+        return column[item.stage]
+
+    def flat(self) -> list[float]:
+        """What occupies a rank, in the order of ``DURATION_ROWS``: row * S + stage."""
+        return [took for kind in DURATION_ROWS for took in getattr(self, KINDS[kind].duration)]
 
 
 class Costs(Protocol):

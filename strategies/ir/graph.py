@@ -12,8 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strategies.errors import DeadlockError, ProgramError
-from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import GRADIENT_KINDS, KINDS, MESSAGE_KINDS, Kind
 from strategies.ir.program import Program
+
+# Which kinds make a payload.
+_MAKERS = {
+    payload: tuple(kind for kind, facts in KINDS.items() if facts.makes is payload)
+    for payload in (Kind.F, Kind.B)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +73,14 @@ class _Resolver:
         self._rank = rank
         self._made: dict[tuple[Kind, int, int], int] = {}
         self._messages: dict[tuple[Kind, Kind, int, int, int], int] = {}
-        # Per (rank, stage): backwards or weight gradients, reductions, the gather and its user.
+        # Per (rank, stage): what completes its gradient, reductions, the gather and its user.
         self._last: dict[tuple[int, int], list[int]] = {}
         self._reduces: dict[tuple[int, int], list[int]] = {}
         self._gathers: dict[tuple[int, int], int] = {}
         self._first: dict[tuple[int, int], int] = {}
         for number, item in enumerate(nodes):
             kind, stage = item.kind, item.stage
-            if kind is Kind.SEND or kind is Kind.RECV:
+            if kind in MESSAGE_KINDS:
                 assert item.payload is not None
                 assert item.peer is not None
                 assert item.microbatch is not None
@@ -83,7 +90,7 @@ class _Resolver:
                 for part in item.parts:
                     assert part.microbatch is not None
                     self._made[part.kind, part.stage, part.microbatch] = number
-                    if part.kind is Kind.B or part.kind is Kind.W:
+                    if part.kind in GRADIENT_KINDS:
                         self._last.setdefault((rank[number], part.stage), []).append(number)
                     elif part.kind is Kind.F:
                         self._first.setdefault((rank[number], part.stage), number)
@@ -110,11 +117,17 @@ class _Resolver:
     def _data(self, item: Instruction, node: int) -> list[int]:
         """What the data needs, beyond the ``after`` edges."""
         kind, stage, microbatch = item.kind, item.stage, item.microbatch
+        facts = KINDS[kind]
         found: list[int] = []
+        if facts.reads:
+            found += self._own(item, facts.reads)
+        if facts.receives is not None:
+            assert microbatch is not None
+            neighbours = self._sources if facts.receives is Kind.F else self._targets
+            for other in neighbours.get(stage, ()):
+                found.append(self._input(item, facts.receives, other, microbatch))
         if kind is Kind.F:
             assert microbatch is not None
-            for source in self._sources.get(stage, ()):
-                found.append(self._input(item, Kind.F, source, microbatch))
             if (stage, microbatch) in self._carried:
                 # The forward of the iteration before is still alive until its gradient has run.
                 found.append(self._producer(item, Kind.B, stage, microbatch))
@@ -122,33 +135,12 @@ class _Resolver:
             if place in self._gathers and self._first[place] == node:
                 # Later forwards of the rank follow this one in its list.
                 found.append(self._gathers[place])
-        elif kind is Kind.B or kind is Kind.I:
-            assert microbatch is not None
-            carried = (stage, microbatch) in self._carried
-            graph_maker = self._made.get((Kind.R, stage, microbatch))
-            if graph_maker is None and not carried:
-                graph_maker = self._made.get((Kind.F, stage, microbatch))
-            if graph_maker is not None:
-                found.append(graph_maker)
-            elif not carried:
-                raise _missing(item, f"{stage}F{microbatch}")
-            for target in self._targets.get(stage, ()):
-                found.append(self._input(item, Kind.B, target, microbatch))
-        elif kind is Kind.W or kind is Kind.R:
-            assert microbatch is not None
-            maker = Kind.I if kind is Kind.W else Kind.F
-            if maker is Kind.I or (stage, microbatch) not in self._carried:
-                made = self._made.get((maker, stage, microbatch))
-                if made is None:
-                    raise _missing(item, f"{stage}{maker.value}{microbatch}")
-                found.append(made)
         elif kind is Kind.SEND:
             assert microbatch is not None
             assert item.payload is not None
             found.append(self._producer(item, item.payload, stage, microbatch))
         elif kind is Kind.RECV:
-            send = self.partner(node)
-            found.append(send)
+            found.append(self.partner(node))
         elif kind is Kind.REDUCE:
             found.extend(self._last.get((self._rank[node], stage), ()))
         elif kind is Kind.STEP:
@@ -156,9 +148,24 @@ class _Resolver:
             found.extend(self._reduces.get(place, ()) or self._last.get(place, ()))
         return found
 
+    def _own(self, item: Instruction, reads: tuple[Kind, ...]) -> list[int]:
+        """The first of these kinds that the instruction's own pair has."""
+        stage, microbatch = item.stage, item.microbatch
+        assert microbatch is not None
+        carried = Kind.F in reads and (stage, microbatch) in self._carried
+        for maker in reads:
+            # The F of a pair that is carried over belongs to the iteration that follows.
+            if not (carried and maker is Kind.F):
+                number = self._made.get((maker, stage, microbatch))
+                if number is not None:
+                    return [number]
+        if carried:
+            return []
+        raise _missing(item, f"{stage}{reads[-1].value}{microbatch}")
+
     def partner(self, node: int) -> int:
         item = self._nodes[node]
-        if item.kind is not Kind.SEND and item.kind is not Kind.RECV:
+        if item.kind not in MESSAGE_KINDS:
             return -1
         other = Kind.RECV if item.kind is Kind.SEND else Kind.SEND
         assert item.payload is not None
@@ -182,8 +189,7 @@ class _Resolver:
         return number
 
     def _producer(self, item: Instruction, payload: Kind, stage: int, microbatch: int) -> int:
-        kinds = (Kind.F,) if payload is Kind.F else (Kind.B, Kind.I)
-        for kind in kinds:
+        for kind in _MAKERS[payload]:
             number = self._made.get((kind, stage, microbatch))
             if number is not None:
                 return number

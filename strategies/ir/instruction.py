@@ -3,36 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
-
-class Kind(Enum):
-    """What an instruction does; the value is its spelling in text.
-
-    F, B, I, W, R, STEP and OVERLAP occupy the rank; SEND, RECV, REDUCE and GATHER run beside it.
-    """
-
-    F = "F"  # forward
-    B = "B"  # full backward, I and W together
-    I = "I"  # gradient of the stage's inputs  # noqa: E741
-    W = "W"  # gradient of the stage's weights
-    R = "R"  # recompute: rebuild the graph of a forward that kept its input only
-    SEND = "SEND"
-    RECV = "RECV"
-    REDUCE = "REDUCE"  # one bucket of a stage's gradient, over owners x dp
-    GATHER = "GATHER"  # a stage's updated weights, before its first forward
-    STEP = "STEP"  # the optimizer on one stage
-    OVERLAP = "OVERLAP_F_B"  # a forward and a backward of two microbatches, run as one
-
-    # Members are singletons; the default hashes a member's name, in Python, millions of times.
-    __hash__ = object.__hash__
-
-
-MICROBATCH_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.OVERLAP})
-MESSAGE_KINDS = frozenset({Kind.SEND, Kind.RECV})
-COMPUTE_KINDS = MICROBATCH_KINDS | {Kind.STEP}
-CHANNEL_KINDS = frozenset({Kind.REDUCE, Kind.GATHER})
-BACKWARD_KINDS = frozenset({Kind.B, Kind.I})
+from strategies.ir.kinds import Kind as Kind  # an instruction's first word, found beside it
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from strategies.ir.instruction import MESSAGE_KINDS, Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import MESSAGE_KINDS, Kind
 from strategies.ir.placement import Placement
 
 if TYPE_CHECKING:

@@ -16,14 +16,28 @@ import re
 from dataclasses import replace
 
 from strategies.errors import ProgramError
-from strategies.ir.instruction import MESSAGE_KINDS, MICROBATCH_KINDS, Instruction, Kind, overlap
+from strategies.ir.instruction import Instruction, overlap
+from strategies.ir.kinds import (
+    BUCKET_KINDS,
+    MESSAGE_KINDS,
+    MICROBATCH_KINDS,
+    STAGE_KINDS,
+    Kind,
+    spellings,
+)
+
+# A fused pair has a form of its own.
+_LETTERS = spellings(MICROBATCH_KINDS - {Kind.OVERLAP})
+_BUCKETED = spellings(BUCKET_KINDS)
+_PLAIN = spellings(STAGE_KINDS)
 
 _PATTERN = re.compile(
     r"(?P<stage>\d+)"
-    r"(?:(?P<message>SEND|RECV)_(?P<payload>[FB])(?P<message_mb>\d+)(?P<arrow>[<>])(?P<peer>\d+)"
-    r"|REDUCE(?P<bucket>\d+)"
-    r"|(?P<plain>GATHER|STEP)"
-    r"|(?P<kind>[FBIWR])(?P<mb>\d+))"
+    rf"(?:(?P<message>{'|'.join(spellings(MESSAGE_KINDS))})_(?P<payload>[FB])(?P<message_mb>\d+)"
+    r"(?P<arrow>[<>])(?P<peer>\d+)"
+    rf"|(?P<bucketed>{'|'.join(_BUCKETED)})(?P<bucket>\d+)"
+    rf"|(?P<plain>{'|'.join(_PLAIN)})"
+    rf"|(?P<kind>{'|'.join(_LETTERS)})(?P<mb>\d+))"
     r"(?:#(?P<version>\d+))?"
     r"(?:@(?P<after>.+))?"
 )
@@ -45,10 +59,10 @@ def format_instruction(instruction: Instruction) -> str:
         arrow = ">" if kind is Kind.SEND else "<"
         body = f"{kind.value}_{instruction.payload.value}{instruction.microbatch}{arrow}"
         body += str(instruction.peer)
-    elif kind in MICROBATCH_KINDS:
+    elif instruction.microbatch is not None:
         body = f"{kind.value}{instruction.microbatch}"
-    elif kind is Kind.REDUCE:
-        body = f"REDUCE{instruction.bucket}"
+    elif instruction.bucket is not None:
+        body = f"{kind.value}{instruction.bucket}"
     else:
         body = kind.value
     version = "" if instruction.version is None else f"#{instruction.version}"
@@ -68,9 +82,11 @@ def parse_instruction(text: str) -> Instruction:
         return replace(pair, after=tuple(map(parse_instruction, edges)))
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
+        letters = " ".join(f"2{kind}0" for kind in _LETTERS)
+        others = ", ".join([*(f"2{kind}0" for kind in _BUCKETED), *(f"2{kind}" for kind in _PLAIN)])
         raise ProgramError(
-            f"{text!r} is not an instruction. Write stage, letter, microbatch, as in 2F0 2B0 2I0 "
-            "2W0 2R0, or 2SEND_F0>3, 3RECV_F0<2, 2REDUCE0, 2GATHER, 2STEP, (2F1;3B0)OVERLAP_F_B."
+            f"{text!r} is not an instruction. Write stage, letter, microbatch, as in {letters}, or "
+            f"2SEND_F0>3, 3RECV_F0<2, {others}, (2F1;3B0)OVERLAP_F_B."
         )
     part = match.groupdict()
     version = None if part["version"] is None else int(part["version"])
@@ -92,9 +108,8 @@ def parse_instruction(text: str) -> Instruction:
             version=version,
         )
     if part["bucket"] is not None:
-        return Instruction(
-            Kind.REDUCE, stage, bucket=int(part["bucket"]), after=after, version=version
-        )
+        kind = Kind(part["bucketed"])
+        return Instruction(kind, stage, bucket=int(part["bucket"]), after=after, version=version)
     if part["plain"]:
         return Instruction(Kind(part["plain"]), stage, after=after, version=version)
     return Instruction(Kind(part["kind"]), stage, int(part["mb"]), after=after, version=version)
@@ -151,8 +166,8 @@ def spoken(item: Instruction) -> str:
         )
     if kind is Kind.OVERLAP:
         return " with ".join(map(spoken, item.halves))
-    if kind is Kind.REDUCE:
-        return f"REDUCE bucket {item.bucket} of stage {item.stage}"
+    if item.bucket is not None:
+        return f"{kind.value} bucket {item.bucket} of stage {item.stage}"
     if item.microbatch is None:
         return f"{kind.value} of stage {item.stage}"
     return f"{kind.value} mb={item.microbatch} of stage {item.stage}"

@@ -7,12 +7,19 @@ from dataclasses import replace
 from itertools import combinations
 
 from strategies.errors import ProgramError
-from strategies.ir.instruction import (
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import (
+    BACKWARD_KINDS,
+    BUCKET_KINDS,
     CHANNEL_KINDS,
+    GRADIENT_KINDS,
+    KINDS,
     MESSAGE_KINDS,
     MICROBATCH_KINDS,
-    Instruction,
+    STAGE_KINDS,
+    UPDATE_KINDS,
     Kind,
+    spellings,
 )
 from strategies.ir.program import Program, recomputed_pairs
 
@@ -61,18 +68,22 @@ def _check_fields(program: Program) -> None:
                     "strategies.ir.instruction."
                 )
             message = item.kind in MESSAGE_KINDS
+            number = KINDS[item.kind].number
             right = (
-                (item.microbatch is not None) is (message or item.kind in MICROBATCH_KINDS)
-                and (item.bucket is not None) is (item.kind is Kind.REDUCE)
+                (item.microbatch is not None) is (number == "microbatch")
+                and (item.bucket is not None) is (number == "bucket")
                 and (item.peer is not None) is message
                 and (item.payload in (Kind.F, Kind.B) if message else item.payload is None)
                 and (_fuses(item) if item.kind is Kind.OVERLAP else not item.halves)
             )
             if not right:
                 raise ProgramError(
-                    f"{program.schedule}: {item!r} on rank {rank} is malformed. F B I W R have a "
-                    "microbatch, SEND and RECV also a payload (F or B) and a peer, REDUCE a "
-                    "bucket, GATHER and STEP none of these, OVERLAP an F and a B or I as halves."
+                    f"{program.schedule}: {item!r} on rank {rank} is malformed. "
+                    f"{' '.join(spellings(MICROBATCH_KINDS - {Kind.OVERLAP}))} have a microbatch, "
+                    "SEND and RECV also a payload (F or B) and a peer, "
+                    f"{' and '.join(spellings(BUCKET_KINDS))} a bucket, "
+                    f"{' and '.join(spellings(STAGE_KINDS))} none of these, "
+                    "OVERLAP an F and a B or I as halves."
                 )
 
 
@@ -141,7 +152,7 @@ def _check_complete(program: Program) -> None:
             here = (stage, microbatch)
             kinds = {kind for kind in MICROBATCH_KINDS if (kind, *here) in seen}
             wanted = "F" if program.role == "forward" else "F and B, or F, I and W"
-            gradient = kinds & {Kind.B, Kind.I, Kind.W}
+            gradient = kinds & (BACKWARD_KINDS | GRADIENT_KINDS)
             if program.role == "forward":
                 right = kinds == {Kind.F}
             else:
@@ -191,7 +202,6 @@ def _check_messages(program: Program) -> None:
 
 def _check_updates(program: Program) -> None:
     """REDUCE after the last gradient of its stage in list order; one STEP per owned stage."""
-    gradients = {Kind.B, Kind.W}
     # A compute program has no updates yet; a lowered one is final.
     any_step = any(item.kind is Kind.STEP for row in program.ranks for item in row)
     any_step = any_step or (program.lowered and program.role == "train")
@@ -200,7 +210,7 @@ def _check_updates(program: Program) -> None:
             part.stage: place
             for place, item in enumerate(row)
             for part in item.parts
-            if part.kind in gradients
+            if part.kind in GRADIENT_KINDS
         }
         updated: dict[int, int] = {}
         used: set[int] = set()
@@ -211,7 +221,7 @@ def _check_updates(program: Program) -> None:
                     f"{program.schedule}: {item} on rank {rank} stands after a forward of its "
                     "stage, which then uses the old weights."
                 )
-            if item.kind in (Kind.REDUCE, Kind.STEP):
+            if item.kind in UPDATE_KINDS:
                 if program.role != "train":
                     raise ProgramError(
                         f"{program.schedule}: {item} on rank {rank} in a program that is to "
@@ -272,7 +282,7 @@ def _check_reductions(program: Program) -> None:
 # The verifier's rules for R: once per checkpointed pair, after its F, before its first reader.
 
 
-_READERS = (Kind.B, Kind.I, Kind.W)
+_READERS = BACKWARD_KINDS | GRADIENT_KINDS
 
 
 def check_recompute(program: Program) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from strategies.ir.instruction import CHANNEL_KINDS, COMPUTE_KINDS, Kind
+from strategies.ir.kinds import CHANNEL_KINDS, COMPUTE_KINDS, KINDS, Kind
 from strategies.ir.program import Program
 
 # Rows of a flat duration table: row * S + stage.
-DURATION_ROWS = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.STEP)
+DURATION_ROWS = tuple(
+    kind for kind, facts in KINDS.items() if kind in COMPUTE_KINDS and facts.duration
+)
 
 
 class Message(NamedTuple):

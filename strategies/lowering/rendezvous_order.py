@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from strategies.costs.table import CostTable
-from strategies.ir.instruction import MICROBATCH_KINDS
+from strategies.ir.kinds import MICROBATCH_KINDS
 from strategies.ir.program import Program
 from strategies.lowering.send_recv import Message, end_times, messages, place_messages
 from strategies.simulator.engine import replay

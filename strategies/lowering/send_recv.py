@@ -17,12 +17,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from strategies.costs.table import CostTable
-from strategies.ir.instruction import BACKWARD_KINDS, MICROBATCH_KINDS, Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import BACKWARD_KINDS, KINDS, MICROBATCH_KINDS, Kind
 from strategies.ir.placement import Placement
 from strategies.ir.program import Program
-
-# Durations that order the events where no costs are known; any positive ones are safe.
-_DURATION = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.R: 1.0}
 
 
 class Message(NamedTuple):
@@ -96,8 +94,7 @@ def messages(program: Program) -> list[Message]:
     for node, item in enumerate(program.graph.nodes):
         for part in item.parts if item.kind in MICROBATCH_KINDS else ():
             assert part.microbatch is not None
-            kind = Kind.B if part.kind in BACKWARD_KINDS else part.kind
-            made[kind, part.stage, part.microbatch] = node
+            made[KINDS[part.kind].makes or part.kind, part.stage, part.microbatch] = node
     rank_of = program.placement.rank_of
     found = []
     for boundary in program.boundaries:
@@ -148,7 +145,8 @@ def _duration(item: Instruction, table: CostTable | None) -> float:
         return 0.0
     if table is not None:
         return table.of(item)
-    return sum(_DURATION[part.kind] for part in item.parts)
+    # Orders the events where no costs are known; any positive durations are safe.
+    return float(sum(len(KINDS[part.kind].work) for part in item.parts))
 
 
 # ------------------------------------------------------------------------------------ remote edges

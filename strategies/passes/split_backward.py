@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from strategies.errors import ProgramError
-from strategies.ir.instruction import MICROBATCH_KINDS, Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
 from strategies.schedules.schedule import Durations
 from strategies.schedules.search.weight_gaps import fill_gaps

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import GRADIENT_KINDS, Kind
 from strategies.ir.program import Program
 
 
@@ -103,7 +104,7 @@ def _last_gradients(row: Sequence[Instruction]) -> dict[int, int]:
         part.stage: place
         for place, item in enumerate(row)
         for part in item.parts
-        if part.kind in (Kind.B, Kind.W)
+        if part.kind in GRADIENT_KINDS
     }
 
 

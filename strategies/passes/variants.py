@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import UPDATE_KINDS, Kind
 from strategies.ir.program import LoopState, Program
-
-_UPDATE = frozenset({Kind.REDUCE, Kind.STEP})
 
 
 def accumulate_only(program: Program) -> Program:
@@ -15,7 +14,9 @@ def accumulate_only(program: Program) -> Program:
 
     A GATHER stays: this may be the first program behind an update.
     """
-    rows = tuple(tuple(item for item in row if item.kind not in _UPDATE) for row in program.ranks)
+    rows = tuple(
+        tuple(item for item in row if item.kind not in UPDATE_KINDS) for row in program.ranks
+    )
     return replace(program, ranks=rows, role="accumulate")
 
 

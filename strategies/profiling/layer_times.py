@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.costs.profile_file import Seconds, SizeProfile, UnitProfile
-from strategies.ir.instruction import MICROBATCH_KINDS, Kind
+from strategies.ir.kinds import KINDS, MICROBATCH_KINDS, Kind
 from strategies.models.unit_model import Elsewhere, UnitModel
 from strategies.plan import NO_RECOMPUTE, Plan, Recompute
 from strategies.profiling.sample import Sample
@@ -224,16 +224,10 @@ def _measure(task: Task, engine: Engine, size: int, found: _Stages) -> None:
             break
     del kept[:_WARM_UPS], spans[:_WARM_UPS]
     durations = _durations(engine, kept)
-    names = {
-        Kind.F: "forward",
-        Kind.B: "backward",
-        Kind.I: "backward_input",
-        Kind.W: "backward_weight",
-        Kind.R: "recompute",
-    }
     stages = range(len(task.sample.stages))
-    for kind, name in names.items():
-        if (kind, 0) in durations and name not in found.seconds:
+    for kind, facts in KINDS.items():
+        name = facts.duration
+        if (kind, 0) in durations and name and name not in found.seconds:
             found.seconds[name] = [statistics.median(durations[kind, s]) for s in stages]
     activations = engine.measure_activations()
     _pass(engine, batch, 0)

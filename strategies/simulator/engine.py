@@ -111,14 +111,7 @@ def _timeline(
 
 def _flat_durations(program: Program, table: CostTable) -> list[float]:
     """The table in the order of ``DURATION_ROWS``: row * S + stage; fused pairs at the end."""
-    single = [
-        *table.forward,
-        *table.backward,
-        *table.backward_input,
-        *table.backward_weight,
-        *table.recompute,
-        *table.step,
-    ]
+    single = table.flat()
     pairs = program.walk.fused
     return single + [table.fused * (single[first] + single[second]) for first, second in pairs]
 

@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Pipel
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.compiler import compile_plan
-from strategies.ir.instruction import MICROBATCH_KINDS, Kind
+from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine as Runtime
 from strategies.runtime.step.rank_parts import Options

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.compiler import compile_program
-from strategies.ir.instruction import MICROBATCH_KINDS, Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from tests.benchmarks.overhead_emulation import TOKENS, SleepingStage
 from tests.benchmarks.overhead_engine import Engine, Task
 

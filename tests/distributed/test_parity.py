@@ -231,7 +231,7 @@ def test_the_executed_order_is_the_simulated_order(
 ) -> None:
     from strategies.compiler import Plan, compile_plan
     from strategies.costs.uniform import UniformCosts
-    from strategies.ir.instruction import MICROBATCH_KINDS, Kind
+    from strategies.ir.kinds import MICROBATCH_KINDS, Kind
     from strategies.ir.text import format_instruction, parse_instruction
     from strategies.simulator.engine import simulate
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 
 from strategies.compiler import compile_plan
 from strategies.costs.uniform import UniformCosts
-from strategies.ir.instruction import MICROBATCH_KINDS, Kind
+from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from strategies.ir.text import format_instruction, parse_instruction
 from strategies.plan import Plan
 from strategies.runtime.lightning.strategy import PipelineStrategy

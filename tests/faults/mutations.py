@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 
 from strategies.compiler import Programs
 from strategies.errors import PipelineError
-from strategies.ir.instruction import MESSAGE_KINDS, Instruction
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import MESSAGE_KINDS
 from strategies.ir.program import Program
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from strategies.runtime.step import rank_engine

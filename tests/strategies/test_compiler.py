@@ -9,7 +9,7 @@ from strategies.analysis.memory import peak_activations
 from strategies.compiler import compile_compute, compile_plan, compile_short
 from strategies.errors import PlanError
 from strategies.ir import Kind, verify
-from strategies.ir.instruction import MICROBATCH_KINDS
+from strategies.ir.kinds import MICROBATCH_KINDS
 from strategies.ir.text import format_rows, parse_rows
 from strategies.plan import Plan
 from strategies.schedules import SCHEDULES

@@ -5,6 +5,7 @@
 for (const kind of DATA.kinds) {
   COLOURS[kind] ??= [348, 45];
   WORDS[kind] ??= "";
+  NUMBERS[kind] ??= "microbatch";
 }
 
 const COMPACT = { bar: 15, channel: 5, gap: 4, axis: 22 };

@@ -5,17 +5,8 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const [KIND, STAGE, NUMBER, START, END, WAIT, WAIT_RANK, HOW, SINCE, PAIR] =
   [0, 1, 2, 3, 4, 5, 6, 7, 8, 9];
-const WORDS = {
-  F: "forward", B: "full backward", I: "input gradient", W: "weight gradient", R: "recompute",
-  REDUCE: "gradient reduction", GATHER: "weight gather", STEP: "optimizer step",
-  OVERLAP_F_B: "forward and backward as one",
-};
-// [hue, saturation]: forward and backward differ in hue and, by the ranges below, stay apart in
-// grey; a stage's shade runs from light (first) to dark (last).
-const COLOURS = {
-  F: [212, 62], B: [28, 78], I: [44, 80], W: [150, 42], R: [272, 42],
-  REDUCE: [184, 58], GATHER: [320, 40], STEP: [0, 0], OVERLAP_F_B: [340, 50],
-};
+// WORDS, NUMBERS (microbatch, bucket or nothing) and COLOURS (hue and saturation; a stage's shade
+// runs from light, the first, to dark, the last) of each kind stand in front of this script.
 const GUTTER = 84, RIGHT = 18, AXIS = 40, TOP = 4;
 const NARROWEST = 1e-6;
 
@@ -215,7 +206,7 @@ function blend(g, x, w, fill, pair, stages) {
 }
 
 function carries(band, bar, kind, microbatch) {
-  if (band.name !== "compute" || kind === "STEP") return false;
+  if (band.name !== "compute") return false;
   return bar[NUMBER] === microbatch || (bar[PAIR] !== null && bar[PAIR][NUMBER] === microbatch);
 }
 
@@ -223,7 +214,7 @@ function barText(g, band, bar, kind, room) {
   if (room < 5 || band.height < 9) return "";
   const full = label(bar);
   if (g.measureText(full).width <= room) return full;
-  const short = kind === "STEP" || band.name === "channel" ? String(bar[STAGE]) : String(bar[NUMBER]);
+  const short = String(bar[NUMBER] < 0 || band.name === "channel" ? bar[STAGE] : bar[NUMBER]);
   return g.measureText(short).width <= room ? short : "";
 }
 

@@ -45,9 +45,8 @@ function heldTip({ panel, line, held, time }) {
 function barTip(found) {
   const { panel, bar, line } = found;
   const unit = panel.data.unit, kind = DATA.kinds[bar[KIND]];
-  const what = kind === "REDUCE" ? "bucket" : "microbatch";
   const pair = bar[PAIR] ? `; stage ${bar[PAIR][STAGE]}, microbatch ${bar[PAIR][NUMBER]}` : "";
-  const number = bar[NUMBER] < 0 ? "" : `, ${what} ${bar[NUMBER]}${pair}`;
+  const number = bar[NUMBER] < 0 ? "" : `, ${NUMBERS[kind]} ${bar[NUMBER]}${pair}`;
   const head = document.createElement("b");
   head.textContent = label(bar);
   const lines = [

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from launcher.report.html import page_script
 from launcher.report.result import write_atomically
 from launcher.report.summary import format_duration, format_percent
 from launcher.report.sweep.sweep_figures import FIGURES, relative_folder
@@ -110,11 +111,10 @@ def _scripts(drawn: dict[int, list[_Drawn]]) -> str:
     # One process has written them all, so a kind has the same number in each.
     (kinds,) = {panel.timeline.kinds for panel in panels}
     data = f'{{"kinds":{json.dumps(kinds)},"panels":[{",".join(p.data for p in panels)}]}}'
-    assets = files("launcher.report").joinpath("assets")
-    script = "\n".join(assets.joinpath(name).read_text(encoding="ascii") for name in _SCRIPTS)
     return (
         '<div id="tip" role="tooltip" hidden></div>\n'
-        f'<script type="application/json" id="data">{data}</script>\n<script>\n{script}</script>\n'
+        f'<script type="application/json" id="data">{data}</script>\n'
+        f"<script>\n{page_script(_SCRIPTS)}</script>\n"
     )
 
 

@@ -16,6 +16,7 @@ from launcher.report.html import Panel
 from launcher.report.summary import format_duration, format_percent
 from launcher.report.sweep.page import Bar, PicturePanel, bars, picture_panels
 from launcher.report.sweep.sweep_jobs import JobTimeline, Sweep, read_timelines
+from strategies.ir.kinds import KINDS, MICROBATCH_KINDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,23 +27,18 @@ if TYPE_CHECKING:
 
 Rgb = tuple[float, float, float]
 
-# (hue in degrees, saturation in percent): forward and backward also differ in grey.
-HUES: dict[str, tuple[int, int]] = {
-    "F": (212, 62),
-    "B": (28, 78),
-    "I": (44, 80),
-    "W": (150, 42),
-    "R": (272, 42),
-    "REDUCE": (184, 58),
-    "GATHER": (320, 40),
-    "STEP": (0, 0),
+# What computes a microbatch first.
+_SHOWN = {
+    kind.value: facts
+    for kind, facts in sorted(KINDS.items(), key=lambda row: row[0] not in MICROBATCH_KINDS)
+    if facts.occupies != "wire"
 }
-_OTHER = (348, 45)  # a kind that has no colour of its own yet
+_OTHER = (348, 45)  # a kind that a later version knows
 
 
 def bar_colour(kind: str, stage: int, num_stages: int) -> Rgb:
     """The kind's hue, from light for the first stage to dark for the last."""
-    hue, saturation = HUES.get(kind, _OTHER)
+    hue, saturation = _SHOWN[kind].colour if kind in _SHOWN else _OTHER
     position = stage / (num_stages - 1) if num_stages > 1 else 0.4
     return hls_to_rgb(hue / 360, (76 - 36 * position) / 100, saturation / 100)
 
@@ -73,17 +69,6 @@ _CHARACTER = 6.4  # width of one in a bar's text
 _MAX_TITLE = 150
 _TEXT, _MUTED, _IDLE, _LINE = "#1c1c1e", "#63636b", "#efeff2", "#d4d4da"
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
-_WORDS = {
-    "F": "forward",
-    "B": "full backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "R": "recompute",
-    "OVERLAP_F_B": "forward and backward in one",
-    "REDUCE": "gradient reduction",
-    "GATHER": "weight gather",
-    "STEP": "optimizer step",
-}
 
 
 def write_sweep_png(path: Path, sweep: Sweep, *, title: str) -> int:
@@ -174,16 +159,15 @@ def _header(figure: Figure, height: float, title: str, panels: Sequence[PictureP
     if len(title) > _MAX_TITLE:
         title = title[: _MAX_TITLE - 3] + "..."
     _write(figure, *place(16, 20), title, 11, _TEXT, bold=True)
-    kinds = dict.fromkeys(_WORDS)
     used = {bar.kind for panel in panels for bar in panel.bars}
     x = 16.0
-    for kind in [*(k for k in kinds if k in used), *sorted(used - kinds.keys())]:
+    for kind in [*(k for k in _SHOWN if k in used), *sorted(used - _SHOWN.keys())]:
         for half in (0, 1):
             corner = place(x + 13 * half, 51)
             size = (13 / _WIDTH, 11 / height)
             colour = bar_colour(kind, half, 2)
             figure.add_artist(Rectangle(corner, *size, color=colour, linewidth=0))
-        words = f"{kind} {_WORDS.get(kind, '')}".rstrip()
+        words = f"{kind} {_SHOWN[kind].word}" if kind in _SHOWN else kind
         _write(figure, *place(x + 32, 45.5), words, 7.5, _MUTED)
         x += 32 + 6.1 * len(words) + 18
     note = "light: first stage, dark: last stage; 2F0: stage 2, forward, microbatch 0"

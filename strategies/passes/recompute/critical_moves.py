@@ -15,7 +15,8 @@ from math import exp
 from random import Random
 
 from strategies.costs.table import CostTable
-from strategies.ir.instruction import BACKWARD_KINDS, Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import BACKWARD_KINDS, Kind
 from strategies.ir.program import Program, recomputed_pairs
 
 # Instructions whose times are computed in all, about a tenth of a second's worth.

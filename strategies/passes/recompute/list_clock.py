@@ -11,7 +11,8 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 from strategies.costs.table import CostTable
-from strategies.ir.instruction import BACKWARD_KINDS, Instruction
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import BACKWARD_KINDS
 from strategies.ir.program import Program
 
 # Times that differ by less, in shares of the longest instruction, are equal: sums round.

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from strategies.costs.table import CostTable
-from strategies.ir.instruction import BACKWARD_KINDS, Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import BACKWARD_KINDS, Kind
 from strategies.ir.program import Program, recomputed_pairs
 from strategies.passes.recompute.list_clock import ListClock
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from strategies.analysis.bounds import lower_bound, memory_bound
 from strategies.costs.table import CostTable
 from strategies.errors import PlanError
-from strategies.ir.instruction import BACKWARD_KINDS, Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import BACKWARD_KINDS, Kind
 from strategies.ir.program import Program, chain, recomputed_pairs
 from strategies.ir.verify import verify
 from strategies.passes.recompute.capped_walk import Order, R, Work, best_orders

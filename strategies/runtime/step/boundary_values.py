@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from strategies.heartbeat import STATE, WAITING
-from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import KINDS, Kind
 from strategies.ir.program import Program
 from strategies.models.stage_model import StageOutput
 from strategies.runtime.messages.mailbox import Mailbox
@@ -46,8 +47,6 @@ class BoundaryValues:
     ) -> tuple[Tensor, ...]:
         """The boundary tensors that F, B or I consumes: received, or handed over on this rank."""
         assert item.microbatch is not None
-        if item.kind is Kind.W:
-            return ()
         if item.kind is Kind.R:
             gradient = Instruction(Kind.B, item.stage, item.microbatch)
             for edge in item.after:
@@ -55,8 +54,9 @@ class BoundaryValues:
                     # It waits for its gradient, which its backward will ask for.
                     here = (Kind.B, edge.peer, item.stage, item.microbatch)
                     self._values[here] = self._value(gradient, Kind.B, edge.peer, record, stamp)
+        payload = KINDS[item.kind].receives
+        if payload is None:
             return ()
-        payload = Kind.F if item.kind is Kind.F else Kind.B
         others = (self._links.sources if payload is Kind.F else self._links.targets)[item.stage]
         parts = [self._value(item, payload, other, record, stamp) for other in others]
         return tuple(tensor for part in parts for tensor in part)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.heartbeat import PHASE, STATE, WAITING, Phase
-from strategies.ir.instruction import CHANNEL_KINDS, MICROBATCH_KINDS, Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import CHANNEL_KINDS, GRADIENT_KINDS, MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
 from strategies.lowering.send_recv import release_points
 from strategies.models.nested import tensors as tensors_in
@@ -190,7 +191,7 @@ class Route:
         last_forward = -1
         for place, item in enumerate(row):
             for part in item.parts:
-                if part.kind is Kind.B or part.kind is Kind.W:
+                if part.kind in GRADIENT_KINDS:
                     last[part.stage] = place
                 elif part.kind is Kind.F:
                     last_forward = place

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from strategies.analysis.timeline import Timeline
-from strategies.ir.instruction import MICROBATCH_KINDS, Kind
+from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
 
 if TYPE_CHECKING:

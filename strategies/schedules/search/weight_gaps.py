@@ -13,7 +13,8 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from strategies.ir.graph import Graph
-from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import KINDS, Kind
 from strategies.ir.program import Program
 from strategies.schedules.schedule import Durations
 
@@ -200,13 +201,8 @@ def duration(item: Instruction, durations: Durations) -> float:
     """How long an F B I W R or fused pair occupies its rank; R takes as long as F."""
     total = 0.0
     for part in item.parts:
-        stage = part.stage
-        if part.kind is Kind.F or part.kind is Kind.R:
-            total += durations.forward[stage]
-        if part.kind is Kind.I or part.kind is Kind.B:
-            total += durations.backward_input[stage]
-        if part.kind is Kind.W or part.kind is Kind.B:
-            total += durations.backward_weight[stage]
+        for work in KINDS[part.kind].work:
+            total += getattr(durations, work)[part.stage]
     return total
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launcher.report.ascii import draw, legend
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.timeline import Timeline
-from strategies.ir.instruction import MICROBATCH_KINDS
+from strategies.ir.kinds import MICROBATCH_KINDS
 from strategies.schedules import SCHEDULES
 
 

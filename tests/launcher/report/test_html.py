@@ -21,7 +21,7 @@ from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.memory import RankMemory, peak_activations
 from strategies.analysis.metrics import measure
 from strategies.compiler import compile_plan
-from strategies.ir.instruction import COMPUTE_KINDS, Kind
+from strategies.ir.kinds import COMPUTE_KINDS, Kind
 from strategies.plan import Plan
 from tests.strategies.programs import ALL_SCHEDULES
 from tests.strategies.programs import legal_microbatches as legal

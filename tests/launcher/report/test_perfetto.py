@@ -8,7 +8,7 @@ import pytest
 from launcher.report.perfetto import trace_json, write_trace
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.memory import peak_activations
-from strategies.ir.instruction import COMPUTE_KINDS, Kind
+from strategies.ir.kinds import COMPUTE_KINDS, Kind
 
 
 def predicted(schedule="foldx_fifo", pp=2, num_microbatches=4, **costs):

@@ -7,14 +7,8 @@ from hypothesis import strategies as st
 from strategies import compile_program
 from strategies.errors import ProgramError
 from strategies.ir import Instruction, Kind, format_instruction, parse_instruction
-from strategies.ir.instruction import (
-    MESSAGE_KINDS,
-    MICROBATCH_KINDS,
-    backward,
-    forward,
-    input_gradient,
-    overlap,
-)
+from strategies.ir.instruction import backward, forward, input_gradient, overlap
+from strategies.ir.kinds import MESSAGE_KINDS, MICROBATCH_KINDS
 from strategies.ir.text import format_rows, parse_rows
 
 SPELLINGS = {

@@ -11,7 +11,7 @@ import pytest
 from launcher.report.schedule_files import compute_csv
 from strategies import compile_program
 from strategies.errors import PlanError, ProgramError
-from strategies.ir.instruction import MICROBATCH_KINDS
+from strategies.ir.kinds import MICROBATCH_KINDS
 from strategies.plan import ScheduleFile
 from strategies.schedules import SCHEDULES
 from strategies.schedules.custom import from_file

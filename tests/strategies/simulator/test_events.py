@@ -13,7 +13,7 @@ from strategies.compiler import compile_plan, compile_program
 from strategies.costs.table import CostTable
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import CostError
-from strategies.ir.instruction import MICROBATCH_KINDS, Kind
+from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
 from strategies.plan import Recompute
 from strategies.simulator.engine import _flat_durations, simulate, unroll

@@ -1,0 +1,172 @@
+"""The table of kinds: what is known of each kind of instruction, in one row.
+
+Graph, verifier, text, walk, memory, cost tables, simulator and reports read the table and do not
+repeat it, so a new kind is its name, its row, the pass that adds it and its execution. Where a kind
+is named elsewhere, the code is about that one kind: a schedule that orders F and B, a pass that
+adds REDUCE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+
+class Kind(Enum):
+    """What an instruction does; the value is its spelling in text."""
+
+    F = "F"  # forward
+    B = "B"  # full backward, I and W together
+    I = "I"  # gradient of the stage's inputs  # noqa: E741
+    W = "W"  # gradient of the stage's weights
+    R = "R"  # recompute: rebuild the graph of a forward that kept its input only
+    SEND = "SEND"
+    RECV = "RECV"
+    REDUCE = "REDUCE"  # one bucket of a stage's gradient, over owners x dp
+    GATHER = "GATHER"  # a stage's updated weights, before its first forward
+    STEP = "STEP"  # the optimizer on one stage
+    OVERLAP = "OVERLAP_F_B"  # a forward and a backward of two microbatches, run as one
+
+    # Members are singletons; the default hashes a member's name, in Python, millions of times.
+    __hash__ = object.__hash__
+
+
+class Purpose(Enum):
+    """What memory of a (stage, microbatch) pair is held for."""
+
+    GRAPH = "graph"  # what a forward, or its R, keeps for the backward
+    INPUT = "input"  # what a forward keeps in its place whose pair has an R
+    WAITING = "waiting"  # what I leaves for W
+    RESULT = "result"  # the boundary tensors that a forward has made, with their graph
+
+
+Amounts = Mapping[Purpose, int]
+"""How many pairs' worth of each purpose; below zero where a taking instruction gives some back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """One row.
+
+    Attributes:
+        word: What it is called in legends and tips.
+        occupies: The ``rank``, its collective ``channel``, or the ``wire`` to another one.
+        number: What tells those of a stage apart: its ``microbatch``, its ``bucket``, or nothing.
+        duration: Its column in a ``CostTable``; "" where that is the sum of others, or a message's.
+        work: Of which parts of a microbatch's compute it consists, by their names in ``Durations``.
+        needed: Whether any order runs it; passes add the other kinds.
+        update: Whether it belongs to the update of the weights, which accumulation leaves out.
+        reads: Kinds of which the first that its pair has must have ended before.
+        receives: The payload that it takes from its neighbours: F, the activations of the stages
+            before, or B, the gradients of those behind.
+        makes: The payload that it hands on to them.
+        completes: Whether the gradient of the stage's weights then has its microbatch's share.
+        takes: Held from its start on.
+        checkpointed: The same where its pair is recomputed later; None for no difference.
+        frees: Given back at its end; below zero for what is held from then on.
+        temporaries: Its column of those in a ``StageMemory``.
+        colour: Hue in degrees and saturation in percent; the lightness tells the stage. Forward
+            and backward also differ in grey.
+        key: How a legend of single letters explains its own, the first of its spelling; "" where
+            the letter is the spelling.
+    """
+
+    word: str
+    occupies: Literal["rank", "channel", "wire"]
+    number: Literal["microbatch", "bucket", ""] = "microbatch"
+    duration: str = ""
+    work: tuple[Literal["forward", "backward_input", "backward_weight"], ...] = ()
+    needed: bool = False
+    update: bool = False
+    reads: tuple[Kind, ...] = ()
+    receives: Kind | None = None
+    makes: Kind | None = None
+    completes: bool = False
+    takes: Amounts = field(default_factory=dict)
+    checkpointed: Amounts | None = None
+    frees: Amounts = field(default_factory=dict)
+    temporaries: Literal["forward_temporaries", "backward_temporaries", ""] = ""
+    colour: tuple[int, int] = (0, 0)
+    key: str = ""
+
+
+_GRAPH: Amounts = {Purpose.GRAPH: 1, Purpose.RESULT: 1}
+
+KINDS: Mapping[Kind, Facts] = {
+    Kind.F: Facts(
+        word="forward", occupies="rank", duration="forward", work=("forward",), needed=True,
+        receives=Kind.F, makes=Kind.F,
+        takes=_GRAPH, checkpointed={Purpose.INPUT: 1}, temporaries="forward_temporaries",
+        colour=(212, 62),
+    ),
+    Kind.B: Facts(
+        word="full backward", occupies="rank", duration="backward",
+        work=("backward_input", "backward_weight"), needed=True,
+        reads=(Kind.R, Kind.F), receives=Kind.B, makes=Kind.B, completes=True,
+        frees=_GRAPH, temporaries="backward_temporaries",
+        colour=(28, 78),
+    ),
+    Kind.I: Facts(
+        word="input gradient", occupies="rank", duration="backward_input",
+        work=("backward_input",), needed=True,
+        reads=(Kind.R, Kind.F), receives=Kind.B, makes=Kind.B,
+        frees={**_GRAPH, Purpose.WAITING: -1}, temporaries="backward_temporaries",
+        colour=(44, 80),
+    ),
+    Kind.W: Facts(
+        word="weight gradient", occupies="rank", duration="backward_weight",
+        work=("backward_weight",), needed=True,
+        reads=(Kind.I,), completes=True,
+        frees={Purpose.WAITING: 1}, temporaries="backward_temporaries",
+        colour=(150, 42),
+    ),
+    Kind.R: Facts(
+        word="recompute", occupies="rank", duration="recompute", work=("forward",),
+        reads=(Kind.F,),
+        takes={**_GRAPH, Purpose.INPUT: -1}, temporaries="forward_temporaries",
+        colour=(272, 42),
+    ),
+    Kind.SEND: Facts(word="send", occupies="wire"),
+    Kind.RECV: Facts(word="receive", occupies="wire"),
+    Kind.REDUCE: Facts(
+        word="gradient reduction", occupies="channel", number="bucket", duration="reduce",
+        update=True, colour=(184, 58), key="R reduces gradients",
+    ),
+    Kind.GATHER: Facts(
+        word="weight gather", occupies="channel", number="", duration="gather",
+        colour=(320, 40), key="G gathers weights",
+    ),
+    Kind.STEP: Facts(
+        word="optimizer step", occupies="rank", number="", duration="step", update=True,
+        key="S: optimizer step",
+    ),
+    # Needs, work and memory are those of its halves.
+    Kind.OVERLAP: Facts(
+        word="forward and backward as one", occupies="rank", needed=True,
+        colour=(340, 50), key="O: F and B as one",
+    ),
+}  # fmt: skip
+
+
+def _those(fact: Callable[[Facts], bool]) -> frozenset[Kind]:
+    return frozenset(kind for kind, facts in KINDS.items() if fact(facts))
+
+
+MESSAGE_KINDS = _those(lambda facts: facts.occupies == "wire")
+CHANNEL_KINDS = _those(lambda facts: facts.occupies == "channel")
+COMPUTE_KINDS = _those(lambda facts: facts.occupies == "rank")
+MICROBATCH_KINDS = _those(lambda facts: facts.occupies == "rank" and facts.number == "microbatch")
+BUCKET_KINDS = _those(lambda facts: facts.number == "bucket")
+STAGE_KINDS = _those(lambda facts: not facts.number)
+BACKWARD_KINDS = _those(lambda facts: facts.makes is Kind.B)
+GRADIENT_KINDS = _those(lambda facts: facts.completes)
+NEEDED_KINDS = _those(lambda facts: facts.needed)
+UPDATE_KINDS = _those(lambda facts: facts.update)
+
+
+def spellings(kinds: Iterable[Kind]) -> tuple[str, ...]:
+    """How they are written, in the table's order."""
+    chosen = frozenset(kinds)
+    return tuple(kind.value for kind in KINDS if kind in chosen)
