@@ -20,6 +20,7 @@ from strategies.costs.table import CostTable
 from strategies.ir.instruction import BACKWARD_KINDS, MICROBATCH_KINDS, Instruction, Kind
 from strategies.ir.placement import Placement
 from strategies.ir.program import Program
+from strategies.simulator.engine import compute_times
 
 # Durations that order the events where no costs are known; any positive ones are safe.
 _DURATION = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.R: 1.0}
@@ -128,19 +129,17 @@ def end_times(program: Program, table: CostTable | None) -> list[float]:
     lasts = [_duration(item, table) for item in graph.nodes]
     # An empty stage takes no time, but its messages still go before and after it.
     shortest = 1e-6 * max(lasts, default=1.0)
-    end = [0.0] * len(graph.nodes)
-    free = [0.0] * len(program.ranks)
-    for node in graph.order:
-        rank = graph.rank[node]
-        if graph.nodes[node].kind not in MICROBATCH_KINDS:
-            # A REDUCE must not hold up the list; only its place in it matters here.
-            end[node] = free[rank]
-            continue
-        start = free[rank]
-        for need in graph.needs[node]:
-            start = max(start, end[need] + (hop if graph.rank[need] != rank else 0.0))
-        end[node] = free[rank] = start + max(lasts[node], shortest)
-    return end
+    timed = [item.kind in MICROBATCH_KINDS for item in graph.nodes]
+    # A REDUCE must not hold up the list; only its place in it matters here.
+    durations = [
+        max(last, shortest) if is_timed else 0.0
+        for last, is_timed in zip(lasts, timed, strict=True)
+    ]
+    arrivals = [
+        [(need, hop) for need in needs] if is_timed else []
+        for needs, is_timed in zip(graph.needs, timed, strict=True)
+    ]
+    return compute_times(program, durations, arrivals)[1]
 
 
 def _duration(item: Instruction, table: CostTable | None) -> float:
