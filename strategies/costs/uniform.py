@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from strategies.costs.table import CostTable, Transport
 from strategies.errors import CostError
-from strategies.ir.instruction import Kind
+from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
 
 

@@ -1,6 +1,7 @@
 """The instruction set: what a program is, how it is written down, and when it is correct."""
 
-from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import Kind
 from strategies.ir.placement import Placement
 from strategies.ir.program import Boundary, LoopState, Program
 from strategies.ir.text import format_instruction, parse_instruction

@@ -21,6 +21,7 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import BACKWARD_KINDS, KINDS, MICROBATCH_KINDS, Kind
 from strategies.ir.placement import Placement
 from strategies.ir.program import Program
+from strategies.simulator.engine import compute_times
 
 
 class Message(NamedTuple):
@@ -125,19 +126,17 @@ def end_times(program: Program, table: CostTable | None) -> list[float]:
     lasts = [_duration(item, table) for item in graph.nodes]
     # An empty stage takes no time, but its messages still go before and after it.
     shortest = 1e-6 * max(lasts, default=1.0)
-    end = [0.0] * len(graph.nodes)
-    free = [0.0] * len(program.ranks)
-    for node in graph.order:
-        rank = graph.rank[node]
-        if graph.nodes[node].kind not in MICROBATCH_KINDS:
-            # A REDUCE must not hold up the list; only its place in it matters here.
-            end[node] = free[rank]
-            continue
-        start = free[rank]
-        for need in graph.needs[node]:
-            start = max(start, end[need] + (hop if graph.rank[need] != rank else 0.0))
-        end[node] = free[rank] = start + max(lasts[node], shortest)
-    return end
+    timed = [item.kind in MICROBATCH_KINDS for item in graph.nodes]
+    # A REDUCE must not hold up the list; only its place in it matters here.
+    durations = [
+        max(last, shortest) if is_timed else 0.0
+        for last, is_timed in zip(lasts, timed, strict=True)
+    ]
+    arrivals = [
+        [(need, hop) for need in needs] if is_timed else []
+        for needs, is_timed in zip(graph.needs, timed, strict=True)
+    ]
+    return compute_times(program, durations, arrivals)[1]
 
 
 def _duration(item: Instruction, table: CostTable | None) -> float:

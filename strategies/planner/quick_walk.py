@@ -15,13 +15,22 @@ from typing import NamedTuple
 from strategies.compiler import compile_compute, order_compute
 from strategies.costs.table import CostTable
 from strategies.errors import ProgramError
-from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import Kind
 from strategies.ir.placement import Placement
 from strategies.ir.program import Program
 from strategies.ir.walk import DURATION_ROWS
 from strategies.passes.recompute.add_recompute import add_recompute
 from strategies.passes.recompute.mario import apply_checkpoint
 from strategies.plan import NO_RECOMPUTE, Plan, Recompute
+from strategies.simulator.engine import (
+    ChannelStep,
+    Clocks,
+    ComputeStep,
+    Sent,
+    flat_durations,
+    run_lists,
+)
 
 
 class StepTime(NamedTuple):
@@ -40,14 +49,21 @@ def step_time(structure: Structure, table: CostTable, *, overlap: bool) -> StepT
         overlap: Whether reductions start inside the stage's last backward.
     """
     ranks = range(structure.placement.num_ranks)
-    ready, channel = _gathers(structure, table)
-    start, end, free = _walk(structure, table, ready)
+    gathers = _gathers(structure, table)
+    start, end, clocks = run_lists(
+        [*gathers, *structure.steps],
+        structure.num_nodes,
+        durations=flat_durations(table),
+        latency=table.latency,
+        occupancy=table.occupancy,
+        on_channel=table.on_channel,
+        clocks=Clocks.at_zero(len(ranks)),
+    )
+    gathering = {rank for _, rank, *_ in gathers}
     begins, ends = [], []
     for rank in ranks:
-        begin = start[structure.first_of_rank[rank]]
-        gathers = any(table.gather) and any(table.gather[s] for s in structure.stages_by_end[rank])
-        begins.append(0.0 if gathers else begin)
-        now, busy = free[rank], channel[rank]
+        begins.append(0.0 if rank in gathering else start[structure.first_of_rank[rank]])
+        now, busy = clocks.ranks[rank], clocks.channels[rank]
         reduced = {}
         for stage in structure.stages_by_end[rank]:
             node = structure.last_of_stage[stage]
@@ -64,7 +80,7 @@ def step_time(structure: Structure, table: CostTable, *, overlap: bool) -> StepT
                 busy = max(busy, start[node] + once) + count * each
                 busy = max(busy, end[node] + each)
             else:
-                busy = max(busy, free[rank]) + count * each
+                busy = max(busy, clocks.ranks[rank]) + count * each
             reduced[stage] = busy
         for stage in structure.stages_by_end[rank]:
             now = max(now, reduced[stage]) + table.step[stage]
@@ -74,52 +90,14 @@ def step_time(structure: Structure, table: CostTable, *, overlap: bool) -> StepT
     return StepTime(makespan, period)
 
 
-def _gathers(structure: Structure, table: CostTable) -> tuple[dict[int, float], list[float]]:
-    """When the weights of each stage are there, by the node that waits, and the channels."""
-    ready: dict[int, float] = {}
-    channel = [0.0] * structure.placement.num_ranks
-    if any(table.gather):
-        for rank, stages in enumerate(structure.stages_by_start):
-            for stage in stages:
-                if table.gather[stage]:
-                    channel[rank] += table.gather[stage]
-                    ready[structure.first_of_stage[stage]] = channel[rank]
-    return ready, channel
-
-
-def _walk(
-    structure: Structure, table: CostTable, ready: dict[int, float]
-) -> tuple[list[float], list[float], list[float]]:
-    """Start and end per node, and when each rank has ended its list."""
-    durations = (
-        *table.forward,
-        *table.backward,
-        *table.backward_input,
-        *table.backward_weight,
-        *table.recompute,
-    )
-    latency, occupancy = table.latency, table.occupancy
-    num_ranks = structure.placement.num_ranks
-    count = len(structure.moves)
-    start, end, there = [0.0] * count, [0.0] * count, [0.0] * count
-    free, links = [0.0] * num_ranks, [0.0] * (num_ranks * num_ranks)
-    for node, rank, duration, need, link, boundary in structure.moves:
-        now = free[rank]
-        if need >= 0 and there[need] > now:
-            now = there[need]
-        if ready and ready.get(node, 0.0) > now:
-            now = ready[node]
-        start[node] = now
-        now += durations[duration]
-        end[node] = free[rank] = now
-        if link >= 0:
-            if links[link] > now:
-                now = links[link]
-            now += occupancy[boundary]
-            links[link] = now
-            now += latency[boundary]
-        there[node] = now
-    return start, end, free
+def _gathers(structure: Structure, table: CostTable) -> list[ChannelStep]:
+    """The gathers of a step's beginning, as ``ir.walk`` has them."""
+    return [
+        (structure.gather_of_stage[stage], rank, stage, -1, -1, 0.0, ())
+        for rank, stages in enumerate(structure.stages_by_start)
+        for stage in stages
+        if table.gather and table.gather[stage]
+    ]
 
 
 # -------------------------------------------------------------------------------------------- held
@@ -165,20 +143,14 @@ def rank_bytes(structure: Structure, table: CostTable) -> tuple[int, ...]:
 _ROW = {kind: index for index, kind in enumerate(DURATION_ROWS)}
 
 
-Move = tuple[int, int, int, int, int, int]
-"""One instruction, what it waits for and where its result goes: node, rank, index into the flat
-duration table, node whose result must be there (-1 for none), source rank * P + target rank (-1 if
-the result stays), boundary that it crosses (-1 likewise). Searches make and read millions of them.
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class Structure:
     """An order, walked.
 
     Attributes:
         draft: The program without its lists: placement and boundaries.
-        moves: In one order in which all can run.
+        steps: In one order in which all can run, for ``run_lists``. Of N instructions, node n's
+            message to another rank is node N + n; what gathers stage s is node 2 N + s.
         first_of_rank: Per rank, the node that runs first.
         first_of_stage: Per stage, the node of its first forward.
         stages_by_end: Per rank, its stages in the order of their last gradients.
@@ -190,7 +162,7 @@ class Structure:
     """
 
     draft: Program
-    moves: tuple[Move, ...]
+    steps: tuple[ComputeStep, ...]
     first_of_rank: tuple[int, ...]
     first_of_stage: tuple[int, ...]
     stages_by_end: tuple[tuple[int, ...], ...]
@@ -202,6 +174,14 @@ class Structure:
     @property
     def placement(self) -> Placement:
         return self.draft.placement
+
+    @property
+    def num_nodes(self) -> int:
+        return 2 * len(self.steps) + self.placement.num_stages
+
+    @property
+    def gather_of_stage(self) -> range:
+        return range(2 * len(self.steps), self.num_nodes)
 
 
 def build_structure(plan: Plan) -> Structure:
@@ -231,14 +211,17 @@ def flatten(program: Program) -> Structure:
     owner = placement.copies[0]
     num_ranks, num_stages = placement.num_ranks, placement.num_stages
     boundary = {(b.source, b.target): index for index, b in enumerate(program.boundaries)}
+    # Where the result is known: the node itself, or its message.
     forward_end: dict[tuple[int, int], int] = {}
     gradient_end: dict[tuple[int, int], int] = {}
     rows = program.ranks
     offsets = [0]
     for row in rows:
         offsets.append(offsets[-1] + len(row))
+    count = offsets[-1]
+    first, last = _first_and_last(program, offsets)
     place = [0] * num_ranks
-    moves: list[Move] = []
+    steps: list[ComputeStep] = []
     last_stage = num_stages - 1
     waiting = list(range(num_ranks))
     while waiting:
@@ -252,34 +235,43 @@ def flatten(program: Program) -> Structure:
                 kind, stage, microbatch = item.kind, item.stage, item.microbatch
                 assert microbatch is not None
                 node = offsets[rank] + index
-                need, link, crossed = -1, -1, -1
+                needs: tuple[int, ...] = ()
+                messages: tuple[Sent, ...] = ()
                 if kind is Kind.F:
                     if stage:
                         need = forward_end.get((stage - 1, microbatch), -1)
                         if need < 0:
                             break
+                        needs = (need,)
+                    if node == first[stage]:
+                        needs = (*needs, 2 * count + stage)
                     if stage < last_stage:
-                        forward_end[stage, microbatch] = node
+                        known = node
                         if owner[stage + 1] != rank:
+                            known = count + node
                             link = rank * num_ranks + owner[stage + 1]
-                            crossed = boundary[stage, stage + 1]
+                            messages = ((known, known, link, boundary[stage, stage + 1]),)
+                        forward_end[stage, microbatch] = known
                 elif kind is Kind.B or kind is Kind.I:
                     if stage < last_stage:
                         need = gradient_end.get((stage + 1, microbatch), -1)
                         if need < 0:
                             break
+                        needs = (need,)
                     if stage:
-                        gradient_end[stage, microbatch] = node
+                        known = node
                         if owner[stage - 1] != rank:
+                            known = count + node
                             link = rank * num_ranks + owner[stage - 1]
-                            crossed = boundary[stage - 1, stage]
+                            messages = ((known, known, link, boundary[stage - 1, stage]),)
+                        gradient_end[stage, microbatch] = known
                 elif item.after:
                     # An R that waits for its gradient.
                     need = gradient_end.get((stage + 1, microbatch), -1)
                     if need < 0:
                         break
-                duration = _ROW[kind] * num_stages + stage
-                moves.append((node, rank, duration, need, link, crossed))
+                    needs = (need,)
+                steps.append((node, rank, _ROW[kind] * num_stages + stage, needs, messages))
                 index += 1
             place[rank] = index
             progressed = progressed or index > begun
@@ -288,11 +280,10 @@ def flatten(program: Program) -> Structure:
         if still and not progressed:
             raise ProgramError(f"{program.schedule}: the lists of ranks {still} cannot run.")
         waiting = still
-    first, last = _first_and_last(program, offsets)
     stages = [placement.stages_of(rank) for rank in range(num_ranks)]
     return Structure(
         draft=program.with_ranks(((),) * num_ranks),
-        moves=tuple(moves),
+        steps=tuple(steps),
         first_of_rank=tuple(offsets[:-1]),
         first_of_stage=tuple(first),
         stages_by_end=tuple(tuple(sorted(own, key=last.__getitem__)) for own in stages),

@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strategies.errors import ProgramError
-from strategies.ir.instruction import Instruction, Kind, overlap
+from strategies.ir.instruction import Instruction, overlap
+from strategies.ir.kinds import Kind
 from strategies.ir.placement import Placement
 
 _COMPUTE = re.compile(r"([0-9]{1,7})([FBIW])([0-9]{1,7})")

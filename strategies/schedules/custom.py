@@ -17,7 +17,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from strategies.errors import DeadlockError, PlanError, ProgramError
-from strategies.ir.instruction import Kind
+from strategies.ir.kinds import Kind
 from strategies.ir.placement import PLACEMENTS, Placement, bidirectional, loop, v
 from strategies.ir.program import Program, chain
 from strategies.plan import ScheduleFile

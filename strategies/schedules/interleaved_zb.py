@@ -26,7 +26,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from strategies.ir.instruction import Instruction, Kind, input_gradient, weight_gradient
+from strategies.ir.instruction import Instruction, input_gradient, weight_gradient
+from strategies.ir.kinds import Kind
 from strategies.ir.placement import loop
 from strategies.ir.program import Program, chain
 from strategies.schedules.rounds import grouped_order

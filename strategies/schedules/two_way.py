@@ -19,13 +19,13 @@ from math import ceil
 from strategies.errors import PlanError
 from strategies.ir.instruction import (
     Instruction,
-    Kind,
     backward,
     forward,
     input_gradient,
     overlap,
     weight_gradient,
 )
+from strategies.ir.kinds import Kind
 from strategies.schedules.schedule import Rows, Shape
 
 _MAKE = {"F": forward, "B": backward, "I": input_gradient}

@@ -25,7 +25,8 @@ from __future__ import annotations
 from functools import partial
 from itertools import count
 
-from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import Kind
 from strategies.ir.placement import v
 from strategies.schedules.schedule import Rows, Schedule, Shape
 from strategies.schedules.search.best_order import best_order, blocks, by_period, equal_durations

@@ -1,4 +1,4 @@
-"""Replays a lowered program against a cost table.
+"""One pass over the lists: when every instruction of a program runs.
 
 Model: each rank computes its list in order; an instruction waits for the messages and values it
 needs, not for the RECV's place in the list (receives are posted ahead). A message leaves when its
@@ -7,17 +7,18 @@ value is there, keeps its link (one per ordered pair of ranks) for ``occupancy``
 reduction is released when (k+1)/K of the stage's last backward has passed. STEP waits for its
 stage's reductions. A GATHER goes onto the channel when its rank comes to it (in the next step: when
 the rank has ended this one), and the stage's first forward waits for it. With
-``transport="rendezvous"`` a SEND and its RECV are one event that holds both ranks. Where messages
-and reductions share an interface (``one_link``), see the file of that name.
+``transport="rendezvous"`` a SEND and its RECV are one event that holds both ranks.
 
-The order of instructions comes from the program alone; the engine only adds times, so it is
-deterministic and needs no event queue: the program's own linear extension is walked once. Only
-where ranks share cores, what is next depends on what runs: see ``shared_cores``.
+The order of instructions comes from the program alone; ``run_lists`` only adds times, so it is
+deterministic and needs no event queue: one linear extension is walked once. All that times lists
+uses it: whole programs, those that have no messages yet (``compute_times``), the planner's orders.
+Only where ranks share cores, or messages and reductions an interface, how long something takes
+depends on what else runs: see ``events``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,8 +26,8 @@ from strategies.analysis.timeline import Timeline
 from strategies.costs.table import Costs, CostTable
 from strategies.errors import ProgramError
 from strategies.ir.program import Program
-from strategies.ir.walk import Channel, Compute
-from strategies.simulator.events import OneLink, run_shared
+from strategies.ir.walk import Compute
+from strategies.simulator.events import Item, run_events
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,11 @@ class Clocks:
     ranks: tuple[float, ...]
     channels: tuple[float, ...]
     links: tuple[float, ...]  # source rank * P + target rank
+
+    @classmethod
+    def at_zero(cls, num_ranks: int) -> Clocks:
+        zero = (0.0,) * num_ranks
+        return cls(zero, zero, zero * num_ranks)
 
 
 def simulate(program: Program, costs: Costs, *, cores: float | None = None) -> Timeline:
@@ -62,88 +68,99 @@ def unroll(
             "simulate() needs a lowered program, with messages. compile_program() returns one."
         )
     table = costs.table(program)
-    if cores is not None and cores < len(program.ranks):
-        durations = _flat_durations(program, table)
-        spans = run_shared(program, table, durations, cores=cores, steps=steps)
-        return tuple(_timeline(program, table, start, end) for start, end in spans)
-    clocks = _at_zero(program)
-    timelines = []
-    for _ in range(steps):
-        start, end, clocks = _run(program, table, clocks)
-        timelines.append(_timeline(program, table, start, end))
-    return tuple(timelines)
+    spans = _spans(program, table, steps=steps, cores=cores)
+    return tuple(_timeline(program, table, start, end) for start, end in spans)
 
 
 def replay(program: Program, table: CostTable) -> tuple[list[float], list[float]]:
     """Start and end of every node of a lowered program's graph, for searches in a loop."""
-    start, end, _ = _run(program, table, _at_zero(program))
-    return start, end
+    return _spans(program, table, steps=1, cores=None)[0]
 
 
-def _at_zero(program: Program) -> Clocks:
-    zero = (0.0,) * len(program.ranks)
-    return Clocks(zero, zero, zero * len(program.ranks))
+def compute_times(
+    program: Program,
+    durations: Sequence[float],
+    arrivals: Sequence[Sequence[tuple[int, float]]],
+) -> tuple[list[float], list[float]]:
+    """Start and end of every node of a program without messages.
+
+    Args:
+        program: Not lowered.
+        durations: How long each node occupies its rank.
+        arrivals: Per node, (node that must have ended, how long after its end that is known here);
+            those of the same rank are known at once.
+    """
+    graph = program.graph
+    rank, count = graph.rank, len(graph.nodes)
+    hops: list[float] = []
+    needs: list[list[int]] = [[] for _ in graph.nodes]
+    leaving: list[list[Sent]] = [[] for _ in graph.nodes]
+    for node, found in enumerate(arrivals):
+        for need, hop in found:
+            if rank[need] == rank[node]:
+                continue  # It stands before this one in the list.
+            if hop:
+                # A message with a node of its own, which no link holds up.
+                arrives = count + len(hops)
+                leaving[need].append((arrives, arrives, 0, len(hops)))
+                needs[node].append(arrives)
+                hops.append(hop)
+            else:
+                needs[node].append(need)
+    steps = [(node, rank[node], node, needs[node], leaving[node]) for node in graph.order]
+    clocks = Clocks.at_zero(len(program.ranks))
+    size = count + len(hops)
+    start, end, _ = run_lists(steps, size, durations=durations, latency=hops, clocks=clocks)
+    return start[:count], end[:count]
 
 
-def _run(
-    program: Program, table: CostTable, clocks: Clocks
+# ------------------------------------------------------------------------------------ the one pass
+#
+# Steps are the tuples of ``ir.walk``, told apart by their length; or tuples like them.
+
+
+Sent = tuple[int, int, int, int]
+"""Like ``Message``: its SEND, its RECV, source rank * P + target rank, its boundary. As a step it
+holds both ranks; in a computation it leaves when that ends."""
+
+ComputeStep = tuple[int, int, int, Sequence[int], Sequence[Sent]]
+ChannelStep = tuple[int, int, int, int, int, float, Sequence[int]]
+ListStep = ComputeStep | ChannelStep | Sent
+
+
+def _nothing(stage: int, bucket: int) -> float:
+    return 0.0
+
+
+def run_lists(
+    steps: Iterable[ListStep],
+    num_nodes: int,
+    *,
+    durations: Sequence[float],
+    latency: Sequence[float],
+    occupancy: Sequence[float] = (),
+    on_channel: Callable[[int, int], float] = _nothing,
+    clocks: Clocks,
 ) -> tuple[list[float], list[float], Clocks]:
-    if table.one_link:
-        return _run_one_link(program, table, clocks)
-    run = _run_rendezvous if table.transport == "rendezvous" else _run_buffered
-    return run(program, table, clocks)
+    """Start and end of every node, and when all is free again.
 
-
-def _timeline(
-    program: Program, table: CostTable, start: Sequence[float], end: Sequence[float]
-) -> Timeline:
-    offsets = program.graph.offsets
-    spans = list(pairwise(offsets))
-    return Timeline(
-        program,
-        tuple(tuple(start[low:high]) for low, high in spans),
-        tuple(tuple(end[low:high]) for low, high in spans),
-        table.time_unit,
-        "simulated",
-        table.stage_input,
-    )
-
-
-def _flat_durations(program: Program, table: CostTable) -> list[float]:
-    """The table in the order of ``DURATION_ROWS``: row * S + stage; fused pairs at the end."""
-    single = table.flat()
-    pairs = program.walk.fused
-    return single + [table.fused * (single[first] + single[second]) for first, second in pairs]
-
-
-def _run_one_link(
-    program: Program, table: CostTable, clocks: Clocks
-) -> tuple[list[float], list[float], Clocks]:
-    run = OneLink(
-        program,
-        table,
-        _flat_durations(program, table),
-        ranks=clocks.ranks,
-        channels=clocks.channels,
-        links=clocks.links,
-    )
-    return run.start, run.end, Clocks(tuple(run.ranks), tuple(run.channels), tuple(run.links))
-
-
-def _run_buffered(
-    program: Program, table: CostTable, clocks: Clocks
-) -> tuple[list[float], list[float], Clocks]:
-    walk = program.walk
-    durations = _flat_durations(program, table)
-    latency, occupancy = table.latency, table.occupancy
+    Args:
+        steps: In an order in which all can run, and in list order on every rank and channel.
+        num_nodes: A node without a step is there from the beginning.
+        durations: What computations take, by their index.
+        latency: Per boundary: what a message takes beside its transfer.
+        occupancy: Per boundary: how long a message keeps its link; () for no time.
+        on_channel: (stage, bucket) -> what that takes on a rank's channel.
+        clocks: When all is free.
+    """
     timed_links = any(occupancy)
-    start = [0.0] * walk.num_nodes
-    end = [0.0] * walk.num_nodes
+    start = [0.0] * num_nodes
+    end = [0.0] * num_nodes
     free = list(clocks.ranks)
     channel = list(clocks.channels)
     links = list(clocks.links)
-    for step in walk.steps:
-        if len(step) == 5:  # Compute; a tuple unpacks faster than it is asked for its type.
+    for step in steps:
+        if len(step) == 5:  # A tuple unpacks faster than it is asked for its type.
             node, rank, index, needs, messages = step
             now = free[rank]
             for need in needs:
@@ -161,6 +178,13 @@ def _run_buffered(
                     sent += occupancy[boundary]
                     links[link] = sent
                 end[send] = end[recv] = sent + latency[boundary]
+        elif len(step) == 4:
+            send, recv, link, boundary = step
+            source, target = divmod(link, len(free))
+            now = max(free[source], free[target])
+            took = (occupancy[boundary] if timed_links else 0.0) + latency[boundary]
+            start[send] = start[recv] = now
+            end[send] = end[recv] = free[source] = free[target] = now + took
         else:
             node, rank, stage, bucket, released_by, fraction, needs = step
             if released_by >= 0:
@@ -170,48 +194,67 @@ def _run_buffered(
                 ready = max([0.0 if bucket >= 0 else free[rank], *(end[need] for need in needs)])
             now = max(channel[rank], ready)
             start[node] = now
-            end[node] = channel[rank] = now + table.on_channel(stage, bucket)
+            end[node] = channel[rank] = now + on_channel(stage, bucket)
     return start, end, Clocks(tuple(free), tuple(channel), tuple(links))
 
 
-def _run_rendezvous(
-    program: Program, table: CostTable, clocks: Clocks
-) -> tuple[list[float], list[float], Clocks]:
-    graph = program.graph
-    steps = {step[0]: step for step in program.walk.steps}
-    durations = _flat_durations(program, table)
-    messages = {
-        message.send: message
-        for step in program.walk.steps
-        if isinstance(step, Compute)
-        for message in step.messages
-    }
-    start = [0.0] * len(graph.nodes)
-    end = [0.0] * len(graph.nodes)
-    free = list(clocks.ranks)
-    channel = list(clocks.channels)
-    for node in graph.order:
-        rank = graph.rank[node]
-        step = steps.get(node)
-        if node in messages:
-            message = messages[node]
-            peer = graph.rank[message.recv]
-            now = max(free[rank], free[peer])
-            took = table.occupancy[message.boundary] + table.latency[message.boundary]
-            start[node] = start[message.recv] = now
-            end[node] = end[message.recv] = free[rank] = free[peer] = now + took
-        elif isinstance(step, Compute):
-            now = max([free[rank], *(end[need] for need in step.needs)])
-            start[node] = now
-            end[node] = free[rank] = now + durations[step.duration]
-        elif isinstance(step, Channel):
-            if step.released_by >= 0:
-                ready = start[step.released_by]
-                ready += step.fraction * (end[step.released_by] - ready)
-            else:
-                issued = 0.0 if step.bucket >= 0 else free[rank]
-                ready = max([issued, *(end[need] for need in step.needs)])
-            now = max(channel[rank], ready)
-            start[node] = now
-            end[node] = channel[rank] = now + table.on_channel(step.stage, step.bucket)
-    return start, end, Clocks(tuple(free), tuple(channel), clocks.links)
+def _spans(
+    program: Program, table: CostTable, *, steps: int, cores: float | None
+) -> list[tuple[list[float], list[float]]]:
+    """Start and end of every node, per iteration."""
+    items = _items(program, table)
+    durations = flat_durations(table, program.walk.fused)
+    if cores is not None and cores >= len(program.ranks):
+        cores = None
+    if table.one_link or cores is not None:
+        return run_events(program, items, table, durations, cores=cores, steps=steps)
+    clocks = Clocks.at_zero(len(program.ranks))
+    spans = []
+    for _ in range(steps):
+        start, end, clocks = run_lists(
+            items,
+            program.walk.num_nodes,
+            durations=durations,
+            latency=table.latency,
+            occupancy=table.occupancy,
+            on_channel=table.on_channel,
+            clocks=clocks,
+        )
+        spans.append((start, end))
+    return spans
+
+
+def _items(program: Program, table: CostTable) -> Sequence[Item]:
+    """What takes time, with messages as items of their own where a send waits for its receive."""
+    walk = program.walk
+    if table.transport == "buffered":
+        return walk.steps
+    items: dict[int, Item] = {}
+    for step in walk.steps:
+        if isinstance(step, Compute):
+            items |= {message.send: message for message in step.messages}
+            items[step.node] = Compute(*step[:4], ())
+        else:
+            items[step.node] = step
+    return [items[node] for node in program.graph.order if node in items]
+
+
+def flat_durations(table: CostTable, fused: Iterable[tuple[int, int]] = ()) -> list[float]:
+    """The table in the order of ``DURATION_ROWS``: row * S + stage; fused pairs at the end."""
+    single = table.flat()
+    return single + [table.fused * (single[first] + single[second]) for first, second in fused]
+
+
+def _timeline(
+    program: Program, table: CostTable, start: Sequence[float], end: Sequence[float]
+) -> Timeline:
+    offsets = program.graph.offsets
+    spans = list(pairwise(offsets))
+    return Timeline(
+        program,
+        tuple(tuple(start[low:high]) for low, high in spans),
+        tuple(tuple(end[low:high]) for low, high in spans),
+        table.time_unit,
+        "simulated",
+        table.stage_input,
+    )

@@ -18,7 +18,7 @@ from strategies.compiler import compile_plan
 from strategies.costs.profile_file import Link
 from strategies.costs.table import CostTable
 from strategies.costs.uniform import UniformCosts
-from strategies.ir.instruction import Kind
+from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
 from strategies.plan import Plan, Recompute
 from strategies.profiling.link_times import measure_links

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies.ir.instruction import Kind
+from strategies.ir.kinds import Kind
 from strategies.plan import Recompute
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed.pool import Ranks

@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 from strategies.analysis.memory import Holding
 from strategies.compiler import compile_program
 from strategies.costs.uniform import UniformCosts
-from strategies.ir.instruction import Kind
+from strategies.ir.kinds import Kind
 from strategies.ir.text import parse_instruction
 from strategies.plan import Recompute
 from strategies.runtime.lightning.strategy import PipelineStrategy

@@ -8,7 +8,7 @@ from launcher.report.ascii import draw
 from launcher.report.perfetto import trace_json
 from strategies.compiler import compile_plan, compile_short
 from strategies.costs.uniform import UniformCosts
-from strategies.ir.instruction import Kind
+from strategies.ir.kinds import Kind
 from strategies.ir.text import format_rows
 from strategies.plan import Plan
 from strategies.schedules import SCHEDULES

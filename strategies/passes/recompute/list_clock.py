@@ -14,6 +14,7 @@ from strategies.costs.table import CostTable
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import BACKWARD_KINDS
 from strategies.ir.program import Program
+from strategies.simulator.engine import compute_times
 
 # Times that differ by less, in shares of the longest instruction, are equal: sums round.
 _SAME = 1e-9
@@ -59,9 +60,7 @@ class ListClock:
         self._backward = [
             any(part.kind in BACKWARD_KINDS for part in item.parts) for item in graph.nodes
         ]
-        self.start = [0.0] * len(graph.nodes)
-        for node in graph.order:
-            self.start[node] = self._ready(node)
+        self.start, _ = compute_times(program, self.took, self.arrivals)
         self._backward_starts = sum(
             start for start, is_backward in zip(self.start, self._backward, strict=True)
             if is_backward

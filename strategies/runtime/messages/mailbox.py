@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from strategies.errors import ModelError
-from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
 from strategies.runtime.messages.transport import Handle, Transport
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
 from strategies.models.logs import LogEntry
 from strategies.models.split_backward.input_step import input_backward

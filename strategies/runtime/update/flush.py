@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.heartbeat import Phase
-from strategies.ir.instruction import Kind
+from strategies.ir.kinds import Kind
 from strategies.ir.placement import Placement
 from strategies.models.state import Fetch
 from strategies.runtime.messages.mesh import Communicators, Coordinates

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strategies.ir.instruction import Instruction, Kind
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import Kind
 from strategies.ir.placement import Placement
 from strategies.schedules.schedule import Durations, Rows
 

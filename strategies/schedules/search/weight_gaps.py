@@ -17,6 +17,7 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import KINDS, Kind
 from strategies.ir.program import Program
 from strategies.schedules.schedule import Durations
+from strategies.simulator.engine import compute_times
 
 # A gap is filled if its W ends at most this share of its duration too late.
 _OVERHANGS = (0.0, 0.5, 1.0)
@@ -187,14 +188,9 @@ class _Filler:
 def makespan(program: Program, durations: Durations) -> float:
     """When the last instruction of a program without messages and updates ends."""
     graph = program.graph
-    end = [0.0] * len(graph.nodes)
-    free = [0.0] * len(program.ranks)
-    for node in graph.order:
-        rank = graph.rank[node]
-        there = (end[need] + hop for need, hop in arrivals(graph, node, durations))
-        end[node] = max([free[rank], *there]) + duration(graph.nodes[node], durations)
-        free[rank] = end[node]
-    return max(free)
+    took = [duration(item, durations) for item in graph.nodes]
+    known = [arrivals(graph, node, durations) for node in range(len(graph.nodes))]
+    return max(compute_times(program, took, known)[1], default=0.0)
 
 
 def duration(item: Instruction, durations: Durations) -> float:

@@ -8,7 +8,7 @@ from launcher.profiles.profile_check import kind_ratios, refined, with_error, wr
 from strategies import compile_program, simulate
 from strategies.costs.profile_file import dump_profile, parse_profile
 from strategies.costs.uniform import UniformCosts
-from strategies.ir.instruction import Kind
+from strategies.ir.kinds import Kind
 from tests.strategies.costs.test_profile_costs import costs
 from tests.strategies.costs.test_profile_file import PROFILE
 

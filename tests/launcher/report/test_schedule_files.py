@@ -4,7 +4,8 @@ from launcher.report.ascii import draw
 from launcher.report.schedule_files import compute_csv, schedule_text, write_schedule_files
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.metrics import measure
-from strategies.ir.instruction import Instruction, Kind, backward, forward, overlap
+from strategies.ir.instruction import Instruction, backward, forward, overlap
+from strategies.ir.kinds import Kind
 
 COSTS = UniformCosts(grad_reduce=8)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from strategies.compiler import compile_plan, compile_short
 from strategies.errors import PlanError, ProgramError
 from strategies.ir import Program, verify
-from strategies.ir.instruction import Kind
+from strategies.ir.kinds import Kind
 from strategies.ir.placement import bidirectional
 from strategies.passes.updates import add_gathers, add_grad_reduce, add_steps
 from strategies.plan import Plan

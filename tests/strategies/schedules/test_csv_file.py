@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from strategies.errors import ProgramError
-from strategies.ir.instruction import Instruction, Kind, backward, forward, overlap
+from strategies.ir.instruction import Instruction, backward, forward, overlap
+from strategies.ir.kinds import Kind
 from strategies.ir.text import format_rows
 from strategies.plan import ScheduleFile
 from strategies.schedules.csv_file import check_cells, parse_cells

@@ -7,7 +7,7 @@ from strategies.analysis.memory import peak_activations
 from strategies.analysis.metrics import measure
 from strategies.compiler import compile_compute, compile_plan
 from strategies.errors import PlanError
-from strategies.ir.instruction import Kind
+from strategies.ir.kinds import Kind
 from strategies.ir.placement import v
 from strategies.ir.text import format_rows, parse_rows
 from strategies.plan import Plan

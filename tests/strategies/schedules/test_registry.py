@@ -9,12 +9,12 @@ from strategies.compiler import compile_plan
 from strategies.errors import PlanError, ProgramError
 from strategies.ir.instruction import (
     Instruction,
-    Kind,
     backward,
     forward,
     input_gradient,
     weight_gradient,
 )
+from strategies.ir.kinds import Kind
 from strategies.ir.placement import Placement, bidirectional, loop, v
 from strategies.plan import Plan
 from strategies.schedules import SCHEDULES, find_schedule, register_schedule

@@ -16,8 +16,8 @@ from strategies.errors import CostError
 from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
 from strategies.plan import Recompute
-from strategies.simulator.engine import _flat_durations, simulate, unroll
-from strategies.simulator.events import run_shared
+from strategies.simulator.engine import _items, flat_durations, simulate, unroll
+from strategies.simulator.events import run_events
 from tests.strategies.programs import plans, written
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "looped_bfs", "foldx_aiao", "zb_v", "chimera", "dualpipe")
@@ -195,7 +195,9 @@ def test_with_a_core_per_rank_the_replay_is_the_engine_s(plan, transport):
     program = compile_plan(plan).train
     table = costs.table(program)
     cores = len(program.ranks)
-    spans = run_shared(program, table, _flat_durations(program, table), cores=cores, steps=2)
+    durations = flat_durations(table, program.walk.fused)
+    items = _items(program, table)
+    spans = run_events(program, items, table, durations, cores=cores, steps=2)
     for timeline, (start, end) in zip(unroll(program, costs, steps=2), spans, strict=True):
         assert [v for row in timeline.start for v in row] == pytest.approx(start)
         assert [v for row in timeline.end for v in row] == pytest.approx(end)

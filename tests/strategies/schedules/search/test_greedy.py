@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.ir.instruction import Kind
+from strategies.ir.kinds import Kind
 from strategies.ir.placement import Placement, bidirectional, loop, v
 from strategies.ir.program import Program, chain
 from strategies.ir.verify import verify
