@@ -41,10 +41,10 @@ from launcher.workloads.optimizer import build_optimizer
 from strategies.analysis.memory import peak_saved
 from strategies.costs.table import StageMemory
 from strategies.models.unit_model import UnitModel
+from strategies.plan import Options
 from strategies.planner.layout_search import search_confirmed
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
-from strategies.runtime.step.rank_parts import Options
 from tests.distributed.pool import Ranks
 
 RANKS = 2
@@ -186,8 +186,12 @@ def run_steps(*, config: str, steps: int) -> tuple[list[float], int] | None:
     engine = Engine(
         model=UnitModel(module),
         plan=run.plan,
-        buckets_open=False,
-        options=Options(units_per_stage=tuple(map(len, run.stages)), check_batches=False),
+        options=Options(
+            units_per_stage=tuple(map(len, run.stages)),
+            backend="gloo",
+            check_batches=False,
+            on_nan="ignore",
+        ),
         coordinates=Coordinates.of(rank, pp=run.config.pp, dp=run.dp, tp=run.config.tp),
         device=torch.device("cpu"),
     )

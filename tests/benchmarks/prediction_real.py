@@ -29,9 +29,9 @@ from launcher.workloads.optimizer import build_optimizer
 from strategies.analysis.memory import peak_saved
 from strategies.analysis.timeline import Timeline
 from strategies.models.unit_model import UnitModel
+from strategies.plan import Options
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
-from strategies.runtime.step.rank_parts import Options
 from strategies.runtime.step.recorder import gather_timeline
 from strategies.simulator.engine import simulate
 from tests.distributed.pool import Ranks
@@ -201,8 +201,12 @@ def _engine(run: Run) -> Engine:
     engine = Engine(
         model=UnitModel(module),
         plan=run.plan,
-        buckets_open=False,
-        options=Options(units_per_stage=tuple(map(len, run.stages)), check_batches=False),
+        options=Options(
+            units_per_stage=tuple(map(len, run.stages)),
+            backend="gloo",
+            check_batches=False,
+            on_nan="ignore",
+        ),
         coordinates=Coordinates(RANKS, 1, dist.get_rank(), 0),
         device=torch.device("cpu"),
     )

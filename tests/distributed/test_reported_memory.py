@@ -16,10 +16,10 @@ from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
 from strategies.analysis.memory import peak_memory_bytes
 from strategies.models.unit_model import UnitModel
+from strategies.plan import Options
 from strategies.profiling.layer_times import transient
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
-from strategies.runtime.step.rank_parts import Options
 
 pytestmark = pytest.mark.distributed
 
@@ -46,8 +46,12 @@ def _hold(*, config: str) -> tuple[int, int, int]:
         engine = Engine(
             model=UnitModel(module),
             plan=run.plan,
-            buckets_open=False,
-            options=Options(units_per_stage=tuple(map(len, run.stages)), check_batches=False),
+            options=Options(
+                units_per_stage=tuple(map(len, run.stages)),
+                backend="gloo",
+                check_batches=False,
+                on_nan="ignore",
+            ),
             coordinates=coordinates,
             device=torch.device("cpu"),
         )
