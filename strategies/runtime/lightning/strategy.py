@@ -143,13 +143,13 @@ class PipelineStrategy(CheckpointingStrategy):
         units_per_stage: Cut by hand; None balances by cost.
         overlap: ``grad_reduce``, the default, starts reductions inside the backward, ``none`` at
             the flush; ``zero1`` lets each replica update its share of the weights, for an
-            elementwise optimizer, whose state is then spread over the replicas. Behind the backward the
-            gradient of such a weight is the optimizer's alone: ``parameter.grad`` is None.
+            elementwise optimizer, whose state is then spread over the replicas. Behind the backward
+            the gradient of such a weight is the optimizer's alone: ``parameter.grad`` is None.
         bucket_mb: Upper size of a reduction bucket in MiB; 25 if left out.
         buckets: Buckets per stage, where the program was compiled elsewhere; overrides bucket_mb.
         grad_dtype: ``bf16`` halves what reductions send; ``fp32``, the default, sends gradients as
-            they are summed. Gradients of 16-bit weights are always summed in 32 bits on a rank, and across
-            ranks with ``zero1``; an all-reduce in ``bf16`` rounds on its way.
+            they are summed. Gradients of 16-bit weights are always summed in 32 bits on a rank, and
+            across ranks with ``zero1``; an all-reduce in ``bf16`` rounds on its way.
         backend: ``auto`` takes gloo on CPU and NCCL on CUDA, or ``staged`` (gloo through pinned
             memory) where ranks share a GPU. ``strict`` matches messages by order and blocks.
         timeout_s: How long a rank waits for another; 1800 if left out.
@@ -157,7 +157,8 @@ class PipelineStrategy(CheckpointingStrategy):
         check_batches: Compare the batch between a pipeline's ranks at every step; the default.
         pipeline_layers: Where a module's layers are (``net.layers``), if they are not found.
         async_save: By default, checkpoints of a running ``fit`` are copied to host memory and
-            written in a thread. ``False`` stops training until they are on disk, and takes no second copy.
+            written in a thread. ``False`` stops training until they are on disk, and takes no
+            second copy.
         compile: Run each unit through ``torch.compile``; not with split backwards.
         on_nan: What happens where a loss or gradient is NaN or infinite on any rank: no rank
             applies the step, and training ends (``stop``, the default) or goes on (``skip``); see
