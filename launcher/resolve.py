@@ -7,7 +7,7 @@ cut and program.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from launcher.config import LaunchConfig
@@ -27,11 +27,10 @@ from launcher.workloads.model_share import (
     units_per_layer,
     vocabulary_note,
 )
-from launcher.workloads.optimizer_options import OptimizerOptions
 from launcher.workloads.traced_shape import TracedShape, stage_handing
 from strategies.compiler import Programs, compile_plan
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
-from strategies.costs.hardware import ElementSizes, Hardware
+from strategies.costs.hardware import ElementSizes
 from strategies.costs.table import Costs
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
@@ -248,42 +247,6 @@ def text_source(config: LaunchConfig) -> TextSource:
     return TextSource(kinds[data.name], path, data.tokenizer, data.dtype, cap)
 
 
-def optimizer_options(config: LaunchConfig) -> OptimizerOptions:
-    """``optimizer.*`` without what the chosen rule does not have."""
-    options = config.optimizer
-    given = {
-        name: getattr(options, name)
-        for name in (
-            "name", "lr", "weight_decay", "betas", "eps", "momentum", "warmup_steps",
-            "schedule", "min_lr_ratio",
-        )
-    }  # fmt: skip
-    return OptimizerOptions(**{key: value for key, value in given.items() if value is not None})
-
-
-def hardware(config: LaunchConfig) -> Hardware:
-    """``hardware.*`` as the cost model's type."""
-    given = config.hardware
-    return Hardware(
-        given.name,
-        given.peak_flops,
-        given.efficiency,
-        given.memory_gb,
-        given.memory_bandwidth,
-        given.intra_bandwidth,
-        given.intra_latency_s,
-        given.inter_bandwidth,
-        given.inter_latency_s,
-        given.gpus_per_node,
-        given.unit_overhead_s,
-        given.stage_overhead_s,
-        given.step_overhead_s,
-        given.ring_bandwidth,
-        given.ring_latency_s,
-        given.lockstep_loss,
-    )
-
-
 def num_gpus() -> int:
     """GPUs of this machine, counted without torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -389,19 +352,7 @@ def element_sizes(config: LaunchConfig) -> ElementSizes:
 
 
 def _uniform(config: LaunchConfig) -> UniformCosts:
-    costs = config.costs
-    return UniformCosts(
-        forward=costs.forward,
-        backward=costs.backward,
-        backward_input=costs.backward_input,
-        recompute=costs.recompute,
-        grad_reduce=costs.grad_reduce,
-        num_buckets=costs.num_buckets,
-        p2p=costs.p2p,
-        transport=costs.transport,
-        fused=costs.fused,
-        stage_input=costs.stage_input,
-    )
+    return UniformCosts(*(getattr(config.costs, entry.name) for entry in fields(UniformCosts)))
 
 
 def _profiled(
@@ -421,7 +372,7 @@ def _profiled(
 def _analytic(config: LaunchConfig, dp: int, loads: tuple[Load, ...]) -> AnalyticCosts:
     return AnalyticCosts(
         loads,
-        hardware(config),
+        config.hardware,
         dp=dp,
         sizes=element_sizes(config),
         optimizer_elements=MOMENTS[config.optimizer.name],

@@ -36,7 +36,7 @@ from launcher.rank.checkpoint_rotation import RegularCheckpoints
 from launcher.rank.stopping import StopWhenAsked
 from launcher.rank.trackers import Tracked, build_loggers
 from launcher.report.predicted import ideal_step_s
-from launcher.resolve import Run, optimizer_options, text_source
+from launcher.resolve import Run, text_source
 from launcher.workloads.data.module import TextDataModule
 from launcher.workloads.hf.counterpart import export_folder
 from launcher.workloads.hf.hf_shape import HfShape
@@ -154,9 +154,7 @@ def build_model(run: Run) -> pl.LightningModule:
         return cast(pl.LightningModule, built)
     # On the meta device: each rank then makes the weights of its own units only.
     with torch.device("meta"):
-        return LanguageModel(
-            run.shape, optimizer=optimizer_options(run.config), seed=run.config.seed
-        )
+        return LanguageModel(run.shape, optimizer=run.config.optimizer, seed=run.config.seed)
 
 
 def build_data(run: Run) -> pl.LightningDataModule:

@@ -26,7 +26,7 @@ from launcher.profiles.profile_check import (
     model_facts,
     this_machine,
 )
-from launcher.resolve import Run, optimizer_options, uses_gpu
+from launcher.resolve import Run, uses_gpu
 from launcher.workloads.hf.hf_shape import HfShape
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.model_share import model_units
@@ -111,7 +111,7 @@ def _layers(
         sample=sample,
         classes=tuple(numbers[unit] for unit in sample.units),
         batch=partial(_batch, run, device),
-        optimizer=partial(build_optimizer, options=optimizer_options(config)),
+        optimizer=partial(build_optimizer, options=config.optimizer),
         sizes=sizes,
         iterations=config.profile.iterations,
         limit_s=_TIME_S / (3 * len(sizes)),

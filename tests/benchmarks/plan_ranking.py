@@ -35,7 +35,7 @@ from launcher.config import LaunchConfig, dump, from_dict
 from launcher.planning.question import question
 from launcher.planning.report import chosen_config
 from launcher.report.predicted import predict
-from launcher.resolve import Run, optimizer_options, resolve
+from launcher.resolve import Run, resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
 from strategies.analysis.memory import peak_saved
@@ -196,7 +196,7 @@ def run_steps(*, config: str, steps: int) -> tuple[list[float], int] | None:
         device=torch.device("cpu"),
     )
     engine.build_gradients()
-    optimizer = build_optimizer(engine.updated_parameters(), optimizer_options(run.config))
+    optimizer = build_optimizer(engine.updated_parameters(), run.config.optimizer)
     batch = _batch(run)
     ends = []
     for step in range(_WARM_UPS + steps):

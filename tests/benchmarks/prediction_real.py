@@ -23,7 +23,7 @@ from launcher.config.launch import CostsConfig, ScheduleConfig
 from launcher.config.pipeline import RecomputeConfig
 from launcher.config.workload import DataConfig, ModelConfig, OptimizerConfig
 from launcher.profiles.profile_check import write_refined
-from launcher.resolve import Run, optimizer_options, resolve
+from launcher.resolve import Run, resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
 from strategies.analysis.memory import peak_saved
@@ -175,7 +175,7 @@ def run_steps(*, config: str, steps: int) -> tuple[list[float], float, int, Time
     """One case: end of each step on this rank, its compute, most bytes saved, all ranks' times."""
     run = resolve(from_dict(json.loads(config)))
     engine = _engine(run)
-    optimizer = build_optimizer(engine.updated_parameters(), optimizer_options(run.config))
+    optimizer = build_optimizer(engine.updated_parameters(), run.config.optimizer)
     batch = _batch(run)
     ends = []
     dist.barrier()

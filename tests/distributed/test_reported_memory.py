@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.config import from_dict
-from launcher.resolve import optimizer_options, resolve
+from launcher.resolve import resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
 from strategies.analysis.memory import peak_memory_bytes
@@ -56,7 +56,7 @@ def _hold(*, config: str) -> tuple[int, int, int]:
             device=torch.device("cpu"),
         )
         engine.build_gradients()
-        optimizer = build_optimizer(engine.updated_parameters(), optimizer_options(run.config))
+        optimizer = build_optimizer(engine.updated_parameters(), run.config.optimizer)
         for number in range(2):  # the first has a header before every first message
             step(engine, optimizer, number)
         gc.collect()

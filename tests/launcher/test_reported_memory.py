@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from launcher.config.decode import from_dict
-from launcher.resolve import optimizer_options, resolve
+from launcher.resolve import resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
 from strategies.analysis.memory import peak_memory_bytes
@@ -54,7 +54,7 @@ def test_the_reported_memory_is_what_a_step_allocates(changes, size, recompute):
         device=torch.device("cpu"),
     )
     engine.build_gradients()
-    optimizer = build_optimizer(engine.updated_parameters(), optimizer_options(config))
+    optimizer = build_optimizer(engine.updated_parameters(), config.optimizer)
     tokens = torch.randint(run.shape.vocab, (4, run.shape.sequence + 1))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
