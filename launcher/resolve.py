@@ -7,14 +7,15 @@ cut and program.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from launcher.config import LaunchConfig
-from launcher.config.derived import given_schedule, plan_batches, schedule_group, transformer_shape
+from launcher.config.derived import asked_schedule, transformer_shape
 from launcher.config.installed import installed_names
 from launcher.config.pipeline import recompute_policy
 from launcher.processes.nodes import asked_world
+from launcher.processes.watchdog import COMPILING_S
 from launcher.workloads.data.source import SourceKind, TextSource
 from launcher.workloads.hf.hf_shape import HfShape, read_shape
 from launcher.workloads.loads import unit_loads
@@ -26,16 +27,22 @@ from launcher.workloads.model_share import (
     units_per_layer,
     vocabulary_note,
 )
-from launcher.workloads.optimizer_options import OptimizerOptions
 from launcher.workloads.traced_shape import TracedShape, stage_handing
-from strategies.compiler import Programs, compile_plan, resolve_shape
+from strategies.compiler import Programs, compile_plan
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
-from strategies.costs.hardware import ElementSizes, Hardware
+from strategies.costs.hardware import ElementSizes
 from strategies.costs.table import Costs
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.ir.placement import Placement
-from strategies.plan import Plan, ScheduleFile, num_buckets, refuse_split_backward
+from strategies.plan import (
+    Options,
+    Plan,
+    Recompute,
+    ScheduleFile,
+    num_buckets,
+    refuse_split_backward,
+)
 from strategies.planner.cut import balance, by_counts
 from strategies.planner.problem import handing
 from strategies.planner.unit_graph import skips
@@ -62,7 +69,9 @@ class Run:
         batch_size: Sequences per step and replica.
         shape: The model.
         stages: Unit ranges per stage.
-        plan: What the compiler gets.
+        group: Microbatches per round; None for schedules without rounds.
+        plan: What the compiler gets, and the ranks.
+        options: What the ranks get beside it.
         programs: What runs.
         costs: What the simulator assumes.
         num_parameters: Of the whole model; None for one that only the ranks know.
@@ -79,7 +88,9 @@ class Run:
     batch_size: int
     shape: ModelShape
     stages: tuple[range, ...]
+    group: int | None
     plan: Plan
+    options: Options
     programs: Programs
     costs: Costs
     num_parameters: int | None
@@ -95,12 +106,6 @@ class Run:
     def describes_model(self) -> bool:
         """Whether a checkpoint can say of which model it is, by more than a name."""
         return isinstance(self.shape, HfShape) or not self.own_model
-
-    @property
-    def group(self) -> int | None:
-        """Microbatches per round; None for schedules without rounds."""
-        choice = self.programs.choice
-        return resolve_shape(self.plan).group if choice is None else choice.group
 
     @property
     def vocabulary_note(self) -> str | None:
@@ -138,26 +143,13 @@ def resolve(
             "its place. Try trainer.precision=bf16-mixed."
         )
     dp = _replicas(config)
-    schedule, file = given_schedule(config, file)
+    asked = asked_schedule(config, dp, file)
     if config.compile and config.mode in ("train", "validate"):
-        asked = config.schedule.split_backward
-        refuse_split_backward(schedule.name, own=schedule.splits_backward, asked=asked)
-    num_microbatches, batch_size = plan_batches(config, dp, schedule.num_microbatches)
+        schedule, wanted = asked.schedule, config.schedule.split_backward
+        refuse_split_backward(schedule.name, own=schedule.splits_backward, asked=wanted)
+    recompute = recompute_policy(config.recompute)
     shape = model_shape(config)
     sized: PlannedShape = traced or shape
-    plan = Plan(
-        schedule=config.schedule.name,
-        pp=config.pp,
-        num_microbatches=num_microbatches,
-        stages_per_rank=config.schedule.stages_per_rank,
-        group=schedule_group(config, schedule),
-        overlap=config.overlap.name,
-        split_backward=config.schedule.split_backward,
-        file=file,
-        recompute=recompute_policy(config.recompute),
-    )
-    resolved = resolve_shape(plan)
-    placement = schedule.place(resolved)
     own_model = config.model.name in installed_names("model") or (
         isinstance(shape, HfShape) and shape.sizes is None
     )
@@ -166,32 +158,44 @@ def resolve(
     opaque = uniform or (own_model and traced is None)
     if not opaque or (isinstance(shape, HfShape) and not uniform):
         check_tp(sized, config.tp, sequence_parallel=config.sequence_parallel)
-    stages = () if opaque else _stages(config, sized, placement)
-    loads = _loads(config, sized, stages) if stages else ()
+    stages = () if opaque else _stages(config, sized, asked.placement)
+    loads = _loads(config, sized, stages, recompute) if stages else ()
     assumed = opaque or config.costs.name == "uniform"
     costs: Costs = _uniform(config) if assumed else _analytic(config, dp, loads)
+    handed: tuple[tuple[int, int, int], ...] = ()
     if traced is not None and isinstance(costs, AnalyticCosts):
         handed = stage_handing(traced, stages, config.data.microbatch_size)
         costs = replace(costs, stages=handing(list(costs.stages), handed), handed=handed)
-        plan = replace(plan, skips=skips(handed))
     if config.costs.name == "profiled":
         costs = _profiled(config, shape, stages, costs, dp)
-    plan = replace(
-        plan,
-        stages_per_rank=resolved.stages_per_rank,
-        buckets=_buckets(config, dp, loads, placement, opaque=opaque),
+    plan = Plan(
+        schedule=config.schedule.name,
+        pp=config.pp,
+        num_microbatches=asked.num_microbatches,
+        stages_per_rank=asked.shape.stages_per_rank,
+        group=asked.group,
+        overlap=config.overlap.name,
+        buckets=_buckets(config, dp, loads, asked.placement, opaque=opaque),
+        split_backward=config.schedule.split_backward,
         costs=costs,
         memory_bytes=None if assumed else int(config.hardware.memory_gb * 1e9),
+        file=asked.file,
+        recompute=recompute,
+        skips=skips(handed),
     )
+    programs = compile_plan(plan)
+    by_hand = config.schedule.units_per_stage or config.schedule.layers_per_stage
     return Run(
         config=config,
         dp=dp,
-        num_microbatches=num_microbatches,
-        batch_size=batch_size,
+        num_microbatches=asked.num_microbatches,
+        batch_size=asked.batch_size,
         shape=shape,
         stages=stages,
+        group=asked.shape.group if programs.choice is None else programs.choice.group,
         plan=plan,
-        programs=compile_plan(plan),
+        options=_options(config, dp, by_hand if own_model else tuple(map(len, stages))),
+        programs=programs,
         costs=costs,
         num_parameters=None if own_model and traced is None else sized.num_parameters,
         own_model=own_model,
@@ -243,42 +247,6 @@ def text_source(config: LaunchConfig) -> TextSource:
     return TextSource(kinds[data.name], path, data.tokenizer, data.dtype, cap)
 
 
-def optimizer_options(config: LaunchConfig) -> OptimizerOptions:
-    """``optimizer.*`` without what the chosen rule does not have."""
-    options = config.optimizer
-    given = {
-        name: getattr(options, name)
-        for name in (
-            "name", "lr", "weight_decay", "betas", "eps", "momentum", "warmup_steps",
-            "schedule", "min_lr_ratio",
-        )
-    }  # fmt: skip
-    return OptimizerOptions(**{key: value for key, value in given.items() if value is not None})
-
-
-def hardware(config: LaunchConfig) -> Hardware:
-    """``hardware.*`` as the cost model's type."""
-    given = config.hardware
-    return Hardware(
-        given.name,
-        given.peak_flops,
-        given.efficiency,
-        given.memory_gb,
-        given.memory_bandwidth,
-        given.intra_bandwidth,
-        given.intra_latency_s,
-        given.inter_bandwidth,
-        given.inter_latency_s,
-        given.gpus_per_node,
-        given.unit_overhead_s,
-        given.stage_overhead_s,
-        given.step_overhead_s,
-        given.ring_bandwidth,
-        given.ring_latency_s,
-        given.lockstep_loss,
-    )
-
-
 def num_gpus() -> int:
     """GPUs of this machine, counted without torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -327,16 +295,34 @@ def _stages(config: LaunchConfig, shape: PlannedShape, placement: Placement) -> 
     return by_counts(units, len(costs), num_stages)
 
 
+def _options(config: LaunchConfig, dp: int, cut: tuple[int, ...] | None) -> Options:
+    compiling_s = COMPILING_S if config.compile else 0.0
+    return Options(
+        dp=dp,
+        tp=config.tp,
+        sequence_parallel=config.sequence_parallel,
+        units_per_stage=cut,
+        bucket_mb=config.overlap.bucket_mb,
+        grad_dtype=config.overlap.grad_dtype,
+        backend=config.cluster.backend,
+        timeout_s=max(config.cluster.timeout_s, compiling_s),
+        seed=config.seed,
+        async_save=config.trainer.async_save,
+        compile=config.compile,
+        on_nan=config.trainer.on_nan,
+    )
+
+
 def _loads(
-    config: LaunchConfig, shape: PlannedShape, stages: tuple[range, ...]
+    config: LaunchConfig, shape: PlannedShape, stages: tuple[range, ...], recompute: Recompute
 ) -> tuple[Load, ...]:
     units = unit_loads(
         shape,
         config.tp,
         config.data.microbatch_size,
         sequence_parallel=config.sequence_parallel,
-        selective=config.recompute.name == "selective",
-        layers=recompute_policy(config.recompute).layers,
+        selective=recompute.policy == "selective",
+        layers=recompute.layers,
     )
     return tuple(sum_loads([units[index] for index in stage]) for stage in stages)
 
@@ -366,19 +352,7 @@ def element_sizes(config: LaunchConfig) -> ElementSizes:
 
 
 def _uniform(config: LaunchConfig) -> UniformCosts:
-    costs = config.costs
-    return UniformCosts(
-        forward=costs.forward,
-        backward=costs.backward,
-        backward_input=costs.backward_input,
-        recompute=costs.recompute,
-        grad_reduce=costs.grad_reduce,
-        num_buckets=costs.num_buckets,
-        p2p=costs.p2p,
-        transport=costs.transport,
-        fused=costs.fused,
-        stage_input=costs.stage_input,
-    )
+    return UniformCosts(*(getattr(config.costs, entry.name) for entry in fields(UniformCosts)))
 
 
 def _profiled(
@@ -398,7 +372,7 @@ def _profiled(
 def _analytic(config: LaunchConfig, dp: int, loads: tuple[Load, ...]) -> AnalyticCosts:
     return AnalyticCosts(
         loads,
-        hardware(config),
+        config.hardware,
         dp=dp,
         sizes=element_sizes(config),
         optimizer_elements=MOMENTS[config.optimizer.name],

@@ -231,7 +231,7 @@ def _ordered(plan: Plan) -> tuple[Program, Durations | None]:
 def _train(compute: Program, plan: Plan) -> Program:
     """With reductions and optimizer steps, not lowered."""
     stages = compute.placement.num_stages
-    buckets = (plan.buckets,) * stages if isinstance(plan.buckets, int) else plan.buckets
+    buckets = plan.stage_buckets(stages)
     if len(buckets) != stages:
         raise PlanError(f"buckets={list(buckets)}: one number per stage is needed, here {stages}.")
     compute = _paired(compute, plan)

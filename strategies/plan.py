@@ -164,7 +164,8 @@ class Plan:
             by simulation.
         overlap: When gradient reductions start; with ``zero1`` they scatter, each replica updates
             its share of the weights, and these are gathered under the next step's forwards.
-        buckets: Reduction buckets: one number for every stage, or one per stage; 0 for none.
+        buckets: Reduction buckets: one number for every stage, or one per stage; 0 for none; None
+            for one, and on ranks, which know the sizes, for as many as ``Options.bucket_mb`` makes.
         split_backward: Split every B of a schedule that does not split by itself into I and W.
         costs: What instructions take, for everything that is ordered by time: zero-bubble orders,
             ``foldx``'s group, messages. Hashable; None for F = I = W and free messages.
@@ -181,7 +182,7 @@ class Plan:
     stages_per_rank: int | None = None
     group: int | None = None
     overlap: Overlap = "grad_reduce"
-    buckets: int | tuple[int, ...] = 1
+    buckets: int | tuple[int, ...] | None = None
     split_backward: bool = False
     costs: Costs | None = None
     memory_bytes: int | None = None
@@ -191,12 +192,46 @@ class Plan:
 
     def __post_init__(self) -> None:
         counts = (self.buckets,) if isinstance(self.buckets, int) else self.buckets
-        if min(counts, default=0) < 0:
+        if min(counts or (), default=0) < 0:
             raise PlanError(f"buckets={self.buckets}: a number of buckets is 0 or more.")
         if self.overlap not in OVERLAPS:
             raise PlanError(
                 f"overlap={self.overlap} is unknown. Try overlap={' or overlap='.join(OVERLAPS)}."
             )
+
+    def stage_buckets(self, num_stages: int) -> tuple[int, ...]:
+        """Buckets of each stage."""
+        counts = 1 if self.buckets is None else self.buckets
+        return (counts,) * num_stages if isinstance(counts, int) else counts
+
+
+Backend = Literal["auto", "gloo", "nccl", "staged", "strict"]
+GradientType = Literal["fp32", "bf16"]
+OnNan = Literal["stop", "skip", "ignore"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How ranks run a plan: what decides no program.
+
+    Each is a keyword of ``PipelineStrategy``, which says what it means. A rank's engine takes them
+    with nothing left open: a backend, a seed.
+    """
+
+    dp: int | Literal["auto"] = "auto"
+    tp: int = 1
+    sequence_parallel: bool = False
+    units_per_stage: tuple[int, ...] | None = None
+    bucket_mb: float = 25.0
+    grad_dtype: GradientType = "fp32"
+    backend: Backend = "auto"
+    timeout_s: float = 1800.0
+    seed: int | None = None
+    check_batches: bool = True
+    pipeline_layers: str | None = None
+    async_save: bool = True
+    compile: bool = False
+    on_nan: OnNan = "stop"
 
 
 def num_buckets(num_bytes: int, bucket_mb: float) -> int:

@@ -10,7 +10,7 @@ import re
 
 from launcher.config.check_cluster import check_cluster
 from launcher.config.decode import did_you_mean, nearest
-from launcher.config.derived import plan_batches, transformer_shape
+from launcher.config.derived import asked_schedule, transformer_shape
 from launcher.config.installed import installed_names
 from launcher.config.key import Key, describe, keys_of, shorten, spell
 from launcher.config.launch import LaunchConfig
@@ -88,35 +88,21 @@ def _check_sharing(config: LaunchConfig, shape: TransformerShape) -> None:
 
 
 def _check_schedule(config: LaunchConfig) -> None:
-    # Torch-free, but not needed to read a config.
-    from launcher.config.derived import given_schedule, schedule_group
-
     schedule = config.schedule
     if schedule.placement is not None and schedule.file is None:
         raise PlanError(
             f"schedule.placement={schedule.placement} says how to read schedule.file, and there is "
             "none. Try schedule=custom schedule.file=my.csv, or without schedule.placement."
         )
-    found, _ = given_schedule(config)
-    # With dp=auto the number of replicas, and with it this rule, waits for the machine.
-    known = config.data.global_batch_size is None or config.dp != "auto"
-    dp = 1 if config.dp == "auto" else int(config.dp)
-    fixed = found.num_microbatches
-    microbatches = plan_batches(config, dp, fixed)[0] if known else fixed or 2 * config.pp
-    shape = found.resolve(
-        pp=config.pp,
-        num_microbatches=microbatches,
-        stages_per_rank=schedule.stages_per_rank,
-        group=schedule_group(config, found),
-    )
-    if schedule.split_backward and found.splits_backward:
+    asked = asked_schedule(config, None if config.dp == "auto" else int(config.dp))
+    if schedule.split_backward and asked.schedule.splits_backward:
         raise PlanError(
             f"schedule.split_backward=true: {schedule.name} splits its backwards by itself. Remove "
             "schedule.split_backward."
         )
     counts = schedule.layers_per_stage
     check_units_per_stage(config)
-    stages = found.place(shape).num_stages
+    stages = asked.placement.num_stages
     if counts is not None and len(counts) != stages:
         raise PlanError(
             f"schedule.layers_per_stage={spell(counts)} has {len(counts)} counts, but there are "

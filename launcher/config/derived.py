@@ -1,14 +1,75 @@
-"""How many microbatches a step has: one rule for the three keys that speak of it. Torch-free."""
+"""What the keys of a request come to together: batch, schedule, stages, model. Torch-free.
+
+The check of a configuration and its resolution both read it here, so they cannot disagree.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from launcher.config.launch import LaunchConfig
 from launcher.config.workload import ModelConfig
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.errors import PlanError
+from strategies.ir.placement import Placement
 from strategies.plan import ScheduleFile, read_schedule_file
 from strategies.schedules import find_schedule
-from strategies.schedules.schedule import Schedule, given_group
+from strategies.schedules.schedule import Schedule, Shape, given_group
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A schedule with the numbers that it is asked for, defaults filled in.
+
+    Attributes:
+        schedule: The registry's entry, or the file that ``custom`` takes its order from.
+        file: Its content, if it has one.
+        num_microbatches: M per step and replica.
+        batch_size: Sequences per step and replica; 0 where dp is not known.
+        group: ``schedule.group``; None where the compiler takes the default, or chooses.
+        shape: What the schedule orders.
+        placement: Its stages on ranks.
+    """
+
+    schedule: Schedule
+    file: ScheduleFile | None
+    num_microbatches: int
+    batch_size: int
+    group: int | None
+    shape: Shape
+    placement: Placement
+
+
+def asked_schedule(config: LaunchConfig, dp: int | None, file: ScheduleFile | None = None) -> Asked:
+    """What ``schedule.*``, ``pp`` and the three keys of the batch come to.
+
+    Args:
+        config: ``schedule.file`` is relative to the working directory.
+        dp: Replicas; None before the machine is looked at.
+        file: The content of ``schedule.file``, where somebody has read it already: on a rank, that
+            is the parent.
+
+    Raises:
+        PlanError: There is no such schedule or file, or keys do not fit together.
+        ProgramError: The file is wrong; the message has line and column.
+    """
+    asked = config.schedule
+    if file is None and asked.file is not None:
+        file = read_schedule_file(asked.file, placement=asked.placement)
+    schedule = find_schedule(asked.name, file=file, pp=config.pp)
+    fixed = schedule.num_microbatches
+    if dp is None and config.data.global_batch_size is not None:
+        count, rows = fixed or 2 * config.pp, 0  # Their number waits for that of the replicas.
+    else:
+        count, rows = plan_batches(config, dp or 1, fixed)
+    group = given_group(asked.group, schedule)
+    shape = schedule.resolve(
+        pp=config.pp,
+        num_microbatches=count,
+        stages_per_rank=asked.stages_per_rank,
+        group=group,
+    )
+    return Asked(schedule, file, count, rows, group, shape, schedule.place(shape))
 
 
 def plan_batches(config: LaunchConfig, dp: int, fixed: int | None = None) -> tuple[int, int]:
@@ -57,47 +118,6 @@ def plan_batches(config: LaunchConfig, dp: int, fixed: int | None = None) -> tup
             f"Try data.global_batch_size={fixed * dp * size}."
         )
     return count, rows
-
-
-# ---------------------------------------------------------------------------------- given schedule
-#
-# ``schedule=``: the registry's entry, or the file that ``custom`` takes its order from.
-
-
-def given_schedule(
-    config: LaunchConfig, file: ScheduleFile | None = None
-) -> tuple[Schedule, ScheduleFile | None]:
-    """The schedule that was asked for.
-
-    Args:
-        config: ``schedule.file`` is relative to the working directory.
-        file: Its content, where somebody has read it already: on a rank, that is the parent.
-
-    Returns:
-        The schedule, and the content of its file if it has one.
-
-    Raises:
-        PlanError: There is no such schedule or file, or the file is for another pp.
-        ProgramError: The file is wrong; the message has line and column.
-    """
-    asked = config.schedule
-    if file is None and asked.file is not None:
-        file = read_schedule_file(asked.file, placement=asked.placement)
-    return find_schedule(asked.name, file=file, pp=config.pp), file
-
-
-# ---------------------------------------------------------------------------------- schedule group
-#
-# ``schedule.group``: a number, the schedule's default, or left to the compiler.
-
-
-def schedule_group(config: LaunchConfig, schedule: Schedule) -> int | None:
-    """``schedule.group``; None where the compiler takes the default, or chooses.
-
-    Raises:
-        PlanError: ``auto`` for a schedule that does not choose.
-    """
-    return given_group(config.schedule.group, schedule)
 
 
 # ------------------------------------------------------------------------------------------- shape

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from launcher.config.key import key
+from strategies.costs.hardware import Hardware
 from strategies.errors import PlanError
 from strategies.plan import FAMILIES, NUM_PASSES, Family, Recompute
 
@@ -132,8 +133,8 @@ class CostsConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class HardwareConfig:
-    """``hardware=``: the machine that analytic costs and MFU assume."""
+class HardwareConfig(Hardware):
+    """``hardware=``: the machine that analytic costs and MFU assume, and where it is known from."""
 
     name: str = key("cpu_laptop", "Label of the machine in reports.")
     peak_flops: float = key(9.6e10, "Peak of one rank, in FLOP/s.", above=0)

@@ -19,7 +19,7 @@ from launcher.planning.model_trace import needs_trace, traced_shape
 from launcher.processes.nodes import asked_world
 from launcher.profiles.profile_check import checked_profile, classes_of
 from launcher.report.summary import format_percent
-from launcher.resolve import MOMENTS, element_sizes, hardware, model_shape, num_gpus, uses_gpu
+from launcher.resolve import MOMENTS, element_sizes, model_shape, num_gpus, uses_gpu
 from launcher.workloads.loads import unit_loads
 from launcher.workloads.model_share import ModelShape, PlannedShape, check_tp, units_per_layer
 from launcher.workloads.traced_shape import TracedShape
@@ -79,7 +79,7 @@ def question(
     memory_gb = config.planner.memory_gb or config.hardware.memory_gb
     machine = Machine(
         # What recompute=optimal and the group of foldx fill is the planner's limit.
-        hardware=replace(hardware(config), memory_gb=memory_gb),
+        hardware=replace(config.hardware, memory_gb=memory_gb),
         memory_bytes=int(memory_gb * 1e9),
         sizes=element_sizes(config),
         optimizer_elements=MOMENTS[config.optimizer.name],

@@ -9,6 +9,7 @@ import os
 import statistics
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,11 +19,11 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 
-from launcher.config import LaunchConfig, dump
+from launcher.config import dump
 from launcher.processes.local import wait_for_outcome, write_outcome
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
 from launcher.processes.task import resolve_task
-from launcher.processes.watchdog import COMPILING_S, own_heartbeat
+from launcher.processes.watchdog import own_heartbeat
 from launcher.rank.callbacks import (
     KeepSignal,
     LastCheckpoint,
@@ -35,7 +36,7 @@ from launcher.rank.checkpoint_rotation import RegularCheckpoints
 from launcher.rank.stopping import StopWhenAsked
 from launcher.rank.trackers import Tracked, build_loggers
 from launcher.report.predicted import ideal_step_s
-from launcher.resolve import Run, optimizer_options, text_source
+from launcher.resolve import Run, text_source
 from launcher.workloads.data.module import TextDataModule
 from launcher.workloads.hf.counterpart import export_folder
 from launcher.workloads.hf.hf_shape import HfShape
@@ -94,39 +95,12 @@ def _quiet() -> None:
 
 def _strategy(run: Run) -> PipelineStrategy:
     config = run.config
-    plan = run.plan
-    num_stages = run.programs.train.placement.num_stages
-    buckets = plan.buckets
-    if isinstance(buckets, int):
-        buckets = (buckets,) * num_stages
-    cut = tuple(len(stage) for stage in run.stages)
     return PipelineStrategy(
-        pp=config.pp,
-        dp=run.dp,
-        tp=config.tp,
-        sequence_parallel=config.sequence_parallel,
-        schedule=plan.schedule,
-        num_microbatches=plan.num_microbatches,
-        stages_per_rank=plan.stages_per_rank,
-        group=plan.group,
-        split_backward=plan.split_backward,
-        recompute=plan.recompute,
-        costs=plan.costs,
-        file=plan.file,
-        memory_bytes=plan.memory_bytes,
-        units_per_stage=_by_hand(config) if run.own_model else cut,
-        overlap=plan.overlap,
-        buckets=None if run.own_model else buckets,
-        bucket_mb=config.overlap.bucket_mb,
-        grad_dtype=config.overlap.grad_dtype,
-        backend=config.cluster.backend,
-        timeout_s=_patience_s(config),
-        seed=config.seed,
-        compile=config.compile,
-        async_save=config.trainer.async_save,
+        # How large the stages of a user's own model are, the ranks find out.
+        plan=replace(run.plan, buckets=None) if run.own_model else run.plan,
+        options=run.options,
         configuration=_flat(dump(config)),
         heartbeat=own_heartbeat(os.environ),
-        on_nan=config.trainer.on_nan,
         metadata={
             "model": described(run.shape) if run.describes_model else config.model.name,
             "experiment_name": config.experiment_name,
@@ -143,15 +117,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
         else:
             found[f"{prefix}{name}"] = value
     return found
-
-
-def _by_hand(config: LaunchConfig) -> tuple[int, ...] | None:
-    """The cut of a model that only the ranks know."""
-    return config.schedule.units_per_stage or config.schedule.layers_per_stage
-
-
-def _patience_s(config: LaunchConfig) -> float:
-    return max(config.cluster.timeout_s, COMPILING_S if config.compile else 0.0)
 
 
 def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object) -> pl.Trainer:
@@ -189,9 +154,7 @@ def build_model(run: Run) -> pl.LightningModule:
         return cast(pl.LightningModule, built)
     # On the meta device: each rank then makes the weights of its own units only.
     with torch.device("meta"):
-        return LanguageModel(
-            run.shape, optimizer=optimizer_options(run.config), seed=run.config.seed
-        )
+        return LanguageModel(run.shape, optimizer=run.config.optimizer, seed=run.config.seed)
 
 
 def build_data(run: Run) -> pl.LightningDataModule:
@@ -244,7 +207,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     closing = _Closing(run)
     callbacks.append(closing)
     request = installed_request() or StopRequest()
-    stopping = StopWhenAsked(folder, request, timeout_s=_patience_s(config))
+    stopping = StopWhenAsked(folder, request, timeout_s=run.options.timeout_s)
     callbacks.append(stopping)
     trainer = _trainer(
         run,
@@ -271,8 +234,9 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         if lost is None:
             raise
         raise lost from error
+    ran = pipeline(trainer).plan
     if rank == 0:
-        tracked.end(run, closing.timeline, pipeline(trainer).plan)
+        tracked.end(run, closing.timeline, ran)
     # The first step pays for connections and allocations.
     times = progress.step_times[1:] or progress.step_times
     step_time = statistics.median(times) if times else None
@@ -298,15 +262,9 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
             or 0
         ),
         "timeline": None if closing.timeline is None else _plain(closing.timeline),
-        "buckets": _buckets(pipeline(trainer)),
-        "skips": [list(ends) for ends in pipeline(trainer).plan.skips],
+        "buckets": list(ran.stage_buckets(pipeline(trainer).engine.placement.num_stages)),
+        "skips": [list(ends) for ends in ran.skips],
     }
-
-
-def _buckets(strategy: PipelineStrategy) -> list[int]:
-    buckets = strategy.plan.buckets
-    stages = strategy.engine.placement.num_stages
-    return [buckets] * stages if isinstance(buckets, int) else list(buckets)
 
 
 class _Closing(Callback):

@@ -26,7 +26,7 @@ from launcher.profiles.profile_check import (
     model_facts,
     this_machine,
 )
-from launcher.resolve import Run, optimizer_options, uses_gpu
+from launcher.resolve import Run, uses_gpu
 from launcher.workloads.hf.hf_shape import HfShape
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.model_share import model_units
@@ -40,7 +40,7 @@ from strategies.costs.profile_file import (
     UnitProfile,
     dump_profile,
 )
-from strategies.plan import NO_RECOMPUTE
+from strategies.plan import NO_RECOMPUTE, Backend
 from strategies.profiling.layer_times import Task, choose_units, draw_quickly, measure_layers
 from strategies.profiling.link_times import measure_links, measure_lockstep
 from strategies.profiling.sample import sample_units
@@ -62,7 +62,7 @@ def measure(run: Run) -> dict[str, Any]:
     device = torch.device("cuda", rank % torch.cuda.device_count()) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-    backend = config.cluster.backend
+    backend: Backend = config.cluster.backend
     if backend == "auto":
         # NCCL refuses ranks that share a GPU.
         backend = ("staged" if world > torch.cuda.device_count() else "nccl") if gpu else "gloo"
@@ -97,7 +97,9 @@ def measure(run: Run) -> dict[str, Any]:
     return {"profile": dump_profile(profile), "world_size": world}
 
 
-def _layers(run: Run, device: torch.device, backend: str, *, world: int, rank: int) -> Found | None:
+def _layers(
+    run: Run, device: torch.device, backend: Backend, *, world: int, rank: int
+) -> Found | None:
     config, tp = run.config, run.config.tp
     numbers = class_numbers(run.shape)
     sample = sample_units(numbers, [unit.parameters for unit in model_units(run.shape)])
@@ -109,17 +111,15 @@ def _layers(run: Run, device: torch.device, backend: str, *, world: int, rank: i
         sample=sample,
         classes=tuple(numbers[unit] for unit in sample.units),
         batch=partial(_batch, run, device),
-        optimizer=partial(build_optimizer, options=optimizer_options(config)),
+        optimizer=partial(build_optimizer, options=config.optimizer),
         sizes=sizes,
         iterations=config.profile.iterations,
         limit_s=_TIME_S / (3 * len(sizes)),
         device=device,
-        backend=backend,
+        options=replace(run.options, backend=backend),
         coordinates=Coordinates.of(rank, pp=1, dp=world // tp, tp=tp) if tp > 1
         else Coordinates(1, 1, 0, 0),
-        sequence_parallel=config.sequence_parallel,
         recompute=run.plan.recompute if run.plan.recompute.policy == "selective" else NO_RECOMPUTE,
-        compile=config.compile,
         autocast=autocast,
     )  # fmt: skip
     # Replicas that would share cores take turns.

@@ -15,9 +15,9 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
+from launcher.config.workload import OptimizerConfig
 from launcher.workloads.initialisation import SeededUnit, initialise
 from launcher.workloads.optimizer import build_optimizer, build_scheduler
-from launcher.workloads.optimizer_options import OptimizerOptions
 from launcher.workloads.transformer import Head, Transformer
 from launcher.workloads.transformer_shape import UNIT_PREFIX, TransformerShape, unit_costs
 from strategies.errors import DataError, PlanError
@@ -53,12 +53,12 @@ class LanguageModel(pl.LightningModule):
         self,
         shape: TransformerShape,
         *,
-        optimizer: OptimizerOptions | None = None,
+        optimizer: OptimizerConfig | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.shape = shape
-        self.optimizer_options = optimizer or OptimizerOptions()
+        self.optimizer_options = optimizer or OptimizerConfig()
         self.seed = seed
         # The factories of torch.nn would fill every weight once for nothing.
         with torch.device("meta"):

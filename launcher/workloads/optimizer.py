@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -11,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from launcher.workloads.optimizer_options import OptimizerOptions, lr_factor
+from launcher.config.workload import OptimizerConfig
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerOptions) -> Optimizer:
+def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig) -> Optimizer:
     """An optimizer with two groups: with weight decay (two or more dimensions) and without.
 
     Both groups always exist, maybe empty: ranks whose stage lacks a kind, or has no parameter at
@@ -33,13 +34,33 @@ def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerOption
         },
     ]
     if options.name == "sgd":
-        return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum)
+        return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum or 0.0)
     kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam
-    return kind(groups, lr=options.lr, betas=options.betas, eps=options.eps)
+    betas, eps = options.betas or (0.9, 0.95), options.eps or 1e-8
+    return kind(groups, lr=options.lr, betas=betas, eps=eps)
 
 
 def build_scheduler(
-    optimizer: Optimizer, options: OptimizerOptions, *, total_steps: float
+    optimizer: Optimizer, options: OptimizerConfig, *, total_steps: float
 ) -> LambdaLR:
     """Linear warm-up, then cosine or constant; to be stepped once per optimizer step."""
     return LambdaLR(optimizer, partial(lr_factor, options=options, total_steps=total_steps))
+
+
+def lr_factor(step: int, *, options: OptimizerConfig, total_steps: float) -> float:
+    """The learning rate of ``step`` (from 0) over ``options.lr``.
+
+    Args:
+        step: Optimizer steps already taken; step 0 already moves, by ``lr / warmup_steps``.
+        options: Warm-up and shape of the decay.
+        total_steps: Steps of the whole run; ``inf`` for a run without end, where the cosine never
+            begins to fall.
+    """
+    if step < options.warmup_steps:
+        return (step + 1) / options.warmup_steps
+    if options.schedule == "constant" or math.isinf(total_steps):
+        return 1.0
+    falling = max(1.0, total_steps - options.warmup_steps)
+    done = min(1.0, (step - options.warmup_steps) / falling)
+    low = options.min_lr_ratio
+    return low + (1 - low) * (1 + math.cos(math.pi * done)) / 2

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,10 @@ from torch.optim import Optimizer
 from strategies.costs.profile_file import Seconds, SizeProfile, UnitProfile
 from strategies.ir.kinds import KINDS, MICROBATCH_KINDS, Kind
 from strategies.models.unit_model import Elsewhere, UnitModel
-from strategies.plan import NO_RECOMPUTE, Plan, Recompute
+from strategies.plan import NO_RECOMPUTE, Options, Plan, Recompute
 from strategies.profiling.sample import Sample
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
-from strategies.runtime.step.rank_parts import Options
 
 _DEVIATION = 0.02
 
@@ -101,11 +100,9 @@ class Task:
         iterations: Training steps per figure.
         limit_s: Fewer of them, where all steps at one size would take longer; at least three.
         device: Where.
-        backend: For tensor-parallel ranks.
+        options: How an engine runs it; its cut is the sample's.
         coordinates: pp is 1; replicas measure the same side by side.
-        sequence_parallel: With tp > 1.
         recompute: ``selective``, where units recompute a part of themselves.
-        compile: Run units through ``torch.compile``; their backwards are not split then.
         autocast: Around every pass.
     """
 
@@ -118,11 +115,9 @@ class Task:
     iterations: int
     limit_s: float
     device: torch.device
-    backend: str
+    options: Options
     coordinates: Coordinates
-    sequence_parallel: bool = False
     recompute: Recompute = NO_RECOMPUTE
-    compile: bool = False
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
@@ -158,8 +153,8 @@ def measure_layers(task: Task) -> tuple[dict[int, SizeProfile], float]:
     for split, recompute in ((False, task.recompute), (True, task.recompute), (False, _FULL)):
         if recompute is _FULL and task.recompute.policy != "none":
             continue  # Units recompute inside: an R would be their forward.
-        if split and task.compile:
-            continue
+        if split and task.options.compile:
+            continue  # A compiled unit has one backward.
         engine = _engine(task, split=split, recompute=recompute)
         for size in task.sizes:
             with task.autocast():
@@ -186,13 +181,11 @@ def _engine(task: Task, *, split: bool, recompute: Recompute) -> Engine:
             split_backward=split,
             recompute=recompute,
         ),
-        buckets_open=False,
-        options=Options(
+        options=replace(
+            task.options,
             units_per_stage=tuple(map(len, task.sample.stages)),
-            backend=task.backend,
-            sequence_parallel=task.sequence_parallel,
             check_batches=False,
-            compile=task.compile,
+            on_nan="ignore",
         ),
         coordinates=task.coordinates,
         device=task.device,

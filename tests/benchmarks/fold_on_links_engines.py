@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from strategies.compiler import compile_plan
 from strategies.ir.kinds import MICROBATCH_KINDS, Kind
+from strategies.plan import Options
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine as Runtime
-from strategies.runtime.step.rank_parts import Options
 from tests.benchmarks.fold_on_links_scenario import (
     Contender,
     Link,
@@ -104,8 +104,7 @@ class _Ours(Engine):
                 layer_elements=scenario.layer_elements(virtual),
             ),
             plan=plan,
-            buckets_open=False,
-            options=Options(),
+            options=Options(backend="gloo", on_nan="ignore"),
             coordinates=where,
             device=torch.device("cpu"),
         )

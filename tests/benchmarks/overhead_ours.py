@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from strategies.models.stage_model import Mode, StageModel, StageOutput, Unit
-from strategies.plan import Plan
+from strategies.plan import Options, Plan
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine as Runtime
 from strategies.runtime.step.rank_engine import resolve_placement
-from strategies.runtime.step.rank_parts import Options
 from strategies.runtime.step.recorder import StepRecord
 from strategies.schedules import find_schedule
 from tests.benchmarks.overhead_emulation import TOKENS, Emulation, SleepingStage, loss_of
@@ -84,8 +83,7 @@ class Ours(Engine):
         self._runtime = Runtime(
             model=SleepingModel(resolve_placement(plan).num_stages, task.emulation),
             plan=plan,
-            buckets_open=False,
-            options=Options(watch_nan=watch_nan),
+            options=Options(backend="gloo", on_nan="stop" if watch_nan else "ignore"),
             coordinates=Coordinates(task.ranks, 1, task.rank, 0),
             device=torch.device("cpu"),
         )

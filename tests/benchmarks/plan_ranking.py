@@ -35,16 +35,16 @@ from launcher.config import LaunchConfig, dump, from_dict
 from launcher.planning.question import question
 from launcher.planning.report import chosen_config
 from launcher.report.predicted import predict
-from launcher.resolve import Run, optimizer_options, resolve
+from launcher.resolve import Run, resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
 from strategies.analysis.memory import peak_saved
 from strategies.costs.table import StageMemory
 from strategies.models.unit_model import UnitModel
+from strategies.plan import Options
 from strategies.planner.layout_search import search_confirmed
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
-from strategies.runtime.step.rank_parts import Options
 from tests.distributed.pool import Ranks
 
 RANKS = 2
@@ -186,13 +186,17 @@ def run_steps(*, config: str, steps: int) -> tuple[list[float], int] | None:
     engine = Engine(
         model=UnitModel(module),
         plan=run.plan,
-        buckets_open=False,
-        options=Options(units_per_stage=tuple(map(len, run.stages)), check_batches=False),
+        options=Options(
+            units_per_stage=tuple(map(len, run.stages)),
+            backend="gloo",
+            check_batches=False,
+            on_nan="ignore",
+        ),
         coordinates=Coordinates.of(rank, pp=run.config.pp, dp=run.dp, tp=run.config.tp),
         device=torch.device("cpu"),
     )
     engine.build_gradients()
-    optimizer = build_optimizer(engine.updated_parameters(), optimizer_options(run.config))
+    optimizer = build_optimizer(engine.updated_parameters(), run.config.optimizer)
     batch = _batch(run)
     ends = []
     for step in range(_WARM_UPS + steps):

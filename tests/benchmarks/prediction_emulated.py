@@ -20,11 +20,10 @@ from strategies.costs.table import CostTable
 from strategies.costs.uniform import UniformCosts
 from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
-from strategies.plan import Plan, Recompute
+from strategies.plan import Options, Plan, Recompute
 from strategies.profiling.link_times import measure_links
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
-from strategies.runtime.step.rank_parts import Options
 from strategies.simulator.engine import simulate
 from tests.benchmarks import overhead_ranks
 from tests.benchmarks.overhead_emulation import TOKENS, Emulation
@@ -197,8 +196,7 @@ def _engine(plan: Plan, emulation: Emulation, coordinates: Coordinates) -> Engin
     engine = Engine(
         model=SleepingModel(placement.num_stages, emulation),
         plan=plan,
-        buckets_open=False,
-        options=Options(check_batches=False),
+        options=Options(backend="gloo", check_batches=False, on_nan="ignore"),
         coordinates=coordinates,
         device=torch.device("cpu"),
     )

@@ -23,15 +23,15 @@ from launcher.config.launch import CostsConfig, ScheduleConfig
 from launcher.config.pipeline import RecomputeConfig
 from launcher.config.workload import DataConfig, ModelConfig, OptimizerConfig
 from launcher.profiles.profile_check import write_refined
-from launcher.resolve import Run, optimizer_options, resolve
+from launcher.resolve import Run, resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
 from strategies.analysis.memory import peak_saved
 from strategies.analysis.timeline import Timeline
 from strategies.models.unit_model import UnitModel
+from strategies.plan import Options
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
-from strategies.runtime.step.rank_parts import Options
 from strategies.runtime.step.recorder import gather_timeline
 from strategies.simulator.engine import simulate
 from tests.distributed.pool import Ranks
@@ -175,7 +175,7 @@ def run_steps(*, config: str, steps: int) -> tuple[list[float], float, int, Time
     """One case: end of each step on this rank, its compute, most bytes saved, all ranks' times."""
     run = resolve(from_dict(json.loads(config)))
     engine = _engine(run)
-    optimizer = build_optimizer(engine.updated_parameters(), optimizer_options(run.config))
+    optimizer = build_optimizer(engine.updated_parameters(), run.config.optimizer)
     batch = _batch(run)
     ends = []
     dist.barrier()
@@ -201,8 +201,12 @@ def _engine(run: Run) -> Engine:
     engine = Engine(
         model=UnitModel(module),
         plan=run.plan,
-        buckets_open=False,
-        options=Options(units_per_stage=tuple(map(len, run.stages)), check_batches=False),
+        options=Options(
+            units_per_stage=tuple(map(len, run.stages)),
+            backend="gloo",
+            check_batches=False,
+            on_nan="ignore",
+        ),
         coordinates=Coordinates(RANKS, 1, dist.get_rank(), 0),
         device=torch.device("cpu"),
     )

@@ -17,10 +17,9 @@ import torch
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.registry import PRESETS
 from strategies.models.unit_model import UnitModel
-from strategies.plan import Plan
+from strategies.plan import Options, Plan
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
-from strategies.runtime.step.rank_parts import Options
 from strategies.runtime.step.recorder import Recorder
 
 STEPS = 200
@@ -44,8 +43,7 @@ def main() -> None:
     engine = Engine(
         model=UnitModel(model),
         plan=Plan("foldx_fifo", pp=1, num_microbatches=MICROBATCHES, buckets=0),
-        buckets_open=False,
-        options=Options(),
+        options=Options(backend="gloo", on_nan="ignore"),
         coordinates=Coordinates(1, 1, 0, 0),
         device=torch.device("cpu"),
     )

@@ -256,19 +256,17 @@ def initial_weights(case: Case) -> dict[str, Any]:
     """Cuts a model on the meta device; no training."""
     from launcher.workloads.language_model import LanguageModel
     from strategies.models.unit_model import UnitModel
-    from strategies.plan import Plan
+    from strategies.plan import Options, Plan
     from strategies.runtime.messages.mesh import Coordinates
     from strategies.runtime.step.rank_engine import Engine
-    from strategies.runtime.step.rank_parts import Options
 
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     with torch.device("meta"):
         module = LanguageModel(case.shape, seed=7)
     engine = Engine(
         model=UnitModel(module),
-        plan=Plan(case.schedule, case.pp, 2),
-        buckets_open=False,
-        options=Options(timeout_s=60),
+        plan=Plan(case.schedule, case.pp, 2, buckets=1),
+        options=Options(backend="gloo", timeout_s=60, on_nan="ignore"),
         coordinates=Coordinates.of(rank, pp=case.pp, dp=case.dp, tp=case.tp),
         device=torch.device("cpu"),
     )

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from launcher.config.decode import from_dict
-from launcher.resolve import optimizer_options, resolve
+from launcher.resolve import resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer
 from strategies.analysis.memory import peak_memory_bytes
 from strategies.models.unit_model import UnitModel
+from strategies.plan import Options
 from strategies.profiling.layer_times import transient
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
-from strategies.runtime.step.rank_parts import Options
 
 MODEL = {
     "layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 384, "vocab": 512,
@@ -44,13 +44,17 @@ def test_the_reported_memory_is_what_a_step_allocates(changes, size, recompute):
     engine = Engine(
         model=UnitModel(module),
         plan=run.plan,
-        buckets_open=False,
-        options=Options(units_per_stage=tuple(map(len, run.stages)), check_batches=False),
+        options=Options(
+            units_per_stage=tuple(map(len, run.stages)),
+            backend="gloo",
+            check_batches=False,
+            on_nan="ignore",
+        ),
         coordinates=Coordinates(1, 1, 0, 0),
         device=torch.device("cpu"),
     )
     engine.build_gradients()
-    optimizer = build_optimizer(engine.updated_parameters(), optimizer_options(config))
+    optimizer = build_optimizer(engine.updated_parameters(), config.optimizer)
     tokens = torch.randint(run.shape.vocab, (4, run.shape.sequence + 1))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 

@@ -7,7 +7,8 @@ from strategies.plan import POLICIES, Plan, Recompute, num_buckets
 
 
 def test_the_smallest_plan_is_one_rank_and_one_microbatch():
-    assert Plan() == Plan("1f1b", 1, 1, None, None, "grad_reduce", 1)
+    assert Plan() == Plan("1f1b", 1, 1, None, None, "grad_reduce", None)
+    assert Plan().stage_buckets(2) == (1, 1)
 
 
 def test_an_unknown_overlap_names_those_there_are():

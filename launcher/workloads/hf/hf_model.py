@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from launcher.config import LaunchConfig
-from launcher.resolve import model_shape, optimizer_options
+from launcher.config.workload import OptimizerConfig
+from launcher.resolve import model_shape
 from launcher.workloads.hf.hf_shape import NETWORK, HfShape
 from launcher.workloads.hf.parts import HfNetwork, Part, library_plan
 from launcher.workloads.hf.skeleton import build_skeleton
 from launcher.workloads.hf.weights import FreshWeights, StoredWeights, Weights
 from launcher.workloads.language_model import Batch, LanguageModel, Mode
-from launcher.workloads.optimizer_options import OptimizerOptions
 from strategies.models.tensor_parallel.sharded_layers import ColumnLinear, VocabularyShare
 from strategies.models.tensor_parallel.sharding import Style
 
@@ -40,12 +40,12 @@ class HfLanguageModel(LanguageModel):
     """
 
     def __init__(
-        self, shape: HfShape, *, optimizer: OptimizerOptions | None = None, seed: int = 0
+        self, shape: HfShape, *, optimizer: OptimizerConfig | None = None, seed: int = 0
     ) -> None:
         # Not the parent's: it builds the built-in network.
         pl.LightningModule.__init__(self)
         self.shape = shape  # type: ignore[assignment]
-        self.optimizer_options = optimizer or OptimizerOptions()
+        self.optimizer_options = optimizer or OptimizerConfig()
         self.seed = seed
         device = torch.get_default_device()
         # Weights are left out anyhow; the constants around them are needed everywhere.
@@ -127,7 +127,7 @@ def build(config: LaunchConfig) -> HfLanguageModel:
     shape = model_shape(config)
     assert isinstance(shape, HfShape)
     with torch.device("meta"):
-        return HfLanguageModel(shape, optimizer=optimizer_options(config), seed=config.seed)
+        return HfLanguageModel(shape, optimizer=config.optimizer, seed=config.seed)
 
 
 def _costs(shape: HfShape, network: HfNetwork) -> tuple[float, ...]:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.errors import CheckpointError
-from strategies.heartbeat import Phase
+from strategies.heartbeat import Heartbeat, Phase
 from strategies.manifest import FORMAT, MANIFEST, committed, find_damage, read_manifest
-from strategies.plan import Plan
+from strategies.plan import Options, Plan
 from strategies.runtime.lightning.ranks_strategy import RanksStrategy
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
@@ -34,18 +34,21 @@ class CheckpointingStrategy(RanksStrategy):
 
     Args:
         plan: What is run; its schedule's name is written into the manifest.
-        metadata: Written there, too.
-        async_save: Write checkpoints of a running ``fit`` in a thread.
-        ranks: See ``RanksStrategy``.
+        options: How.
+        metadata: Written into the manifest, too.
+        heartbeat: See ``RanksStrategy``.
     """
 
     def __init__(
-        self, plan: Plan, *, metadata: Mapping[str, Any] | None, async_save: bool, **ranks: Any
+        self,
+        plan: Plan,
+        options: Options,
+        *,
+        metadata: Mapping[str, Any] | None,
+        heartbeat: Heartbeat | None,
     ) -> None:
-        super().__init__(**ranks)
-        self._plan = plan
+        super().__init__(plan, options, heartbeat=heartbeat)
         self._metadata = dict(metadata or {})
-        self._async_save = async_save
         self._engine: Engine | None = None
         self._main_optimizers: list[MainOptimizer] = []
         self._saver: Saver | None = None
@@ -128,11 +131,11 @@ class CheckpointingStrategy(RanksStrategy):
             holders=holders,
             # Sharded state has been put together on the first replica.
             optimizer_holders={} if self.engine.mains.sharded else holders,
-            in_thread=self._async_save and running,
+            in_thread=self._options.async_save and running,
             metadata=self._metadata
             | {
                 "schedule": self._plan.schedule,
-                "seed": self.engine.options.seed,
+                "seed": self.engine.seed,
                 "step": checkpoint.get("global_step"),
                 "parameters": sorted(self.engine.model.parameter_names),
             },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,43 +16,27 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from strategies.errors import by_host
 from strategies.heartbeat import Heartbeat, Phase
+from strategies.plan import Backend, Options, Plan
 from strategies.runtime.messages.joining import join
 from strategies.runtime.messages.mesh import Communicators, Coordinates, check_world
-
-Backend = Literal["auto", "gloo", "nccl", "staged", "strict"]
 
 
 class RanksStrategy(ParallelStrategy):
     """Processes in a grid of pipeline, replica and tensor-parallel ranks.
 
     Args:
-        pp: Pipeline ranks.
-        dp: Replicas; ``"auto"`` fills the devices.
-        tp: Ranks that share the matrices of each stage.
-        backend: See ``PipelineStrategy``.
-        timeout_s: How long a rank waits for another.
+        plan: What is run.
+        options: How.
         heartbeat: Where this rank says what it is doing; None for nobody.
     """
 
-    def __init__(
-        self,
-        pp: int,
-        dp: int | Literal["auto"],
-        tp: int,
-        *,
-        backend: Backend,
-        timeout_s: float,
-        heartbeat: Heartbeat | None,
-    ) -> None:
+    def __init__(self, plan: Plan, options: Options, *, heartbeat: Heartbeat | None) -> None:
         # The base sets the devices, for which these are needed.
         self._num_nodes = 1
         self._fills_node = False
-        self._pp = pp
-        self._dp = dp
-        self._tp = tp
+        self._plan = plan
+        self._options = options
         super().__init__()
-        self._backend: Backend = backend
-        self._timeout = timedelta(seconds=timeout_s)
         self._heartbeat = heartbeat or Heartbeat()
         self._hosts: dict[int, str] = {}
 
@@ -79,7 +63,7 @@ class RanksStrategy(ParallelStrategy):
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         # "devices=auto" on CPU means one device; the strategy knows how many ranks it needs.
-        wanted = self._pp * self._tp * (self._dp if isinstance(self._dp, int) else 1)
+        wanted = self._pipeline * (1 if self._options.dp == "auto" else self._options.dp)
         self._fills_node = bool(
             devices and devices[0].type == "cpu" and len(devices) == 1 and wanted > 1
         )
@@ -90,21 +74,27 @@ class RanksStrategy(ParallelStrategy):
     @property
     def num_processes(self) -> int:
         devices = self._parallel_devices or []
-        if devices and devices[0].type == "cuda" and isinstance(self._dp, int):
-            wanted = self._pp * self._dp * self._tp
-            return max(len(devices), wanted // max(1, self._num_nodes))
+        dp = self._options.dp
+        if devices and devices[0].type == "cuda" and dp != "auto":
+            return max(len(devices), self._pipeline * dp // max(1, self._num_nodes))
         return len(devices)
+
+    @property
+    def _pipeline(self) -> int:
+        """Ranks of one replica."""
+        return self._plan.pp * self._options.tp
 
     @property
     def dp(self) -> int:
         """Replicas."""
-        if isinstance(self._dp, int):
-            return self._dp
-        return max(1, self._num_nodes * self.num_processes // (self._pp * self._tp))
+        if self._options.dp != "auto":
+            return self._options.dp
+        return max(1, self._num_nodes * self.num_processes // self._pipeline)
 
     @property
     def coordinates(self) -> Coordinates:
-        return Coordinates.of(self.global_rank, pp=self._pp, dp=self.dp, tp=self._tp)
+        pp, tp = self._plan.pp, self._options.tp
+        return Coordinates.of(self.global_rank, pp=pp, dp=self.dp, tp=tp)
 
     @property
     def root_device(self) -> torch.device:
@@ -130,7 +120,8 @@ class RanksStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         # The base starts nothing, and one process would wait for the others for ever.
         processes = self._num_nodes * self.num_processes
-        check_world(pp=self._pp, dp=self.dp, tp=self._tp, world_size=processes)
+        pp, tp = self._plan.pp, self._options.tp
+        check_world(pp=pp, dp=self.dp, tp=tp, world_size=processes)
         assert self.cluster_environment is not None
         if self.world_size > 1:
             self._launcher = _SubprocessScriptLauncher(
@@ -153,19 +144,20 @@ class RanksStrategy(ParallelStrategy):
                     world_size=self.world_size,
                     address=self.cluster_environment.main_address,
                     port=self.cluster_environment.main_port,
-                    timeout_s=self._timeout.total_seconds(),
+                    timeout_s=self._options.timeout_s,
                 )
                 if len(set(self._hosts.values())) > 1:
                     self._heartbeat.others(by_host(self._hosts))
+                timeout = timedelta(seconds=self._options.timeout_s)
                 _init_dist_connection(
-                    self.cluster_environment, backend, timeout=self._timeout, store=store
+                    self.cluster_environment, backend, timeout=timeout, store=store
                 )
             self._heartbeat.phase(Phase.SETTING_UP)
 
     @property
-    def backend(self) -> str:
-        if self._backend != "auto":
-            return self._backend
+    def backend(self) -> Backend:
+        if self._options.backend != "auto":
+            return self._options.backend
         if self.root_device.type == "cpu":
             return "gloo"
         return "staged" if self.num_processes > len(self._parallel_devices or []) else "nccl"

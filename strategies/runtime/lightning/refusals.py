@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.errors import ModelError
-from strategies.plan import Plan, refuse_selective, refuse_split_backward
-from strategies.runtime.update.nan_guard import OnNan
+from strategies.plan import OnNan, Plan, refuse_selective, refuse_split_backward
 from strategies.schedules import find_schedule
 
 

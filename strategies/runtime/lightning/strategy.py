@@ -10,8 +10,9 @@ import logging
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import lightning.pytorch as pl
 import torch
@@ -23,14 +24,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from strategies.analysis.timeline import Timeline
+from strategies.compiler import schedule_of
 from strategies.costs.table import Costs
-from strategies.errors import ModelError, NotFiniteError
+from strategies.errors import ModelError, NotFiniteError, PlanError
 from strategies.heartbeat import Heartbeat
 from strategies.models.stage_model import Mode
-from strategies.plan import Overlap, Plan, Policy, Recompute, ScheduleFile, read_schedule_file
+from strategies.plan import (
+    Backend,
+    GradientType,
+    OnNan,
+    Options,
+    Overlap,
+    Plan,
+    Policy,
+    Recompute,
+    ScheduleFile,
+    read_schedule_file,
+)
 from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStrategy
 from strategies.runtime.lightning.data_order import shard
-from strategies.runtime.lightning.ranks_strategy import Backend, make_device_mesh
+from strategies.runtime.lightning.ranks_strategy import make_device_mesh
 from strategies.runtime.lightning.refusals import (
     SharedGradScaler,
     WholeWeights,
@@ -42,16 +55,46 @@ from strategies.runtime.messages import fingerprint
 from strategies.runtime.messages.fingerprint import compare
 from strategies.runtime.step.microbatch import concatenate, in_order
 from strategies.runtime.step.rank_engine import Engine, PassResult
-from strategies.runtime.step.rank_parts import Options
 from strategies.runtime.step.recorder import StepStats, gather_timeline
 from strategies.runtime.update.main_optimizer import MainOptimizer
-from strategies.runtime.update.nan_guard import Finding, NotFiniteStep, OnNan, first_finding
-from strategies.schedules import find_schedule
+from strategies.runtime.update.nan_guard import Finding, NotFiniteStep, first_finding
 from strategies.schedules.schedule import given_group
 
-GradientType = Literal["fp32", "bf16"]
-
 _log = logging.getLogger(__name__)
+
+
+class Keywords(TypedDict, total=False):
+    """What people type: the fields of ``Plan`` and ``Options``, in one list.
+
+    Defaults are theirs; ``num_microbatches``, ``group``, ``file`` and ``recompute`` may be said
+    more shortly than a plan says them.
+    """
+
+    dp: int | Literal["auto"]
+    tp: int
+    sequence_parallel: bool
+    schedule: str
+    num_microbatches: int | None
+    stages_per_rank: int | None
+    group: int | Literal["auto"] | None
+    split_backward: bool
+    recompute: Recompute | Policy
+    costs: Costs | None
+    memory_bytes: int | None
+    file: str | Path | ScheduleFile | None
+    units_per_stage: tuple[int, ...] | None
+    overlap: Overlap
+    bucket_mb: float
+    buckets: tuple[int, ...] | None
+    grad_dtype: GradientType
+    backend: Backend
+    timeout_s: float
+    seed: int | None
+    check_batches: bool
+    pipeline_layers: str | None
+    async_save: bool
+    compile: bool
+    on_nan: OnNan
 
 
 class PipelineStrategy(CheckpointingStrategy):
@@ -61,13 +104,31 @@ class PipelineStrategy(CheckpointingStrategy):
     (``pipeline_units``) is cut between them; any other is cut by replaying its steps
     (``strategies.models.replay``).
 
+    What is to run is said by keywords, or by ``plan=Plan(...)`` (all that decides the program) and
+    ``options=Options(...)`` (all else; each field has its keyword's name, meaning and default), not
+    by both::
+
+        PipelineStrategy(pp=4, schedule="zb_h1", num_microbatches=8, tp=2)
+        PipelineStrategy(plan=Plan("zb_h1", pp=4, num_microbatches=8), options=Options(tp=2))
+
+    A plan is what the compiler, the simulator and the planner take, so a program that was looked at
+    there is the one that runs. Nothing is filled in: ``num_microbatches`` is that of the plan.
+
     Args:
-        pp: Pipeline ranks.
-        dp: Replicas; ``"auto"`` fills the devices.
+        plan: Degrees and policies; see ``strategies.plan.Plan``.
+        options: How they are run; None for ``Options()``.
+        metadata: Written into every checkpoint's manifest.
+        configuration: Names and values that have to be the same on all ranks, besides what is said
+            here: compared before the first step.
+        heartbeat: Where this rank says what it is doing, for a process that watches it.
+
+    Keywords:
+        pp: Pipeline ranks; 1 if left out.
+        dp: Replicas; ``"auto"``, the default, fills the devices.
         tp: Ranks that share the matrices of each stage; needs a module that says how its layers
             are cut (``tensor_parallel_plan``).
         sequence_parallel: With tp > 1, cut activations between the matrices along the sequence.
-        schedule: A name of the registry.
+        schedule: A name of the registry; ``1f1b`` if left out.
         num_microbatches: M per batch of a replica; None for 2 * pp, or what ``file`` has. A batch
             with fewer rows runs with one row per microbatch.
         stages_per_rank: V; None for the schedule's default.
@@ -80,30 +141,27 @@ class PipelineStrategy(CheckpointingStrategy):
         file: For ``schedule="custom"``: the path of its CSV, a line per rank. Every process reads
             it; what rank 0 has read is what runs.
         units_per_stage: Cut by hand; None balances by cost.
-        overlap: ``grad_reduce`` starts reductions inside the backward, ``none`` at the flush;
-            ``zero1`` lets each replica update its share of the weights, for an elementwise
-            optimizer, whose state is then spread over the replicas. Behind the backward the
-            gradient of such a weight is the optimizer's alone: ``parameter.grad`` is None.
-        bucket_mb: Upper size of a reduction bucket in MiB.
+        overlap: ``grad_reduce``, the default, starts reductions inside the backward, ``none`` at
+            the flush; ``zero1`` lets each replica update its share of the weights, for an
+            elementwise optimizer, whose state is then spread over the replicas. Behind the backward
+            the gradient of such a weight is the optimizer's alone: ``parameter.grad`` is None.
+        bucket_mb: Upper size of a reduction bucket in MiB; 25 if left out.
         buckets: Buckets per stage, where the program was compiled elsewhere; overrides bucket_mb.
-        grad_dtype: ``bf16`` halves what reductions send; ``fp32`` sends gradients as they are
-            summed. Gradients of 16-bit weights are always summed in 32 bits on a rank, and across
-            ranks with ``zero1``; an all-reduce in ``bf16`` rounds on its way.
+        grad_dtype: ``bf16`` halves what reductions send; ``fp32``, the default, sends gradients as
+            they are summed. Gradients of 16-bit weights are always summed in 32 bits on a rank, and
+            across ranks with ``zero1``; an all-reduce in ``bf16`` rounds on its way.
         backend: ``auto`` takes gloo on CPU and NCCL on CUDA, or ``staged`` (gloo through pinned
             memory) where ranks share a GPU. ``strict`` matches messages by order and blocks.
-        timeout_s: How long a rank waits for another.
+        timeout_s: How long a rank waits for another; 1800 if left out.
         seed: Of dropout and data order; None for Lightning's global seed.
-        check_batches: Compare the batch between a pipeline's ranks at every step.
+        check_batches: Compare the batch between a pipeline's ranks at every step; the default.
         pipeline_layers: Where a module's layers are (``net.layers``), if they are not found.
-        metadata: Written into every checkpoint's manifest.
-        async_save: Checkpoints of a running ``fit`` are copied to host memory and written in a
-            thread. ``False`` stops training until they are on disk, and takes no second copy.
+        async_save: By default, checkpoints of a running ``fit`` are copied to host memory and
+            written in a thread. ``False`` stops training until they are on disk, and takes no
+            second copy.
         compile: Run each unit through ``torch.compile``; not with split backwards.
-        configuration: Names and values that have to be the same on all ranks, besides what is said
-            here: compared before the first step.
-        heartbeat: Where this rank says what it is doing, for a process that watches it.
         on_nan: What happens where a loss or gradient is NaN or infinite on any rank: no rank
-            applies the step, and training ends (``stop``) or goes on (``skip``); see
+            applies the step, and training ends (``stop``, the default) or goes on (``skip``); see
             ``skipped_steps``. The ranks of a pipeline agree in the all-reduce of clipping by norm,
             without it in one of their own at the flush, for which a rank waits that could have
             begun its next step (schedules whose period is below their makespan); ``ignore`` looks
@@ -113,78 +171,27 @@ class PipelineStrategy(CheckpointingStrategy):
 
     def __init__(
         self,
-        pp: int = 1,
+        pp: int | None = None,
         *,
-        dp: int | Literal["auto"] = "auto",
-        tp: int = 1,
-        sequence_parallel: bool = False,
-        schedule: str = "1f1b",
-        num_microbatches: int | None = None,
-        stages_per_rank: int | None = None,
-        group: int | Literal["auto"] | None = None,
-        split_backward: bool = False,
-        recompute: Recompute | Policy = "none",
-        costs: Costs | None = None,
-        memory_bytes: int | None = None,
-        file: str | Path | ScheduleFile | None = None,
-        units_per_stage: tuple[int, ...] | None = None,
-        overlap: Overlap = "grad_reduce",
-        bucket_mb: float = 25.0,
-        buckets: tuple[int, ...] | None = None,
-        grad_dtype: GradientType = "fp32",
-        backend: Backend = "auto",
-        timeout_s: float = 1800.0,
-        seed: int | None = None,
-        check_batches: bool = True,
-        pipeline_layers: str | None = None,
+        plan: Plan | None = None,
+        options: Options | None = None,
         metadata: Mapping[str, Any] | None = None,
-        async_save: bool = True,
-        compile: bool = False,
         configuration: Mapping[str, object] | None = None,
         heartbeat: Heartbeat | None = None,
-        on_nan: OnNan = "stop",
+        **keywords: Unpack[Keywords],
     ) -> None:
-        if isinstance(file, str | Path):
-            file = read_schedule_file(str(file))
-        found = find_schedule(schedule, file=file, pp=pp)
-        if num_microbatches is None:
-            num_microbatches = found.num_microbatches or 2 * pp
-        plan = Plan(
-            schedule=schedule,
-            pp=pp,
-            num_microbatches=num_microbatches,
-            stages_per_rank=stages_per_rank,
-            group=given_group(group, found),
-            overlap=overlap,
-            buckets=1 if buckets is None else buckets,
-            split_backward=split_backward,
-            recompute=Recompute(recompute) if isinstance(recompute, str) else recompute,
-            costs=costs,
-            memory_bytes=memory_bytes,
-            file=file,
-        )
-        super().__init__(
-            plan,
-            metadata=metadata,
-            async_save=async_save,
-            pp=pp,
-            dp=dp,
-            tp=tp,
-            backend=backend,
-            timeout_s=timeout_s,
-            heartbeat=heartbeat,
-        )
+        words: dict[str, Any] = dict(keywords) if pp is None else {"pp": pp, **keywords}
+        if plan is None and options is None:
+            plan, options = _from_keywords(words)
+        elif words or plan is None:
+            given = ", ".join(f"{name}=..." for name in words) or "options=... alone"
+            raise PlanError(
+                f"PipelineStrategy({given}): a request is either keywords, or a plan and its "
+                "options, which have a field for each of them. Try PipelineStrategy(plan=Plan(...),"
+                " options=Options(...))."
+            )
+        super().__init__(plan, options or Options(), metadata=metadata, heartbeat=heartbeat)
         self._configuration = dict(configuration or {})
-        self._sequence_parallel = sequence_parallel
-        self._buckets = buckets
-        self._bucket_mb = bucket_mb
-        self._grad_dtype = torch.bfloat16 if grad_dtype == "bf16" else None
-        self._units_per_stage = units_per_stage
-        self._check_batches = check_batches
-        self._seed = seed
-        self._layers = pipeline_layers
-        self._compile = compile
-        self._on_nan: OnNan = on_nan
         self.skipped_steps: list[int] = []  # optimizer steps, as of Trainer.global_step before them
         self._device_mesh: DeviceMesh | None = None
         self._engine_module: pl.LightningModule | None = None
@@ -210,7 +217,7 @@ class PipelineStrategy(CheckpointingStrategy):
         module = self.lightning_module
         assert module is not None
         self.accelerator.setup(trainer)
-        refuse_module(trainer, module, self._plan, compiled=self._compile)
+        refuse_module(trainer, module, self._plan, compiled=self._options.compile)
         self._take_over_sampling(trainer)
         self.model = self.precision_plugin.convert_module(module)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -236,29 +243,19 @@ class PipelineStrategy(CheckpointingStrategy):
             plugin: Any = self.precision_plugin
             plugin.scaler = SharedGradScaler.like(scaler, device=self.root_device)
 
-    def _options(self) -> Options:
-        seed = self._seed
+    def _settled_options(self) -> Options:
+        """With nothing left open."""
+        seed = self._options.seed
         if seed is None:
             seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        return Options(
-            units_per_stage=self._units_per_stage,
-            bucket_mb=self._bucket_mb,
-            backend=self.backend,
-            seed=seed,
-            check_batches=self._check_batches,
-            timeout_s=self._timeout.total_seconds(),
-            gradient_dtype=self._grad_dtype,
-            sequence_parallel=self._sequence_parallel,
-            compile=self._compile,
-            watch_nan=self._on_nan != "ignore",
-        )
+        return replace(self._options, dp=self.dp, backend=self.backend, seed=seed)
 
     def _start_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Cuts the module and makes what runs it; collective."""
         if self._plan.file is not None:
             self._plan = self.broadcast(self._plan)  # It may have changed between two reads.
         self._engine_module = module
-        options = self._options()
+        options = self._settled_options()
         # Before the first group is made: ranks that differ would wait for each other there.
         compare(
             fingerprint.versions_print()
@@ -275,9 +272,8 @@ class PipelineStrategy(CheckpointingStrategy):
             what="versions, configuration and model",
         )
         self._engine = Engine(
-            model=stage_model_of(trainer, module, layers=self._layers),
+            model=stage_model_of(trainer, module, layers=self._options.pipeline_layers),
             plan=self._plan,
-            buckets_open=self._buckets is None,
             options=options,
             coordinates=self.coordinates,
             device=self.root_device,
@@ -328,7 +324,7 @@ class PipelineStrategy(CheckpointingStrategy):
                 "schedule.layers_per_stage), or a smaller pp."
             ) from error
 
-        refuse_optimizers(self.optimizers, world_size=self.world_size, on_nan=self._on_nan)
+        refuse_optimizers(self.optimizers, world_size=self.world_size, on_nan=self._options.on_nan)
         mains = self.engine.mains
         mains.refresh()  # Somebody may have written weights since the last fit().
         self._main_optimizers = [
@@ -378,7 +374,7 @@ class PipelineStrategy(CheckpointingStrategy):
             num_replicas=self.dp,
             replica=self.coordinates.dp_rank,
             training=training,
-            seed=self.engine.options.seed,
+            seed=self.engine.seed,
             epoch=epochs.processed if training else 0,
             batches_done=batches.processed if inside else 0,
         )
@@ -453,7 +449,11 @@ class PipelineStrategy(CheckpointingStrategy):
             result = closure()
             self._last_norm = None
             self.engine.flush()
-            if self._on_nan != "ignore" and not self._clips_by_norm and self.engine.leaves_out():
+            if (
+                self._options.on_nan != "ignore"
+                and not self._clips_by_norm
+                and self.engine.leaves_out()
+            ):
                 raise NotFiniteStep
             return result
 
@@ -463,11 +463,20 @@ class PipelineStrategy(CheckpointingStrategy):
             self._leave_out()
             return result
         scaler = self._scaler
-        if self._on_nan != "ignore" and isinstance(scaler, SharedGradScaler) and scaler.exhausted:
+        if (
+            self._options.on_nan != "ignore"
+            and isinstance(scaler, SharedGradScaler)
+            and scaler.exhausted
+        ):
             self._leave_out()  # The scaler's own all-reduce has told all ranks.
             return output
         self.engine.stepped()
         return output
+
+    @property
+    def _looks(self) -> bool:
+        """Whether a step that is not finite is to be found."""
+        return self._options.on_nan != "ignore"
 
     @property
     def _clips_by_norm(self) -> bool:
@@ -494,7 +503,7 @@ class PipelineStrategy(CheckpointingStrategy):
         step = int(self._trainer.global_step)
         cause = first_finding(item for items in gathered for item in items).sentence()
         message = f"step {step + 1}: {cause}. No rank has applied this step."
-        if self._on_nan == "stop":
+        if self._options.on_nan == "stop":
             raise NotFiniteError(f"{message} {self._last_checkpoint()}")
         self.engine.left_out()
         self.skipped_steps.append(step)
@@ -511,7 +520,11 @@ class PipelineStrategy(CheckpointingStrategy):
         from strategies.runtime.update.grad_sync import clip_
 
         norm = self.gradient_norm()
-        if self._on_nan != "ignore" and self._clips_by_norm and not bool(torch.isfinite(norm)):
+        if (
+            self._options.on_nan != "ignore"
+            and self._clips_by_norm
+            and not bool(torch.isfinite(norm))
+        ):
             raise NotFiniteStep  # All ranks have the same norm.
         clip_(self.engine.updated_parameters(), norm, float(clip_val))
 
@@ -647,3 +660,29 @@ class PipelineStrategy(CheckpointingStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+
+def _from_keywords(words: Mapping[str, Any]) -> tuple[Plan, Options]:
+    """What people have typed, as a plan and its options.
+
+    Raises:
+        PlanError: There is no such schedule or file, or a value is none of those allowed.
+    """
+    for name in words:
+        if name != "pp" and name not in Keywords.__annotations__:
+            raise TypeError(
+                f"PipelineStrategy.__init__() got an unexpected keyword argument {name!r}"
+            )
+    beside = {entry.name for entry in fields(Options)}
+    options = Options(**{name: value for name, value in words.items() if name in beside})
+    given = {name: value for name, value in words.items() if name not in beside}
+    if isinstance(given.get("file"), str | Path):
+        given["file"] = read_schedule_file(str(given["file"]))
+    if isinstance(given.get("recompute"), str):
+        given["recompute"] = Recompute(given["recompute"])
+    count, group = given.pop("num_microbatches", None), given.pop("group", None)
+    plan = Plan(**given)
+    found = schedule_of(plan)
+    if count is None:
+        count = found.num_microbatches or 2 * plan.pp
+    return replace(plan, num_microbatches=count, group=given_group(group, found)), options

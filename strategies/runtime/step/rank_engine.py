@@ -23,7 +23,7 @@ from strategies.models.selective.policy import Selection
 from strategies.models.stage_model import LogCall, Mode, StageModel
 from strategies.models.state import Fetch, kept_generators
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
-from strategies.plan import Plan, num_buckets
+from strategies.plan import Options, Plan, num_buckets
 from strategies.planner.cut import balance, by_counts
 from strategies.runtime.messages import mesh
 from strategies.runtime.messages.control import Bulletin
@@ -35,7 +35,7 @@ from strategies.runtime.step.activation_bytes import ActivationBytes, MemoryUse
 from strategies.runtime.step.executor import Executor
 from strategies.runtime.step.microbatch import Microbatch, split_batch, start_checksum
 from strategies.runtime.step.pulse import Pulse
-from strategies.runtime.step.rank_parts import Options, RankParts
+from strategies.runtime.step.rank_parts import RankParts
 from strategies.runtime.step.recompute import Recomputation
 from strategies.runtime.step.recorder import RankStep, Recorder, StepRecord, StepStats, joined_stats
 from strategies.runtime.step.stage_compute import PassOptions, StepResult
@@ -76,7 +76,6 @@ class Engine:
         *,
         model: StageModel,
         plan: Plan,
-        buckets_open: bool,
         options: Options,
         coordinates: Coordinates,
         device: torch.device,
@@ -87,9 +86,8 @@ class Engine:
 
         Args:
             model: The uncut model.
-            plan: What to compile; its ``buckets`` are replaced if ``buckets_open``.
-            buckets_open: Choose the number of buckets from the stages' sizes.
-            options: See ``Options``.
+            plan: What to compile; buckets that it leaves open are made from the stages' sizes.
+            options: How it is run; ``backend`` is not ``auto``.
             coordinates: Where this process stands.
             device: Where its stages run.
             heartbeat: Where this rank says what it is doing; None to say it to nobody.
@@ -97,6 +95,9 @@ class Engine:
         """
         self.model = model
         self.options = options
+        self.seed = options.seed or 0
+        # The type in which gradients travel to be reduced; None for that of their sum.
+        self._wire = torch.bfloat16 if options.grad_dtype == "bf16" else None
         self.coordinates = coordinates
         self.device = device
         self._memory = MemoryUse(device)
@@ -111,9 +112,8 @@ class Engine:
         self.stages = self._cut()
         self._weights = OwnedWeights(model, self.placement, coordinates)
         self._create_groups(shards=plan.overlap == "zero1")
-        if buckets_open:
-            plan = replace(plan, buckets=self._open_buckets())
-        self.plan = plan = replace(plan, skips=model.skips)
+        buckets = self._open_buckets() if plan.buckets is None else plan.buckets
+        self.plan = plan = replace(plan, buckets=buckets, skips=model.skips)
         self.programs = compile_plan(plan)
         self._bulletin = Bulletin(self.control_group, coordinates.pp * coordinates.tp)
         transport = chosen_transport(
@@ -136,7 +136,7 @@ class Engine:
             pulse=self.pulse,
             recomputation=Recomputation(model.module),
             tensor_ranks=self.tensor_ranks,
-            watch=NanWatch() if options.watch_nan else None,
+            watch=None if options.on_nan == "ignore" else NanWatch(),
         )
         self._executor = Executor(coordinates.pp_rank, self._parts)
         self._flush = Flush(
@@ -213,10 +213,9 @@ class Engine:
 
     def _open_buckets(self) -> tuple[int, ...]:
         """Buckets per stage from the stages' sizes, the same answer on every rank."""
-        wire = self.options.gradient_dtype
         own = {
             stage: sum(
-                p.numel() * (wire or main_dtype(p.dtype)).itemsize
+                p.numel() * (self._wire or main_dtype(p.dtype)).itemsize
                 for p in self._weights.own_of(stage)
             )
             for stage in self.owned
@@ -254,9 +253,9 @@ class Engine:
         self._trained = self._weights.trained()
         watch = self._parts.watch
         self._gradients.build(
-            buckets=self.plan.buckets,
+            buckets=self.plan.stage_buckets(self.placement.num_stages),
             sharded=self.plan.overlap == "zero1",
-            wire=self.options.gradient_dtype,
+            wire=self._wire,
             launched=self._executor.reduction_started,
             noted=None if watch is None else watch.note_bucket,
         )
@@ -320,7 +319,7 @@ class Engine:
         self._gradients.attach(zero=fresh)
         self._flush.expect(loss_scale)
         scale = 1.0 / (accumulation * self.coordinates.dp)
-        seed = (self.options.seed * 1_000_003 + step) * 1021 + self.coordinates.dp_rank
+        seed = (self.seed * 1_000_003 + step) * 1021 + self.coordinates.dp_rank
         options = PassOptions(batch_idx, "train", scale, loss_scale, seed, dataloader_idx=0)
         result = self._run(batch, options, step=step, update=update)
         # Lightning clears gradients after this and before backward(): keep ours out of its reach.

@@ -13,15 +13,12 @@ import math
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.update.grad_sync import StageGradients
-
-OnNan = Literal["stop", "skip", "ignore"]
 
 # What comes first in a step explains what comes later.
 _ORDER = ("weight", "output", "loss", "gradient", "norm")

@@ -59,7 +59,7 @@ class RankGradients:
     def build(
         self,
         *,
-        buckets: int | tuple[int, ...],
+        buckets: tuple[int, ...],
         sharded: bool,
         wire: torch.dtype | None,
         launched: Launched,
@@ -78,7 +78,7 @@ class RankGradients:
         for old in self.stages.values():
             old.detach()
         for stage in self._weights.by_stage:
-            count = buckets if isinstance(buckets, int) else buckets[stage]
+            count = buckets[stage]
             owners = self._where.replicas(self._placement.owners(stage))
             self.stages[stage] = StageGradients.build(
                 stage,

@@ -14,7 +14,7 @@ from launcher.config.workload import ModelConfig
 from launcher.planning.question import calibration, label, question
 from launcher.profiles.hardware_file import fit_rates, hardware_file, hardware_yaml
 from launcher.profiles.profile_check import class_numbers
-from launcher.resolve import hardware, model_shape
+from launcher.resolve import model_shape
 from launcher.workloads.loads import unit_loads
 from strategies.costs.hardware import ElementSizes
 from strategies.costs.profile_file import Link, Machine, Profile, Seconds, SizeProfile, UnitProfile
@@ -60,7 +60,7 @@ def test_the_file_is_an_option_that_says_where_it_was_measured():
         "cpu_gloo", profile_of(CONFIG), CONFIG, model_shape(CONFIG), ElementSizes(), int(8e9)
     )
     config = from_dict({"hardware": yaml.safe_load(text)})
-    found = hardware(config)
+    found = config.hardware
     assert found.peak_flops * found.efficiency == pytest.approx(RATE, rel=1e-3)
     assert found.memory_bandwidth == pytest.approx(1e10, rel=1e-3)
     assert (found.memory_gb, found.step_overhead_s) == (8.0, 2e-3)
@@ -72,7 +72,7 @@ def test_the_file_is_an_option_that_says_where_it_was_measured():
     assert calibration(question(CONFIG, ())).startswith("uncalibrated")
     alone = replace(profile_of(CONFIG), messages=None, reductions=None)
     text = hardware_yaml("x", alone, CONFIG, model_shape(CONFIG), ElementSizes(), int(8e9))
-    assert hardware(from_dict({"hardware": yaml.safe_load(text)})).ring_bandwidth is None
+    assert from_dict({"hardware": yaml.safe_load(text)}).hardware.ring_bandwidth is None
 
 
 @pytest.mark.parametrize("given", ["cpu_gloo.yaml", "hardware/cpu_gloo.json", "hardware"])

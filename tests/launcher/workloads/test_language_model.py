@@ -4,9 +4,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from launcher.config.workload import OptimizerConfig
 from launcher.workloads.data.module import TextDataModule
 from launcher.workloads.language_model import LanguageModel
-from launcher.workloads.optimizer_options import OptimizerOptions
 from launcher.workloads.transformer_shape import TransformerShape, unit_specs
 from strategies.models.unit_model import UnitModel
 
@@ -175,7 +175,7 @@ def test_training_learns_and_the_learning_rate_follows_warmup_and_cosine(tmp_pat
     shape = TransformerShape(
         layers=2, hidden=32, heads=2, kv_heads=1, ffn=64, vocab=256, sequence=32
     )
-    options = OptimizerOptions(lr=1e-2, warmup_steps=4, min_lr_ratio=0.0)
+    options = OptimizerConfig(lr=1e-2, warmup_steps=4, min_lr_ratio=0.0)
     model = LanguageModel(shape, optimizer=options)
     data = TextDataModule(sequence=32, batch_size=16, vocab=256)
     recorder = Recorder()

@@ -4,14 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.workloads.optimizer import build_optimizer, build_scheduler
-from launcher.workloads.optimizer_options import OptimizerOptions, lr_factor
+from launcher.config import from_dict
+from launcher.config.check import check
+from launcher.config.workload import OptimizerConfig
+from launcher.workloads.optimizer import build_optimizer, build_scheduler, lr_factor
 from strategies.errors import PlanError
 
 
 def test_only_weights_of_two_dimensions_or_more_decay():
     module = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    decayed, rest = build_optimizer(module.parameters(), OptimizerOptions()).param_groups
+    decayed, rest = build_optimizer(module.parameters(), OptimizerConfig()).param_groups
     assert [p.shape for p in decayed["params"]] == [(3, 2)]
     assert [p.shape for p in rest["params"]] == [(3,), (3,), (3,)]
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
@@ -22,7 +24,7 @@ def test_only_weights_of_two_dimensions_or_more_decay():
     [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)],
 )
 def test_the_name_chooses_the_rule_and_its_options_arrive(name, kind):
-    options = OptimizerOptions(name=name, lr=0.5, betas=(0.1, 0.2), eps=1e-3, momentum=0.7)
+    options = OptimizerConfig(name=name, lr=0.5, betas=(0.1, 0.2), eps=1e-3, momentum=0.7)
     optimizer = build_optimizer([nn.Parameter(torch.zeros(2, 2))], options)
     assert type(optimizer) is kind
     expected = {"momentum": 0.7} if name == "sgd" else {"betas": (0.1, 0.2), "eps": 1e-3}
@@ -32,20 +34,20 @@ def test_the_name_chooses_the_rule_and_its_options_arrive(name, kind):
 
 def test_a_rank_without_parameters_and_frozen_ones_still_have_a_working_optimizer():
     for parameters in ([], [nn.Parameter(torch.ones(2), requires_grad=False)]):
-        optimizer = build_optimizer(parameters, OptimizerOptions())
-        scheduler = build_scheduler(optimizer, OptimizerOptions(), total_steps=10)
+        optimizer = build_optimizer(parameters, OptimizerConfig())
+        scheduler = build_scheduler(optimizer, OptimizerConfig(), total_steps=10)
         optimizer.step()
         scheduler.step()
         assert [group["params"] for group in optimizer.param_groups] == [[], []]
 
 
 def test_the_learning_rate_rises_linearly_and_falls_along_a_cosine():
-    options = OptimizerOptions(warmup_steps=4, min_lr_ratio=0.2)
+    options = OptimizerConfig(warmup_steps=4, min_lr_ratio=0.2)
     factors = [lr_factor(step, options=options, total_steps=24) for step in range(30)]
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert factors[14] == pytest.approx(0.6)
     assert factors[24:] == pytest.approx([0.2] * 6)
-    constant = OptimizerOptions(warmup_steps=0, schedule="constant")
+    constant = OptimizerConfig(warmup_steps=0, schedule="constant")
     assert [lr_factor(step, options=constant, total_steps=3) for step in (0, 99)] == [1.0, 1.0]
     assert lr_factor(999, options=options, total_steps=math.inf) == 1.0
     # A run shorter than its warm-up.
@@ -53,7 +55,7 @@ def test_the_learning_rate_rises_linearly_and_falls_along_a_cosine():
 
 
 def test_a_schedule_continues_from_its_state():
-    options = OptimizerOptions(warmup_steps=2)
+    options = OptimizerConfig(warmup_steps=2)
     optimizer = build_optimizer([nn.Parameter(torch.zeros(2, 2))], options)
     scheduler = build_scheduler(optimizer, options, total_steps=9)
     for _ in range(5):
@@ -72,9 +74,9 @@ def test_a_schedule_continues_from_its_state():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr": 0.0}, r"optimizer\.lr=0\.0 must be above 0\. Try optimizer\.lr=0\.001\."),
-        ({"betas": (0.9, 1.0)}, r"optimizer\.betas=\[0\.9, 1\.0\].*Try optimizer\.betas=\["),
-        ({"name": "lion"}, r"optimizer\.name=lion.*optimizer\.name=adamw or "),
+        ({"lr": 0.0}, r"optimizer\.lr=0\.0: expected .*, more than 0\. Try optimizer\.lr=0\.001\."),
+        ({"betas": (0.9, 1.0)}, r"optimizer\.betas=\[0\.9,1\.0\].*Try optimizer\.betas=\["),
+        ({"name": "lion"}, r"optimizer\.name=lion: expected adamw or adam or sgd\. "),
         ({"warmup_steps": -1}, r"optimizer\.warmup_steps=-1"),
         ({"min_lr_ratio": 1.5}, r"optimizer\.min_lr_ratio=1\.5"),
         ({"schedule": "step"}, r"optimizer\.schedule=step"),
@@ -82,4 +84,4 @@ def test_a_schedule_continues_from_its_state():
 )
 def test_values_out_of_range_are_refused(changes, message):
     with pytest.raises(PlanError, match=message):
-        OptimizerOptions(**changes)
+        check(from_dict({"optimizer": changes}))

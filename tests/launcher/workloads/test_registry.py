@@ -99,8 +99,8 @@ def test_looking_names_up_needs_no_torch():
     script = (
         "import sys; from launcher.workloads.registry import find; "
         "from launcher.workloads import transformer_shape; "
-        "from launcher.workloads.data import source, tokens; from launcher.workloads import "
-        "optimizer_options; find('foldpipe.models', 'transformer'); "
+        "from launcher.workloads.data import source, tokens; "
+        "find('foldpipe.models', 'transformer'); "
         "source.check_source(source.DEFAULT_SOURCE, sequence=8); "
         "print([m for m in ('torch', 'lightning', 'hydra', 'tokenizers') if m in sys.modules])"
     )
