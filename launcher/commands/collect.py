@@ -12,7 +12,9 @@ from launcher.config import LaunchConfig, from_dict
 from launcher.processes.task import read_task
 from launcher.report.sweep.files import report_sweep
 from launcher.report.sweep.sweep_jobs import (
+    PAGE,
     RESULT,
+    TRACE,
     SweepJob,
     ended_job,
     make_sweep,
@@ -49,6 +51,13 @@ def run(config: LaunchConfig) -> int:
     if not jobs:
         say(f"none of {len(record.overrides)} jobs has ended")
         return 0
+    bare = [job for job in jobs if not job.timelines and (job.folder / TRACE).is_file()]
+    if bare:
+        numbers = ", ".join(str(job.index) for job in bare)
+        say(
+            f"no timelines of job {numbers}: {TRACE} there is from an earlier version, which kept "
+            f"none for this; each job's own {PAGE} has them"
+        )
     sweep = replace(make_sweep(jobs, record.overrides), missing="have not ended")
     report_sweep(folder, sweep, metric=config.sweep.metric)
     return 1 if any(job.status == "failed" for job in jobs) else 0

@@ -128,7 +128,7 @@ def _log_timeline(logger: WandbLogger, run: Run, measured: Timeline | None, plan
         # wandb copies them into the run's own files.
         shown, drawn = Path(folder) / "timeline.html", Path(folder) / "timeline.png"
         shown.write_text(page, encoding="utf-8")
-        drawn.write_bytes(timeline_png(page, panels, title=title))
+        drawn.write_bytes(timeline_png(panels, title=title))
         media = {
             "timeline": wandb.Html(shown, inject=False),
             "timeline_image": wandb.Image(str(drawn)),

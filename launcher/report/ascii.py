@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 
+from launcher.report.rows import Row, timeline_rows, uses_channel, zeroed
 from launcher.report.summary import format_duration
-from launcher.report.timeline_lanes import channel_lanes, compute_lanes, uses_channel, zeroed
 from strategies.analysis.timeline import Event, Timeline
 from strategies.ir.kinds import (
     CHANNEL_KINDS,
@@ -37,7 +37,7 @@ _STRIP_COLUMNS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _Line:
     """One line of the picture: its label and events that do not overlap."""
 
     label: str
@@ -79,23 +79,25 @@ def draw(timeline: Timeline, *, width: int | None = None) -> str:
         Lines without a newline at the end; a legend follows where times had to be rounded.
     """
     timeline = zeroed(timeline)
-    rows = _rows(timeline)
-    grid = _grid(timeline, rows, width)
-    lines = _draw_strip(rows, grid) if grid.strip else _draw_cells(rows, grid)
+    rows = timeline_rows(timeline)
+    lines = _lines(rows)
+    grid = _grid(timeline, lines, width)
+    drawn = _draw_strip(lines, grid) if grid.strip else _draw_cells(lines, grid)
     if not grid.exact:
-        lines += ["", _legend(timeline, grid)]
-    return "\n".join(lines)
+        drawn += ["", _legend(timeline, rows, grid)]
+    return "\n".join(drawn)
 
 
 def legend(timeline: Timeline, *, width: int | None = None) -> str:
     """What a cell of ``draw`` with the same arguments means, in one line."""
     timeline = zeroed(timeline)
-    return _legend(timeline, _grid(timeline, _rows(timeline), width))
+    rows = timeline_rows(timeline)
+    return _legend(timeline, rows, _grid(timeline, _lines(rows), width))
 
 
-def _legend(timeline: Timeline, grid: _Grid) -> str:
+def _legend(timeline: Timeline, rows: Sequence[Row], grid: _Grid) -> str:
     slot = format_duration(grid.slot, timeline.time_unit)
-    channel = uses_channel(timeline)
+    channel = uses_channel(rows)
     if grid.strip:
         letters = spellings(kind for kind in MICROBATCH_KINDS if not KINDS[kind].key)
         kinds = ", ".join([" ".join(letters), *_keys(COMPUTE_KINDS, fused=_fuses(timeline))])
@@ -117,25 +119,22 @@ def _fuses(timeline: Timeline) -> bool:
     return any(item.halves for row in timeline.program.ranks for item in row)
 
 
-def _rows(timeline: Timeline) -> tuple[_Row, ...]:
-    ranks = range(len(timeline.program.ranks))
-    digits = len(str(len(ranks) - 1))
-    channel = uses_channel(timeline)
-    rows = []
-    for rank in ranks:
-        named = [("rank", compute_lanes(timeline, rank))]
-        if channel:
-            named.append(("comm", channel_lanes(timeline, rank)))
+def _lines(rows: Sequence[Row]) -> tuple[_Line, ...]:
+    digits = len(str(len(rows) - 1))
+    channel = uses_channel(rows)
+    lines = []
+    for rank, row in enumerate(rows):
+        named = [("rank", row.compute), *([("comm", row.channel)] if channel else [])]
         for name, lanes in named:
             label = f"{name} {rank:>{digits}}"
             for index, lane in enumerate(lanes or ((),)):
-                rows.append(_Row(label if index == 0 else " " * len(label), lane))
-    return tuple(rows)
+                lines.append(_Line(label if index == 0 else " " * len(label), lane))
+    return tuple(lines)
 
 
-def _grid(timeline: Timeline, rows: Sequence[_Row], width: int | None) -> _Grid:
+def _grid(timeline: Timeline, lines: Sequence[_Line], width: int | None) -> _Grid:
     span = timeline.makespan
-    events = [event for row in rows for event in row.events]
+    events = [event for line in lines for event in line.events]
     if not events:
         return _Grid(max(span, 1.0), 0, 1, 3, exact=True)
     cell = max(3, max(len(label) for event in events for label in _cell_labels(event)))
@@ -144,7 +143,7 @@ def _grid(timeline: Timeline, rows: Sequence[_Row], width: int | None) -> _Grid:
     divisor = _common_divisor(events, shortest)
     slot = divisor or shortest
     num_slots = _column(span, slot)
-    room = None if width is None else width - len(rows[0].label) - len(" | ")
+    room = None if width is None else width - len(lines[0].label) - len(" | ")
     if room is None:
         if num_slots <= _MAX_SLOTS:
             return _Grid(slot, num_slots, num_slots, cell, divisor is not None)
@@ -152,7 +151,7 @@ def _grid(timeline: Timeline, rows: Sequence[_Row], width: int | None) -> _Grid:
     else:
         per_line = max(1, (room + 1) // (cell + 1))
         blocks = ceil(num_slots / per_line)
-        if blocks == 1 or (blocks <= _MAX_BLOCKS and blocks * len(rows) <= _MAX_LINES):
+        if blocks == 1 or (blocks <= _MAX_BLOCKS and blocks * len(lines) <= _MAX_LINES):
             return _Grid(slot, num_slots, ceil(num_slots / blocks), cell, divisor is not None)
         columns = max(10, room)
     return _Grid(span / columns, columns, columns, 1, exact=False)
@@ -191,11 +190,11 @@ def _cell_labels(event: Event) -> tuple[str, ...]:
     return names if len(names) == 1 else (f"{names[0]}&", names[1])
 
 
-def _draw_cells(rows: Sequence[_Row], grid: _Grid) -> list[str]:
+def _draw_cells(lines: Sequence[_Line], grid: _Grid) -> list[str]:
     drawn = []
-    for row in rows:
+    for line in lines:
         cells = [_IDLE] * grid.num_slots
-        for event in row.events:
+        for event in line.events:
             first = _column(event.start, grid.slot)
             last = _column(event.end, grid.slot)
             labels = _cell_labels(event)
@@ -203,14 +202,14 @@ def _draw_cells(rows: Sequence[_Row], grid: _Grid) -> list[str]:
                 turn = column - first
                 cells[column] = labels[turn] if turn < len(labels) else _RUNNING
         drawn.append([_center(cell, grid.cell) for cell in cells])
-    lines: list[str] = []
+    found: list[str] = []
     for begin in range(0, max(grid.num_slots, 1), grid.per_line):
         if begin:
-            lines.append("")
-        for row, cells in zip(rows, drawn, strict=True):
+            found.append("")
+        for line, cells in zip(lines, drawn, strict=True):
             part = " ".join(cells[begin : begin + grid.per_line])
-            lines.append(f"{row.label} | {part}".rstrip())
-    return lines
+            found.append(f"{line.label} | {part}".rstrip())
+    return found
 
 
 def _center(text: str, width: int) -> str:
@@ -219,12 +218,12 @@ def _center(text: str, width: int) -> str:
     return " " * left + text + " " * (width - len(text) - left)
 
 
-def _draw_strip(rows: Sequence[_Row], grid: _Grid) -> list[str]:
-    lines = []
-    for row in rows:
+def _draw_strip(lines: Sequence[_Line], grid: _Grid) -> list[str]:
+    found = []
+    for line in lines:
         shares: list[dict[str, float]] = [{} for _ in range(grid.num_slots)]
         begins: list[set[str]] = [set() for _ in range(grid.num_slots)]
-        for event in row.events:
+        for event in line.events:
             letter = event.instruction.kind.value[0]
             for column, share in _shares(event, grid):
                 shares[column][letter] = shares[column].get(letter, 0.0) + share
@@ -236,8 +235,8 @@ def _draw_strip(rows: Sequence[_Row], grid: _Grid) -> list[str]:
             if share_of and share_of[most] < 1.0 - sum(share_of.values()):
                 most = _IDLE
             text += most if most in begin else most.lower()
-        lines.append(f"{row.label} | {text}")
-    return lines
+        found.append(f"{line.label} | {text}")
+    return found
 
 
 def _shares(event: Event, grid: _Grid) -> Iterator[tuple[int, float]]:

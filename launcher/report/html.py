@@ -9,32 +9,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
 
 from launcher.report.result import write_atomically
+from launcher.report.rows import KIND_NAMES, TimelineData, timeline_data
 from launcher.report.summary import format_duration, format_percent
-from launcher.report.timeline_lanes import channel_lanes, compute_lanes, uses_channel, zeroed
-from strategies.analysis.memory import Holding, RankMemory, peak_activations
+from strategies.analysis.memory import RankMemory, peak_activations
 from strategies.analysis.metrics import Metrics
-from strategies.analysis.timeline import Event, Timeline
-from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import KINDS, Kind
+from strategies.analysis.timeline import Timeline
+from strategies.ir.kinds import KINDS
 
-_KINDS = tuple(kind.value for kind in Kind)
 _SCRIPTS = ("timeline.js", "timeline_input.js")
-_AXIS = {"F": "time in F (one rank's forward of one microbatch)", "s": "time"}
 _HELP = (
     "wheel: zoom, drag: pan, click a bar: follow its microbatch; keys: + - arrows, "
     "0 or Home: whole step, Esc: unselect; the wheel over the rank names scrolls the page"
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Panel:
-    """One timeline of the page.
+    """One timeline of a page or a trace.
 
     Attributes:
         label: Its heading, ``predicted`` or ``measured`` for instance.
@@ -50,6 +47,11 @@ class Panel:
     memory: tuple[RankMemory, ...] | None = None
     memory_limit: float | None = None
 
+    @cached_property
+    def data(self) -> TimelineData:
+        """What is drawn, for those that know no programs."""
+        return timeline_data(self.label, self.timeline)
+
 
 def write_timeline_html(path: Path, panels: Sequence[Panel], *, title: str) -> None:
     """Writes ``timeline.html``."""
@@ -63,8 +65,8 @@ def timeline_html(panels: Sequence[Panel], *, title: str) -> str:
     over the full width, and zooming keeps them aligned.
     """
     script = page_script(_SCRIPTS)
-    style = _asset("timeline.css")
-    payload = {"kinds": _KINDS, "panels": [_payload(panel) for panel in panels]}
+    style = page_asset("timeline.css")
+    payload = {"kinds": KIND_NAMES, "panels": [panel.data.panel for panel in panels]}
     # "<" must not occur: "</script>" would end the element, whatever the JSON says.
     data = json.dumps(payload, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     sections = "".join(
@@ -94,7 +96,7 @@ def page_script(names: Sequence[str]) -> str:
             numbers[kind.value] = facts.number
             colours[kind.value] = facts.colour
     told = [_constant("WORDS", words), _constant("NUMBERS", numbers), _constant("COLOURS", colours)]
-    return "\n".join([*told, *map(_asset, names)])
+    return "\n".join([*told, *map(page_asset, names)])
 
 
 def _constant(name: str, values: Mapping[str, object]) -> str:
@@ -102,7 +104,7 @@ def _constant(name: str, values: Mapping[str, object]) -> str:
     return f"const {name} = {{\n{lines}}};"
 
 
-def _asset(name: str) -> str:
+def page_asset(name: str) -> str:
     return files("launcher.report").joinpath("assets", name).read_text(encoding="ascii")
 
 
@@ -137,100 +139,6 @@ def _figure_items(panel: Panel) -> Iterator[tuple[str, str]]:
         if known:
             rank = metrics.peak_memory_bytes.index(max(known))
             yield "peak memory", f"{max(known) / 2**30:.4g} GiB (rank {rank})"
-
-
-def _payload(panel: Panel) -> dict[str, object]:
-    timeline = zeroed(panel.timeline)
-    placement = timeline.program.placement
-    return {
-        "unit": timeline.time_unit,
-        "axis": _AXIS[timeline.time_unit],
-        "makespan": _short(timeline.makespan),
-        "stages": placement.num_stages,
-        "channel": uses_channel(timeline),
-        "rows": list(_rows(timeline)),
-    }
-
-
-def _rows(timeline: Timeline) -> Iterator[dict[str, object]]:
-    graph = timeline.program.graph
-    waiting = waits(timeline)
-    for rank in range(len(timeline.program.ranks)):
-        own = range(graph.offsets[rank], graph.offsets[rank + 1])
-        wait_of = {graph.nodes[node]: waiting.get(node) for node in own}
-
-        def bars(
-            lanes: tuple[tuple[Event, ...], ...], wait_of: dict[Instruction, Wait | None] = wait_of
-        ) -> list[list[list[object]]]:
-            return [[_bar(timeline, e, wait_of[e.instruction]) for e in lane] for lane in lanes]
-
-        held = held_over_time(timeline, rank)
-        yield {
-            "compute": bars(compute_lanes(timeline, rank)),
-            "channel": bars(channel_lanes(timeline, rank)),
-            "held": [(_short(time), _short(value)) for time, value in held],
-        }
-
-
-def _bar(timeline: Timeline, event: Event, wait: Wait | None) -> list[object]:
-    """[kind, stage, microbatch or bucket, start, end, waited for, its rank, how, since, pair].
-
-    The pair of a fused instruction is its backward's [kind, stage, microbatch], else null.
-    """
-    item = event.instruction
-    number = item.bucket if item.microbatch is None else item.microbatch
-    where = [item.stage, -1 if number is None else number]
-    span = [_short(event.start), _short(event.end)]
-    waited: list[object] = ["", -1, "", 0.0]
-    if wait is not None:
-        graph = timeline.program.graph
-        name = str(graph.nodes[wait.node]).partition("@")[0]
-        waited = [name, graph.rank[wait.node], wait.how, _short(wait.since)]
-    pair = None
-    if item.halves:
-        half = item.halves[1]
-        pair = [_KINDS.index(half.kind.value), half.stage, half.microbatch]
-    return [_KINDS.index(item.kind.value), *where, *span, *waited, pair]
-
-
-def _short(value: float) -> float:
-    """Seven digits: what a picture can show, at half the size."""
-    return float(f"{value:.7g}")
-
-
-# -------------------------------------------------------------------------------------------- held
-#
-# Activations that a rank holds, over time: the curve behind the peaks of the metrics.
-
-
-Curve = tuple[tuple[float, float], ...]
-
-
-def held_over_time(timeline: Timeline, rank: int) -> Curve:
-    """(time, held from then on) in full-rank microbatches, wherever the figure changes.
-
-    A forward counts from its start, until its backward (or W) ends; in a forward-only program until
-    the forward itself ends. One that is recomputed counts for its input only until its R begins.
-    The first point lies at the timeline's origin.
-    """
-    program = timeline.program
-    share = 1.0 / program.placement.stages_per_microbatch
-    count = program.placement.num_stages
-    holding = Holding(program, (1.0,) * count, timeline.stage_input or (0.0,) * count)
-    changes: list[tuple[float, float]] = []
-    for event in timeline.compute(rank):
-        taken, freed = holding.taken(event.instruction), holding.freed(event.instruction)
-        changes += [(event.start, taken)] if taken else []
-        changes += [(event.end, -freed)] if freed else []
-    held = holding.carried(rank)
-    points = [(timeline.origin_time, held * share)]
-    # At one moment, what ends is freed before what begins is kept: the order of the list.
-    for time, change in sorted(changes):
-        held += change
-        if time == points[-1][0]:
-            points.pop()
-        points.append((time, held * share))
-    return tuple(points)
 
 
 # ------------------------------------------------------------------------------------- memory bars
@@ -305,60 +213,3 @@ def _memory_bar(rank: int, held: RankMemory, scale: float, limit: float | None) 
 
 def _word(name: str) -> str:
     return name.replace("_", " ")
-
-
-# ------------------------------------------------------------------------------------------- waits
-#
-# What each instruction waited for: the last of its predecessors to end.
-
-
-class Wait(NamedTuple):
-    """Why an instruction did not begin earlier.
-
-    Attributes:
-        node: The predecessor, numbered as in ``program.graph``.
-        how: ``message``, ``value`` (made on the same rank), ``rank`` (busy until then), ``channel``
-            (busy until then) or ``release`` (a gradient bucket that got ready inside it).
-        since: When the predecessor ended, or its message arrived, in the timeline's unit.
-    """
-
-    node: int
-    how: str
-    since: float
-
-
-def waits(timeline: Timeline) -> dict[int, Wait]:
-    """The wait of every instruction on a rank or channel that has a predecessor.
-
-    Of predecessors that end together the rank's own counts: the rank did not stand idle.
-    """
-    program = timeline.program
-    graph = program.graph
-    start = [time for row in timeline.start for time in row]
-    end = [time for row in timeline.end for time in row]
-    found: dict[int, Wait] = {}
-    for rank in range(len(program.ranks)):
-        busy: dict[str, int] = {}
-        for node in range(graph.offsets[rank], graph.offsets[rank + 1]):
-            kind = graph.nodes[node].kind
-            place = KINDS[kind].occupies
-            if place == "wire":
-                continue
-            candidates = [_need(timeline, need, end[need]) for need in graph.needs[node]]
-            if kind is Kind.REDUCE and not graph.nodes[node].after:
-                candidates = [
-                    Wait(wait.node, "release", min(wait.since, start[node])) for wait in candidates
-                ]
-            if place in busy:
-                candidates.insert(0, Wait(busy[place], place, end[busy[place]]))
-            busy[place] = node
-            if candidates:
-                found[node] = max(candidates, key=lambda wait: wait.since)
-    return found
-
-
-def _need(timeline: Timeline, need: int, ended: float) -> Wait:
-    graph = timeline.program.graph
-    if graph.nodes[need].kind is Kind.RECV:
-        return Wait(graph.needs[graph.partner[need]][0], "message", ended)
-    return Wait(need, "value", ended)

@@ -1,4 +1,8 @@
-"""trace.json: timelines in Chrome's trace format, for ui.perfetto.dev or chrome://tracing."""
+"""trace.json: timelines in Chrome's trace format, for ui.perfetto.dev or chrome://tracing.
+
+Beside the events, which such viewers draw, ``otherData`` keeps the timelines as our own pictures
+draw them: what a sweep reads of a run's folder.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +11,37 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
-from launcher.report.html import held_over_time
+from launcher.report.html import Panel
 from launcher.report.result import write_atomically
-from launcher.report.timeline_lanes import spread, zeroed
+from launcher.report.rows import TimelineData, held_over_time, timeline_rows, zeroed
 from strategies.analysis.timeline import Event, Timeline
-from strategies.ir.kinds import CHANNEL_KINDS, COMPUTE_KINDS, Kind
+from strategies.ir.kinds import COMPUTE_KINDS, Kind
 
 # The format counts in microseconds. The unit F has no length in seconds; 1 F is drawn as 1 ms.
 _US_PER_UNIT = {"F": 1000.0, "s": 1e6}
 
-_PROCESS = {"simulated": "predicted", "measured": "measured"}
 # An arrow binds to the slice that is open at its time: a moment inside, not on the border.
 _INSIDE = 0.01
 
 TraceEvent = dict[str, object]
 
 
-def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
+def write_trace(path: Path, panels: Sequence[Panel]) -> None:
     """Writes ``trace.json``."""
-    write_atomically(path, trace_json(timelines))
+    write_atomically(path, trace_json(panels))
 
 
-def trace_json(timelines: Sequence[Timeline]) -> str:
-    """One process per timeline, threads for each rank's compute and collective channel.
+def trace_json(panels: Sequence[Panel]) -> str:
+    """One process per panel, threads for each rank's compute and collective channel.
 
     Messages are arrows from the producer to the consumer; activations held are counters.
     """
     flow_ids = count(1)
     events: list[TraceEvent] = []
     units: dict[str, str] = {}
-    for pid, timeline in enumerate(map(zeroed, timelines), start=1):
-        name = f"{_PROCESS[timeline.origin]} ({timeline.program.schedule})"
+    for pid, panel in enumerate(panels, start=1):
+        timeline = zeroed(panel.timeline)
+        name = f"{panel.label} ({timeline.program.schedule})"
         if name in units:
             name += f" {pid}"
         unit = timeline.time_unit
@@ -45,23 +49,42 @@ def trace_json(timelines: Sequence[Timeline]) -> str:
         events += _named(pid, None, "process_name", name=name)
         events += _named(pid, None, "process_sort_index", sort_index=pid)
         events += _process(timeline, pid, flow_ids)
-    return (
-        json.dumps(
-            {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"time_scale": units}},
-            separators=(",", ":"),
-            allow_nan=False,
+    drawn = [panel.data for panel in panels]
+    other = {
+        "time_scale": units,
+        "timelines": {
+            "kinds": drawn[0].kinds if drawn else (),
+            "labels": [data.label for data in drawn],
+            "panels": [data.panel for data in drawn],
+        },
+    }
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+    return json.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def read_timelines(path: Path) -> tuple[TimelineData, ...]:
+    """What a ``trace.json`` keeps for pictures.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no such file, or one from before it kept them.
+    """
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))["otherData"]["timelines"]
+        return tuple(
+            TimelineData(label, tuple(kept["kinds"]), panel)
+            for label, panel in zip(kept["labels"], kept["panels"], strict=True)
         )
-        + "\n"
-    )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} keeps no timelines ({error})") from error
 
 
 def _process(timeline: Timeline, pid: int, flow_ids: Iterator[int]) -> Iterator[TraceEvent]:
     tids = count(1)
     thread_of: dict[Event, int] = {}
-    for rank in range(len(timeline.program.ranks)):
-        for name, kinds in (("compute", COMPUTE_KINDS), ("collectives", CHANNEL_KINDS)):
-            events = [e for e in timeline.events(rank) if e.instruction.kind in kinds]
-            for lane in spread(events):
+    for rank, row in enumerate(timeline_rows(timeline, instants=True)):
+        for name, lanes in (("compute", row.compute), ("collectives", row.channel)):
+            for lane in lanes:
                 tid = next(tids)
                 yield from _named(pid, tid, "thread_name", name=f"rank {rank} {name}")
                 yield from _named(pid, tid, "thread_sort_index", sort_index=tid)

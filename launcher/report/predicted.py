@@ -77,7 +77,7 @@ def write_pictures(run_dir: Path, panels: Sequence[Panel], run: Run) -> None:
         for panel in panels
     ]
     write_timeline_html(run_dir / "timeline.html", drawn, title=title)
-    write_trace(run_dir / "trace.json", [panel.timeline for panel in panels])
+    write_trace(run_dir / "trace.json", drawn)
 
 
 # ------------------------------------------------------------------------------------- model flops

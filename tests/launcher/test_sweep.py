@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from launcher.commands import simulate
+from launcher.commands import collect, simulate
 from launcher.config import LaunchConfig
+from launcher.config.running import SweepConfig
 from strategies.errors import PlanError, RunError
 from tests.launcher.command_line import Done, run_here
 from tests.launcher.runs import MODEL, launch
@@ -184,6 +185,42 @@ def test_modes_without_a_timeline_have_a_table(tmp_path, monkeypatch):
     done, rows = sweep(("pp=1,2",), tmp_path, monkeypatch, evaluate)
     assert (done.code, files(tmp_path)) == (0, FILES[:3])
     assert [row["val_loss"] for row in rows] == ["2.25", "2.25"]
+
+
+def collected(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What ``mode=collect`` prints about a sweep in this folder."""
+    config = LaunchConfig(mode="collect", sweep=SweepConfig(dir=str(folder / "s")))
+    capsys.readouterr()
+    assert collect.run(config) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_collecting_writes_the_same_files_from_the_folders_alone(tmp_path, monkeypatch, capsys):
+    sweep(("schedule=1f1b,dualpipe", "pp=2"), tmp_path, monkeypatch)
+    first = {name: (tmp_path / "s" / name).read_bytes() for name in FILES}
+    for name in FILES:
+        (tmp_path / "s" / name).unlink()
+    printed = collected(tmp_path, capsys)
+    assert {name: (tmp_path / "s" / name).read_bytes() for name in FILES} == first
+    assert not any("no timelines" in line for line in printed)
+
+
+def test_collecting_folders_of_an_earlier_version_names_the_missing_pictures(
+    tmp_path, monkeypatch, capsys
+):
+    sweep(("schedule=1f1b,gpipe", "pp=2"), tmp_path, monkeypatch)
+    for index in (0, 1):
+        file = tmp_path / "s" / str(index) / "trace.json"
+        trace = json.loads(file.read_text())
+        del trace["otherData"]["timelines"]
+        file.write_text(json.dumps(trace))
+    printed = collected(tmp_path, capsys)
+    assert [line for line in printed if "timelines" in line] == [
+        "no timelines of job 0, 1: trace.json there is from an earlier version, which kept none "
+        "for this; each job's own timeline.html has them"
+    ]
+    assert files(tmp_path) == FILES[:3]
+    assert panels(tmp_path) == []
 
 
 def test_no_process_pays_for_the_picture_before_it_is_drawn(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.report.ascii import draw
+from launcher.report.html import Panel
 from launcher.report.perfetto import trace_json
 from strategies.compiler import compile_plan, compile_short
 from strategies.costs.uniform import UniformCosts
@@ -68,4 +69,4 @@ def test_pictures_show_programs_with_skips() -> None:
     program = compile_plan(Plan("1f1b", 4, 4, skips=((0, 3),))).train
     timeline = simulate(program, UniformCosts())
     assert "3B3" in draw(timeline)
-    assert "3B3" in trace_json([timeline])
+    assert "3B3" in trace_json([Panel("predicted", timeline)])

@@ -1,4 +1,8 @@
-"""The colours of instructions in sweep.png: those of the interactive pages (timeline.js)."""
+"""sweep.png: all timelines of a sweep under each other on one time scale, for slides and mails.
+
+Colours are those of the interactive pages (timeline.js). Matplotlib is imported when a picture is
+drawn: nothing else waits for it.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,17 @@ import io
 import logging
 import secrets
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from colorsys import hls_to_rgb
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.report.html import Panel
+from launcher.report.rows import TimelineData
 from launcher.report.summary import format_duration, format_percent
-from launcher.report.sweep.page import Bar, PicturePanel, bars, picture_panels
-from launcher.report.sweep.sweep_jobs import JobTimeline, Sweep, read_timelines
+from launcher.report.sweep.sweep_figures import timeline_facts
+from launcher.report.sweep.sweep_jobs import Sweep, SweepJob
 from strategies.ir.kinds import KINDS, MICROBATCH_KINDS
 
 if TYPE_CHECKING:
@@ -35,6 +40,21 @@ _SHOWN = {
 }
 _OTHER = (348, 45)  # a kind that a later version knows
 
+# Lengths are in points of 1/100 inch, each of which becomes 1.6 pixels.
+_DPI, _SCALE = 100, 1.6
+_WIDTH, _LEFT, _RIGHT = 1500, 62, 24
+_HEADER, _HEADING, _GAP, _AXIS = 66, 25, 14, 44
+_MAX_HEIGHT = 12_000
+# (ranks in all panels, height of a row): many rows are thinner.
+_ROWS = ((16, 24), (40, 20), (80, 16), (200, 11))
+_THINNEST = 7
+_MAX_TEXTS = 4_000  # on bars; more of them take seconds
+_CHARACTER = 6.4  # width of one in a bar's text
+_MAX_TITLE = 150
+_TEXT, _MUTED, _IDLE, _LINE = "#1c1c1e", "#63636b", "#efeff2", "#d4d4da"
+_COMPUTE_SHARE = 0.66  # of a rank's row, where its collectives have a line of their own
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+
 
 def bar_colour(kind: str, stage: int, num_stages: int) -> Rgb:
     """The kind's hue, from light for the first stage to dark for the last."""
@@ -49,26 +69,108 @@ def text_colour(fill: Rgb) -> str:
     return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.2 else "#121316"
 
 
-# --------------------------------------------------------------------------------------- sweep png
-#
-# sweep.png: all timelines of a sweep under each other on one time scale, for slides and mails.
-#
-# Matplotlib is imported when a picture is drawn: nothing else waits for it.
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One instruction.
+
+    Attributes:
+        rank: Whose row.
+        top: Upper border in that row, 0 to 1.
+        bottom: Lower border.
+        kind: Name of its kind.
+        stage: Global stage index.
+        number: Its microbatch or bucket, -1 for neither.
+        start: In the panel's unit.
+        end: In the panel's unit.
+    """
+
+    rank: int
+    top: float
+    bottom: float
+    kind: str
+    stage: int
+    number: int
+    start: float
+    end: float
+
+    @property
+    def short_text(self) -> str:
+        """Its number alone: what the row and the colour do not say."""
+        return str(self.stage if self.number < 0 else self.number)
+
+    @property
+    def text(self) -> str:
+        """What is written upon it where there is room."""
+        number = "" if self.number < 0 else str(self.number)
+        # A fused pair names its forward.
+        return (
+            f"{self.stage}F{number}+B"
+            if "_" in self.kind
+            else f"{self.stage}{self.kind[0]}{number}"
+        )
 
 
-# Lengths are in points of 1/100 inch, each of which becomes 1.6 pixels.
-_DPI, _SCALE = 100, 1.6
-_WIDTH, _LEFT, _RIGHT = 1500, 62, 24
-_HEADER, _HEADING, _GAP, _AXIS = 66, 25, 14, 44
-_MAX_HEIGHT = 12_000
-# (ranks in all panels, height of a row): many rows are thinner.
-_ROWS = ((16, 24), (40, 20), (80, 16), (200, 11))
-_THINNEST = 7
-_MAX_TEXTS = 4_000  # on bars; more of them take seconds
-_CHARACTER = 6.4  # width of one in a bar's text
-_MAX_TITLE = 150
-_TEXT, _MUTED, _IDLE, _LINE = "#1c1c1e", "#63636b", "#efeff2", "#d4d4da"
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+@dataclass(frozen=True, slots=True)
+class PicturePanel:
+    """One timeline.
+
+    Attributes:
+        label: The job, and whether it is the measured one.
+        facts: Its makespan, bubble and peak in words.
+        unit: ``F`` or ``s``.
+        makespan: Last end; the first start is 0.
+        num_stages: All stages.
+        num_ranks: Rows.
+        bars: In no particular order.
+    """
+
+    label: str
+    facts: str
+    unit: str
+    makespan: float
+    num_stages: int
+    num_ranks: int
+    bars: tuple[Bar, ...]
+
+
+def picture_panels(sweep: Sweep) -> tuple[PicturePanel, ...]:
+    """All timelines in the order of running; those with one time unit stand together."""
+    found = [_job_panel(sweep, job, timeline) for job in sweep.jobs for timeline in job.timelines]
+    units = list(dict.fromkeys(panel.unit for panel in found))
+    return tuple(sorted(found, key=lambda panel: units.index(panel.unit)))
+
+
+def _job_panel(sweep: Sweep, job: SweepJob, timeline: TimelineData) -> PicturePanel:
+    label = sweep.label(job)
+    if len(job.timelines) > 1:
+        label += f", {timeline.label}"
+    if job.status != "done":
+        label += f" ({job.status})"
+    return _panel(timeline, label, timeline_facts(job, timeline))
+
+
+def _panel(timeline: TimelineData, label: str, facts: str) -> PicturePanel:
+    data: Any = timeline.panel
+    return PicturePanel(
+        label=label,
+        facts=facts,
+        unit=data["unit"],
+        makespan=data["makespan"],
+        num_stages=data["stages"],
+        num_ranks=len(data["rows"]),
+        bars=tuple(_bars(data["rows"], timeline.kinds, channel=data["channel"])),
+    )
+
+
+def _bars(rows: Sequence[Any], kinds: Sequence[str], *, channel: bool) -> Iterator[Bar]:
+    border = _COMPUTE_SHARE if channel else 1.0
+    for rank, row in enumerate(rows):
+        for lanes, top, bottom in ((row["compute"], 0.0, border), (row["channel"], border, 1.0)):
+            for lane, bars in enumerate(lanes):
+                high = top + (bottom - top) * lane / len(lanes)
+                low = top + (bottom - top) * (lane + 1) / len(lanes)
+                for kind, stage, number, start, end, *_ in bars:
+                    yield Bar(rank, high, low, kinds[kind], stage, number, start, end)
 
 
 def write_sweep_png(path: Path, sweep: Sweep, *, title: str) -> int:
@@ -318,31 +420,12 @@ def _write(
 # One run's timelines as a picture: for trackers, which show images and no pages.
 
 
-def timeline_png(page: str, panels: Sequence[Panel], *, title: str) -> bytes:
-    """Draws what ``timeline.html`` shows, without its memory.
-
-    Args:
-        page: As ``timeline_html`` has made it.
-        panels: Of which it has been made.
-        title: What stands above.
-    """
-    drawn = [_panel(read, panel) for read, panel in zip(read_timelines(page), panels, strict=True)]
+def timeline_png(panels: Sequence[Panel], *, title: str) -> bytes:
+    """Draws what ``timeline.html`` shows, without its memory."""
+    drawn = []
+    for panel in panels:
+        timeline = panel.timeline
+        makespan = format_duration(timeline.makespan, timeline.time_unit)
+        facts = f"makespan {makespan}, bubble {format_percent(timeline.bubble_ratio)}"
+        drawn.append(_panel(panel.data, panel.label, facts))
     return sweep_png(drawn, title=title)
-
-
-def _panel(read: JobTimeline, panel: Panel) -> PicturePanel:
-    timeline = panel.timeline
-    facts = (
-        f"makespan {format_duration(timeline.makespan, timeline.time_unit)}, "
-        f"bubble {format_percent(timeline.bubble_ratio)}"
-    )
-    placement = timeline.program.placement
-    return PicturePanel(
-        label=panel.label,
-        facts=facts,
-        unit=timeline.time_unit,
-        makespan=timeline.makespan,
-        num_stages=placement.num_stages,
-        num_ranks=len(timeline.program.ranks),
-        bars=bars(read),
-    )

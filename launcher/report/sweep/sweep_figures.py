@@ -15,6 +15,8 @@ from typing import Literal
 from launcher.config.decode import did_you_mean, nearest
 from launcher.config.key import shorten
 from launcher.report.result import write_atomically
+from launcher.report.rows import TimelineData
+from launcher.report.summary import format_duration, format_percent
 from launcher.report.sweep.sweep_jobs import Sweep, SweepJob, override_values
 from strategies.errors import PlanError
 
@@ -164,6 +166,22 @@ def by_time_unit(jobs: Sequence[SweepJob]) -> tuple[tuple[str | None, tuple[Swee
         return ((known[0] if known else None, tuple(jobs)),) if jobs else ()
     ordered = known + [None] * (None in units)
     return tuple((unit, tuple(j for j in jobs if j.time_unit == unit)) for unit in ordered)
+
+
+def timeline_facts(job: SweepJob, timeline: TimelineData) -> str:
+    """The figures that explain a picture: makespan, bubble, peak."""
+    unit, makespan = timeline.panel["unit"], timeline.panel["makespan"]
+    assert isinstance(unit, str)
+    assert isinstance(makespan, (int, float))
+    facts = [f"makespan {format_duration(makespan, unit)}"]
+    measured = timeline.label == "measured"
+    bubble = FIGURES["measured_bubble_ratio" if measured else "bubble_ratio"].value(job)
+    if bubble is not None:
+        facts.append(f"bubble {format_percent(bubble)}")
+    peak = FIGURES["peak_activations_max"].value(job)
+    if peak is not None and not measured:
+        facts.append(f"peak {peak:.4g} microbatch{'' if peak == 1 else 'es'}")
+    return ", ".join(facts)
 
 
 # -------------------------------------------------------------------------------------- sweep best

@@ -5,31 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html.parser import HTMLParser
 from pathlib import Path
 
 from launcher.config import LaunchConfig
+from launcher.report.perfetto import read_timelines
 from launcher.report.result import write_atomically
+from launcher.report.rows import TimelineData
 from strategies.errors import PlanError
 
-RESULT, PICTURE = "result.json", "timeline.html"
-# Identities of the two files above; None for one that is not there.
+RESULT, TRACE, PAGE = "result.json", "trace.json", "timeline.html"
+# Identities of the two files that are read, ``RESULT`` and ``TRACE``; None for one that is missing.
 Stamps = tuple[tuple[int, int] | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class JobTimeline:
-    """One timeline as ``timeline.html`` has it.
-
-    Attributes:
-        label: ``predicted`` or ``measured``.
-        kinds: Names of the instruction kinds, by the number that stands in a bar.
-        panel: Its rows and bars, see ``launcher.report.html``.
-    """
-
-    label: str
-    kinds: tuple[str, ...]
-    panel: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +40,7 @@ class SweepJob:
     exit_code: int | None
     error: str
     result: Mapping[str, object]
-    timelines: tuple[JobTimeline, ...]
+    timelines: tuple[TimelineData, ...]
 
     @property
     def time_unit(self) -> str | None:
@@ -65,7 +51,7 @@ class SweepJob:
 
 def file_stamps(folder: Path) -> Stamps:
     """Tells files that a job writes from those that an earlier sweep left in the same folder."""
-    return tuple(_stamp(folder / name) for name in (RESULT, PICTURE))
+    return tuple(_stamp(folder / name) for name in (RESULT, TRACE))
 
 
 def ended_job(
@@ -92,7 +78,7 @@ def ended_job(
     after = file_stamps(folder)
     fresh = [new is not None and new != old for new, old in zip(after, before, strict=True)]
     result = _read_result(folder / RESULT) if fresh[0] else {}
-    timelines = _read_timelines(folder / PICTURE) if fresh[1] else ()
+    timelines = _read_timelines(folder / TRACE) if fresh[1] else ()
     status = {None: "interrupted", 0: "done", 2: "refused", 85: "preempted"}.get(
         exit_code, "failed"
     )
@@ -139,51 +125,11 @@ def _asked(config: LaunchConfig | None) -> dict[str, object]:
     return {key: value for key, value in known.items() if value != "auto"}
 
 
-def _read_timelines(path: Path) -> tuple[JobTimeline, ...]:
+def _read_timelines(path: Path) -> tuple[TimelineData, ...]:
     try:
-        return read_timelines(path.read_text(encoding="utf-8"))
+        return read_timelines(path)
     except (OSError, ValueError):
         return ()
-
-
-def read_timelines(text: str) -> tuple[JobTimeline, ...]:
-    """The timelines of a ``timeline.html``.
-
-    Raises:
-        ValueError: It is no such page.
-    """
-    page = _Page()
-    page.feed(text)
-    data = json.loads(page.data)
-    kinds = tuple(data["kinds"])
-    return tuple(
-        JobTimeline(label, kinds, panel)
-        for label, panel in zip(page.labels, data["panels"], strict=True)
-    )
-
-
-class _Page(HTMLParser):
-    """The headings and the data of ``timeline.html``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.labels: list[str] = []
-        self.data = ""
-        self._inside = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._inside = tag if tag == "h2" or ("id", "data") in attrs else ""
-        if tag == "h2":
-            self.labels.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._inside == "h2":
-            self.labels[-1] += data
-        elif self._inside:
-            self.data += data
 
 
 # ------------------------------------------------------------------------------------ sweep labels

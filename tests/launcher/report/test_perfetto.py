@@ -1,11 +1,13 @@
 import json
+import re
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from launcher.report.perfetto import trace_json, write_trace
+from launcher.report.html import Panel, timeline_html
+from launcher.report.perfetto import read_timelines, trace_json, write_trace
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.memory import peak_activations
 from strategies.ir.kinds import COMPUTE_KINDS, Kind
@@ -14,6 +16,11 @@ from strategies.ir.kinds import COMPUTE_KINDS, Kind
 def predicted(schedule="foldx_fifo", pp=2, num_microbatches=4, **costs):
     program = compile_program(schedule=schedule, pp=pp, num_microbatches=num_microbatches)
     return simulate(program, UniformCosts(grad_reduce=4, **costs))
+
+
+def trace(*timelines):
+    labels = {"simulated": "predicted", "measured": "measured"}
+    return trace_json([Panel(labels[timeline.origin], timeline) for timeline in timelines])
 
 
 def measured(timeline, second):
@@ -30,16 +37,16 @@ def measured(timeline, second):
 
 
 def by_phase(text):
-    trace = json.loads(text)
-    assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
+    whole = json.loads(text)
+    assert set(whole) == {"traceEvents", "displayTimeUnit", "otherData"}
     found = defaultdict(list)
-    for event in trace["traceEvents"]:
+    for event in whole["traceEvents"]:
         found[event["ph"]].append(event)
     return found
 
 
 def test_every_event_has_the_fields_of_its_phase():
-    phases = by_phase(trace_json([predicted()]))
+    phases = by_phase(trace(predicted()))
     assert set(phases) == {"M", "X", "C", "s", "f"}
     fields = {
         "M": {"ph", "name", "pid", "args"},
@@ -57,7 +64,7 @@ def test_every_event_has_the_fields_of_its_phase():
 
 def test_a_process_per_origin_and_a_thread_per_rank_and_channel():
     timeline = predicted()
-    phases = by_phase(trace_json([timeline, measured(timeline, 0.01)]))
+    phases = by_phase(trace(timeline, measured(timeline, 0.01)))
     names = {
         (event["pid"], event.get("tid")): event["args"]["name"]
         for event in phases["M"]
@@ -71,7 +78,7 @@ def test_a_process_per_origin_and_a_thread_per_rank_and_channel():
 
 
 def test_one_f_is_shown_as_a_millisecond_and_the_file_says_so():
-    text = trace_json([predicted("1f1b")])
+    text = trace(predicted("1f1b"))
     (first,) = [event for event in by_phase(text)["X"] if event["name"] == "1F0"]
     assert (first["ts"], first["dur"]) == (1000.0, 1000.0)
     assert first["args"] == {"kind": "F", "stage": 1, "microbatch": 0}
@@ -80,7 +87,7 @@ def test_one_f_is_shown_as_a_millisecond_and_the_file_says_so():
 
 
 def test_seconds_become_microseconds_since_the_first_instruction():
-    phases = by_phase(trace_json([measured(predicted("1f1b"), 0.02)]))
+    phases = by_phase(trace(measured(predicted("1f1b"), 0.02)))
     (first,) = [event for event in phases["X"] if event["name"] == "1F0"]
     assert (first["ts"], first["dur"]) == (20000.0, 20000.0)
 
@@ -88,7 +95,7 @@ def test_seconds_become_microseconds_since_the_first_instruction():
 @pytest.mark.parametrize("schedule", ["1f1b", "foldx_fifo"])
 def test_all_instructions_are_there_and_slices_of_a_thread_do_not_overlap(schedule):
     timeline = predicted(schedule, pp=3, num_microbatches=5, p2p=0.1)
-    slices = by_phase(trace_json([timeline]))["X"]
+    slices = by_phase(trace(timeline))["X"]
     kinds = COMPUTE_KINDS | {Kind.REDUCE}
     names = sorted(str(i) for row in timeline.program.ranks for i in row if i.kind in kinds)
     assert sorted(event["name"] for event in slices) == names
@@ -103,7 +110,7 @@ def test_all_instructions_are_there_and_slices_of_a_thread_do_not_overlap(schedu
 
 def test_each_message_is_an_arrow_from_inside_its_producer_to_inside_its_consumer():
     timeline = predicted("1f1b", pp=2, num_microbatches=2)
-    phases = by_phase(trace_json([timeline]))
+    phases = by_phase(trace(timeline))
 
     def slice_at(event):
         (found,) = [
@@ -121,13 +128,27 @@ def test_each_message_is_an_arrow_from_inside_its_producer_to_inside_its_consume
 
 def test_the_counter_of_activations_reaches_the_peak():
     timeline = predicted()
-    counters = by_phase(trace_json([timeline]))["C"]
+    counters = by_phase(trace(timeline))["C"]
     for rank, peak in enumerate(peak_activations(timeline.program)):
         mine = [e["args"] for e in counters if e["name"] == f"rank {rank} activations held"]
         assert max(values["microbatches"] for values in mine) == peak
 
 
-def test_write_trace_writes_the_json(tmp_path):
+def test_a_file_keeps_what_the_page_of_the_same_panels_draws(tmp_path):
     timeline = predicted()
-    write_trace(tmp_path / "trace.json", [timeline])
-    assert (tmp_path / "trace.json").read_text(encoding="ascii") == trace_json([timeline])
+    panels = [Panel("predicted", timeline), Panel("measured", measured(timeline, 0.01))]
+    write_trace(tmp_path / "trace.json", panels)
+    assert (tmp_path / "trace.json").read_text(encoding="ascii") == trace_json(panels)
+    kept = read_timelines(tmp_path / "trace.json")
+    assert [data.label for data in kept] == ["predicted", "measured"]
+    page = timeline_html(panels, title="a step")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL).group(1))
+    assert data["panels"] == [found.panel for found in kept]
+    assert [data["kinds"]] * 2 == [list(found.kinds) for found in kept]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"otherData": {"time_scale": {}}}'])
+def test_a_file_that_keeps_no_timelines_says_so(text, tmp_path):
+    (tmp_path / "trace.json").write_text(text)
+    with pytest.raises(ValueError):
+        read_timelines(tmp_path / "trace.json")

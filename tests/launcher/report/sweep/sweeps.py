@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.report.html import Panel, write_timeline_html
+from launcher.report.html import Panel
+from launcher.report.perfetto import write_trace
 from launcher.report.result import metrics_mapping, write_result
 from launcher.report.sweep.sweep_jobs import SweepJob, ended_job, file_stamps
 from strategies import UniformCosts, compile_program, simulate
@@ -54,7 +55,7 @@ def job(
     if result is not None:
         write_result(own / "result.json", result)
     if panels:
-        write_timeline_html(own / "timeline.html", panels, title="a job")
+        write_trace(own / "trace.json", panels)
     return ended_job(
         index, own, overrides, config=None, before=before, exit_code=exit_code, error=error
     )

@@ -72,7 +72,7 @@ def test_a_job_without_a_result_is_known_by_what_was_asked(tmp_path):
 def test_half_a_result_is_none(content, tmp_path):
     before = file_stamps(tmp_path)
     (tmp_path / "result.json").write_text(content)
-    (tmp_path / "timeline.html").write_text(content)
+    (tmp_path / "trace.json").write_text(content)
     found = ended_job(0, tmp_path, [], config=None, before=before, exit_code=1)
     assert (found.result, found.timelines, found.status) == ({}, (), "failed")
 
