@@ -15,12 +15,12 @@ from dataclasses import replace
 import torch
 
 from launcher.workloads.language_model import LanguageModel
-from launcher.workloads.registry import PRESETS
 from strategies.models.unit_model import UnitModel
 from strategies.plan import Options, Plan
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
 from strategies.runtime.step.recorder import Recorder
+from tests.launcher.workloads.presets import preset
 
 STEPS = 200
 MICROBATCHES = 8
@@ -37,7 +37,7 @@ class _Silent(Recorder):
 
 def main() -> None:
     torch.set_num_threads(1)
-    shape = replace(PRESETS["tiny"], layers=2, sequence=64)
+    shape = replace(preset("tiny"), layers=2, sequence=64)
     model = LanguageModel(shape)
     model.log = lambda *_, **__: None  # type: ignore[method-assign]
     engine = Engine(

@@ -19,7 +19,6 @@ from launcher.config import LaunchConfig, ModelConfig, TrainerConfig, check, dum
 from launcher.config.decode import nearest_keys
 from launcher.config.key import describe, keys_of, nodes_of
 from launcher.workloads.data.source import SourceKind
-from launcher.workloads.registry import PRESETS
 from strategies.errors import PlanError
 from strategies.schedules import SCHEDULES
 
@@ -73,7 +72,6 @@ def test_groups_are_the_nodes_of_the_schema():
 
 def test_options_are_the_keys_of_the_registries():
     assert set(GROUPS.options("schedule")) == {*SCHEDULES, "custom"}
-    assert set(GROUPS.options("model")) == {*PRESETS, "hf"}
     assert GROUPS.options("data") == get_args(SourceKind)
     for group in ("overlap", "costs", "optimizer", "tracking", "cluster"):
         allowed = next(k.hint for k in keys_of(LaunchConfig) if k.path == f"{group}.name")
@@ -84,18 +82,6 @@ def test_options_are_the_keys_of_the_registries():
 def test_a_schedule_file_repeats_the_registry(name):
     config = _compose(f"schedule={name}", *NEEDS.get(name, []))
     assert config.schedule.stages_per_rank == SCHEDULES[name].stages_per_rank
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_a_model_file_spells_its_preset(name):
-    model, shape = _compose(f"model={name}").model, PRESETS[name]
-    for field in ("layers", "hidden", "heads", "sequence", "norm", "activation", "position"):
-        assert getattr(model, field) == getattr(shape, field), field
-    assert (model.kv_heads or model.heads) == shape.kv_heads
-    assert model.ffn == shape.ffn
-    assert model.tie_embeddings == shape.tie_embeddings
-    assert model.dropout == shape.dropout
-    assert model.vocab == (None if shape.vocab == 256 else shape.vocab)
 
 
 def test_the_trainer_file_repeats_the_defaults_of_the_schema():

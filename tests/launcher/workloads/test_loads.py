@@ -15,7 +15,6 @@ from launcher.workloads.hf.hf_layer_steps import type_names
 from launcher.workloads.hf.hf_model import HfLanguageModel
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.loads import selective_shares, unit_loads
-from launcher.workloads.registry import PRESETS
 from launcher.workloads.transformer_shape import unit_specs
 from strategies.costs.analytic import sum_loads
 from strategies.errors import PlanError
@@ -23,13 +22,14 @@ from strategies.models.nested import tensors as tensors_in
 from strategies.models.selective.region import Computed, Kept, Region, SelectiveLayer
 from strategies.plan import FAMILIES
 from tests.launcher.workloads.hf.test_hf_shape import CASES, cpu_attention_flops
+from tests.launcher.workloads.presets import preset
 from tests.launcher.workloads.test_transformer_shape import LLAMA, SHAPES
 from tests.tiny_models import shape_of, write_model
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_tied_matrix_lies_on_both_stages_that_a_cut_separates(tp):
-    shape = replace(PRESETS["gpt2_124m"], vocab=50258, layers=2)
+    shape = replace(preset("gpt2_124m"), vocab=50258, layers=2)
     loads = unit_loads(shape, tp, 1)
     whole = sum_loads(list(loads))
     first, last = sum_loads(list(loads[:3])), sum_loads(list(loads[3:]))
@@ -41,7 +41,7 @@ def test_a_tied_matrix_lies_on_both_stages_that_a_cut_separates(tp):
 
 
 def test_nothing_is_added_where_nothing_is_tied():
-    loads = unit_loads(PRESETS["tiny"], 1, 1)
+    loads = unit_loads(preset("tiny"), 1, 1)
     cut = sum_loads(list(loads[:3])).parameters + sum_loads(list(loads[3:])).parameters
     assert cut == sum_loads(list(loads)).parameters
 

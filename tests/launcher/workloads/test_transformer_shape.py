@@ -9,6 +9,7 @@ from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.transformer import Transformer
 from launcher.workloads.transformer_shape import TransformerShape, unit_costs, unit_specs
 from strategies.errors import PlanError
+from tests.launcher.workloads.presets import PRESETS, preset
 
 LLAMA = TransformerShape(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=61, sequence=24)
 GPT = TransformerShape(
@@ -142,3 +143,60 @@ def test_sizes_that_do_not_fit_are_refused_with_one_that_does(changes, message):
 
 def test_an_odd_head_is_fine_with_learned_positions():
     assert replace(LLAMA, hidden=36, position="learned").head_size == 9
+
+
+# name -> (parameters, longest sequence). OpenLLaMA 3B stands in for the LLaMA 2 that has no 3B.
+PUBLISHED = {
+    "gpt2_124m": (124_439_808, 1024),  # transformers, openai-community/gpt2
+    "gpt3_1_6b": (1.6e9, 2048),
+    "gpt3_6_7b": (6.7e9, 2048),
+    "gpt3_13b": (13.0e9, 2048),  # GPT-3's paper, table 2.1
+    "gpt3_175b": (175e9, 2048),
+    "llama2_3b": (3_426_473_600, 4096),  # openlm-research/open_llama_3b
+    "llama2_7b": (6_738_415_616, 4096),  # meta-llama/Llama-2-7b-hf
+    "llama2_13b": (13_015_864_320, 4096),  # meta-llama/Llama-2-13b-hf
+}
+
+
+def test_every_model_file_is_looked_at():
+    assert sorted([*PUBLISHED, "fold_example", "small", "tiny"]) == PRESETS
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_published_number_of_parameters(name):
+    published, sequence = PUBLISHED[name]
+    tolerance = 0 if isinstance(published, int) else 0.015 if name == "gpt3_13b" else 0.035
+    shape = preset(name)
+    assert shape.num_parameters == pytest.approx(published, rel=tolerance)
+    assert (shape.sequence, shape.kv_heads, shape.dropout) == (sequence, shape.heads, 0)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_model_file_keeps_to_its_family(name):
+    shape = preset(name)
+    choices = (shape.norm, shape.activation, shape.position, shape.tie_embeddings)
+    if name.startswith("gpt"):
+        assert choices == ("layernorm", "gelu", "learned", True)
+        assert (shape.vocab, shape.ffn) == (50257, 4 * shape.hidden)
+    else:
+        assert choices == ("rmsnorm", "swiglu", "rope", False)
+        assert shape.vocab == (256 if name in ("tiny", "small") else 32000)
+
+
+def test_the_fold_example_has_the_shape_of_its_command_line():
+    shape = preset("fold_example")
+    assert (shape.layers, shape.hidden, shape.ffn, shape.heads) == (30, 6656, 17920, 52)
+    assert shape.sequence == 2048
+
+
+def test_the_laptop_models_can_be_cut_for_four_ranks():
+    tiny, small = preset("tiny"), preset("small")
+    assert (tiny.heads, tiny.kv_heads, tiny.sequence, small.sequence) == (4, 2, 128, 256)
+    assert tiny.num_units >= 4 * 3
+    assert tiny.num_parameters < 2_000_000 < small.num_parameters
+
+
+def test_an_end_to_end_step_of_llama2_13b_is_near_six_times_parameters_times_tokens():
+    shape = preset("llama2_13b")
+    flops = 3 * sum(unit.forward_flops for unit in unit_specs(shape))
+    assert flops / (6 * shape.num_parameters * shape.sequence) == pytest.approx(1.1, abs=0.06)

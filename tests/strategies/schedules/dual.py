@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 
 from strategies.compiler import compile_compute
@@ -10,6 +13,39 @@ from strategies.ir.verify import verify
 from strategies.lowering.send_recv import add_messages
 from strategies.passes.variants import accumulate_only
 from strategies.plan import Plan
+
+
+@dataclass(frozen=True)
+class Paired:
+    """What the report says of a schedule that runs F and B of opposite ways as pairs.
+
+    Attributes:
+        shapes: (P, M).
+        pairs: Microbatches' worth of pairs on the rank that waits most, from P and M.
+        hops: Forwards that a rank waits when nothing is fused, from P.
+        spare: Microbatches held above P.
+    """
+
+    shapes: list[tuple[int, int]]
+    pairs: Callable[[int, int], float]
+    hops: Callable[[int], float]
+    spare: float
+
+
+PAIRED = {
+    "dualpipe": Paired(
+        [(2, 4), (2, 10), (4, 8), (4, 16), (6, 12), (6, 14), (8, 16), (8, 32)],
+        pairs=lambda p, m: m - p - 1,
+        hops=lambda p: p // 2 - 1,
+        spare=1,
+    ),
+    "dualpipe_v": Paired(
+        [(1, 2), (1, 5), (2, 4), (2, 9), (3, 6), (4, 8), (4, 16), (8, 16), (8, 32)],
+        pairs=lambda p, m: (m - p) - 1 / 2,
+        hops=lambda p: (p - 1) / 2,
+        spare=0.5,
+    ),
+}
 
 
 def without_pairs(schedule: str, pp: int, num_microbatches: int) -> Program:

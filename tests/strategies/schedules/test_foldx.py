@@ -6,7 +6,6 @@ from launcher.report.ascii import draw
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.memory import peak_activations
 from strategies.compiler import compile_plan
-from strategies.errors import PlanError
 from strategies.plan import Plan
 from tests.strategies.programs import lines
 
@@ -87,12 +86,3 @@ def test_memory_bounds_the_choice():
     )
     assert impossible.group == 2
     assert impossible.reason.endswith("no group fits the memory limit, this one holds least")
-
-
-def test_a_group_outside_of_its_range_is_refused():
-    with pytest.raises(PlanError) as error:
-        compiled(4, 8, 9)
-    assert str(error.value) == (
-        "schedule.group=9: foldx needs pp <= group <= num_microbatches, here 4 to 8. "
-        "Try schedule.group=8."
-    )

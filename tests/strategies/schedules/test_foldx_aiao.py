@@ -3,7 +3,6 @@ import pytest
 from launcher.report.ascii import draw
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.memory import peak_activations
-from strategies.errors import PlanError
 from strategies.ir import Kind
 from tests.strategies.programs import lines
 
@@ -79,8 +78,3 @@ def test_the_closed_form_of_time_and_memory(pp, stages, microbatches, reduce):
     expected = microbatches * 3 + (pp - 1) * 3 / stages + max(reduce / stages, reduce - hidden)
     assert simulate(program, UniformCosts(grad_reduce=reduce)).makespan == pytest.approx(expected)
     assert peak_activations(program) == pytest.approx((microbatches,) * pp)
-
-
-def test_it_has_no_groups():
-    with pytest.raises(PlanError, match=r"schedule\.group=4: foldx_aiao has no groups"):
-        compile_program(schedule="foldx_aiao", pp=2, num_microbatches=4, group=4)

@@ -3,7 +3,6 @@ import pytest
 from launcher.report.ascii import draw
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.memory import peak_activations
-from strategies.errors import PlanError
 from strategies.ir import Kind
 from tests.strategies.programs import compute_texts, lines
 
@@ -93,8 +92,3 @@ def test_the_closed_form_of_time_and_memory(pp, stages, rounds, reduce):
         for rank in range(pp)
     ]
     assert peak_activations(program) == pytest.approx(tuple(unit / stages for unit in units))
-
-
-def test_it_has_no_groups_of_its_own():
-    with pytest.raises(PlanError, match=r"schedule\.group=4: foldx_fifo has no groups"):
-        compile_program(schedule="foldx_fifo", pp=2, num_microbatches=4, group=4)

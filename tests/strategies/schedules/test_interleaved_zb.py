@@ -4,32 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.report.ascii import draw
-from strategies import UniformCosts, compile_program, simulate
+from strategies import UniformCosts
 from strategies.analysis.memory import peak_activations
-from strategies.analysis.metrics import measure
-from strategies.errors import PlanError
 from strategies.ir.program import Program, chain
 from strategies.ir.verify import verify
 from strategies.schedules import SCHEDULES, Durations, Shape
 from strategies.schedules.search.weight_gaps import makespan
 from tests.strategies.programs import compute_texts, lines
-
-
-def compiled(pp, microbatches, stages=None, group=None, costs=None):
-    return compile_program(
-        schedule="interleaved_zb",
-        pp=pp,
-        num_microbatches=microbatches,
-        stages_per_rank=stages,
-        group=group,
-        costs=costs,
-    )
-
-
-def figures(*shape, costs=None):
-    costs = costs or UniformCosts()
-    return measure(simulate(compiled(*shape), costs), costs)
+from tests.strategies.schedules.figures import compiled, figures, picture
 
 
 def made_for(durations, pp, microbatches, stages=2):
@@ -44,7 +26,7 @@ def made_for(durations, pp, microbatches, stages=2):
 
 
 def test_two_stages_per_rank():
-    assert lines(draw(simulate(compiled(2, 4), UniformCosts()))) == lines(
+    assert picture("interleaved_zb", 2, 4) == lines(
         """
         rank 0 | 0F0 0F1 2F0 2F1  .  2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0
         rank 1 |  .  1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1
@@ -56,7 +38,7 @@ def test_two_stages_per_rank():
 
 
 def test_a_last_group_that_is_not_full_leaves_the_missing_microbatches_out():
-    assert compute_texts(compiled(2, 3, 2, 2)) == lines(
+    assert compute_texts(compiled("interleaved_zb", 2, 3, 2, 2)) == lines(
         """
         0F0 0F1 2F0 2F1 2I0 2W0 0F2 2I1 2W1 0I0 0W0 2F2 0I1 0W1 2I2 2W2 0I2 0W2
         1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1I1 1W0 3F2 3I2 1W1 3W2 1I2 1W2
@@ -64,43 +46,16 @@ def test_a_last_group_that_is_not_full_leaves_the_missing_microbatches_out():
     )
 
 
-def test_one_rank_runs_its_weight_gradients_at_once():
-    assert compute_texts(compiled(1, 2)) == ["0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1"]
-
-
 def test_the_figures_of_four_ranks_and_eight_microbatches():
-    result = figures(4, 8)
+    result = figures("interleaved_zb", 4, 8)
     assert result.makespan == 25.5
     assert result.peak_activations == (4, 4, 4, 4)
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-@pytest.mark.parametrize("pp", [1, 2, 4, 8])
-def test_bubble_and_memory(pp, rounds, stages):
-    microbatches = rounds * pp
-    result = figures(pp, microbatches, stages)
-    assert result.makespan == pytest.approx(3 * microbatches + (pp - 1) / stages)
-    assert result.bound_gap == pytest.approx(0, abs=1e-9)
-    assert result.peak_activations == pytest.approx((pp,) * pp)
-
-
 def test_a_group_is_the_number_of_microbatches_per_round():
-    assert figures(4, 16, 2, 8).makespan == 49.5
-    assert peak_activations(compiled(4, 16, 2, 8)) == (6, 6, 6, 6)
-    with pytest.raises(PlanError, match="interleaved_zb needs pp <= group <= num_microbatches"):
-        compiled(4, 16, 2, 3)
-
-
-@settings(max_examples=25)
-@given(pp=st.integers(1, 8), microbatches=st.integers(1, 16), stages=st.integers(1, 4))
-def test_it_runs_for_every_shape(pp, microbatches, stages):
-    result = figures(pp, microbatches, stages)
-    shape = SCHEDULES["interleaved_zb"].resolve(
-        pp=pp, num_microbatches=microbatches, stages_per_rank=stages, group=None
-    )
-    assert result.bound_gap >= -1e-9
-    assert max(result.peak_activations) <= ((stages - 1) * shape.group + pp) / stages + 1e-9
+    found = figures("interleaved_zb", 4, 16, 2, 8)
+    assert found.makespan == 49.5
+    assert found.peak_activations == (6, 6, 6, 6)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +63,9 @@ def test_it_runs_for_every_shape(pp, microbatches, stages):
 )
 def test_costs_that_are_equal_on_all_stages_change_no_peak_and_cost_no_time(backward, inputs, p2p):
     costs = UniformCosts(backward=backward, backward_input=inputs * backward, p2p=p2p)
-    tuned = simulate(compiled(4, 8, costs=costs), costs)
-    assert tuned.makespan <= simulate(compiled(4, 8), costs).makespan + 1e-9
-    assert max(peak_activations(tuned.program)) <= 4
+    tuned = figures("interleaved_zb", 4, 8, costs=costs, made_for=costs)
+    assert tuned.makespan <= figures("interleaved_zb", 4, 8, costs=costs).makespan + 1e-9
+    assert max(tuned.peak_activations) <= 4
 
 
 per_stage = st.lists(st.floats(0.2, 3.0), min_size=8, max_size=8).map(tuple)
@@ -143,4 +98,4 @@ def test_it_is_the_order_of_torch(pp, rounds, stages):
     torch = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
     rows = torch.get_schedule_ops("InterleavedZeroBubble", pp, rounds * pp, stages)
     expected = [" ".join(str(action) for action in row if action is not None) for row in rows]
-    assert compute_texts(compiled(pp, rounds * pp, stages)) == expected
+    assert compute_texts(compiled("interleaved_zb", pp, rounds * pp, stages)) == expected

@@ -1,26 +1,14 @@
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from launcher.report.ascii import draw
-from strategies import UniformCosts, compile_program, simulate
-from strategies.analysis.memory import peak_activations
-from strategies.analysis.metrics import measure
 from strategies.ir.placement import v
 from strategies.schedules.v_half import _regular
-from tests.strategies.programs import compute_texts, lines
+from tests.strategies.programs import lines
+from tests.strategies.schedules.figures import figures, picture
 from tests.strategies.schedules.timed_orders import figures_of, rows_of, timed, uniform
 
 
-def figures(pp, num_microbatches, **given_costs):
-    costs = UniformCosts(**given_costs)
-    program = compile_program(schedule="v_half", pp=pp, num_microbatches=num_microbatches)
-    return program, measure(simulate(program, costs), costs)
-
-
 def test_four_ranks():
-    program = compile_program(schedule="v_half", pp=4, num_microbatches=4)
-    assert lines(draw(simulate(program, UniformCosts()))) == lines(
+    assert picture("v_half", 4, 4) == lines(
         """
         rank 0 | 0F0 0F1 0F2 0F3  .   .   .  7F0 7I0 7F1 7I1 7W0 7W1 7F2 7I2
         rank 1 |  .  1F0 1F1 1F2 1F3  .  6F0  .  6F1 6I0 6W0 6I1 6F2 6W1  .
@@ -35,19 +23,10 @@ def test_four_ranks():
     )
 
 
-@pytest.mark.parametrize("rounds", [2, 3, 4])
-@pytest.mark.parametrize(("pp", "bubble"), list(enumerate((0.5, 2.5, 2.5, 5.5, 5.5, 8.5, 8.5), 2)))
-def test_the_bubble_does_not_grow_with_the_microbatches(pp, bubble, rounds):
-    program, metrics = figures(pp, rounds * pp)
-    assert metrics.makespan == pytest.approx(3 * rounds * pp + bubble)
-    assert max(peak_activations(program)) <= (pp + 2) // 2
-
-
 @pytest.mark.parametrize(("pp", "share"), [(2, 1.0), (4, 0.75), (6, 2 / 3), (8, 0.625)])
 def test_its_memory_falls_towards_half_of_1f1b(pp, share):
-    program, _ = figures(pp, 2 * pp)
-    reference = compile_program(schedule="1f1b", pp=pp, num_microbatches=2 * pp)
-    assert max(peak_activations(program)) == share * max(peak_activations(reference))
+    reference = figures("1f1b", pp, 2 * pp).peak_activations
+    assert max(figures("v_half", pp, 2 * pp).peak_activations) == share * max(reference)
 
 
 @pytest.mark.parametrize("costs", [(2.0, 0.5, 0.5), (0.5, 2.0, 0.5)])
@@ -59,18 +38,3 @@ def test_costs_that_break_the_blocks_condition_get_an_order_of_their_own(costs):
     order = timed(placement, 24, rows_of("v_half", 8, 24, durations), durations)
     assert order.figures.makespan < 0.95 * regular
     assert order.peak <= 5
-
-
-@settings(max_examples=25, deadline=None)
-@given(pp=st.integers(1, 8), microbatches=st.integers(1, 16))
-def test_any_number_of_microbatches(pp, microbatches):
-    program, metrics = figures(pp, microbatches)
-    assert metrics.makespan >= metrics.lower_bound - 1e-9
-    assert max(peak_activations(program)) <= min((pp + 2) // 2, microbatches)
-
-
-def test_one_rank_has_no_bubble():
-    program, metrics = figures(1, 3)
-    assert metrics.makespan == 9
-    assert peak_activations(program) == (1,)
-    assert len(compute_texts(program)[0].split()) == 18

@@ -1,23 +1,11 @@
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from launcher.report.ascii import draw
-from strategies import UniformCosts, compile_program, simulate
-from strategies.analysis.memory import peak_activations
-from strategies.analysis.metrics import measure
-from tests.strategies.programs import compute_texts, lines
-
-
-def figures(pp, num_microbatches, **given_costs):
-    costs = UniformCosts(**given_costs)
-    program = compile_program(schedule="v_min", pp=pp, num_microbatches=num_microbatches)
-    return program, measure(simulate(program, costs), costs)
+from tests.strategies.programs import lines
+from tests.strategies.schedules.figures import figures, picture
 
 
 def test_four_ranks():
-    program = compile_program(schedule="v_min", pp=4, num_microbatches=4)
-    assert lines(draw(simulate(program, UniformCosts()))) == lines(
+    assert picture("v_min", 4, 4) == lines(
         """
         rank 0 | 0F0 0F1  .   .   .   .   .  7F0 7I0 0F2 7W0  .   .  7F1 7I1 0I0 7W1 0W0
         rank 1 |  .  1F0 1F1  .   .   .  6F0  .   .  6I0 6W0  .  6F1 1F2 1I0 6I1 1W0 6W1
@@ -32,39 +20,11 @@ def test_four_ranks():
     )
 
 
-@pytest.mark.parametrize("rounds", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("pp", "bubble"), list(enumerate((0.5, 2.5, 5.5, 5.5, 8.5, 11.5, 11.5), 2))
-)
-def test_the_bubble_does_not_grow_with_the_microbatches(pp, bubble, rounds):
-    program, metrics = figures(pp, rounds * pp)
-    assert metrics.makespan == pytest.approx(3 * rounds * pp + bubble)
-    assert max(peak_activations(program)) <= (pp + 4) // 3
-
-
 @pytest.mark.parametrize(("pp", "peak"), [(2, 2), (5, 3), (8, 4)])
 def test_its_memory_falls_towards_a_third_of_1f1b(pp, peak):
-    program, _ = figures(pp, 2 * pp)
-    assert max(peak_activations(program)) == peak
+    assert max(figures("v_min", pp, 2 * pp).peak_activations) == peak
 
 
 def test_it_is_faster_than_1f1b_at_a_third_of_its_memory():
-    _, metrics = figures(8, 16)
-    reference = compile_program(schedule="1f1b", pp=8, num_microbatches=16)
-    assert metrics.makespan == 59.5
-    assert simulate(reference, UniformCosts()).makespan == 69
-
-
-@settings(max_examples=25, deadline=None)
-@given(pp=st.integers(1, 8), microbatches=st.integers(1, 16))
-def test_any_number_of_microbatches(pp, microbatches):
-    program, metrics = figures(pp, microbatches)
-    assert metrics.makespan >= metrics.lower_bound - 1e-9
-    assert max(peak_activations(program)) <= min((pp + 4) // 3, microbatches)
-
-
-def test_one_rank_has_no_bubble():
-    program, metrics = figures(1, 3)
-    assert metrics.makespan == 9
-    assert peak_activations(program) == (1,)
-    assert len(compute_texts(program)[0].split()) == 18
+    assert figures("v_min", 8, 16).makespan == 59.5
+    assert figures("1f1b", 8, 16).makespan == 69

@@ -1,27 +1,15 @@
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from launcher.report.ascii import draw
-from strategies import UniformCosts, compile_program, simulate
-from strategies.analysis.memory import peak_activations
-from strategies.analysis.metrics import measure
 from strategies.schedules.zb_h1 import split_1f1b
-from tests.strategies.programs import compute_texts, lines
+from tests.strategies.programs import lines
+from tests.strategies.schedules.figures import picture
 from tests.strategies.schedules.timed_orders import placement_of, rows_of, timed, uniform
 
 
-def figures(pp, num_microbatches, **given_costs):
-    costs = UniformCosts(**given_costs)
-    program = compile_program(schedule="zb_h1", pp=pp, num_microbatches=num_microbatches)
-    return program, measure(simulate(program, costs), costs)
-
-
 def test_the_papers_figure():
-    program = compile_program(schedule="zb_h1", pp=4, num_microbatches=4)
-    assert lines(draw(simulate(program, UniformCosts()))) == lines(
+    assert picture("zb_h1", 4, 4) == lines(
         """
         rank 0 | 0F0 0F1 0F2 0F3  .   .   .  0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3
         rank 1 |  .  1F0 1F1 1F2  .   .  1I0 1F3 1I1 1W0 1I2 1W1 1I3 1W2 1W3
@@ -29,28 +17,6 @@ def test_the_papers_figure():
         rank 3 |  .   .   .  3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3W0 3W1 3W2 3W3
         """
     )
-
-
-def test_one_rank_runs_microbatch_after_microbatch():
-    program = compile_program(schedule="zb_h1", pp=1, num_microbatches=2)
-    assert compute_texts(program) == ["0F0 0I0 0W0 0F1 0I1 0W1"]
-
-
-@pytest.mark.parametrize("rounds", [1, 2, 4])
-@pytest.mark.parametrize("pp", [1, 2, 4, 8])
-def test_the_papers_bubble_and_memory(pp, rounds):
-    program, metrics = figures(pp, rounds * pp)
-    assert metrics.makespan == 3 * rounds * pp + (pp - 1)
-    assert metrics.bound_gap == pytest.approx(0, abs=1e-9)
-    assert peak_activations(program) == (pp,) * pp
-
-
-@settings(max_examples=25, deadline=None)
-@given(pp=st.integers(1, 8), microbatches=st.integers(1, 16))
-def test_any_number_of_microbatches(pp, microbatches):
-    program, metrics = figures(pp, microbatches)
-    assert metrics.makespan >= metrics.lower_bound - 1e-9
-    assert max(peak_activations(program)) <= min(pp, microbatches)
 
 
 @settings(max_examples=25, deadline=None)

@@ -1,27 +1,14 @@
-from itertools import pairwise
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.report.ascii import draw
-from strategies import UniformCosts, compile_program, simulate
-from strategies.analysis.memory import peak_activations
-from strategies.analysis.metrics import measure
-from strategies.simulator.engine import unroll
-from tests.strategies.programs import compute_texts, lines
+from tests.strategies.programs import lines
+from tests.strategies.schedules.figures import figures, picture
 from tests.strategies.schedules.timed_orders import placement_of, rows_of, timed, uniform
 
 
-def figures(pp, num_microbatches, **given_costs):
-    costs = UniformCosts(**given_costs)
-    program = compile_program(schedule="zb_h2", pp=pp, num_microbatches=num_microbatches)
-    return program, measure(simulate(program, costs), costs)
-
-
 def test_the_papers_figure():
-    program = compile_program(schedule="zb_h2", pp=3, num_microbatches=6)
-    assert lines(draw(simulate(program, UniformCosts()))) == lines(
+    assert picture("zb_h2", 3, 6) == lines(
         """
         rank 0 | 0F0 0F1 0F2 0F3 0F4 0I0 0W0 0F5 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4 0I5 0W5  .   .
         rank 1 |  .  1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1F5 1I3 1W1 1I4 1W2 1I5 1W3 1W4 1W5  .
@@ -30,36 +17,12 @@ def test_the_papers_figure():
     )
 
 
-@pytest.mark.parametrize("more", [0, 1, 9])
-@pytest.mark.parametrize("pp", [1, 2, 4, 8])
-def test_the_papers_bubble_and_memory(pp, more):
-    microbatches = 2 * pp - 1 + more
-    program, metrics = figures(pp, microbatches)
-    assert metrics.makespan == 3 * microbatches + (pp - 1)
-    assert metrics.period == 3 * microbatches
-    assert metrics.bound_gap == pytest.approx(0, abs=1e-9)
-    assert peak_activations(program) == (2 * pp - 1,) * pp
-
-
-@pytest.mark.parametrize("more", [0, 1, 9])
-@pytest.mark.parametrize("pp", [1, 2, 4, 8])
-def test_without_a_barrier_a_step_takes_the_work_of_one_rank(pp, more):
-    """Every rank begins the next step one period later, while others still drain."""
-    microbatches = 2 * pp - 1 + more
-    program, metrics = figures(pp, microbatches)
-    steps = unroll(program, UniformCosts(), steps=3)
-    begun = [[min(row) for row in step.start] for step in steps]
-    for before, after in pairwise(begun):
-        assert [b - a for a, b in zip(before, after, strict=True)] == [3 * microbatches] * pp
-    assert metrics.period == 3 * microbatches
-
-
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_as_many_microbatches_as_ranks_take_no_longer_than_zb_h1(pp):
     """The paper's warm-up delays gradients that a short step has nothing to hide behind."""
-    program, metrics = figures(pp, pp)
-    assert metrics.makespan == metrics.period == 3 * pp + (pp - 1)
-    assert max(peak_activations(program)) <= pp
+    found = figures("zb_h2", pp, pp)
+    assert found.makespan == found.period == 3 * pp + (pp - 1)
+    assert max(found.peak_activations) <= pp
 
 
 @settings(max_examples=25, deadline=None)
@@ -85,16 +48,3 @@ def test_no_order_in_this_memory_has_a_shorter_period_where_w_is_shortest_and_al
     work = microbatches * (1.0 + backward_input + backward_weight)
     assert order.span == pytest.approx(max(work, least))
     assert order.peak <= 2 * pp - 1
-
-
-@settings(max_examples=25, deadline=None)
-@given(pp=st.integers(1, 8), microbatches=st.integers(1, 16))
-def test_any_number_of_microbatches(pp, microbatches):
-    program, metrics = figures(pp, microbatches)
-    assert metrics.makespan >= metrics.lower_bound - 1e-9
-    assert max(peak_activations(program)) <= min(2 * pp - 1, microbatches)
-
-
-def test_one_rank_runs_microbatch_after_microbatch():
-    program = compile_program(schedule="zb_h2", pp=1, num_microbatches=2)
-    assert compute_texts(program) == ["0F0 0I0 0W0 0F1 0I1 0W1"]
