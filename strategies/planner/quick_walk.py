@@ -91,13 +91,7 @@ def _walk(
     structure: Structure, table: CostTable, ready: dict[int, float]
 ) -> tuple[list[float], list[float], list[float]]:
     """Start and end per node, and when each rank has ended its list."""
-    durations = (
-        *table.forward,
-        *table.backward,
-        *table.backward_input,
-        *table.backward_weight,
-        *table.recompute,
-    )
+    durations = table.flat()
     latency, occupancy = table.latency, table.occupancy
     num_ranks = structure.placement.num_ranks
     count = len(structure.moves)
