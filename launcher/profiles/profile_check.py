@@ -7,7 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -301,6 +301,10 @@ def _spelt(value: object) -> str:
 # stage take cannot be told apart there, so their proportions stay as they were measured.
 
 
+_MEASURED = {entry.name for entry in fields(Seconds)}
+_SCALED = frozenset(kind for kind in MICROBATCH_KINDS if KINDS[kind].duration in _MEASURED)
+
+
 def write_refined(target: Path, costs: Costs, measured: Timeline) -> None:
     """Writes a run's profile, corrected by its median step."""
     assert isinstance(costs, ProfiledCosts)
@@ -323,7 +327,7 @@ def kind_ratios(measured: Timeline, table: CostTable) -> dict[Kind, float]:
     for rank in range(len(measured.program.ranks)):
         for event in measured.compute(rank):
             kind = event.instruction.kind
-            if kind in MICROBATCH_KINDS and kind is not Kind.OVERLAP:
+            if kind in _SCALED:
                 took[kind] = took.get(kind, 0.0) + event.end - event.start
                 predicted[kind] = predicted.get(kind, 0.0) + table.of(event.instruction)
     return {kind: took[kind] / predicted[kind] for kind in took if predicted[kind] > 0}

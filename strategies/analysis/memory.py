@@ -7,15 +7,57 @@ pair counts in full.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from strategies.costs.table import CostTable, StageMemory
-from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import MICROBATCH_KINDS, Kind
+from strategies.ir.instruction import Instruction, forward
+from strategies.ir.kinds import KINDS, MICROBATCH_KINDS, Amounts, Kind, Purpose
 from strategies.ir.program import Program, recomputed_pairs
+
+_Number = TypeVar("_Number", int, float)
+# One unit: what a microbatch holds for each purpose, per stage; of what is left out, nothing.
+_Sizes = Mapping[Purpose, Sequence[_Number]]
+# (kind, whether its pair is recomputed) -> per stage.
+_Table = dict[tuple[Kind, bool], list[_Number]]
+
+
+def vector(kind: Kind, *, again: bool, keeps: bool = True) -> tuple[Amounts, Amounts]:
+    """What an instruction takes when it starts and frees when it ends, by purpose.
+
+    All that is said of memory is a sum over these vectors, in one unit or another.
+
+    Args:
+        kind: Of a part, not of a fused pair.
+        again: Whether its (stage, microbatch) pair has an R.
+        keeps: False in forward programs, where nothing outlasts the instruction that took it.
+    """
+    facts = KINDS[kind]
+    takes = facts.checkpointed if again and facts.checkpointed is not None else facts.takes
+    return takes, facts.frees if keeps else takes
+
+
+def _tables(
+    program: Program, plain: _Sizes[_Number], again: _Sizes[_Number]
+) -> tuple[_Table[_Number], _Table[_Number]]:
+    """All vectors of a program in one unit, looked up once: taken and freed."""
+    stages, keeps = range(program.placement.num_stages), program.role != "forward"
+    takes: _Table[_Number] = {}
+    frees: _Table[_Number] = {}
+    nothing: list[_Number] = [0] * len(stages)
+    for kind in KINDS:
+        for is_again, sizes in ((False, plain), (True, again)):
+            both = vector(kind, again=is_again, keeps=keeps)
+            for table, amounts in zip((takes, frees), both, strict=True):
+                counted = [(count, sizes[p]) for p, count in amounts.items() if p in sizes]
+                table[kind, is_again] = (
+                    [sum(count * size[stage] for count, size in counted) for stage in stages]
+                    if counted
+                    else nothing
+                )
+    return takes, frees
 
 
 class Holding:
@@ -36,25 +78,27 @@ class Holding:
         waiting: Sequence[float] | None = None,
     ) -> None:
         self._program = program
-        self._full = full
-        self._inputs = inputs
-        self._waiting = full if waiting is None else waiting
         self._again = recomputed_pairs(program)
-        self._keeps = program.role != "forward"
+        sizes = {
+            Purpose.GRAPH: full,
+            Purpose.INPUT: inputs,
+            Purpose.WAITING: full if waiting is None else waiting,
+        }
+        self._takes, self._frees = _tables(program, sizes, sizes)
 
     def carried(self, rank: int) -> float:
         """What a rank holds before its first instruction."""
         rank_of = self._program.placement.rank_of
         pairs = self._program.entry.in_flight
-        return sum(self._kept(*pair) for pair in pairs if rank_of(*pair) == rank)
+        return sum(self.taken(forward(*pair)) for pair in pairs if rank_of(*pair) == rank)
 
     def taken(self, item: Instruction) -> float:
         """What an instruction takes when it starts."""
-        return sum(map(self._taken, item.parts))
+        return self._sum(self._takes, item)
 
     def freed(self, item: Instruction) -> float:
         """What it gives back when it ends."""
-        return sum(map(self._freed, item.parts))
+        return self._sum(self._frees, item)
 
     def peak(self, rank: int) -> float:
         """What a rank holds at its worst moment."""
@@ -68,24 +112,10 @@ class Holding:
             yield held
             held -= self.freed(item)
 
-    def _taken(self, part: Instruction) -> float:
-        if part.kind is Kind.F and part.microbatch is not None:
-            return self._kept(part.stage, part.microbatch)
-        if part.kind is Kind.R:
-            return self._full[part.stage] - self._inputs[part.stage]
-        return 0.0
-
-    def _freed(self, part: Instruction) -> float:
-        full, waiting = self._full[part.stage], self._waiting[part.stage]
-        if not self._keeps:
-            return full if part.kind is Kind.F else 0.0
-        if part.kind is Kind.I:
-            return full - waiting
-        return {Kind.B: full, Kind.W: waiting}.get(part.kind, 0.0)
-
-    def _kept(self, stage: int, microbatch: int) -> float:
-        checkpointed = (stage, microbatch) in self._again
-        return self._inputs[stage] if checkpointed else self._full[stage]
+    def _sum(self, table: _Table[float], item: Instruction) -> float:
+        if item.halves:
+            return sum(self._sum(table, half) for half in item.halves)
+        return table[item.kind, (item.stage, item.microbatch) in self._again][item.stage]
 
 
 def peak_activations(program: Program, table: CostTable | None = None) -> tuple[float, ...]:
@@ -173,10 +203,6 @@ class RankMemory:
         return self.stage_inputs + self.activations + self.recompute
 
 
-Pair = tuple[int, int]
-"""A stage and a microbatch."""
-
-
 class _Moment(NamedTuple):
     """Bytes beside the state while one instruction runs."""
 
@@ -193,8 +219,8 @@ def memory_over_time(
 ) -> tuple[tuple[int, RankMemory], ...]:
     """(place in the list, held meanwhile) of each F, B, I, W, R or fused pair of a rank."""
     state = _state(program, memory, rank)
-    walk = _Walk(program, memory, rank, recomputed_pairs(program))
-    return tuple((m.place, _with(state, m)) for m in walk.moments())
+    moments = _Walk(program, memory).moments(rank)
+    return tuple((moment.place, _with(state, moment)) for moment in moments)
 
 
 def peak_memory(program: Program, table: CostTable) -> tuple[RankMemory, ...] | None:
@@ -202,10 +228,10 @@ def peak_memory(program: Program, table: CostTable) -> tuple[RankMemory, ...] | 
     memory = table.memory
     if memory is None:
         return None
-    again = recomputed_pairs(program)
+    walk = _Walk(program, memory)
     peaks = []
     for rank in range(len(program.ranks)):
-        moments = _Walk(program, memory, rank, again).moments()
+        moments = walk.moments(rank)
         worst = max(moments, key=lambda moment: sum(moment[1:]), default=_Moment(0, 0, 0, 0, 0, 0))
         peaks.append(_with(_state(program, memory, rank), worst))
     return tuple(peaks)
@@ -219,9 +245,9 @@ def peak_memory_bytes(program: Program, table: CostTable) -> tuple[int | None, .
 
 def peak_saved(program: Program, memory: StageMemory) -> tuple[int, ...]:
     """The most that each rank holds for backwards to come."""
-    again = recomputed_pairs(program)
+    walk = _Walk(program, memory)
     return tuple(
-        max((sum(m[1:4]) for m in _Walk(program, memory, rank, again).moments()), default=0)
+        max((sum(moment[1:4]) for moment in walk.moments(rank)), default=0)
         for rank in range(len(program.ranks))
     )
 
@@ -247,98 +273,93 @@ def _with(state: RankMemory, moment: _Moment) -> RankMemory:
 
 
 class _Walk:
-    """One rank's list, once."""
+    """The lists of a program, each once."""
 
-    def __init__(
-        self, program: Program, memory: StageMemory, rank: int, again: frozenset[Pair]
-    ) -> None:
+    def __init__(self, program: Program, memory: StageMemory) -> None:
         self._program = program
         self._memory = memory
-        self._rank = rank
-        self._row = program.ranks[rank]
-        self._again = again
-        self._keeps = program.role != "forward"
-        self._last = program.placement.num_stages - 1
-        self._inputs = self._activations = self._rebuilt = 0
-        self._results = 0  # of forwards with a graph, and messages handed over on this rank
-        self._links: dict[tuple[int, int], int] = {}  # (boundary, direction) -> latest message
+        self._again = recomputed_pairs(program)
+        self._takes, self._frees = _split(program, memory)
+        self._temporaries: dict[Kind, tuple[int, ...]] = {
+            kind: getattr(memory, facts.temporaries)
+            for kind, facts in KINDS.items()
+            if facts.temporaries
+        }
 
-    def moments(self) -> Iterator[_Moment]:
-        for stage, microbatch in self._program.entry.in_flight:
-            if self._program.placement.rank_of(stage, microbatch) == self._rank:
-                self._take(Instruction(Kind.F, stage, microbatch))
-        received = self._received()
-        for place, item in enumerate(self._row):
+    def moments(self, rank: int) -> Iterator[_Moment]:
+        row, again, takes, frees = self._program.ranks[rank], self._again, self._takes, self._frees
+        # Results: of forwards with a graph, messages handed over on this rank included.
+        inputs = activations = rebuilt = results = 0
+        links: dict[tuple[int, int], int] = {}  # (boundary, direction) -> latest message
+        for pair in self._program.entry.in_flight:
+            if self._program.placement.rank_of(*pair) == rank:
+                more = takes[Kind.F, pair in again][pair[0]]
+                inputs, activations = inputs + more[0], activations + more[1]
+                rebuilt, results = rebuilt + more[2], results + more[3]
+        received = self._received(row)
+        for place, item in enumerate(row):
             if item.kind is Kind.SEND:
                 assert item.peer is not None
-                self._links[item.stage, item.peer] = _size(item, self._memory)
+                links[item.stage, item.peer] = _size(item, self._memory)
             if item.kind not in MICROBATCH_KINDS:
                 continue
-            for part in item.parts:
-                self._take(part)
-            messages = self._results + sum(self._links.values()) + received[place]
-            needs = max(map(self._temporaries, item.parts))
-            yield _Moment(place, self._inputs, self._activations, self._rebuilt, messages, needs)
-            for part in item.parts:
-                self._give_back(part)
+            parts = item.parts
+            for part in parts:
+                more = takes[part.kind, (part.stage, part.microbatch) in again][part.stage]
+                inputs, activations = inputs + more[0], activations + more[1]
+                rebuilt, results = rebuilt + more[2], results + more[3]
+            messages = results + sum(links.values()) + received[place]
+            needs = max(self._needs(part) for part in parts)
+            yield _Moment(place, inputs, activations, rebuilt, messages, needs)
+            for part in parts:
+                less = frees[part.kind, (part.stage, part.microbatch) in again][part.stage]
+                inputs, activations = inputs - less[0], activations - less[1]
+                rebuilt, results = rebuilt - less[2], results - less[3]
 
-    def _received(self) -> list[int]:
+    def _received(self, row: Sequence[Instruction]) -> list[int]:
         """At every place the bytes for which a receive is posted and which nothing uses yet."""
         uses = {
-            (Kind.F if part.kind is Kind.F else Kind.B, part.stage, part.microbatch): place
-            for place, item in enumerate(self._row)
+            (KINDS[part.kind].receives, part.stage, part.microbatch): place
+            for place, item in enumerate(row)
             for part in item.parts
-            if part.kind in (Kind.F, Kind.B, Kind.I)
         }
-        places = [place for place, item in enumerate(self._row) if item.kind is Kind.RECV]
-        changes = [0] * (len(self._row) + 1)
+        places = [place for place, item in enumerate(row) if item.kind is Kind.RECV]
+        changes = [0] * (len(row) + 1)
         for index, place in enumerate(places):
-            item = self._row[place]
+            item = row[place]
             assert item.payload is not None
             ahead = index - RECEIVED_AHEAD
             changes[places[ahead] if ahead >= 0 else 0] += _size(item, self._memory)
-            used = uses.get((item.payload, item.stage, item.microbatch), len(self._row))
+            used = uses.get((item.payload, item.stage, item.microbatch), len(row))
             changes[used] -= _size(item, self._memory)
         return list(accumulate(changes))
 
-    def _take(self, part: Instruction) -> None:
-        memory, stage = self._memory, part.stage
-        if part.kind is Kind.F and self._is_again(part):
-            self._inputs += memory.inputs[stage]
-        elif part.kind is Kind.F:
-            self._activations += memory.activations[stage]
-            self._results += memory.outputs[stage]
-        elif part.kind is Kind.R:
-            self._rebuilt += memory.activations[stage] - memory.inputs[stage]
-            self._results += memory.outputs[stage]
+    def _needs(self, part: Instruction) -> int:
+        rows = self._temporaries.get(part.kind)
+        return rows[part.stage] if rows else 0
 
-    def _give_back(self, part: Instruction) -> None:
-        memory, stage = self._memory, part.stage
-        again = self._is_again(part)
-        if part.kind is Kind.F and not self._keeps:
-            self._activations -= memory.activations[stage]
-            self._results -= memory.outputs[stage]
-        elif part.kind is Kind.B or part.kind is Kind.I:
-            self._results -= memory.outputs[stage]
-            rest = memory.waiting[stage] if part.kind is Kind.I else 0
-            if again:
-                self._inputs -= memory.inputs[stage]
-                self._rebuilt -= memory.activations[stage] - memory.inputs[stage] - rest
-            else:
-                self._activations -= memory.activations[stage] - rest
-        elif part.kind is Kind.W and again:
-            self._rebuilt -= memory.waiting[stage]
-        elif part.kind is Kind.W:
-            self._activations -= memory.waiting[stage]
 
-    def _is_again(self, part: Instruction) -> bool:
-        return part.microbatch is not None and (part.stage, part.microbatch) in self._again
+_Bytes = tuple[int, ...]  # stage inputs, activations, recompute, results
+_Split = dict[tuple[Kind, bool], list[_Bytes]]
 
-    def _temporaries(self, part: Instruction) -> int:
-        forward = part.kind is Kind.F or part.kind is Kind.R
-        memory = self._memory
-        rows = memory.forward_temporaries if forward else memory.backward_temporaries
-        return rows[part.stage]
+
+def _split(program: Program, memory: StageMemory) -> tuple[_Split, _Split]:
+    """All vectors of a program in bytes, by what reports say that they are for."""
+    rebuilt = tuple(map(int.__sub__, memory.activations, memory.inputs))
+    results: _Sizes[int] = {Purpose.RESULT: memory.outputs}
+    # Per figure of ``_Bytes``: of pairs that keep their graph, and of those that rebuild it.
+    units: tuple[tuple[_Sizes[int], _Sizes[int]], ...] = (
+        ({}, {Purpose.INPUT: memory.inputs, Purpose.GRAPH: memory.inputs}),
+        ({Purpose.GRAPH: memory.activations, Purpose.WAITING: memory.waiting}, {}),
+        ({}, {Purpose.GRAPH: rebuilt, Purpose.WAITING: memory.waiting}),
+        (results, results),
+    )
+    columns = [_tables(program, *unit) for unit in units]
+    takes, frees = (
+        {key: list(zip(*(table[key] for table in tables), strict=True)) for key in tables[0]}
+        for tables in zip(*columns, strict=True)
+    )
+    return takes, frees
 
 
 def _size(message: Instruction, memory: StageMemory) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import KINDS
+from strategies.ir.kinds import KINDS, Kind
 from strategies.ir.walk import DURATION_ROWS
 
 if TYPE_CHECKING:
@@ -73,12 +73,18 @@ class CostTable:
         """How long an instruction occupies its rank."""
         if item.halves:
             return self.fused * sum(map(self.of, item.halves))
-        column: tuple[float, ...] = getattr(self, KINDS[item.kind].duration)
-        return column[item.stage]
+        column = self._column(item.kind)
+        return column[item.stage] if column else 0.0
 
     def flat(self) -> list[float]:
         """What occupies a rank, in the order of ``DURATION_ROWS``: row * S + stage."""
-        return [took for kind in DURATION_ROWS for took in getattr(self, KINDS[kind].duration)]
+        nothing = (0.0,) * len(self.forward)
+        return [took for kind in DURATION_ROWS for took in self._column(kind) or nothing]
+
+    def _column(self, kind: Kind) -> tuple[float, ...]:
+        """Per stage, what a kind takes; () for nothing."""
+        column: tuple[float, ...] = getattr(self, KINDS[kind].duration)
+        return column
 
 
 class Costs(Protocol):

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from strategies.analysis.memory import vector
 from strategies.compiler import compile_compute, order_compute
 from strategies.costs.table import CostTable
 from strategies.errors import ProgramError
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import Kind
+from strategies.ir.kinds import GRADIENT_KINDS, KINDS, Amounts, Kind, Purpose
 from strategies.ir.placement import Placement
 from strategies.ir.program import Program
 from strategies.ir.walk import DURATION_ROWS
@@ -311,9 +312,23 @@ def _first_and_last(program: Program, offsets: list[int]) -> tuple[list[int], li
             if item.kind is Kind.F:
                 if first[item.stage] < 0:
                     first[item.stage] = node
-            elif item.kind is Kind.B or item.kind is Kind.W:
+            elif item.kind in GRADIENT_KINDS:
                 last[item.stage] = node
     return first, last
+
+
+def _counted(amounts: Amounts) -> tuple[int, int] | None:
+    """Full activations, what waits for a W among them, and stage inputs; None for neither."""
+    full = amounts.get(Purpose.GRAPH, 0) + amounts.get(Purpose.WAITING, 0)
+    inputs = amounts.get(Purpose.INPUT, 0)
+    return (full, inputs) if full or inputs else None
+
+
+_COUNTS = {
+    (kind, again): tuple(map(_counted, vector(kind, again=again)))
+    for kind in KINDS
+    for again in (False, True)
+}
 
 
 def _held(
@@ -327,21 +342,17 @@ def _held(
     rising = False
     for item in row:
         index = place[item.stage]
-        if item.kind is Kind.F:
-            if (item.stage, item.microbatch) in again:
-                inputs[index] += 1
-            else:
-                full[index] += 1
+        takes, frees = _COUNTS[item.kind, (item.stage, item.microbatch) in again]
+        if takes:
+            full[index] += takes[0]
+            inputs[index] += takes[1]
             rising = True
-        elif item.kind is Kind.R:
-            inputs[index] -= 1
-            full[index] += 1
-            rising = True
-        elif item.kind is Kind.B or item.kind is Kind.W:
+        if frees:
             if rising:
                 moments[(*full, *inputs)] = None
                 rising = False
-            full[index] -= 1
+            full[index] -= frees[0]
+            inputs[index] -= frees[1]
     worst = _not_below_another(list(moments))
     count = len(stages)
     return tuple(

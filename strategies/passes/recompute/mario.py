@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from strategies.analysis.memory import Holding
 from strategies.costs.table import CostTable
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import BACKWARD_KINDS, Kind
-from strategies.ir.program import Program, recomputed_pairs
+from strategies.ir.program import Program
 from strategies.passes.recompute.list_clock import ListClock
 
 Pair = tuple[int, int]  # stage, microbatch
@@ -109,19 +110,11 @@ def prepose_forward(program: Program, table: CostTable) -> Program:
 class _Search:
     def __init__(self, program: Program, table: CostTable) -> None:
         self.clock = ListClock(program, table)
-        again = recomputed_pairs(program)
         # Full activations that each instruction takes, and gives back.
-        self.takes = [
-            sum(
-                part.kind is Kind.R
-                or (part.kind is Kind.F and (part.stage, part.microbatch) not in again)
-                for part in item.parts
-            )
-            for item in self.clock.items
-        ]
-        self.frees = [
-            sum(part.kind in (Kind.B, Kind.W) for part in item.parts) for item in self.clock.items
-        ]
+        count = program.placement.num_stages
+        full = Holding(program, (1,) * count, (0,) * count)
+        self.takes = list(map(full.taken, self.clock.items))
+        self.frees = list(map(full.freed, self.clock.items))
         self.peaks = [self.peak(row) for row in self.clock.rows]
         self.rank = [rank for rank, row in enumerate(self.clock.rows) for _ in row]
 
@@ -167,8 +160,8 @@ class _Search:
         clock.put_back(ahead, old, changed)
         return False
 
-    def peak(self, row: Sequence[int]) -> int:
-        held = most = 0
+    def peak(self, row: Sequence[int]) -> float:
+        held = most = 0.0
         for node in row:
             held += self.takes[node]
             most = max(most, held)

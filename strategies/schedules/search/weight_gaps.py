@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
 
+from strategies.analysis.memory import Holding
 from strategies.ir.graph import Graph
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import KINDS, Kind
@@ -37,46 +38,28 @@ def fill_gaps(program: Program, durations: Durations) -> Program:
     assert not program.lowered
     best, least = program, makespan(program, durations)
     tolerance = 1e-9 * least
-    peaks = [max(_held(program, rank)) for rank in range(len(program.ranks))]
+    ones = (1,) * program.placement.num_stages
+    pairs = Holding(program, ones, ones)  # However much of it: each counts as one.
+    peaks = [pairs.peak(rank) for rank in range(len(program.ranks))]
     for limits in (peaks, [max(peaks)] * len(peaks)):
         for overhang in _OVERHANGS:
-            filler = _Filler(program, durations, limits, overhang)
+            filler = _Filler(program, pairs, durations, limits, overhang)
             rows, ended = filler.run()
             if ended < least - tolerance:
                 best, least = program.with_ranks(rows), ended
     return best
 
 
-def _takes(item: Instruction) -> int:
-    """(stage, microbatch) pairs that are held from the start of ``item`` on."""
-    return sum(part.kind is Kind.F for part in item.parts)
-
-
-def _frees(item: Instruction) -> int:
-    return sum(part.kind is Kind.B or part.kind is Kind.W for part in item.parts)
-
-
-def _held(program: Program, rank: int) -> list[int]:
-    """Pairs held at the entry and during each instruction of a rank."""
-    held = _carried(program, rank)
-    result = [held]
-    for item in program.ranks[rank]:
-        held += _takes(item)
-        result.append(held)
-        held -= _frees(item)
-    return result
-
-
-def _carried(program: Program, rank: int) -> int:
-    rank_of = program.placement.rank_of
-    return sum(rank_of(*pair) == rank for pair in program.entry.in_flight)
-
-
 class _Filler:
     """One run of the list scheduler: all ranks' clocks and what each has still to do."""
 
     def __init__(
-        self, program: Program, durations: Durations, limits: Sequence[int], overhang: float
+        self,
+        program: Program,
+        pairs: Holding,
+        durations: Durations,
+        limits: Sequence[float],
+        overhang: float,
     ) -> None:
         graph = program.graph
         self._graph = graph
@@ -97,7 +80,9 @@ class _Filler:
             if item.kind is Kind.W
         }
         self._pending: list[deque[int]] = [deque() for _ in spans]
-        self._held = [_carried(program, rank) for rank in range(len(spans))]
+        self._held = [pairs.carried(rank) for rank in range(len(spans))]
+        self._takes = list(map(pairs.taken, graph.nodes))
+        self._frees = list(map(pairs.freed, graph.nodes))
         self._free = [0.0] * len(spans)
         self._end: dict[int, float] = {}
         self._rows: list[list[Instruction]] = [[] for _ in spans]
@@ -153,7 +138,7 @@ class _Filler:
             self._waiting.setdefault(missing[0], []).append(rank)
 
     def _fits(self, rank: int, node: int) -> bool:
-        return self._held[rank] + _takes(self._graph.nodes[node]) <= self._limits[rank]
+        return self._held[rank] + self._takes[node] <= self._limits[rank]
 
     def _ready(self, node: int) -> float:
         """When all that ``node`` needs is there, as far as that has started."""
@@ -164,11 +149,10 @@ class _Filler:
         )
 
     def _start(self, rank: int, node: int, now: float) -> None:
-        item = self._graph.nodes[node]
         end = self._free[rank] = self._end[node] = now + self._duration[node]
-        self._rows[rank].append(item)
+        self._rows[rank].append(self._graph.nodes[node])
         # The rank looks again when this ends; what it frees counts from then on.
-        self._held[rank] += _takes(item) - _frees(item)
+        self._held[rank] += self._takes[node] - self._frees[node]
         if node in self._weights:
             self._pending[rank].append(self._weights[node])
         heappush(self._wakes, (end, rank))
