@@ -78,10 +78,10 @@ def _jobs(program: Program, table: CostTable) -> list[list[tuple[float, float, f
 def _one_machine(jobs: Sequence[tuple[float, float, float]]) -> float:
     """Jackson's preemptive schedule: of the jobs that are there, run the one with most tail.
 
-    >>> _one_machine([(0, 2, 5), (1, 2, 0)])
-    7
-    >>> _one_machine([(0, 4, 0), (1, 1, 9)])
-    11
+    >>> _one_machine([(0.0, 2.0, 5.0), (1.0, 2.0, 0.0)])
+    7.0
+    >>> _one_machine([(0.0, 4.0, 0.0), (1.0, 1.0, 9.0)])
+    11.0
     """
     waiting = sorted(jobs)
     ready: list[tuple[float, float]] = []  # (-tail, time left)

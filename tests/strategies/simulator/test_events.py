@@ -1,4 +1,4 @@
-"""Messages and reductions on one interface: equal to links of their own while nothing meets."""
+"""Shared interfaces, shared cores, and both: equal to their own while nothing meets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from strategies.ir.program import Program
 from strategies.plan import Recompute
 from strategies.simulator.engine import _items, flat_durations, simulate, unroll
 from strategies.simulator.events import run_events
-from tests.strategies.programs import plans, written
+from tests.strategies.programs import FixedCosts, plans, uneven, written
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "looped_bfs", "foldx_aiao", "zb_v", "chimera", "dualpipe")
 
@@ -217,3 +217,139 @@ def test_no_core_does_more_than_its_work(plan, cores):
     for rank in ranks:  # The order of a rank is its list's.
         begun = [e.start for e in shared.compute(rank) if e.instruction.kind in MICROBATCH_KINDS]
         assert begun == sorted(begun)
+
+
+# ------------------------------------------------------------------------------------ both at once
+#
+# Computations share cores while messages and reductions share interfaces.
+
+
+# Like TWO, with a reduction on rank 1.
+REDUCED = written(
+    """
+    0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0RECV_B1<1 0B1 0STEP
+    1RECV_F0<0 1F0 1RECV_F1<0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0 1REDUCE0 1STEP
+    """,
+    num_microbatches=2,
+    lowered=True,
+)
+
+
+def spans(timeline):
+    ranks = range(len(timeline.program.ranks))
+    return {str(e.instruction): (e.start, e.end) for r in ranks for e in timeline.events(r)}
+
+
+def on_one_interface(program, **options):
+    """F = 1 and B = 2 on both stages, messages of 1, a reduction of 2 on the second stage."""
+    options = {"occupancy": 1.0, "reduce": [(), (2.0,)], **options}
+    table = uneven(program, [1, 1], **options).table(program)
+    return FixedCosts(replace(table, one_link=True))
+
+
+def test_one_core_and_one_interface_by_hand():
+    found = spans(simulate(REDUCED, on_one_interface(REDUCED), cores=1))
+    # Until 6 one rank computes at a time, and the message that comes for rank 0 then is alone.
+    assert found["0F1"] == found["0SEND_F0>1"] == (1, 2)
+    assert found["1F0"] == found["0SEND_F1>1"] == (2, 3)
+    assert found["1B0"] == (3, 5)
+    assert found["1F1"] == found["1SEND_B0>0"] == (5, 6)
+    # Two backwards on one core, then a message beside a reduction on one interface.
+    assert found["0B0"] == found["1B1"] == (6, 10)
+    assert found["1SEND_B1>0"] == (10, 12)
+    assert found["1REDUCE0"] == (10, 13)
+    assert found["0B1"] == (12, 14)
+    assert found["1STEP"] == (13, 13)
+
+
+def test_what_shares_a_core_gets_ready_later_and_meets_other_transfers():
+    """Half a core: what was by hand above with all computation, and no transfer, twice as long."""
+    program = compile_program(schedule="looped_bfs", pp=2, num_microbatches=1)
+    timeline = simulate(program, Costs(grad_reduce=4.0, occupancy=0.4), cores=0.5)
+    assert _end(timeline, 1, "3B0") == pytest.approx(7.2)
+    assert _end(timeline, 0, "2RECV_B0") == pytest.approx(8.0)
+    assert _end(timeline, 0, "2B0") == pytest.approx(10.0)
+    # With a core per rank it is still there when stage 2's gradient comes in; here it is through.
+    assert _end(timeline, 1, "3REDUCE0") == pytest.approx(9.6)
+    assert _end(timeline, 1, "1RECV_B0") == pytest.approx(10.8)
+    assert _end(timeline, 1, "1B0") == pytest.approx(12.8)
+
+
+def test_transfers_of_two_steps_that_meet_share_the_interface():
+    program = written(
+        """
+        0F0 0SEND_F0>1 0RECV_B0<1 0B0 0REDUCE0
+        1RECV_F0<0 1F0 1B0 1SEND_B0>0
+        """,
+        num_microbatches=1,
+        lowered=True,
+    )
+    costs = on_one_interface(program, reduce=[(5.0,), ()])
+    first, second = map(spans, unroll(program, costs, steps=2))
+    assert first["0B0"] == (6, 8)
+    # Alone until the next forward's message leaves at 9, beside it until 11, alone again.
+    assert first["0REDUCE0"] == (8, 14)
+    assert second["0SEND_F0>1"] == (9, 11)
+    assert second["1SEND_B0>0"] == (14, 15)
+
+
+@settings(max_examples=25, deadline=None)
+@given(plan=plans(max_pp=4, max_microbatches=8))
+def test_enough_cores_leave_the_interface_alone(plan):
+    program = compile_plan(plan).train
+    costs = Costs(grad_reduce=5.0, occupancy=0.3, latency=0.1)
+    alone = unroll(program, costs, steps=2)
+    cores = len(program.ranks)
+    assert unroll(program, costs, steps=2, cores=cores) == alone
+    table = costs.table(program)
+    durations = flat_durations(table, program.walk.fused)
+    found = run_events(program, program.walk.steps, table, durations, cores=cores, steps=2)
+    for timeline, (start, end) in zip(alone, found, strict=True):
+        assert [v for row in timeline.start for v in row] == pytest.approx(start)
+        assert [v for row in timeline.end for v in row] == pytest.approx(end)
+
+
+@pytest.mark.parametrize("cores", [0.5, 1, 1.5])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "foldx_fifo", "zb_v"])
+def test_transfers_that_meet_nothing_leave_the_cores_alone(schedule: str, cores: float):
+    program = compile_program(schedule=schedule, pp=2, num_microbatches=6, buckets=0)
+    costs = Costs(occupancy=0.3, latency=0.1)
+    shared, own = (
+        unroll(program, replace(costs, one_link=one), steps=2, cores=cores) for one in (True, False)
+    )
+    for both, alone in zip(shared, own, strict=True):
+        assert both.end == tuple(pytest.approx(row) for row in alone.end)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_both_together_are_as_slow_as_either(schedule: str, cores: float):
+    """Within 1 %: a rank that a slow transfer holds up leaves its core to others."""
+    program = compile_program(schedule=schedule, pp=4, num_microbatches=8, buckets=2)
+    costs = Costs(grad_reduce=9.0, occupancy=0.2)
+    both = simulate(program, costs, cores=cores)
+    assert both.makespan >= 0.99 * simulate(program, costs).makespan
+    own = replace(costs, one_link=False)
+    assert both.makespan >= 0.99 * simulate(program, own, cores=cores).makespan
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans(), cores=st.sampled_from([0.5, 1, 2, 3]))
+def test_nothing_runs_earlier_than_with_cores_and_links_of_its_own(plan, cores):
+    program = compile_plan(plan).train
+    costs = Costs(grad_reduce=5.0, occupancy=0.3, latency=0.1)
+    own = simulate(program, replace(costs, one_link=False))
+    both = simulate(program, costs, cores=cores)
+    for mine, shared in ((own.start, both.start), (own.end, both.end)):
+        for soon, late in zip(mine, shared, strict=True):
+            assert all(b >= a - 1e-9 for a, b in zip(soon, late, strict=True))
+    ranks = range(len(program.ranks))
+    assert both.makespan >= sum(map(own.busy, ranks)) / cores - 1e-9
+    for rank in ranks:  # An interface carries a second per second.
+        kinds = [event.instruction.kind for event in own.events(rank)]
+        reduced = sum(
+            e.end - e.start for e in own.events(rank) if e.instruction.kind is Kind.REDUCE
+        )
+        for way in (Kind.SEND, Kind.RECV):
+            carried = reduced + 0.3 * kinds.count(way)
+            assert max(e.end for e in both.events(rank)) >= carried - 1e-9
