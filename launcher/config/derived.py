@@ -61,7 +61,7 @@ def asked_schedule(config: LaunchConfig, dp: int | None, file: ScheduleFile | No
     if dp is None and config.data.global_batch_size is not None:
         count, rows = fixed or 2 * config.pp, 0  # Their number waits for that of the replicas.
     else:
-        count, rows = plan_batches(config, dp or 1, fixed)
+        count, rows = _plan_batches(config, dp or 1, fixed)
     group = given_group(asked.group, schedule)
     shape = schedule.resolve(
         pp=config.pp,
@@ -72,7 +72,7 @@ def asked_schedule(config: LaunchConfig, dp: int | None, file: ScheduleFile | No
     return Asked(schedule, file, count, rows, group, shape, schedule.place(shape))
 
 
-def plan_batches(config: LaunchConfig, dp: int, fixed: int | None = None) -> tuple[int, int]:
+def _plan_batches(config: LaunchConfig, dp: int, fixed: int | None) -> tuple[int, int]:
     """Microbatches per step and replica, and sequences per step and replica.
 
     ``data.global_batch_size`` over dp is cut into microbatches of ``data.microbatch_size``, of

@@ -134,7 +134,7 @@ class CostsConfig:
 
 @dataclass(frozen=True, slots=True)
 class HardwareConfig(Hardware):
-    """``hardware=``: the machine that analytic costs and MFU assume, and where it is known from."""
+    """``hardware=``: the machine that analytic costs and MFU assume."""
 
     name: str = key("cpu_laptop", "Label of the machine in reports.")
     peak_flops: float = key(9.6e10, "Peak of one rank, in FLOP/s.", above=0)

@@ -1,0 +1,85 @@
+"""A request in keywords, and as a plan with its options."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from strategies import PipelineStrategy
+from strategies.errors import PlanError
+from strategies.plan import Options, Plan, Recompute, ScheduleFile
+from strategies.runtime.lightning.strategy import Keywords
+
+CSV = "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+def request(strategy):
+    return strategy._plan, strategy._options
+
+
+def test_every_field_of_plan_and_options_has_its_keyword():
+    wanted = [entry.name for kind in (Plan, Options) for entry in fields(kind)]
+    # The model says which stages it skips.
+    assert sorted(["pp", *Keywords.__annotations__, "skips"]) == sorted(wanted)
+
+
+def test_keywords_and_a_plan_with_options_ask_for_the_same():
+    keywords = PipelineStrategy(
+        3,
+        schedule="interleaved_1f1b",
+        stages_per_rank=2,
+        recompute="full",
+        buckets=(1, 2, 3, 4, 5, 6),
+        tp=2,
+        bucket_mb=1.5,
+        grad_dtype="bf16",
+        seed=3,
+        on_nan="skip",
+    )
+    plan = Plan(
+        "interleaved_1f1b",
+        pp=3,
+        num_microbatches=6,
+        stages_per_rank=2,
+        buckets=(1, 2, 3, 4, 5, 6),
+        recompute=Recompute("full"),
+    )
+    options = Options(tp=2, bucket_mb=1.5, grad_dtype="bf16", seed=3, on_nan="skip")
+    assert request(keywords) == (plan, options)
+    assert request(PipelineStrategy(plan=plan, options=options)) == (plan, options)
+    assert request(PipelineStrategy(plan=plan)) == (plan, Options())
+    assert request(PipelineStrategy()) == (Plan(num_microbatches=2), Options())
+
+
+def test_keywords_may_leave_to_us_what_a_plan_has_to_say(tmp_path):
+    (tmp_path / "my.csv").write_text(CSV)
+    path = str(tmp_path / "my.csv")
+    plan, _ = request(PipelineStrategy(2, schedule="custom", file=path))
+    assert plan == Plan("custom", 2, 2, file=ScheduleFile(path, CSV))
+    assert request(PipelineStrategy(2, schedule="foldx", group="auto"))[0].group is None
+    with pytest.raises(PlanError, match="does not choose its group"):
+        PipelineStrategy(2, group="auto")
+    with pytest.raises(PlanError, match=r"recompute=some is unknown"):
+        PipelineStrategy(recompute="some")
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"plan": Plan(), "pp": 2}, "pp=..."),
+        ({"plan": Plan(), "options": Options(), "tp": 2, "seed": 0}, "tp=..., seed=..."),
+        ({"options": Options(), "schedule": "gpipe"}, "schedule=..."),
+        ({"options": Options()}, "options=... alone"),
+    ],
+)
+def test_a_request_is_not_said_in_two_ways(given, named):
+    message = f"PipelineStrategy({named}): a request is either keywords, or a plan"
+    with pytest.raises(PlanError, match=re.escape(message)):
+        PipelineStrategy(**given)
+
+
+def test_a_keyword_that_does_not_exist_is_a_type_error_as_everywhere():
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'num_micro_batches'"):
+        PipelineStrategy(num_micro_batches=2)
