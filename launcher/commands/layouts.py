@@ -7,10 +7,10 @@ from pathlib import Path
 
 from launcher.config import LaunchConfig
 from launcher.planning.no_plan import refuse
-from launcher.planning.one_layout import tuned, tunes
+from launcher.planning.one_layout import is_one_layout, tune_layout
 from launcher.planning.question import Question, ask, calibration, typed_words
 from launcher.planning.report import (
-    Listed,
+    ListedPlan,
     answer_mapping,
     better_order,
     command_line,
@@ -42,7 +42,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
         PlanError: Nothing fits, or the question contradicts itself.
     """
     asked = ask(config, run_dir)
-    if tunes(config, asked):
+    if is_one_layout(config, asked):
         return _tune(config, asked, run_dir)
     best = None
     if config.planner.explain:
@@ -68,13 +68,13 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
 
 def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:
     """The same for one layout."""
-    found = tuned(config, asked, top_k=config.planner.top_k)
+    found = tune_layout(config, asked, top_k=config.planner.top_k)
     first = found.listed[0]
     limit = asked.problem.machine.memory_bytes
     mapping = answer_mapping(asked, found.answer, found.listed)
     rejected = mapping["rejected"]
     assert isinstance(rejected, dict)
-    rejected["settings"] = [refusal_mapping(refusal) for refusal in found.refusals]
+    rejected["settings"] = [refusal_mapping(refusal) for refusal in found.answer.refusals]
     mapping |= {
         "maximize": config.planner.maximize,
         "reaches": [reach_mapping(reach) for reach in found.reaches],
@@ -86,12 +86,12 @@ def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:
         key = first.words[-1].partition("=")[0]
         say(reaches_text(found.reaches, key, limit))
     else:
-        say(refusals_text(found.refusals, found.answer.plans[0].step_time_s, limit))
+        say(refusals_text(found.answer.refusals, found.answer.plans[0].step_time_s, limit))
     _say_end(config, asked, found.answer, first, run_dir)
     return 0
 
 
-def _write(run_dir: Path, first: Listed, mapping: dict[str, object]) -> None:
+def _write(run_dir: Path, first: ListedPlan, mapping: dict[str, object]) -> None:
     write_pictures(run_dir, [Panel("predicted", first.timeline, first.metrics)], first.run)
     result = run_mapping(first.run, "done") | {"mode": "plan"} | metrics_mapping(first.metrics)
     write_result(run_dir / "result.json", result | mapping)
@@ -111,7 +111,7 @@ def _say_plans(config: LaunchConfig, asked: Question, mapping: dict[str, object]
 
 
 def _say_end(
-    config: LaunchConfig, asked: Question, answer: Answer, first: Listed, run_dir: Path
+    config: LaunchConfig, asked: Question, answer: Answer, first: ListedPlan, run_dir: Path
 ) -> None:
     say(
         f"{answer.num_candidates} candidates, {answer.num_simulated} simulated, "
@@ -133,7 +133,7 @@ def _rows(asked: Question) -> str:
     return f"sequences of {tokens} tokens" if tokens > 1 else "rows"
 
 
-def _bars(plan: Listed, limit: int) -> str:
+def _bars(plan: ListedPlan, limit: int) -> str:
     program = plan.run.programs.train
     table = plan.run.costs.table(program)
     assert table.state_bytes is not None

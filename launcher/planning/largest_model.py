@@ -16,10 +16,11 @@ from launcher.planning.question import Question, question
 from strategies.compiler import no_collection
 from strategies.errors import PipelineError, PlanError
 from strategies.plan import Recompute
+from strategies.planner.group import Group
 from strategies.planner.layout_search import rank_key
 from strategies.planner.outcome import Outcome
-from strategies.planner.problem import Problem
-from strategies.planner.tuner import Choice, choices, longest, simulated
+from strategies.planner.problem import Order, Problem
+from strategies.planner.tuner import candidates, longest, simulated
 
 # A sequence is found to a few percent: in steps of 1/32 to 1/64 of the one that was asked.
 _SHARE_BITS = 5
@@ -51,7 +52,7 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretched:
+class Reaches:
     """How far all policies get.
 
     Attributes:
@@ -71,7 +72,7 @@ class Stretched:
     least_bytes: int | None
 
 
-def stretch(config: LaunchConfig, asked: Question) -> Stretched:
+def largest_model(config: LaunchConfig, asked: Question) -> Reaches:
     """The longest sequence, or the deepest model, under each policy.
 
     Args:
@@ -94,7 +95,7 @@ def stretch(config: LaunchConfig, asked: Question) -> Stretched:
     with no_collection():
         reaches = search.run()
     fitting = any(reach.outcome is not None for reach in reaches)
-    return Stretched(
+    return Reaches(
         key,
         reaches,
         len(search.tried),
@@ -181,7 +182,7 @@ class _Search:
             return Reach(policy, None, step, None, None, None, min(known, default=None))
         asked = self.question(value)
         assert asked is not None
-        outcomes = [self.simulated(asked.problem, choice) for choice in self.choices(asked, policy)]
+        outcomes = [self.simulated(asked.problem, *each) for each in self.candidates(asked, policy)]
         limit = asked.problem.machine.memory_bytes
         fitting = [o for o in outcomes if o is not None and o.peak_bytes <= limit]
         beyond = self.tried.get((value + step, policy))
@@ -207,12 +208,12 @@ class _Search:
             return _Trial(None, None)
         limit = asked.problem.machine.memory_bytes
         needed: list[int] = []
-        by_size = sorted(self.choices(asked, policy), key=lambda choice: choice[0].least_bytes)
+        by_size = sorted(self.candidates(asked, policy), key=lambda each: each[0].least_bytes)
         for group, order in by_size:
             if group.least_bytes > limit:
                 needed.append(group.least_bytes)
                 continue
-            outcome = self.simulated(asked.problem, (group, order))
+            outcome = self.simulated(asked.problem, group, order)
             if outcome is None:
                 continue
             if outcome.peak_bytes <= limit:
@@ -220,12 +221,12 @@ class _Search:
             needed.append(outcome.peak_bytes)
         return _Trial(None, min(needed, default=None))
 
-    def choices(self, asked: Question, policy: Recompute) -> Iterator[Choice]:
-        return choices(asked.problem, replace(asked.space, recompute=policy))
+    def candidates(self, asked: Question, policy: Recompute) -> Iterator[tuple[Group, Order]]:
+        return candidates(asked.problem, replace(asked.space, recompute=policy))
 
-    def simulated(self, problem: Problem, choice: Choice) -> Outcome | None:
+    def simulated(self, problem: Problem, group: Group, order: Order) -> Outcome | None:
         self.num_simulated += 1
-        return simulated(problem, choice)
+        return simulated(problem, group, order)
 
     def question(self, value: int) -> Question | None:
         """The question for a value; None where the model does not allow it."""

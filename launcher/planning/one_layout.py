@@ -1,4 +1,4 @@
-"""``mode=plan`` and ``plan=auto`` with the layout pinned: the tuner asked, and its answer."""
+"""``mode=plan`` and ``plan=auto`` for one layout: the tuner is asked, or for the largest model."""
 
 from __future__ import annotations
 
@@ -7,41 +7,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from launcher.config import LaunchConfig
-from launcher.planning.largest_model import Reach, stretch
+from launcher.planning.largest_model import Reach, largest_model
 from launcher.planning.no_plan import refuse
 from launcher.planning.question import Question
-from launcher.planning.report import Listed, list_plans
+from launcher.planning.report import ListedPlan, list_plans
 from launcher.report.summary import format_duration
 from strategies.errors import PlanError
 from strategies.plan import Recompute
 from strategies.planner.layout_search import Answer, Rejected
 from strategies.planner.outcome import Outcome
 from strategies.planner.space import Space
-from strategies.planner.tuner import POLICIES, Refusal, Tuning, tune
+from strategies.planner.tuner import POLICIES, tune
 from strategies.schedules import find_schedule
 
 _LAYOUT = ("pp", "dp", "tp", "schedule")
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class LayoutAnswer:
     """What ``mode=plan`` says about one layout.
 
     Attributes:
         answer: As a search over layouts gives it.
         listed: The plans, compiled.
-        refusals: Settings that are not listed, where the throughput was tuned.
         reaches: How far each policy gets, where a size was.
     """
 
     answer: Answer
-    listed: tuple[Listed, ...]
-    refusals: tuple[Refusal, ...] = ()
+    listed: tuple[ListedPlan, ...]
     reaches: tuple[Reach, ...] = ()
 
 
-def tunes(config: LaunchConfig, asked: Question) -> bool:
-    """Whether the question is one for the tuner.
+def is_one_layout(config: LaunchConfig, asked: Question) -> bool:
+    """Whether the question leaves no layout open, but only policies and microbatch sizes.
 
     Raises:
         PlanError: A size is to grow in a layout that is not pinned, or that cannot be tuned.
@@ -70,12 +68,12 @@ def tunes(config: LaunchConfig, asked: Question) -> bool:
     return True
 
 
-def tuned(config: LaunchConfig, asked: Question, *, top_k: int) -> Tuned:
-    """The best settings of the layout.
+def tune_layout(config: LaunchConfig, asked: Question, *, top_k: int) -> LayoutAnswer:
+    """The best policies and microbatch sizes of the layout, or those that get farthest.
 
     Args:
         config: As it was asked.
-        asked: With the layout pinned; see ``tunes``.
+        asked: With the layout pinned; see ``is_one_layout``.
         top_k: How many are listed.
 
     Raises:
@@ -83,19 +81,18 @@ def tuned(config: LaunchConfig, asked: Question, *, top_k: int) -> Tuned:
     """
     if config.planner.maximize != "throughput":
         least = (asked.problem.least_size,)
-        return _stretched(config, replace(asked, space=tuning_space(asked, least)), top_k)
-    asked = replace(asked, space=tuning_space(asked, _divisors(asked.space)))
-    found = tune(asked.problem, asked.space, top_k=top_k)
-    answer = _answer(found)
-    if not found.plans:
-        if found.smallest is None:
+        return _largest(config, replace(asked, space=_tuning_space(asked, least)), top_k)
+    asked = replace(asked, space=_tuning_space(asked, _divisors(asked.space)))
+    answer = tune(asked.problem, asked.space, top_k=top_k)
+    if not answer.plans:
+        if answer.smallest is None:
             raise refuse(asked, answer)
-        raise _too_small(asked, found, found.smallest)
-    return Tuned(answer, list_plans(config, asked, answer), found.refusals)
+        raise _too_small(asked, answer, answer.smallest)
+    return LayoutAnswer(answer, list_plans(config, asked, answer))
 
 
-def tuning_space(asked: Question, sizes: tuple[int, ...]) -> Space:
-    """The space of all settings of a layout; of a profile, those that it has figures for."""
+def _tuning_space(asked: Question, sizes: tuple[int, ...]) -> Space:
+    """All policies and the microbatch sizes given; of a profile, those that it has figures for."""
     space = asked.space
     if space.sizes is not None:
         sizes = tuple(n for n in sizes if n in space.sizes)
@@ -120,35 +117,21 @@ def _pins(asked: Question, name: str) -> bool:
     return name in asked.pinned or f"{name}.name" in asked.pinned
 
 
-def _answer(found: Tuning) -> Answer:
-    rejected = Rejected()
-    for refusal in found.refusals:
-        if refusal.reason == "memory":
-            rejected.memory += 1
-        elif refusal.reason == "same":
-            rejected.dominated += 1
-        else:
-            rejected.slower += 1
-    if found.smallest is not None:
-        rejected.nearest = (found.smallest.peak_bytes, found.smallest.candidate)
-    return Answer(found.plans, rejected, found.num_candidates, found.num_simulated, found.search_s)
-
-
-def _too_small(asked: Question, found: Tuning, least: Outcome) -> PlanError:
+def _too_small(asked: Question, answer: Answer, least: Outcome) -> PlanError:
     limit = asked.problem.machine.memory_bytes
     candidate = least.candidate
     layout, order = candidate.layout, candidate.order
-    needs = rounded_up_gb(least.peak_bytes)
+    needs = _rounded_up_gb(least.peak_bytes)
     plain = ""
-    if found.plain is not None and candidate.recompute.policy != "none":
+    if answer.plain is not None and candidate.recompute.policy != "none":
         plain = (
-            f" ({format_duration(found.plain.step_time_s, 's')} without recomputation, which needs "
-            f"{rounded_up_gb(found.plain.peak_bytes):g})"
+            f" ({format_duration(answer.plain.step_time_s, 's')} without recomputation, which "
+            f"needs {_rounded_up_gb(answer.plain.peak_bytes):g})"
         )
     pinned = asked.space.recompute
     policy = "any recompute policy" if pinned is None else f"recompute={pinned.policy}"
     return PlanError(
-        f"planner.memory_gb={limit / 1e9:g}: none of {found.num_candidates} programs of "
+        f"planner.memory_gb={limit / 1e9:g}: none of {answer.num_candidates} programs of "
         f"pp={layout.pp} dp={layout.dp} tp={layout.tp} schedule={order.schedule} with {policy} "
         f"fits. The smallest, recompute={candidate.recompute.policy} "
         f"data.microbatch_size={layout.microbatch_size} overlap={candidate.overlap}, needs "
@@ -157,16 +140,16 @@ def _too_small(asked: Question, found: Tuning, least: Outcome) -> PlanError:
     )
 
 
-def rounded_up_gb(num_bytes: int) -> float:
+def _rounded_up_gb(num_bytes: int) -> float:
     """In GB, to three digits, never too little."""
     digit: int = 10 ** max(0, len(str(num_bytes)) - 3)
     return math.ceil(num_bytes / digit) * digit / 1e9
 
 
-def _stretched(config: LaunchConfig, asked: Question, top_k: int) -> Tuned:
-    found = stretch(config, asked)
+def _largest(config: LaunchConfig, asked: Question, top_k: int) -> LayoutAnswer:
+    found = largest_model(config, asked)
     reaches = found.reaches
-    listed: list[Listed] = []
+    listed: list[ListedPlan] = []
     for reach in _ranked(reaches)[:top_k]:
         assert reach.outcome is not None
         assert reach.config is not None
@@ -186,7 +169,7 @@ def _stretched(config: LaunchConfig, asked: Question, top_k: int) -> Tuned:
     )
     if not listed:
         raise _none_fits(asked, found.least_bytes, found.key)
-    return Tuned(answer, tuple(listed), reaches=reaches)
+    return LayoutAnswer(answer, tuple(listed), reaches)
 
 
 def _ranked(reaches: Sequence[Reach]) -> list[Reach]:
@@ -203,10 +186,10 @@ def _ranked(reaches: Sequence[Reach]) -> list[Reach]:
 
 def _none_fits(asked: Question, least: int | None, key: str) -> PlanError:
     limit = asked.problem.machine.memory_bytes
-    enough = "" if least is None else f" At least {rounded_up_gb(least):g} GB are needed there."
+    enough = "" if least is None else f" At least {_rounded_up_gb(least):g} GB are needed there."
     fix = "Try a larger planner.memory_gb, or a larger pp."
     if least is not None:
-        fix = f"Try planner.memory_gb={rounded_up_gb(least):g}, or a larger pp."
+        fix = f"Try planner.memory_gb={_rounded_up_gb(least):g}, or a larger pp."
     return PlanError(
         f"planner.memory_gb={limit / 1e9:g} has no room for the smallest {key} with any recompute "
         f"policy.{enough} {fix}"

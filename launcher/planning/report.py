@@ -30,7 +30,7 @@ from strategies.schedules import find_schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedPlan:
     """One plan with the figures of its verified program.
 
     Attributes:
@@ -59,7 +59,7 @@ class Listed:
         return tuple(value for value in self.metrics.peak_memory_bytes if value is not None)
 
 
-def list_plans(config: LaunchConfig, asked: Question, answer: Answer) -> tuple[Listed, ...]:
+def list_plans(config: LaunchConfig, asked: Question, answer: Answer) -> tuple[ListedPlan, ...]:
     """Compiles and simulates what the search lists."""
     batch = asked.space.global_batch_size
     flops = sum(unit.forward_flops for unit in model_units(asked.shape))
@@ -68,15 +68,15 @@ def list_plans(config: LaunchConfig, asked: Question, answer: Answer) -> tuple[L
     for outcome in answer.plans:
         candidate = outcome.candidate
         traced = asked.shape if isinstance(asked.shape, TracedShape) else None
-        run = resolve(chosen_config(config, candidate, asked.shape, batch), traced=traced)
+        run = resolve(candidate_config(config, candidate, asked.shape, batch), traced=traced)
         timeline, metrics = predict(run)
         waits = asked.problem.machine.waits_at_flush
         step = metrics.makespan if waits else metrics.period
         peak = asked.space.num_gpus * config.hardware.peak_flops
         found.append(
-            Listed(
+            ListedPlan(
                 outcome,
-                tuple(chosen_words(candidate, asked.shape, batch, memory_gb=memory_gb)),
+                tuple(candidate_words(candidate, asked.shape, batch, memory_gb=memory_gb)),
                 run,
                 timeline,
                 metrics,
@@ -88,7 +88,7 @@ def list_plans(config: LaunchConfig, asked: Question, answer: Answer) -> tuple[L
     return tuple(found)
 
 
-def command_line(typed: Sequence[str], plan: Listed) -> str:
+def command_line(typed: Sequence[str], plan: ListedPlan) -> str:
     """What to type to train with a plan."""
     chosen = {word.partition("=")[0] for word in plan.words}
     dropped = ("mode", "plan", "experiment_name")
@@ -104,7 +104,9 @@ def command_line(typed: Sequence[str], plan: Listed) -> str:
     return f"python -m launcher {words}"
 
 
-def answer_mapping(asked: Question, answer: Answer, listed: Sequence[Listed]) -> dict[str, object]:
+def answer_mapping(
+    asked: Question, answer: Answer, listed: Sequence[ListedPlan]
+) -> dict[str, object]:
     """The keys that planning adds to result.json."""
     rejected = answer.rejected
     nearest = None
@@ -130,7 +132,7 @@ def answer_mapping(asked: Question, answer: Answer, listed: Sequence[Listed]) ->
     }
 
 
-def _plan_mapping(plan: Listed) -> dict[str, object]:
+def _plan_mapping(plan: ListedPlan) -> dict[str, object]:
     layout = plan.outcome.candidate.layout
     return {
         "overrides": list(plan.words),
@@ -238,7 +240,7 @@ def pinned_space(space: Space, entries: Sequence[str]) -> Space:
     return space
 
 
-def explained(shown: Listed, best: Outcome) -> str:
+def explained(shown: ListedPlan, best: Outcome) -> str:
     """The first plan of the layout in words, and what the best of all does better."""
     metrics = shown.metrics
     lines = [
@@ -284,12 +286,12 @@ def _policy(value: str) -> Policy:
     raise PlanError(f"planner.explain: recompute={shorten(value)} is unknown. Try recompute=full.")
 
 
-# ------------------------------------------------------------------------------------------ chosen
+# --------------------------------------------------------------------------------------- candidate
 #
-# A plan as a configuration and as words for the command line: what is printed is what runs.
+# A candidate as a configuration and as words for the command line: what is printed is what runs.
 
 
-def chosen_words(
+def candidate_words(
     candidate: Candidate,
     shape: PlannedShape,
     global_batch_size: int,
@@ -345,10 +347,10 @@ def _recompute_words(recompute: Recompute) -> list[str]:
     return words
 
 
-def chosen_config(
+def candidate_config(
     config: LaunchConfig, candidate: Candidate, shape: PlannedShape, global_batch_size: int
 ) -> LaunchConfig:
-    """The configuration that ``chosen_words`` makes of this one.
+    """The configuration that ``candidate_words`` makes of this one.
 
     Args:
         config: What was asked; its planner is done with.

@@ -9,7 +9,7 @@ from launcher.planning.largest_model import Reach
 from launcher.report.summary import format_duration, format_percent
 from strategies.costs.profile_file import Link, Profile, Seconds
 from strategies.plan import NUM_PASSES, Recompute
-from strategies.planner.tuner import Refusal
+from strategies.planner.outcome import Refusal
 
 _BAR = 32
 _MOST_RANKS = 16
@@ -188,14 +188,14 @@ def _link(label: str, link: Link) -> str:
 
 # ------------------------------------------------------------------------------------ tuning table
 #
-# The tuner's answer for people: settings that are not listed and why, and how far policies get.
+# The tuner's answer for people: what is not listed and why, and how far policies get.
 
 
 _MOST = 24
 
 
 def refusals_text(refusals: Sequence[Refusal], fastest_s: float, limit_bytes: int) -> str:
-    """A line per setting that is not listed.
+    """A line per refusal.
 
     Args:
         refusals: As the tuner sorts them.
@@ -205,7 +205,7 @@ def refusals_text(refusals: Sequence[Refusal], fastest_s: float, limit_bytes: in
     if not refusals:
         return "not listed: nothing, every setting is above"
     lines = ["not listed:"]
-    names = [(_name(r.setting.recompute), _batch(r)) for r in refusals]
+    names = [(_name(r.recompute), _batch(r)) for r in refusals]
     widths = [max(len(name[column]) for name in names) for column in range(2)]
     for (policy, batch), refusal in list(zip(names, refusals, strict=True))[:_MOST]:
         reason = _reason(refusal, fastest_s, limit_bytes)
@@ -217,11 +217,10 @@ def refusals_text(refusals: Sequence[Refusal], fastest_s: float, limit_bytes: in
 
 def refusal_mapping(refusal: Refusal) -> dict[str, object]:
     """One of ``rejected.settings`` in result.json."""
-    setting = refusal.setting
     return {
-        "recompute": setting.recompute.policy,
-        "microbatch_size": setting.microbatch_size,
-        "num_microbatches": setting.num_microbatches,
+        "recompute": refusal.recompute.policy,
+        "microbatch_size": refusal.layout.microbatch_size,
+        "num_microbatches": refusal.layout.num_microbatches,
         "reason": refusal.reason,
         "bytes": refusal.needed_bytes,
         "step_time_s": refusal.step_time_s,
@@ -293,8 +292,7 @@ def _name(recompute: Recompute) -> str:
 
 
 def _batch(refusal: Refusal) -> str:
-    setting = refusal.setting
-    return f"{setting.num_microbatches} x {setting.microbatch_size}"
+    return f"{refusal.layout.num_microbatches} x {refusal.layout.microbatch_size}"
 
 
 def _gb(num_bytes: int) -> str:

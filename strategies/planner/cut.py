@@ -70,13 +70,13 @@ def cut_chain(
     count = len(times)
     if count < num_stages * min_units:
         return None
-    reach = _Reach(times, num_stages, room, min_units)
-    limit = reach.smallest_limit()
+    extents = _Extents(times, num_stages, room, min_units)
+    limit = extents.smallest_limit()
     if limit is None:
         return None
-    sums = reach.sums
+    sums = extents.sums
     limit = max(limit, balance_ratio * sums[-1] / num_stages * (1 + _SAME))
-    first, last = reach.possible_ends(limit)
+    first, last = extents.possible_ends(limit)
     crossing = [0.0] * (count + 1) if sent is None else [0.0, *map(float, sent)]
     best: dict[int, tuple[float, float]] = {0: (0.0, 0.0)}
     starts: list[dict[int, int]] = []
@@ -88,7 +88,7 @@ def cut_chain(
             for start in range(end - min_units, -1, -1):
                 if sums[end] - sums[start] > limit:
                     break
-                if room is not None and not reach.fits(stage, start, end, limit):
+                if room is not None and not extents.fits(stage, start, end, limit):
                     break
                 before = best.get(start)
                 if before is not None:
@@ -148,8 +148,8 @@ def _unevenness(loads: Sequence[float]) -> tuple[float, float]:
     return round(largest / scale, 12) * scale, sum((load / scale) ** 2 for load in loads) * scale
 
 
-class _Reach:
-    """How far stages can reach within a time and their memory."""
+class _Extents:
+    """How far stages can extend within a time and their memory."""
 
     def __init__(
         self, times: Sequence[float], num_stages: int, room: Room | None, min_units: int

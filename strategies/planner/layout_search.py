@@ -18,7 +18,7 @@ from strategies.compiler import compile_plan, no_collection
 from strategies.errors import PlanError
 from strategies.plan import Recompute
 from strategies.planner.group import Group, expected_bytes, groups, under
-from strategies.planner.outcome import Evaluator, Outcome
+from strategies.planner.outcome import Evaluator, Outcome, Refusal
 from strategies.planner.problem import Candidate, Layout, Order, Problem
 from strategies.planner.space import LEANER, Space, degrees, layouts, orders
 from strategies.planner.step_bound import ideal_time
@@ -122,6 +122,10 @@ class Answer:
         num_candidates: Of the whole space, one cut each.
         num_simulated: How many were.
         search_s: How long it took.
+        refusals: Of one layout, each microbatch size and policy that is not listed, those that fit
+            first.
+        smallest: Of one layout where nothing fits: what needs least.
+        plain: Of one layout where nothing fits: the fastest without recomputation.
     """
 
     plans: tuple[Outcome, ...]
@@ -129,6 +133,9 @@ class Answer:
     num_candidates: int
     num_simulated: int
     search_s: float
+    refusals: tuple[Refusal, ...] = ()
+    smallest: Outcome | None = None
+    plain: Outcome | None = None
 
 
 def _distance(needed: int, what: Candidate | Layout) -> tuple[bool, int]:

@@ -1,15 +1,16 @@
-"""Time and memory of one candidate, by the quick walk or by its whole program."""
+"""Time and memory of a candidate, by the quick walk or its whole program; or why it has none."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from strategies.analysis.memory import peak_bytes
 from strategies.compiler import compile_plan
 from strategies.ir.program import Program
-from strategies.plan import Plan
+from strategies.plan import Plan, Recompute
 from strategies.planner.group import Group
-from strategies.planner.problem import Candidate, Order
+from strategies.planner.problem import Candidate, Layout, Order
 from strategies.planner.quick_walk import Structure, build_structure, rank_bytes, step_time
 from strategies.planner.unit_graph import skips
 from strategies.schedules import find_schedule
@@ -39,6 +40,31 @@ class Outcome:
     @property
     def peak_bytes(self) -> int:
         return max(self.rank_bytes)
+
+
+Reason = Literal["memory", "slower", "same"]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A layout under a policy of which no candidate is listed.
+
+    Attributes:
+        layout: Ranks and batches.
+        recompute: The policy.
+        reason: ``memory``: it does not fit; ``slower``: than the last one listed; ``same``: it
+            recomputes nothing, so it is the program without recomputation.
+        needed_bytes: On the worst rank; None where it fits, or where no order was found.
+        step_time_s: A step's time; None where it was not simulated.
+        exact: Whether the figure is the program's own, or a lower bound.
+    """
+
+    layout: Layout
+    recompute: Recompute
+    reason: Reason
+    needed_bytes: int | None = None
+    step_time_s: float | None = None
+    exact: bool = True
 
 
 @dataclass

@@ -1,17 +1,16 @@
 """Every recompute policy and microbatch size of one layout, compiled and simulated.
 
 The search over layouts looks at a few policies and leaves out what others dominate. Over one layout
-there is time for all: each setting is the program that would run, with the bytes that its buffers
-take, and whatever is not listed has a reason with a number.
+there is time for all: each candidate is the program that would run, with the bytes that its buffers
+take, and whatever is not listed has a refusal with a number.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heapify, heappop
-from typing import Literal
 
 from strategies.analysis.memory import peak_memory_bytes
 from strategies.compiler import compile_plan, no_collection
@@ -19,13 +18,11 @@ from strategies.errors import PlanError
 from strategies.ir.program import recomputed_pairs
 from strategies.plan import NO_RECOMPUTE, Recompute
 from strategies.planner.group import Group, groups
-from strategies.planner.layout_search import rank_key
-from strategies.planner.outcome import Outcome, plan_of
+from strategies.planner.layout_search import Answer, Rejected, rank_key
+from strategies.planner.outcome import Outcome, Refusal, plan_of
 from strategies.planner.problem import Layout, Order, Problem
 from strategies.planner.space import Space, degrees, layouts
 from strategies.simulator.engine import simulate
-
-Reason = Literal["memory", "slower", "same"]
 
 _SAME = 1e-9
 
@@ -39,83 +36,22 @@ POLICIES = (
 """What is tried where no policy is pinned; of equally good ones the first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What a tuner decides.
-
-    Attributes:
-        recompute: The policy.
-        microbatch_size: Sequences.
-        num_microbatches: M per step and replica.
-    """
-
-    recompute: Recompute
-    microbatch_size: int
-    num_microbatches: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A setting that is not listed.
-
-    Attributes:
-        setting: Which one.
-        reason: ``memory``: it does not fit; ``slower``: than the last one listed; ``same``: it
-            recomputes nothing, so it is the program without recomputation.
-        needed_bytes: On the worst rank; None where it fits, or where no order was found.
-        step_time_s: A step's time; None where it was not simulated.
-        exact: Whether the figure is the program's own, or a lower bound.
-    """
-
-    setting: Setting
-    reason: Reason
-    needed_bytes: int | None = None
-    step_time_s: float | None = None
-    exact: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """What was found for a layout.
-
-    Attributes:
-        plans: The best of each setting that fits, fastest first.
-        refusals: All other settings, those that fit first.
-        smallest: Where nothing fits: what needs least.
-        plain: Where nothing fits: the fastest without recomputation.
-        num_candidates: Programs that there are.
-        num_simulated: How many were compiled and simulated.
-        search_s: How long it took.
-    """
-
-    plans: tuple[Outcome, ...]
-    refusals: tuple[Refusal, ...]
-    smallest: Outcome | None
-    plain: Outcome | None
-    num_candidates: int
-    num_simulated: int
-    search_s: float
-
-
-Choice = tuple[Group, Order]
-
-
-def tune(problem: Problem, space: Space, *, top_k: int = 5) -> Tuning:
-    """Compares all settings of a layout.
+def tune(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
+    """Compares every policy and microbatch size of one layout; the best candidate of each counts.
 
     Args:
         problem: Model and machine.
         space: With its degrees and schedule pinned.
-        top_k: How many settings are listed at most.
+        top_k: How many are listed at most.
     """
     began = time.perf_counter()
     with no_collection():
-        found = _Tuner(problem, top_k).run(choices(problem, space))
-    return replace(found, search_s=time.perf_counter() - began)
+        answer = _Tuner(problem, top_k).run(candidates(problem, space))
+    return replace(answer, search_s=time.perf_counter() - began)
 
 
-def choices(problem: Problem, space: Space) -> Iterator[Choice]:
-    """All programs of a space whose degrees are pinned."""
+def candidates(problem: Problem, space: Space) -> Iterator[tuple[Group, Order]]:
+    """All candidates of a space whose degrees are pinned, each as an order of its group."""
     for tp, pp, dp in degrees(space, problem):
         if problem.refuse_tp(tp) is not None:
             continue
@@ -126,9 +62,8 @@ def choices(problem: Problem, space: Space) -> Iterator[Choice]:
                         yield group, order
 
 
-def simulated(problem: Problem, choice: Choice) -> Outcome | None:
+def simulated(problem: Problem, group: Group, order: Order) -> Outcome | None:
     """A program's time, and its bytes with all buffers; None where optimal finds no order."""
-    group, order = choice
     plan = plan_of(group, order)
     try:
         program = compile_plan(plan).train
@@ -148,9 +83,8 @@ def simulated(problem: Problem, choice: Choice) -> Outcome | None:
     )
 
 
-def setting_of(layout: Layout, recompute: Recompute) -> Setting:
-    """What of a candidate was tuned."""
-    return Setting(recompute, layout.microbatch_size, layout.num_microbatches)
+# What is listed or refused as one: the layouts of a tuner differ in their microbatches only.
+_Key = tuple[Layout, Recompute]
 
 
 class _Tuner:
@@ -158,58 +92,65 @@ class _Tuner:
         self.problem = problem
         self.limit = problem.machine.memory_bytes
         self.top_k = top_k
-        self.best: dict[Setting, Outcome] = {}
-        self.refused: dict[Setting, Refusal] = {}
+        self.best: dict[_Key, Outcome] = {}
+        self.refused: dict[_Key, Refusal] = {}
         self.known: list[Outcome] = []
         self.num_simulated = 0
 
-    def run(self, found: Iterable[Choice]) -> Tuning:
+    def run(self, found: Iterable[tuple[Group, Order]]) -> Answer:
         # The earliest bound first; of equal ones the policy that is simplest.
         queue = [
             (group.bound, POLICIES.index(group.recompute) if group.recompute in POLICIES else 0,
-             number, (group, order))
+             number, group, order)
             for number, (group, order) in enumerate(found)
         ]  # fmt: skip
         num_candidates = len(queue)
         heapify(queue)
-        too_large: list[Choice] = []
-        too_slow: list[tuple[Setting, Choice]] = []
+        too_large: list[tuple[Group, Order]] = []
+        too_slow: list[tuple[Group, Order]] = []
         while queue:
-            bound, _, _, choice = heappop(queue)
-            group, _ = choice
-            setting = setting_of(group.layout, group.recompute)
+            bound, _, _, group, order = heappop(queue)
+            key = (group.layout, group.recompute)
             if bound > self.worst * (1 + _SAME):
-                self.refuse(Refusal(setting, "slower", step_time_s=bound, exact=False))
-                too_slow.append((setting, choice))
+                self.refuse(Refusal(*key, "slower", step_time_s=bound, exact=False))
+                too_slow.append((group, order))
             elif group.least_bytes > self.limit:
-                self.refuse(Refusal(setting, "memory", group.least_bytes, exact=False))
-                too_large.append(choice)
+                self.refuse(Refusal(*key, "memory", group.least_bytes, exact=False))
+                too_large.append((group, order))
             else:
-                self.consider(setting, choice)
-        for setting, choice in too_slow:
-            # Whether a setting fits is told by all its programs.
-            if self.refused[setting].reason == "memory" and setting not in self.best:
-                self.consider(setting, choice)
+                self.consider(group, order)
+        for group, order in too_slow:
+            # Whether a policy fits is told by all its programs.
+            key = (group.layout, group.recompute)
+            if self.refused[key].reason == "memory" and key not in self.best:
+                self.consider(group, order)
         ranked = sorted(self.best.values(), key=rank_key)
         if not ranked:
-            for choice in too_large:
-                if choice[0].recompute.policy != "optimal":
-                    self.simulate(choice)
+            for group, order in too_large:
+                if group.recompute.policy != "optimal":
+                    self.simulate(group, order)
         for outcome in ranked[self.top_k :]:
-            self.refuse(_slower(outcome))
-        listed = {_setting(outcome) for outcome in ranked[: self.top_k]}
-        refusals = [r for setting, r in self.refused.items() if setting not in listed]
-        plain = [o for o in self.known if o.candidate.recompute.policy == "none"]
-        return Tuning(
+            self.refuse(Refusal(*_key(outcome), "slower", step_time_s=outcome.step_time_s))
+        listed = {_key(outcome) for outcome in ranked[: self.top_k]}
+        refusals = sorted(
+            (refusal for key, refusal in self.refused.items() if key not in listed),
+            key=_refusal_key,
+        )
+        smallest = plain = None
+        if not ranked:
+            unadorned = [o for o in self.known if o.candidate.recompute.policy == "none"]
+            smallest = min(self.known, key=lambda o: (o.peak_bytes, *rank_key(o)), default=None)
+            plain = min(unadorned, key=rank_key, default=None)
+        return Answer(
             tuple(ranked[: self.top_k]),
-            tuple(sorted(refusals, key=_refusal_key)),
-            None if ranked else min(self.known, key=lambda o: (o.peak_bytes, *rank_key(o)),
-                                    default=None),
-            None if ranked else min(plain, key=rank_key, default=None),
+            _rejected(refusals, smallest),
             num_candidates,
             self.num_simulated,
             search_s=0.0,
-        )  # fmt: skip
+            refusals=tuple(refusals),
+            smallest=smallest,
+            plain=plain,
+        )
 
     @property
     def worst(self) -> float:
@@ -217,42 +158,54 @@ class _Tuner:
         times = sorted(outcome.step_time_s for outcome in self.best.values())
         return times[self.top_k - 1] if len(times) >= self.top_k else float("inf")
 
-    def consider(self, setting: Setting, choice: Choice) -> None:
-        outcome = self.simulate(choice)
+    def consider(self, group: Group, order: Order) -> None:
+        key = (group.layout, group.recompute)
+        outcome = self.simulate(group, order)
         if outcome is None:
-            self.refuse(Refusal(setting, "memory"))
+            self.refuse(Refusal(*key, "memory"))
         elif outcome.peak_bytes > self.limit:
             self.refuse(
-                Refusal(setting, "memory", outcome.peak_bytes, step_time_s=outcome.step_time_s)
+                Refusal(*key, "memory", outcome.peak_bytes, step_time_s=outcome.step_time_s)
             )
-        elif setting.recompute.policy == "optimal" and not outcome.recomputes:
-            self.refuse(Refusal(setting, "same", step_time_s=outcome.step_time_s))
+        elif group.recompute.policy == "optimal" and not outcome.recomputes:
+            self.refuse(Refusal(*key, "same", step_time_s=outcome.step_time_s))
         else:
-            before = self.best.get(setting)
+            before = self.best.get(key)
             if before is None or rank_key(outcome) < rank_key(before):
-                self.best[setting] = outcome
+                self.best[key] = outcome
 
-    def simulate(self, choice: Choice) -> Outcome | None:
+    def simulate(self, group: Group, order: Order) -> Outcome | None:
         self.num_simulated += 1
-        outcome = simulated(self.problem, choice)
+        outcome = simulated(self.problem, group, order)
         if outcome is not None:
             self.known.append(outcome)
         return outcome
 
     def refuse(self, refusal: Refusal) -> None:
-        """Keeps the reason that says most about a setting."""
-        before = self.refused.get(refusal.setting)
+        """Keeps the reason that says most."""
+        where = (refusal.layout, refusal.recompute)
+        before = self.refused.get(where)
         key = (not refusal.exact, *_refusal_key(refusal))
         if before is None or key < (not before.exact, *_refusal_key(before)):
-            self.refused[refusal.setting] = refusal
+            self.refused[where] = refusal
 
 
-def _setting(outcome: Outcome) -> Setting:
-    return setting_of(outcome.candidate.layout, outcome.candidate.recompute)
+def _key(outcome: Outcome) -> _Key:
+    return outcome.candidate.layout, outcome.candidate.recompute
 
 
-def _slower(outcome: Outcome) -> Refusal:
-    return Refusal(_setting(outcome), "slower", step_time_s=outcome.step_time_s)
+def _rejected(refusals: Iterable[Refusal], smallest: Outcome | None) -> Rejected:
+    rejected = Rejected()
+    for refusal in refusals:
+        if refusal.reason == "memory":
+            rejected.memory += 1
+        elif refusal.reason == "same":
+            rejected.dominated += 1
+        else:
+            rejected.slower += 1
+    if smallest is not None:
+        rejected.nearest = (smallest.peak_bytes, smallest.candidate)
+    return rejected
 
 
 def _refusal_key(refusal: Refusal) -> tuple[object, ...]:
@@ -262,8 +215,8 @@ def _refusal_key(refusal: Refusal) -> tuple[object, ...]:
         refusal.reason == "memory",
         refusal.needed_bytes or (never if refusal.reason == "memory" else 0),
         refusal.step_time_s or never,
-        refusal.setting.microbatch_size,
-        refusal.setting.recompute.policy,
+        refusal.layout.microbatch_size,
+        refusal.recompute.policy,
     )
 
 

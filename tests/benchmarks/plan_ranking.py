@@ -33,7 +33,7 @@ import yaml
 
 from launcher.config import LaunchConfig, dump, from_dict
 from launcher.planning.question import question
-from launcher.planning.report import chosen_config
+from launcher.planning.report import candidate_config
 from launcher.report.predicted import predict
 from launcher.resolve import Run, resolve
 from launcher.workloads.language_model import LanguageModel
@@ -158,7 +158,7 @@ def configurations(hardware: dict[str, object]) -> list[LaunchConfig]:
     wanted = {"num_gpus": RANKS, "global_batch_size": BATCH}
     asked = question(from_dict({**common, "mode": "plan", "planner": wanted}), ())
     for plan in search_confirmed(asked.problem, asked.space, top_k=3).plans:
-        chosen = chosen_config(asked.config, plan.candidate, asked.shape, BATCH)
+        chosen = candidate_config(asked.config, plan.candidate, asked.shape, BATCH)
         config = replace(chosen, mode="validate")
         if config not in found:
             found.append(config)

@@ -9,10 +9,10 @@ import pytest
 
 from launcher.config import LaunchConfig
 from launcher.config.decode import from_dict
-from launcher.planning.largest_model import stretch
-from launcher.planning.one_layout import tuned
+from launcher.planning.largest_model import largest_model
+from launcher.planning.one_layout import tune_layout
 from launcher.planning.question import Question, calibration, question
-from launcher.planning.report import answer_mapping, chosen_config, list_plans
+from launcher.planning.report import answer_mapping, candidate_config, list_plans
 from launcher.profiles.profile_check import classes_of, fingerprint, model_facts, this_machine
 from launcher.resolve import model_shape, resolve
 from strategies.analysis.metrics import measure
@@ -89,7 +89,7 @@ def test_a_listed_plan_is_what_its_run_predicts_from_the_same_profile(profile):
     answer = search_confirmed(what.problem, what.space)
     assert len(answer.plans) == 5
     for plan in answer.plans:
-        run = resolve(chosen_config(config, plan.candidate, what.shape, 16))
+        run = resolve(candidate_config(config, plan.candidate, what.shape, 16))
         assert run.costs.table(run.programs.train).name == "profiled"
         metrics = measure(simulate(run.programs.train, run.costs), run.costs)
         step = metrics.makespan if what.problem.machine.waits_at_flush else metrics.period
@@ -109,18 +109,18 @@ def test_what_was_measured_decides(profile):
 
 def test_it_is_calibrated_and_says_how_well(profile):
     config, what = asked_of(profile[0], LAYOUT, pp=2)
-    found = tuned(config, what, top_k=2)
+    found = tune_layout(config, what, top_k=2)
     mapping = answer_mapping(what, found.answer, found.listed)
     assert (mapping["calibrated"], mapping["calibration_error"]) == (True, max(ERRORS.values()))
     assert "calibrated, +-3.0 %: layers and links were measured" in calibration(what)
     assert list_plans(config, what, found.answer)[0].step_time_s == found.listed[0].step_time_s
     sizes = {p.run.config.data.microbatch_size for p in found.listed} | {
-        r.setting.microbatch_size for r in found.refusals
+        r.layout.microbatch_size for r in found.answer.refusals
     }  # fmt: skip
     assert sizes == {1, 2, 4}
     # Layers that recompute inside were not measured.
     policies = {p.run.config.recompute.name for p in found.listed} | {
-        r.setting.recompute.policy for r in found.refusals
+        r.recompute.policy for r in found.answer.refusals
     }  # fmt: skip
     assert policies == {"none", "optimal", "mario", "full"}
 
@@ -128,11 +128,11 @@ def test_it_is_calibrated_and_says_how_well(profile):
 def test_a_profile_serves_a_deeper_model_but_one_sequence_length(profile):
     planner = {"global_batch_size": 16, "memory_gb": 0.00025, "maximize": "model_size"}
     config, what = asked_of(profile[0], LAYOUT, pp=2, planner=planner)
-    found = tuned(config, what, top_k=1)
+    found = tune_layout(config, what, top_k=1)
     assert found.listed[0].run.config.model.layers > 4
     longer = replace(config, planner=replace(config.planner, maximize="sequence_length"))
     with pytest.raises(PlanError, match=r"one sequence length\. Try costs=analytic"):
-        stretch(longer, what)
+        largest_model(longer, what)
 
 
 @pytest.mark.parametrize(

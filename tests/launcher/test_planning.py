@@ -11,7 +11,7 @@ from launcher.config import LaunchConfig
 from launcher.config.decode import from_dict
 from launcher.planning.no_plan import refuse
 from launcher.planning.question import Question, question
-from launcher.planning.report import chosen_config, chosen_words
+from launcher.planning.report import candidate_config, candidate_words
 from launcher.resolve import resolve
 from strategies.analysis.metrics import measure
 from strategies.errors import PlanError
@@ -82,7 +82,7 @@ def test_a_listed_plan_is_what_its_run_predicts(pinned):
     answer = search_confirmed(asked.problem, asked.space)
     assert answer.plans
     for plan in answer.plans:
-        run = resolve(chosen_config(config, plan.candidate, asked.shape, 32))
+        run = resolve(candidate_config(config, plan.candidate, asked.shape, 32))
         metrics = measure(simulate(run.programs.train, run.costs), run.costs)
         step = metrics.makespan if asked.problem.machine.waits_at_flush else metrics.period
         assert step == pytest.approx(plan.step_time_s, rel=1e-9)
@@ -91,7 +91,8 @@ def test_a_listed_plan_is_what_its_run_predicts(pinned):
         assert step >= plan.bound_s * (1 - 1e-9)
         assert run.world_size == 8
         if pinned:
-            assert "pp=4" in chosen_words(plan.candidate, asked.shape, 32) or values.get("schedule")
+            words = candidate_words(plan.candidate, asked.shape, 32)
+            assert "pp=4" in words or values.get("schedule")
 
 
 def test_little_memory_brings_selective_recomputation_as_its_run_predicts_it():
@@ -100,7 +101,7 @@ def test_little_memory_brings_selective_recomputation_as_its_run_predicts_it():
     best = search_confirmed(asked.problem, asked.space, top_k=1).plans[0]
     assert best.candidate.recompute.policy == "selective"
     assert best.peak_bytes <= 24e9
-    run = resolve(chosen_config(config, best.candidate, asked.shape, 32))
+    run = resolve(candidate_config(config, best.candidate, asked.shape, 32))
     metrics = measure(simulate(run.programs.train, run.costs), run.costs)
     assert metrics.period == pytest.approx(best.step_time_s, rel=1e-9)
     assert metrics.peak_memory_bytes == best.rank_bytes

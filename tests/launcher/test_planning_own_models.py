@@ -17,7 +17,7 @@ from launcher.config.pipeline import RecomputeConfig
 from launcher.config.planner import PlannerConfig
 from launcher.config.workload import ModelConfig
 from launcher.planning.question import question
-from launcher.planning.report import better_order, chosen_config
+from launcher.planning.report import better_order, candidate_config
 from launcher.resolve import resolve
 from launcher.workloads.traced_shape import TracedShape
 from strategies.analysis.memory import peak_memory_bytes
@@ -199,7 +199,7 @@ def test_what_is_listed_for_a_graph_is_what_its_program_takes(partition, monkeyp
     answer = search_confirmed(asked.problem, asked.space, top_k=4)
     assert answer.plans
     for plan in answer.plans:
-        run = resolve(chosen_config(config, plan.candidate, traced, 16), traced=traced)
+        run = resolve(candidate_config(config, plan.candidate, traced, 16), traced=traced)
         program = run.programs.train
         assert simulate(program, run.costs).period == pytest.approx(plan.step_time_s, rel=1e-9)
         assert peak_memory_bytes(program, run.costs.table(program)) == plan.rank_bytes

@@ -10,9 +10,9 @@ import pytest
 
 from launcher.config import LaunchConfig
 from launcher.config.decode import from_dict
-from launcher.planning.one_layout import Tuned, tuned, tunes
+from launcher.planning.one_layout import LayoutAnswer, is_one_layout, tune_layout
 from launcher.planning.question import Question, question
-from launcher.planning.report import answer_mapping, chosen_config, command_line
+from launcher.planning.report import answer_mapping, candidate_config, command_line
 from launcher.report.plan_table import reaches_text, refusal_mapping, refusals_text
 from launcher.resolve import resolve
 from strategies.analysis.metrics import measure
@@ -39,26 +39,26 @@ def asked(
 
 
 @cache
-def found_with(*, top_k: int, maximize: str = "throughput", gb: float = 0.012) -> Tuned:
-    return tuned(*asked(maximize=maximize, gb=gb), top_k=top_k)
+def found_with(*, top_k: int, maximize: str = "throughput", gb: float = 0.012) -> LayoutAnswer:
+    return tune_layout(*asked(maximize=maximize, gb=gb), top_k=top_k)
 
 
 def test_policy_and_microbatch_size_are_chosen_and_all_others_have_a_reason():
     config, what = asked()
-    assert tunes(config, what)
+    assert is_one_layout(config, what)
     found = found_with(top_k=3)
     assert len(found.listed) == 3
     times = [plan.step_time_s for plan in found.listed]
     assert times == sorted(times)
     settings = {(p.run.config.recompute.name, p.run.config.data.microbatch_size)
                 for p in found.listed}  # fmt: skip
-    others = {(r.setting.recompute.policy, r.setting.microbatch_size) for r in found.refusals}
+    others = {(r.recompute.policy, r.layout.microbatch_size) for r in found.answer.refusals}
     everything = {(p, n) for p in ("none", "selective", "optimal", "mario", "full")
                   for n in (1, 2, 4, 8, 16)}  # fmt: skip
     assert settings | others == everything
     assert not settings & others
-    assert {r.reason for r in found.refusals} >= {"memory", "slower"}
-    for refusal in found.refusals:
+    assert {r.reason for r in found.answer.refusals} >= {"memory", "slower"}
+    for refusal in found.answer.refusals:
         if refusal.reason == "memory" and refusal.needed_bytes is not None:
             assert refusal.needed_bytes > 12_000_000
         if refusal.reason == "slower":
@@ -68,7 +68,7 @@ def test_policy_and_microbatch_size_are_chosen_and_all_others_have_a_reason():
 def test_a_listed_setting_is_what_its_run_predicts():
     config, what = asked()
     for plan in found_with(top_k=3).listed:
-        run = resolve(chosen_config(config, plan.outcome.candidate, what.shape, 32))
+        run = resolve(candidate_config(config, plan.outcome.candidate, what.shape, 32))
         metrics = measure(simulate(run.programs.train, run.costs), run.costs)
         step = metrics.makespan if what.problem.machine.waits_at_flush else metrics.period
         assert step == pytest.approx(plan.outcome.step_time_s, rel=1e-9)
@@ -80,7 +80,7 @@ def test_a_listed_setting_is_what_its_run_predicts():
 def test_with_room_for_everything_nothing_is_recomputed():
     found = found_with(gb=4.0, top_k=1)
     assert found.listed[0].run.config.recompute.name == "none"
-    assert {r.reason for r in found.refusals if r.setting.recompute.policy == "optimal"} <= {
+    assert {r.reason for r in found.answer.refusals if r.recompute.policy == "optimal"} <= {
         "same", "slower",
     }  # fmt: skip
 
@@ -91,7 +91,7 @@ def test_what_is_pinned_stays():
         (*LAYOUT, "recompute", "data.microbatch_size"), recompute={"name": "mario"}, data=data,
         gb=0.0155,
     )  # fmt: skip
-    found = tuned(config, what, top_k=5)
+    found = tune_layout(config, what, top_k=5)
     (plan,) = found.listed
     assert "recompute=mario" in plan.words
     assert "data.microbatch_size=2" in plan.words
@@ -118,7 +118,7 @@ def test_freed_memory_goes_into_a_longer_sequence_or_a_deeper_model(maximize):
         model = replace(full.config.model, **{name: value})
         run = resolve(
             replace(
-                chosen_config(full.config, full.outcome.candidate, full.asked.shape, 32),
+                candidate_config(full.config, full.outcome.candidate, full.asked.shape, 32),
                 model=model,
                 schedule=replace(config.schedule, units_per_stage=None),
             )
@@ -132,56 +132,56 @@ def test_freed_memory_goes_into_a_longer_sequence_or_a_deeper_model(maximize):
 def test_a_cap_that_no_policy_meets_says_the_smallest_that_can_and_what_it_costs():
     config, what = asked(gb=0.005)
     with pytest.raises(PlanError) as refused:
-        tuned(config, what, top_k=1)
+        tune_layout(config, what, top_k=1)
     message = str(refused.value)
     assert "planner.memory_gb=0.005" in message
     assert "per step (" in message and "without recomputation" in message
     enough = float(message.rpartition("Try planner.memory_gb=")[2].partition(",")[0])
-    assert tuned(*asked(gb=enough), top_k=1).listed
+    assert tune_layout(*asked(gb=enough), top_k=1).listed
     with pytest.raises(PlanError):
-        tuned(*asked(gb=0.97 * enough), top_k=1)
+        tune_layout(*asked(gb=0.97 * enough), top_k=1)
 
 
 def test_a_size_that_never_fits_says_what_is_needed():
     config, what = asked(maximize="model_size", gb=0.0005)
     with pytest.raises(PlanError, match=r"no room for the smallest model.layers .* Try planner.m"):
-        tuned(config, what, top_k=1)
+        tune_layout(config, what, top_k=1)
 
 
 def test_a_size_grows_in_a_pinned_layout_only():
     config, what = asked(("pp",), maximize="model_size")
     with pytest.raises(PlanError, match=r"dp, tp, schedule are not set\. Try dp=2 tp=1 schedule"):
-        tunes(config, what)
+        is_one_layout(config, what)
     config, what = asked(("pp",))
-    assert not tunes(config, what)
+    assert not is_one_layout(config, what)
 
 
 def test_layers_cannot_grow_where_they_are_cut_by_hand():
     config, what = asked(maximize="model_size", schedule={"layers_per_stage": [1, 2, 2, 1]})
     with pytest.raises(PlanError, match=r"Try without schedule\.layers_per_stage"):
-        tuned(config, what, top_k=1)
+        tune_layout(config, what, top_k=1)
 
 
 def test_a_schedule_that_never_drains_says_why_nothing_can_be_hidden(monkeypatch):
     monkeypatch.setitem(SCHEDULES, "1f1b", replace(SCHEDULES["1f1b"], synchronous=False))
     config, what = asked()
     with pytest.raises(PlanError, match=r"never drains.*another weight version.*schedule=1f1b"):
-        tunes(config, what)
+        is_one_layout(config, what)
 
 
 def test_reasons_are_a_line_each_and_in_the_result():
     _, what = asked()
     found = found_with(top_k=3)
-    text = refusals_text(found.refusals, found.answer.plans[0].step_time_s, 12_000_000)
-    assert len(text.splitlines()) == 1 + len(found.refusals)
+    text = refusals_text(found.answer.refusals, found.answer.plans[0].step_time_s, 12_000_000)
+    assert len(text.splitlines()) == 1 + len(found.answer.refusals)
     assert "slower than plan 1" in text
     assert "GB of 0.012" in text
     mapping = answer_mapping(what, found.answer, found.listed)
     assert mapping["num_candidates"] == 50
     assert mapping["rejected"]["memory"] + mapping["rejected"]["slower"] + mapping["rejected"][
         "dominated"
-    ] == len(found.refusals)
-    assert refusal_mapping(found.refusals[0])["reason"] == found.refusals[0].reason
+    ] == len(found.answer.refusals)
+    assert refusal_mapping(found.answer.refusals[0])["reason"] == found.answer.refusals[0].reason
 
 
 def test_what_was_typed_for_the_planner_is_not_in_the_run():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies.planner.layout_search import rank_key
 from strategies.planner.problem import Problem
 from strategies.planner.space import Space
-from strategies.planner.tuner import POLICIES, choices, longest, setting_of, simulated, tune
+from strategies.planner.tuner import POLICIES, candidates, longest, simulated, tune
 from tests.strategies.planner.models import problem
 
 
@@ -32,37 +32,38 @@ def limited(memory: float) -> Problem:
 def test_it_lists_what_simulating_everything_finds_best(memory):
     asked = limited(memory)
     best = {}
-    for choice in choices(asked, space()):
-        outcome = simulated(asked, choice)
+    for group, order in candidates(asked, space()):
+        outcome = simulated(asked, group, order)
         if outcome is None or outcome.peak_bytes > memory:
             continue
-        setting = setting_of(outcome.candidate.layout, outcome.candidate.recompute)
-        if setting.recompute.policy == "optimal" and not outcome.recomputes:
+        if group.recompute.policy == "optimal" and not outcome.recomputes:
             continue
-        if setting not in best or rank_key(outcome) < rank_key(best[setting]):
-            best[setting] = outcome
+        key = (outcome.candidate.layout, outcome.candidate.recompute)
+        if key not in best or rank_key(outcome) < rank_key(best[key]):
+            best[key] = outcome
     wanted = sorted(best.values(), key=rank_key)
     found = tune(asked, space(), top_k=3)
     assert [plan.candidate for plan in found.plans] == [o.candidate for o in wanted[:3]]
     assert found.plans
     assert found.num_simulated <= found.num_candidates
     assert any(refusal.reason == "memory" for refusal in found.refusals) == (memory < 1e9)
-    # A setting that was left out by its bound is slower than what is listed.
-    times = {setting: outcome.step_time_s for setting, outcome in best.items()}
+    # What was left out by its bound is slower than what is listed.
+    times = {key: outcome.step_time_s for key, outcome in best.items()}
     for refusal in found.refusals:
-        if refusal.reason == "slower" and refusal.setting in times:
-            assert refusal.step_time_s <= times[refusal.setting] * (1 + 1e-9)
+        key = (refusal.layout, refusal.recompute)
+        if refusal.reason == "slower" and key in times:
+            assert refusal.step_time_s <= times[key] * (1 + 1e-9)
             assert refusal.step_time_s >= found.plans[-1].step_time_s * (1 - 1e-9)
         if refusal.reason == "memory" and refusal.exact:
-            assert refusal.setting not in times
+            assert key not in times
 
 
 def test_what_needs_least_is_named_where_nothing_fits():
     asked = limited(1e6)
     found = tune(asked, space(), top_k=3)
     assert found.plans == ()
-    everything = [simulated(asked, choice) for choice in choices(asked, space())
-                  if choice[0].recompute.policy != "optimal"]  # fmt: skip
+    everything = [simulated(asked, group, order) for group, order in candidates(asked, space())
+                  if group.recompute.policy != "optimal"]  # fmt: skip
     assert found.smallest.peak_bytes == min(outcome.peak_bytes for outcome in everything)
     assert found.plain.candidate.recompute.policy == "none"
     assert {refusal.reason for refusal in found.refusals} == {"memory"}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.report.schedule_files import compute_csv
+from launcher.report.predicted import compute_csv
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.memory import peak_activations
 from strategies.compiler import compile_plan, compile_short, schedule_of

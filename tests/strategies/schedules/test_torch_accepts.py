@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from launcher.report.schedule_files import compute_csv
+from launcher.report.predicted import compute_csv
 from strategies import compile_program
 from strategies.errors import PlanError, ProgramError
 from strategies.ir.kinds import MICROBATCH_KINDS

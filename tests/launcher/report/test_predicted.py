@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 from launcher.report.ascii import draw
-from launcher.report.schedule_files import compute_csv, schedule_text, write_schedule_files
+from launcher.report.predicted import compute_csv, schedule_text, write_schedule_files
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.metrics import measure
 from strategies.ir.instruction import Instruction, backward, forward, overlap
