@@ -1,4 +1,4 @@
-"""Runs the command line inside this process, with a recorder in place of the commands."""
+"""Runs the command line inside this process: with a recorder in place of the commands, or whole."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 from launcher.__main__ import COMMANDS, main
 from launcher.config import LaunchConfig
+from tests.launcher.runs import Finished
 
 
 class Call(NamedTuple):
@@ -67,3 +68,16 @@ def run_here(
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         code = main(words)
     return Done(code, output.getvalue(), errors.getvalue(), folder, calls)
+
+
+def launch_here(words: Sequence[str], folder: Path) -> Finished:
+    """``python -m launcher *words`` in ``folder``, to its end: for modes that start no rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    output, errors = io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        code = main(words)
+    return Finished(code, output.getvalue(), errors.getvalue(), folder)

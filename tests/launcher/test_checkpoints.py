@@ -14,6 +14,7 @@ from launcher.config import LaunchConfig, check, from_dict
 from launcher.rank import checkpoint_rotation
 from launcher.rank.checkpoint_rotation import surplus
 from strategies.errors import PlanError
+from tests.launcher.command_line import launch_here
 from tests.launcher.conftest import TRAIN
 from tests.launcher.runs import MODEL, launch, read_metrics
 
@@ -106,7 +107,7 @@ def test_auto_takes_the_newest_that_is_whole_and_says_so(checkpoint: Path, tmp_p
     (unreadable / "manifest.json").write_text("{")
     copy("step-00000009.ckpt.tmp", 10)
     words = [*TRAIN, "mode=validate", "trainer.resume=auto"]
-    done = launch(words, tmp_path).assert_done()
+    done = launch_here(words, tmp_path).assert_done()
     for path, reason in (
         (unreadable, "manifest.json is damaged"),
         (flipped, "rank_00001.safetensors is damaged: expected SHA-256"),
@@ -127,6 +128,8 @@ def test_auto_takes_what_stepped_aside_when_nothing_came_in_its_place(
     aside = folder / "last.ckpt.old"
     shutil.copytree(checkpoint, aside)
     words = [*TRAIN, "mode=validate", "trainer.resume=auto"]
-    assert f"continues {aside}\n" in launch(words, tmp_path).assert_done().output
+    assert f"continues {aside}\n" in launch_here(words, tmp_path).assert_done().output
     shutil.copytree(checkpoint, folder / "last.ckpt")
-    assert f"continues {folder / 'last.ckpt'}\n" in launch(words, tmp_path).assert_done().output
+    assert (
+        f"continues {folder / 'last.ckpt'}\n" in launch_here(words, tmp_path).assert_done().output
+    )

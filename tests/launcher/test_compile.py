@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launcher.runs import launch
+from tests.launcher.command_line import launch_here
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from tests.launcher.runs import launch
     ],
 )
 def test_split_backwards_are_refused(words, fix, tmp_path):
-    run = launch(["compile=true", *words], tmp_path)
+    run = launch_here(["compile=true", *words], tmp_path)
     assert run.code == 2
     assert run.errors.startswith("error: compile=true with ")
     assert fix in run.errors
@@ -24,8 +24,9 @@ def test_split_backwards_are_refused(words, fix, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_machine_without_a_compiler_is_refused(tmp_path):
-    run = launch(["compile=true", "trainer.accelerator=cpu"], tmp_path, CXX="no-such-compiler")
+def test_a_machine_without_a_compiler_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    run = launch_here(["compile=true", "trainer.accelerator=cpu"], tmp_path)
     assert run.code == 2
     assert "torch.compile needs CXX=no-such-compiler on this machine" in run.errors
     assert "or use compile=false." in run.errors
@@ -33,4 +34,4 @@ def test_a_machine_without_a_compiler_is_refused(tmp_path):
 
 def test_generated_code_is_not_asked_of_a_simulation(tmp_path):
     words = ["mode=simulate", "costs=uniform", "schedule=zb_h1", "pp=2", "compile=true"]
-    assert launch(words, tmp_path).assert_done().result["makespan"] > 0
+    assert launch_here(words, tmp_path).assert_done().result["makespan"] > 0

@@ -14,7 +14,7 @@ import pytest
 from launcher.config import from_dict
 from launcher.resolve import resolve
 from strategies.plan import read_schedule_file
-from tests.launcher.command_line import run_here
+from tests.launcher.command_line import launch_here, run_here
 from tests.launcher.runs import MODEL, environment, launch, read_metrics
 
 PLAIN = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
@@ -31,7 +31,7 @@ def write(folder: Path, text: str = PLAIN, name: str = "my.csv") -> Path:
 
 def test_a_file_is_simulated_and_comes_out_as_it_went_in(tmp_path):
     write(tmp_path, "\ufeff" + PLAIN.replace("\n", ",,\r\n"))
-    done = launch((*UNIFORM, *CUSTOM), tmp_path).assert_done()
+    done = launch_here((*UNIFORM, *CUSTOM), tmp_path).assert_done()
     result = done.result
     assert (result["schedule"], result["num_microbatches"], result["makespan"]) == ("custom", 2, 9)
     assert (done.folder / "schedule.csv").read_text() == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
@@ -43,9 +43,9 @@ def test_a_file_is_simulated_and_comes_out_as_it_went_in(tmp_path):
 )
 def test_the_csv_of_a_run_runs_again_with_the_same_figures(schedule, more, tmp_path):
     words = (*UNIFORM, "pp=4", "num_microbatches=8", "costs.grad_reduce=2", *more)
-    first = launch((*words, f"schedule={schedule}"), tmp_path / "a").assert_done()
+    first = launch_here((*words, f"schedule={schedule}"), tmp_path / "a").assert_done()
     shutil.copy(first.folder / "schedule.csv", write(tmp_path / "b"))
-    again = launch((*words, "schedule=custom", "schedule.file=my.csv"), tmp_path / "b")
+    again = launch_here((*words, "schedule=custom", "schedule.file=my.csv"), tmp_path / "b")
     chosen = {"schedule": "custom", "group": None}
     assert again.assert_done().result == {**first.result, **chosen}
     name = "schedule.csv"
@@ -54,7 +54,7 @@ def test_the_csv_of_a_run_runs_again_with_the_same_figures(schedule, more, tmp_p
 
 def test_validate_checks_a_file_and_starts_nothing(tmp_path):
     write(tmp_path)
-    done = launch(("mode=validate", *MODEL, *CUSTOM), tmp_path).assert_done()
+    done = launch_here(("mode=validate", *MODEL, *CUSTOM), tmp_path).assert_done()
     assert done.output.rstrip().endswith("valid: nothing was started")
     assert "schedule.file=my.csv" in done.output
 
@@ -120,8 +120,7 @@ def test_a_sweep_over_files_runs_each(tmp_path):
     write(tmp_path)
     write(tmp_path, "0F0,0B0\n1F0,1B0\n", "one.csv")
     words = ("-m", *UNIFORM, "schedule=custom", "schedule.file=my.csv,one.csv", "pp=2")
-    done = launch(words, tmp_path)
-    assert done.code == 0, done.errors
+    launch_here(words, tmp_path).assert_done()
     results = sorted(tmp_path.rglob("result.json"))
     assert [json.loads(p.read_text())["num_microbatches"] for p in results] == [2, 1]
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, MambaConfig
 
 from launcher.__main__ import main
 from strategies.manifest import FORMAT, seal
+from tests.launcher.command_line import launch_here
 from tests.launcher.runs import Finished, launch
 from tests.tiny_models import write_model
 
@@ -132,8 +133,8 @@ def test_what_only_a_rank_can_refuse_is_one_message_and_exit_code_2(tmp_path):
     assert done.result["error"] + "\n" == done.errors.removeprefix("error: ")
 
 
-def test_validating_prints_layers_and_memory_without_torch(folder, tmp_path):
-    done = launch((*WORDS, f"model.path={folder}", "mode=validate", "pp=2"), tmp_path)
+def test_validating_prints_layers_and_memory(folder, tmp_path):
+    done = launch_here((*WORDS, f"model.path={folder}", "mode=validate", "pp=2"), tmp_path)
     assert done.code == 0, done.errors
     assert "32,864 parameters" in done.output
     assert "stage 0: 2 layers" in done.output
@@ -142,7 +143,7 @@ def test_validating_prints_layers_and_memory_without_torch(folder, tmp_path):
 
 def test_layers_per_stage_counts_decoder_layers(folder, tmp_path):
     words = (*WORDS, f"model.path={folder}", "mode=validate", "pp=2")
-    done = launch((*words, "schedule.layers_per_stage=[0,3]"), tmp_path)
+    done = launch_here((*words, "schedule.layers_per_stage=[0,3]"), tmp_path)
     assert "stage 1: 3 layers" in done.output
 
 

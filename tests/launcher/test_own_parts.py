@@ -6,9 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from strategies import schedules
+from tests.launcher.command_line import launch_here
+from tests.launcher.runs import Finished
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -137,6 +142,22 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def here(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Finished]]:
+    """Runs a request in this process, which forgets what the package has registered."""
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(schedules, "SCHEDULES", dict(schedules.SCHEDULES))
+
+    def run(*words: str) -> Finished:
+        return launch_here((*words, f"hydra.run.dir={tmp_path / 'run'}"), tmp_path)
+
+    yield run
+    for name in ("my_parts", "my_order", "my_orders"):
+        sys.modules.pop(name, None)
+
+
 def launch(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{site}"}
     return subprocess.run(
@@ -149,24 +170,18 @@ def launch(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess
     )
 
 
-def test_a_schedule_of_a_package_is_simulated(site: Path, tmp_path: Path) -> None:
+def test_a_schedule_of_a_package_is_simulated(here) -> None:
     words = ("mode=simulate", "costs=uniform", "schedule=mine_first", "pp=2", "num_microbatches=3")
-    done = launch(site, tmp_path / "run", *words)
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = here(*words).assert_done().result
     assert (result["schedule"], result["makespan"]) == ("mine_first", 12.0)
 
 
 @pytest.mark.parametrize("name", ["mine_plain", "mine_entry", "mine_upside_down"])
-def test_an_entry_point_may_be_a_function_an_entry_or_a_module(
-    name: str, site: Path, tmp_path: Path
-) -> None:
+def test_an_entry_point_may_be_a_function_an_entry_or_a_module(name: str, here) -> None:
     words = ("mode=simulate", "costs=uniform", f"schedule={name}", "pp=2", "num_microbatches=3")
-    done = launch(site, tmp_path / "run", *words)
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (result["schedule"], result["makespan"]) == (name, 18.0)
-    text = (tmp_path / "run" / "schedule.csv").read_text()
+    done = here(*words).assert_done()
+    assert (done.result["schedule"], done.result["makespan"]) == (name, 18.0)
+    text = (done.folder / "schedule.csv").read_text()
     assert text.startswith("1F0,1B0" if name == "mine_upside_down" else "0F0,0B0")
 
 
@@ -185,20 +200,17 @@ def test_an_entry_point_may_be_a_function_an_entry_or_a_module(
         ("mine_gone", "schedule=mine_gone is offered by an installed package as my_orders:gone,"),
     ],
 )
-def test_a_wrong_order_of_a_package_is_refused(
-    name: str, expected: str, site: Path, tmp_path: Path
-) -> None:
-    words = ("mode=validate", f"schedule={name}", "pp=2", "num_microbatches=2")
-    done = launch(site, tmp_path / "run", *words)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {expected}")
-    assert not (tmp_path / "run").exists()
+def test_a_wrong_order_of_a_package_is_refused(name: str, expected: str, here) -> None:
+    done = here("mode=validate", f"schedule={name}", "pp=2", "num_microbatches=2")
+    assert done.code == 2
+    assert done.errors.startswith(f"error: {expected}")
+    assert list(done.cwd.iterdir()) == []
 
 
-def test_an_own_placement_for_other_ranks_is_refused(site: Path, tmp_path: Path) -> None:
-    done = launch(site, tmp_path / "run", "mode=simulate", "schedule=mine_upside_down", "pp=3")
-    assert done.returncode == 2
-    assert done.stderr == (
+def test_an_own_placement_for_other_ranks_is_refused(here) -> None:
+    done = here("mode=simulate", "schedule=mine_upside_down", "pp=3")
+    assert done.code == 2
+    assert done.errors == (
         "error: schedule=mine_upside_down places its stages on 2 ranks, but pp=3. Try pp=2.\n"
     )
 
@@ -216,8 +228,8 @@ def test_model_data_and_schedule_of_a_package_train(site: Path, tmp_path: Path) 
     assert result["measured_bubble_ratio"] > 0
 
 
-def test_an_unknown_name_is_refused_with_the_installed_ones(site: Path, tmp_path: Path) -> None:
-    done = launch(site, tmp_path / "run", "model=my_nett")
-    assert done.returncode == 2
-    assert "model=my_net" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_an_unknown_name_is_refused_with_the_installed_ones(here) -> None:
+    done = here("model=my_nett")
+    assert done.code == 2
+    assert "model=my_net" in done.errors
+    assert "Traceback" not in done.errors

@@ -17,7 +17,7 @@ from strategies.analysis.metrics import measure
 from strategies.errors import PlanError
 from strategies.planner.layout_search import search, search_confirmed
 from strategies.simulator.engine import simulate
-from tests.launcher.command_line import run_here
+from tests.launcher.command_line import launch_here, run_here
 from tests.launcher.runs import MODEL, launch
 
 LLAMA = {
@@ -190,7 +190,7 @@ def test_mode_plan_lists_plans_that_run_as_they_are_printed(tmp_path: Path):
     (printed,) = (line for line in done.output.splitlines() if line.startswith("plan 1: "))
     again = printed.partition("python -m launcher ")[2].replace("'", "").split()
     assert set(plans[0]["overrides"]) <= set(again)
-    checked = launch([*again, "mode=simulate"], tmp_path / "again").assert_done().result
+    checked = launch_here([*again, "mode=simulate"], tmp_path / "again").assert_done().result
     assert checked["period"] == pytest.approx(plans[0]["predicted_step_time_s"])
     assert checked["peak_memory_bytes"] == plans[0]["peak_memory_bytes"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launcher.command_line import launch_here
 from tests.launcher.runs import MODEL, Finished, launch
 
 SIZES = "profile.microbatch_sizes=[1,3]"
@@ -21,9 +22,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     return done, done.folder / "profile.json"
 
 
-def use(made: tuple[Finished, Path], folder: Path, *words: str, **environment: str) -> Finished:
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the profile was made with
+
+
+def use(made: tuple[Finished, Path], folder: Path, *words: str) -> Finished:
     asked = ["mode=validate", "pp=2", "costs=profiled", f"costs.file={made[1]}", *MODEL, *words]
-    return launch(asked, folder, **environment)
+    return launch_here(asked, folder)
 
 
 @pytest.mark.distributed
@@ -55,7 +61,7 @@ def test_a_plan_for_the_measured_hardware_is_calibrated(made, tmp_path):
     (option,) = made[0].cwd.rglob("hardware/mine.yaml")
     assert f"--config-dir {option.parents[1]} hardware=mine" in made[0].output
     words = ["--config-dir", str(option.parents[1]), "hardware=mine", "mode=plan", *MODEL]
-    done = launch([*words, "planner.num_gpus=2"], tmp_path).assert_done()
+    done = launch_here([*words, "planner.num_gpus=2"], tmp_path).assert_done()
     assert done.result["calibrated"] is True
     assert done.result["calibration_error"] >= 0
     assert "\ncalibrated, +-" in done.output
@@ -136,14 +142,15 @@ def test_a_profile_of_another_machine_is_refused_with_both_fingerprints(made, tm
 
 
 @pytest.mark.distributed
-def test_another_number_of_threads_is_named(made, tmp_path):
-    done = use(made, tmp_path, OMP_NUM_THREADS="2")
+def test_another_number_of_threads_is_named(made, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    done = use(made, tmp_path)
     assert done.code == 2
     assert "Try OMP_NUM_THREADS=1 in front of the command" in done.errors
 
 
 def test_costs_without_a_profile_say_how_to_make_one(tmp_path):
-    done = launch(["mode=simulate", "costs=profiled", *MODEL], tmp_path)
+    done = launch_here(["mode=simulate", "costs=profiled", *MODEL], tmp_path)
     assert done.code == 2
     assert "costs=profiled needs costs.file" in done.errors
     assert "mode=profile pp=1 dp=1 profile.file=profile.json" in done.errors
@@ -169,16 +176,17 @@ def test_costs_without_a_profile_say_how_to_make_one(tmp_path):
     ],
 )
 def test_keys_that_mean_nothing_together_are_refused(tmp_path, words, message):
-    done = launch([*words, *MODEL], tmp_path)
+    done = launch_here([*words, *MODEL], tmp_path)
     assert done.code == 2
     assert message in done.errors
 
 
 def test_ranks_share_cores_in_predictions_if_told_so(tmp_path):
     words = ["mode=simulate", "costs=uniform", "pp=4", "num_microbatches=8"]
-    alone = launch(words, tmp_path / "alone").assert_done().result
-    shared = launch([*words, "hardware.cores=1"], tmp_path / "shared").assert_done().result
-    spread = launch([*words, "hardware.cores=2", "dp=2"], tmp_path / "spread").assert_done().result
+    alone = launch_here(words, tmp_path / "alone").assert_done().result
+    shared = launch_here([*words, "hardware.cores=1"], tmp_path / "shared").assert_done().result
+    words += ["hardware.cores=2", "dp=2"]
+    spread = launch_here(words, tmp_path / "spread").assert_done().result
     assert alone["makespan"] == 33
     assert shared["makespan"] == 96  # all there is to compute, one after the other
     assert spread["makespan"] == 96  # of two replicas on two cores

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from launcher.commands import simulate, validate
-from tests.launcher.command_line import run_here
-from tests.launcher.runs import launch
+from tests.launcher.command_line import launch_here, run_here
 
 UNIFORM = ("mode=simulate", "costs=uniform", "pp=4", "hydra.run.dir=out")
 CAP = "recompute.max_full_activations"
@@ -62,7 +61,7 @@ def test_the_optimum_under_a_cap(tmp_path, monkeypatch, pp, count, cap, split, w
 
 def test_a_run_shows_what_is_run_again_everywhere(tmp_path):
     words = (*UNIFORM, "num_microbatches=8", "recompute=optimal", f"{CAP}=1")
-    done = launch(words, tmp_path).assert_done()
+    done = launch_here(words, tmp_path).assert_done()
     out = tmp_path / "out"
     assert "LB2 rank 2 (LB1 rank 3: 33 F)" in done.output
     assert "recompute=optimal" in done.output

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.launcher.command_line import launch_here
 from tests.launcher.runs import launch, read_metrics
 
 pytestmark = pytest.mark.distributed
@@ -55,7 +56,7 @@ def test_validate_shows_what_a_sharer_holds(tmp_path):
     states = {}
     for tp in (1, 2):
         words = [*MODEL, "mode=validate", f"tp={tp}", "pp=2"]
-        run = launch(words, tmp_path / str(tp)).assert_done()
+        run = launch_here(words, tmp_path / str(tp)).assert_done()
         states[tp] = run.result["peak_memory_bytes"]
         assert (NOTE in run.output) == (tp == 2)
         assert ("each of 2 tp ranks" in run.output) == (tp == 2)
@@ -63,6 +64,6 @@ def test_validate_shows_what_a_sharer_holds(tmp_path):
 
 
 def test_generating_needs_the_whole_model(tmp_path):
-    refused = launch([*MODEL, "mode=generate", "tp=2"], tmp_path)
+    refused = launch_here([*MODEL, "mode=generate", "tp=2"], tmp_path)
     assert refused.code == 2
     assert "mode=generate pp=1 dp=1 tp=1" in refused.errors

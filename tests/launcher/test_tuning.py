@@ -19,7 +19,8 @@ from strategies.analysis.metrics import measure
 from strategies.errors import PlanError
 from strategies.schedules import SCHEDULES
 from strategies.simulator.engine import simulate
-from tests.launcher.runs import MODEL, launch
+from tests.launcher.command_line import launch_here
+from tests.launcher.runs import MODEL
 
 LAYOUT = ("pp", "dp", "tp", "schedule")
 
@@ -199,7 +200,7 @@ def test_the_printed_command_runs_as_it_is_printed(tmp_path: Path):
         *MODEL, "mode=plan", "pp=2", "dp=1", "tp=1", "schedule=1f1b", "planner.memory_gb=0.0005",
         "planner.global_batch_size=8", "planner.maximize=sequence_length", "model.layers=4",
     ]  # fmt: skip
-    done = launch(words, tmp_path / "plan").assert_done()
+    done = launch_here(words, tmp_path / "plan").assert_done()
     result = done.result
     assert result["maximize"] == "sequence_length"
     assert {reach["recompute"] for reach in result["reaches"]} == {
@@ -207,6 +208,6 @@ def test_the_printed_command_runs_as_it_is_printed(tmp_path: Path):
     }  # fmt: skip
     (printed,) = (line for line in done.output.splitlines() if line.startswith("plan 1: "))
     again = printed.partition("python -m launcher ")[2].replace("'", "").split()
-    checked = launch([*again, "mode=validate"], tmp_path / "again").assert_done().result
+    checked = launch_here([*again, "mode=validate"], tmp_path / "again").assert_done().result
     assert checked["period"] == pytest.approx(result["plans"][0]["predicted_step_time_s"])
     assert checked["peak_memory_bytes"] == result["plans"][0]["peak_memory_bytes"]
