@@ -1,21 +1,130 @@
-"""The benchmark of overheads runs and says what it should; how fast anything is, is no test."""
+"""Every benchmark that a document names runs and says what it should; how fast, is no test."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from strategies.compiler import compile_program
 from strategies.costs.uniform import UniformCosts
 from strategies.simulator.engine import simulate
-from tests.benchmarks import pipeline_overhead, plan_ranking, recompute_cost
+from tests.benchmarks import (
+    flush_period,
+    pipeline_overhead,
+    plan_ranking,
+    prediction_emulated,
+    prediction_real,
+    recompute_cost,
+)
 from tests.benchmarks.overhead_paths import critical_path
 from tests.benchmarks.split_backward_cost import Size
+from tests.distributed.pool import Ranks
 
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "Makefile")
+# What is run below; and `fold_on_links` in its own file, because it needs root.
+SMALL_MODEL = "--steps 2 --rounds 1 --layers 2 --sequence 8 --iterations 3"
+ALONE = {
+    "fold_table": ("--microbatches 8", r"\n\| 4, 8 \| 33 / 41 / 65 \| 26.25 / 34.25 / 58.25 \|"),
+    "simulator_speed": (
+        "--ranks 4 --microbatches 8 --repetitions 2",
+        r"1f1b pp=4 num_microbatches=8: \d+ instructions, compiled in \d+ ms, simulate\(\) ",
+    ),
+    "pass_speed": (
+        "--ranks 8 --microbatches 8 --repetitions 1",
+        r"mario, chimera pp=8 m=8: \d+ ms.*\n(.*\n)*optimal, zb_v pp=4 m=16, 4 activations: \d+",
+    ),
+    "recorder_cost": ("--steps 7", r"\d+ instructions per step: recorded .* ratio \d"),
+    "message_order": (
+        "--schedules 1f1b zb_v --latencies 0.05",
+        r"(1f1b .*%\n){3}(zb_v .*%\n){3}mean at p2p=0.05F: \S+% by producer, \S+% as chosen",
+    ),
+    "heartbeat_cost": (
+        "--writes 100 --rounds 2",
+        r"F, B, I, W: 2 writes +-?\d.*us\n(.*\n)+page of",
+    ),
+}
+ON_TWO_RANKS = {
+    "flush_period": (
+        "--ranks 2 --schedules 1f1b zb_v --microbatches 2 --steps 2 --forward-ms 1",
+        r"1f1b +\d+ +\d+ \| +\d+ +\d+ \| +\d+ +\d+\nzb_v ",
+    ),
+    "prediction": (
+        f"--quick --ranks 2 {SMALL_MODEL}",
+        r"emulated: 3 configurations, step time MAPE .*\n(.*\n)*real: 3 configurations, .*memory",
+    ),
+    "plan_ranking": (f"--layouts 1 {SMALL_MODEL}", r"[2-4] layouts: Kendall tau .*; memory within"),
+}
+OTHERWISE = {"pipeline_overhead", "fold_on_links"}
 ENGINES = ["ours", "torch", "bare", "autograd"]
+
+
+def test_every_benchmark_that_a_document_names_is_run_here():
+    text = "".join((ROOT / name).read_text() for name in DOCUMENTS)
+    named = set(re.findall(r"tests\.benchmarks\.(\w+)", text))
+    assert named == {*ALONE, *ON_TWO_RANKS, *OTHERWISE}
+
+
+def run(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command: ModuleType = importlib.import_module(f"tests.benchmarks.{name}")
+    monkeypatch.setattr(sys, "argv", [name, *words.split()])
+    command.main()
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_command_of_one_process_prints_its_figures(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    words, printed = ALONE[name]
+    run(name, words, monkeypatch)
+    assert re.search(printed, capsys.readouterr().out)
+
+
+class Lent:
+    """Ranks that outlive the command that closes them."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def run(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        return self._ranks.run(function, **arguments)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Lent]:
+    ranks = Ranks(2)
+    yield Lent(ranks)
+    ranks.close()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_a_command_on_ranks_prints_its_figures(
+    name: str,
+    two_ranks: Lent,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    def lend(world_size: int) -> Lent:
+        assert world_size == 2
+        return two_ranks
+
+    for user in (flush_period, plan_ranking, prediction_emulated, prediction_real):
+        monkeypatch.setattr(user, "Ranks", lend)
+    words, printed = ON_TWO_RANKS[name]
+    run(name, words, monkeypatch)
+    assert re.search(printed, capfd.readouterr().out)
 
 
 @pytest.mark.distributed
@@ -85,6 +194,6 @@ def test_a_ranking_says_how_far_the_chosen_layout_is_off_the_best():
     assert "memory within 4.0%" in plan_ranking.table(rows)
     # Layouts are told apart by their words, and none is another's configuration.
     machine = {"name": "here", "measured_on": "here", "gpus_per_node": 2}
-    configs = plan_ranking.configurations(machine)
+    configs = plan_ranking.configurations(machine, plan_ranking.SHAPE)
     assert len(configs) >= 12
     assert {config.pp * int(config.dp) * config.tp for config in configs} == {1, 2}

@@ -153,11 +153,13 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     given = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     folder = Path(tempfile.mkdtemp(dir=given))
+    path: Path | None = None
     try:
         for in_thread in (False, True):
             clock, load = run(folder, in_thread=in_thread)
-            assert clock.path is not None
-            size = total_bytes(read_manifest(clock.path))
+            path = clock.path
+            assert path is not None
+            size = total_bytes(read_manifest(path))
             print(f"async_save={str(in_thread).lower()}: {size / 1e6:.0f} MB per checkpoint")  # noqa: T201
             print(f"  step without a save, ms:      {_ms(clock.quiet)}")  # noqa: T201
             print(f"    its CPU time:               {_ms(clock.quiet_cpu)}")  # noqa: T201
@@ -166,8 +168,9 @@ def main() -> None:
             print(f"    its CPU time:               {_ms(clock.busy_cpu)}")  # noqa: T201
             print(f"  until committed, ms:          {_ms(clock.committed or clock.stalls)}")  # noqa: T201
             print(f"  loading and verifying, ms:    {load * 1e3:.0f}")  # noqa: T201
-        print(f"SHA-256 of the same bytes, ms:  {hash_time(clock.path) * 1e3:.0f}")  # noqa: T201
-        print(f"plain write and fsync, ms:      {write_time(clock.path, folder) * 1e3:.0f}")  # noqa: T201
+        assert path is not None
+        print(f"SHA-256 of the same bytes, ms:  {hash_time(path) * 1e3:.0f}")  # noqa: T201
+        print(f"plain write and fsync, ms:      {write_time(path, folder) * 1e3:.0f}")  # noqa: T201
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

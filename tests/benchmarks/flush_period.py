@@ -1,6 +1,6 @@
 """What a flush without a barrier is worth: the steady step beside the makespan of one step.
 
-    python -m tests.benchmarks.flush_period [--microbatches 8] [--steps 8] [--realtime]
+    python -m tests.benchmarks.flush_period [--ranks 4] [--microbatches 8] [--steps 8] [--realtime]
 
 Emulated compute as in ``pipeline_overhead`` (F, I and W of 10 ms per rank and microbatch, 1 MB
 activations, 4 gloo ranks). Steps follow each other with nothing between them; makespan: first start
@@ -95,21 +95,23 @@ def measure(
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--schedules", nargs="+", default=SCHEDULES, metavar="NAME")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--forward-ms", type=float, default=10.0)
     parser.add_argument("--realtime", action="store_true")
     given = parser.parse_args()
-    ranks = Ranks(4)
+    ranks = Ranks(given.ranks)
     if not all(ranks.run(overhead_ranks.prepare, realtime=given.realtime)):
         raise PermissionError("--realtime: this user may not set SCHED_FIFO. Leave it out.")
     costs = UniformCosts(given.forward_ms, 2 * given.forward_ms)
     write = sys.stdout.write
     write("schedule    simulated: makespan period | measured: makespan period | clipping: ")
     write("period, wait for the norm (ms)\n")
-    for schedule in SCHEDULES:
+    for schedule in given.schedules:
         program = compile_program(
-            schedule=schedule, pp=4, num_microbatches=given.microbatches, buckets=0
+            schedule=schedule, pp=given.ranks, num_microbatches=given.microbatches, buckets=0
         )
         timeline = simulate(program, costs)
         options = {"steps": given.steps, "forward_ms": given.forward_ms}

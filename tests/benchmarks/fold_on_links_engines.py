@@ -163,9 +163,10 @@ class _Torch(Engine):
             )
             for stage, module in self._modules.items()
         }
+        bare: dict[int, nn.Module] = {**self._modules}
         self._schedules = {
             reduce: self._schedule(contender, scenario, groups, modules)
-            for reduce, modules in ((True, wrapped), (False, dict(self._modules)))
+            for reduce, modules in ((True, wrapped), (False, bare))
         }
         self._batch = torch.zeros(scenario.num_microbatches, TOKENS)
         self._target = torch.zeros(scenario.num_microbatches, 1)
@@ -192,12 +193,13 @@ class _Torch(Engine):
         ]
         made = _TORCH[contender.schedule]
         several = issubclass(made, PipelineScheduleMulti)
-        return made(
+        schedule: _PipelineSchedule = made(
             stages if several else stages[0],
             n_microbatches=scenario.num_microbatches,
             loss_fn=loss_of,
             scale_grads=False,
         )
+        return schedule
 
     def step(self, *, reduce: bool) -> None:
         for module in self._modules.values():

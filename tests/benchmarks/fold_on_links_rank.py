@@ -56,7 +56,7 @@ def reductions_on(interface: str, where: Coordinates) -> Iterator[None]:
         finally:
             os.environ["GLOO_SOCKET_IFNAME"] = usual
 
-    dist.new_group = new_group
+    dist.new_group = new_group  # type: ignore[assignment]
     try:
         yield
     finally:

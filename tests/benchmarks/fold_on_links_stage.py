@@ -116,12 +116,13 @@ class LayeredStage(nn.Module):
         """Sleeps for F."""
         emulation = self._emulation
         emulation.begin()
-        hidden: Tensor = _Body.apply(data, emulation)
+        hidden: Tensor = _Body.apply(data, emulation)  # type: ignore[no-untyped-call]
         count = len(self.weights)
         for layer, weight in enumerate(self.weights):
             # Backward goes from the last layer to the first.
-            hidden = _Layer.apply(hidden, weight, emulation, (count - layer) / count)
-        result: Tensor = _Begin.apply(hidden, emulation)
+            share = (count - layer) / count
+            hidden = _Layer.apply(hidden, weight, emulation, share)  # type: ignore[no-untyped-call]
+        result: Tensor = _Begin.apply(hidden, emulation)  # type: ignore[no-untyped-call]
         emulation.reach(emulation.forward_s)
         emulation.end()
         return result

@@ -1,6 +1,6 @@
 """README's table of schedules under a data-parallel all-reduce, simulated.
 
-    python -m tests.benchmarks.fold_table
+    python -m tests.benchmarks.fold_table [--microbatches 8 16 32]
 
 Makespan in units of F (B = 2F, free messages) at p=4 for an all-reduce of A = 0, 8 and 32 per rank;
 peak activations in full-rank microbatches. One bucket per stage.
@@ -8,6 +8,7 @@ peak activations in full-rank microbatches. One bucket per stage.
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from strategies import UniformCosts, compile_program, simulate
@@ -19,13 +20,16 @@ COLUMNS = (
     ("foldx_fifo", "grad_reduce", True),
     ("foldx_aiao", "grad_reduce", True),
 )
-CELLS = ((2, 8), (2, 16), (2, 32), (4, 8), (4, 16), (4, 32))
 
 
 def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16, 32], metavar="M")
+    counts = parser.parse_args().microbatches
     heads = " | ".join(f"{name}, overlap={overlap}" for name, overlap, _ in COLUMNS)
     lines = [f"| v, m | {heads} | peak 1f1b / fifo / aiao |", "|---" * (len(COLUMNS) + 2) + "|"]
-    for v, m in CELLS:
+    for v, m in ((v, m) for v in (2, 4) for m in counts):
         cells, peaks = [], []
         for name, overlap, virtual in COLUMNS:
             program = compile_program(

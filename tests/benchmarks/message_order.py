@@ -1,6 +1,6 @@
 """What the order of messages is worth where a send waits for its receive: simulated step times.
 
-    python -m tests.benchmarks.message_order
+    python -m tests.benchmarks.message_order [--schedules NAME ...] [--latencies 0.05 0.1 0.25]
 
 Columns: the step with buffered sends, and how much longer it is with rendezvous when every message
 goes right behind its producer, and in the order that the compiler chooses; ``least``: what the
@@ -9,6 +9,7 @@ messages of the busiest rank alone add, which no order can undercut if they hold
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from dataclasses import replace
@@ -23,10 +24,12 @@ from strategies.schedules import SCHEDULES
 from strategies.simulator.engine import replay
 
 SHAPES = ((4, 8), (4, 16), (8, 16))
-LATENCIES = (0.05, 0.1, 0.25)
+LATENCIES = [0.05, 0.1, 0.25]
 
 
-def measure(schedule: str, pp: int, microbatches: int, latency: float) -> tuple[float, ...]:
+def measure(
+    schedule: str, pp: int, microbatches: int, latency: float
+) -> tuple[float, float, float, float]:
     """(buffered, producer-time order, chosen order, least), the last three over the first."""
     costs = UniformCosts(p2p=latency, transport="rendezvous")
     program = compile_compute(Plan(schedule, pp, microbatches, costs=costs))
@@ -42,13 +45,18 @@ def measure(schedule: str, pp: int, microbatches: int, latency: float) -> tuple[
 
 def main() -> None:
     """Prints the table."""
+    known = [name for name in SCHEDULES if name not in ("custom", "naive")]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", nargs="+", default=known, choices=known, metavar="NAME")
+    parser.add_argument("--latencies", nargs="+", type=float, default=LATENCIES, metavar="L")
+    given = parser.parse_args()
     write = sys.stdout.write
     header = ("p", "m", "p2p", "buffered", "producer", "chosen", "least")
     write(f"{'schedule':18} {'{:>2} {:>3} {:>5} {:>9} {:>9} {:>7} {:>6}'.format(*header)}\n")
     gains: dict[float, list[tuple[float, float]]] = {}
-    for schedule in (name for name in SCHEDULES if name not in ("custom", "naive")):
+    for schedule in given.schedules:
         for pp, microbatches in SHAPES:
-            for latency in LATENCIES:
+            for latency in given.latencies:
                 figures = measure(schedule, pp, microbatches, latency)
                 gains.setdefault(latency, []).append(figures[1:3])
                 write(

@@ -123,9 +123,10 @@ class SleepingStage(nn.Module):
         """Sleeps for F."""
         emulation = self._emulation
         emulation.enter()
-        hidden = _Data.apply(data, self.anchor, emulation)
-        product = torch.mm(self.ones, _Weight.apply(self.weight, emulation))
-        result: Tensor = _Join.apply(hidden, product, emulation)
+        hidden = _Data.apply(data, self.anchor, emulation)  # type: ignore[no-untyped-call]
+        weight = _Weight.apply(self.weight, emulation)  # type: ignore[no-untyped-call]
+        product = torch.mm(self.ones, weight)
+        result: Tensor = _Join.apply(hidden, product, emulation)  # type: ignore[no-untyped-call]
         emulation.leave(emulation.forward_s)
         return result
 

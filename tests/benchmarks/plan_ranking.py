@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from launcher.config import LaunchConfig, dump, from_dict
 from launcher.planning.question import question
@@ -122,14 +122,14 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
     return agree / scale if scale else 0.0
 
 
-def measured_hardware(folder: Path) -> dict[str, object]:
+def measured_hardware(folder: Path, shape: dict[str, object], iterations: int) -> dict[str, object]:
     """What ``mode=profile`` says of this machine."""
     target = folder / "hardware" / "here.yaml"
     subprocess.run(
         [
             sys.executable, "-m", "launcher", "mode=profile", f"pp={RANKS}",
-            *(f"model.{name}={value}" for name, value in SHAPE.items()),
-            "profile.microbatch_sizes=[1,2,4,8]", "profile.iterations=15",
+            *(f"model.{name}={value}" for name, value in shape.items()),
+            "profile.microbatch_sizes=[1,2,4,8]", f"profile.iterations={iterations}",
             f"profile.hardware={target}", f"hydra.run.dir={folder / 'run'}",
         ],
         check=True,
@@ -140,9 +140,11 @@ def measured_hardware(folder: Path) -> dict[str, object]:
     return found
 
 
-def configurations(hardware: dict[str, object]) -> list[LaunchConfig]:
-    """All layouts, and those that the planner puts first."""
-    common = {"model": SHAPE, "optimizer": OPTIMIZER, "hardware": hardware}
+def configurations(
+    hardware: dict[str, object], shape: dict[str, object], *, layouts: int = len(LAYOUTS)
+) -> list[LaunchConfig]:
+    """The first ones of all layouts, and those that the planner puts first."""
+    common = {"model": shape, "optimizer": OPTIMIZER, "hardware": hardware}
     found = [
         from_dict(
             {
@@ -153,7 +155,7 @@ def configurations(hardware: dict[str, object]) -> list[LaunchConfig]:
                 "recompute": {"name": recompute},
             }
         )
-        for degrees, size, recompute in LAYOUTS
+        for degrees, size, recompute in LAYOUTS[:layouts]
     ]
     wanted = {"num_gpus": RANKS, "global_batch_size": BATCH}
     asked = question(from_dict({**common, "mode": "plan", "planner": wanted}), ())
@@ -227,7 +229,7 @@ def _state_bytes(engine: Engine, optimizer: Any) -> int:
 def _batch(run: Run) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     rows = (run.batch_size, run.shape.sequence + 1)
-    tokens = torch.randint(run.shape.vocab, rows, generator=generator)  # type: ignore[arg-type]
+    tokens = torch.randint(run.shape.vocab, rows, generator=generator)
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
@@ -313,15 +315,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3, help="of all layouts in turns")
+    parser.add_argument("--layers", type=int, default=8, help="of the transformer")
+    parser.add_argument("--sequence", type=int, default=128, help="of its tokens")
+    parser.add_argument("--layouts", type=int, default=len(LAYOUTS), help="beside the planner's")
+    parser.add_argument("--iterations", type=int, default=15, help="of mode=profile")
     parser.add_argument("--hardware", type=Path, help="an option of hardware= measured before")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    shape = {**SHAPE, "layers": options.layers, "sequence": options.sequence}
     if options.hardware is not None:
         hardware = yaml.safe_load(options.hardware.read_text())
     else:
         with tempfile.TemporaryDirectory() as folder:
-            hardware = measured_hardware(Path(folder))
-    rows = measure(configurations(hardware), options.steps, options.rounds)
+            hardware = measured_hardware(Path(folder), shape, options.iterations)
+    configs = configurations(hardware, shape, layouts=options.layouts)
+    rows = measure(configs, options.steps, options.rounds)
     sys.stdout.write(table(rows) + "\n")
     if options.json is not None:
         tau, regret = figures(rows)

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests.benchmarks import prediction_emulated, prediction_real
 
@@ -145,13 +147,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=("emulated", "real"))
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--ranks", type=int, default=4, help="of the emulated part")
     parser.add_argument("--rounds", type=int, default=3, help="of the real part")
+    parser.add_argument("--layers", type=int, default=8, help="of the real part's transformer")
+    parser.add_argument("--sequence", type=int, default=128, help="of its tokens")
+    parser.add_argument("--iterations", type=int, default=20, help="of its mode=profile")
     parser.add_argument("--quick", action="store_true", help="a few configurations only")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    parts = {
-        "emulated": prediction_emulated.measure,
-        "real": partial(prediction_real.measure, rounds=given.rounds),
+    shape = {**prediction_real.SHAPE, "layers": given.layers, "sequence": given.sequence}
+    real = {"rounds": given.rounds, "shape": shape, "iterations": given.iterations}
+    parts: dict[str, Callable[..., Iterator[tuple[Any, ...]]]] = {
+        "emulated": partial(prediction_emulated.measure, num_ranks=given.ranks),
+        "real": partial(prediction_real.measure, **real),
     }
     rows: list[Row] = []
     for part, measure in parts.items():

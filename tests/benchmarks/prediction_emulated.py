@@ -30,7 +30,6 @@ from tests.benchmarks.overhead_emulation import TOKENS, Emulation
 from tests.benchmarks.overhead_ours import SleepingModel
 from tests.distributed.pool import Ranks
 
-RANKS = 4
 FORWARD_S = 16e-3  # of one sequence on one rank; B is twice as long
 ELEMENTS = 2**18
 _WARM_UPS = 2
@@ -85,14 +84,16 @@ def cases(*, quick: bool) -> Iterator[tuple[str, str, int, int]]:
             yield schedule, "none", count, size
 
 
-def measure(*, steps: int, quick: bool) -> Iterator[tuple[str, float, float, float, float]]:
+def measure(
+    *, steps: int, quick: bool, num_ranks: int
+) -> Iterator[tuple[str, float, float, float, float]]:
     """(name, predicted, measured step time, predicted, measured compute) of all cases."""
-    ranks = Ranks(RANKS)
+    ranks = Ranks(num_ranks)
     ranks.run(overhead_ranks.prepare, realtime=False)
     link = ranks.run(link_of_two)[0]
     known: dict[float, dict[Kind, float]] = {}
     for schedule, recompute, count, size in cases(quick=quick):
-        each = FORWARD_S * size / stages_per_microbatch(schedule)
+        each = FORWARD_S * size / stages_per_microbatch(schedule, num_ranks)
         emulation = Emulation(each, each, each, ELEMENTS)
         if each not in known:
             found = ranks.run(stage_durations, emulation=emulation, steps=steps)
@@ -100,7 +101,7 @@ def measure(*, steps: int, quick: bool) -> Iterator[tuple[str, float, float, flo
         costs = EmulatedCosts(tuple(known[each].items()), link)
         plan = Plan(
             schedule,
-            pp=RANKS,
+            pp=num_ranks,
             num_microbatches=count,
             buckets=0,
             costs=costs,
@@ -120,7 +121,7 @@ def measure(*, steps: int, quick: bool) -> Iterator[tuple[str, float, float, flo
             f"{schedule}, {recompute}, {count} x {size}",
             timeline.makespan,
             statistics.median(spans),
-            sum(map(timeline.busy, range(RANKS))),
+            sum(map(timeline.busy, range(num_ranks))),
             sum(busy for _, busy in found),
         )
     ranks.close()
@@ -132,11 +133,10 @@ def link_of_two() -> Link | None:
     return None if found is None else found[0]
 
 
-def stages_per_microbatch(schedule: str) -> int:
+def stages_per_microbatch(schedule: str, num_ranks: int) -> float:
     """How many stages of one rank a microbatch crosses."""
-    count = 2 * RANKS
     return compile_plan(
-        Plan(schedule, pp=RANKS, num_microbatches=count)
+        Plan(schedule, pp=num_ranks, num_microbatches=2 * num_ranks)
     ).train.placement.stages_per_microbatch
 
 
@@ -176,7 +176,7 @@ def run_steps(
     *, plan: Plan, emulation: Emulation, steps: int
 ) -> tuple[list[tuple[float, float]], float]:
     """(begin and end of each step on this rank, its compute); all ranks begin together."""
-    engine = _engine(plan, emulation, Coordinates(RANKS, 1, dist.get_rank(), 0))
+    engine = _engine(plan, emulation, Coordinates(dist.get_world_size(), 1, dist.get_rank(), 0))
     batch = torch.zeros(plan.num_microbatches, TOKENS)
     spans = []
     for step in range(_WARM_UPS + steps):

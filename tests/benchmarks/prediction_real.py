@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.config import LaunchConfig, dump, from_dict
-from launcher.config.launch import CostsConfig, ScheduleConfig
-from launcher.config.pipeline import RecomputeConfig
+from launcher.config.pipeline import CostsConfig, RecomputeConfig, ScheduleConfig
 from launcher.config.workload import DataConfig, ModelConfig, OptimizerConfig
 from launcher.profiles.profile_check import write_refined
 from launcher.resolve import Run, resolve
@@ -63,7 +62,7 @@ def cases(*, quick: bool) -> Iterator[tuple[str, str, int, int]]:
 
 
 def measure(
-    *, steps: int, quick: bool, rounds: int
+    *, steps: int, quick: bool, rounds: int, shape: dict[str, int], iterations: int
 ) -> Iterator[tuple[str, float, float, float, float, tuple[int, ...], tuple[int, ...]]]:
     """Per case the name, and step time, compute, bytes per rank, each predicted and measured.
 
@@ -77,13 +76,14 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         for number in range(1, rounds + 1):
             profile = Path(folder) / f"profile{number}.json"
-            subprocess.run(profile_command(profile), check=True, cwd=folder, stdout=sys.stderr)
+            command = profile_command(profile, shape, iterations)
+            subprocess.run(command, check=True, cwd=folder, stdout=sys.stderr)
             for case in CALIBRATING:
-                config = configuration(*case, profile)
+                config = configuration(*case, profile, shape)
                 *_, timeline = ranks.run(run_steps, config=json.dumps(dump(config)), steps=steps)[0]
                 write_refined(profile, resolve(config).costs, timeline)
             for case, results in zip(all_cases, seen, strict=True):
-                config = configuration(*case, profile)
+                config = configuration(*case, profile, shape)
                 found = ranks.run(run_steps, config=json.dumps(dump(config)), steps=steps)
                 results.append(_result(config, found))
             sys.stderr.write(f"round {number} of {rounds} is done\n")
@@ -142,18 +142,19 @@ def _result(
     )
 
 
-def profile_command(target: Path) -> list[str]:
+def profile_command(target: Path, shape: dict[str, int], iterations: int) -> list[str]:
     """Measures the model's layers as a user does."""
     return [
         sys.executable, "-m", "launcher", "mode=profile", f"pp={RANKS}",
-        *(f"model.{name}={value}" for name, value in SHAPE.items()),
-        f"profile.microbatch_sizes={list(SIZES)}".replace(" ", ""), "profile.iterations=20",
+        *(f"model.{name}={value}" for name, value in shape.items()),
+        f"profile.microbatch_sizes={list(SIZES)}".replace(" ", ""),
+        f"profile.iterations={iterations}",
         f"profile.file={target}", f"hydra.run.dir={target.parent / 'run'}",
     ]  # fmt: skip
 
 
 def configuration(
-    schedule: str, recompute: str, count: int, size: int, profile: Path
+    schedule: str, recompute: str, count: int, size: int, profile: Path, shape: dict[str, int]
 ) -> LaunchConfig:
     """What a user types for one case."""
     virtual = schedule in ("interleaved_1f1b", "foldx_fifo")
@@ -164,7 +165,7 @@ def configuration(
         schedule=ScheduleConfig(name=schedule, stages_per_rank=2 if virtual else None),
         recompute=RecomputeConfig(name=recompute),  # type: ignore[arg-type]
         costs=CostsConfig(name="profiled", file=str(profile)),
-        model=ModelConfig(**SHAPE),  # type: ignore[arg-type]
+        model=ModelConfig(**shape),  # type: ignore[arg-type]
         data=DataConfig(microbatch_size=size),
         # As conf/optimizer/adamw.yaml has it, which the profile was made with.
         optimizer=OptimizerConfig(name="adamw", betas=(0.9, 0.95), eps=1e-8),

@@ -1,15 +1,17 @@
 """What recording costs: the same steps with real stamps and with none, alternating in one process.
 
-    python -m tests.benchmarks.recorder_cost
+    python -m tests.benchmarks.recorder_cost [--steps 200]
 
 Prints medians over the steps and their ratio; asserts nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -22,20 +24,24 @@ from strategies.runtime.step.rank_engine import Engine
 from strategies.runtime.step.recorder import Recorder
 from tests.launcher.workloads.presets import preset
 
-STEPS = 200
 MICROBATCHES = 8
 READS = 100_000
+_WARM_UPS = 5
 
 
 class _Silent(Recorder):
     """Keeps everything but the clock."""
 
     @property
-    def stamp(self):
+    def stamp(self) -> Callable[[], float]:
         return lambda: 0.0
 
 
 def main() -> None:
+    """Prints one line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200, help=f"of them {_WARM_UPS} to warm up")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     shape = replace(preset("tiny"), layers=2, sequence=64)
     model = LanguageModel(shape)
@@ -56,7 +62,7 @@ def main() -> None:
         "silent": _Silent(0, torch.device("cpu")),
     }
     times: dict[str, list[float]] = {name: [] for name in recorders}
-    for step in range(STEPS):
+    for step in range(given.steps):
         for name, recorder in recorders.items():
             engine.recorder = engine._parts.recorder = recorder
             start = time.perf_counter()
@@ -66,7 +72,7 @@ def main() -> None:
             optimizer.step()
             engine.stepped()
             times[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(found[5:]) for name, found in times.items()}
+    medians = {name: statistics.median(found[_WARM_UPS:]) for name, found in times.items()}
     instructions = sum(map(len, engine.programs.train.ranks))
     stamp = recorders["recorded"].stamp
     start = time.perf_counter()

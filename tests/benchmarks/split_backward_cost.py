@@ -49,7 +49,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(shape).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return result
 
 
 class Stage:

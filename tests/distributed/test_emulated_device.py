@@ -1,0 +1,110 @@
+"""Trainings on a device that does nothing before somebody waits: what ranks on GPUs rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from strategies.models.state import Fetch
+from strategies.runtime.step.executor import Executor
+from strategies.runtime.update.reduction import Reduction
+from tests.distributed.pool import Ranks
+from tests.distributed.training import Case, train
+from tests.emulated_device import trainer_on_it
+
+pytestmark = pytest.mark.distributed
+
+PIPELINE = Case("1f1b", pp=2, clip=0.05, backend="staged", steps=3)
+REPLICAS = Case("1f1b", pp=1, dp=2, clip=0.05, backend="staged", steps=3)
+
+
+def _unwaited(self: Fetch) -> torch.Tensor:
+    return self._copy
+
+
+def _unfinished(self: Reduction) -> None:
+    if self._result is not None:
+        self._result()
+
+
+FORGETTING = {
+    "copies to the host": mock.patch.object(Fetch, "tensor", _unwaited),
+    "reductions": mock.patch.object(Reduction, "finish", _unfinished),
+}
+
+
+@contextlib.contextmanager
+def _watched_lists(waits: list[int]) -> Iterator[None]:
+    """Counts what the device does while the host is at its list of instructions."""
+    run = Executor.run
+
+    def watched(self: Executor, *args: Any, **options: Any) -> Any:
+        stream = torch.cuda.current_stream()
+        before = stream._done
+        result = run(self, *args, **options)
+        waits.append(stream._done - before)
+        return result
+
+    with mock.patch.object(Executor, "run", watched):
+        yield
+
+
+def train_on_it(case: Case, forgetting: str | None = None) -> dict[str, Any]:
+    """``train`` on an emulated device; ``waits``: pieces of its work done during each list."""
+    waits: list[int] = []
+    forgets = FORGETTING[forgetting] if forgetting else contextlib.nullcontext()
+    with trainer_on_it() as device, forgets, _watched_lists(waits):
+        result = train(case=case)
+    assert device.default._given > 1000
+    return {**result, "waits": waits}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PIPELINE,
+        Case("zb_v", pp=2, backend="staged", steps=2),
+        REPLICAS,
+        Case("1f1b", pp=1, dp=2, overlap="zero1", backend="staged", steps=3),
+    ],
+    ids=["staged messages", "split backwards", "reductions", "shards"],
+)
+def test_losses_and_weights_are_the_hosts_bit_for_bit(
+    ranks: Callable[[int], Ranks], case: Case
+) -> None:
+    host = ranks(2).run(train, case=replace(case, backend="gloo"))
+    device = ranks(2).run(train_on_it, case=case)
+    for expected, found in zip(host, device, strict=True):
+        assert found["losses"] == expected["losses"]
+        for name, value in expected["parameters"].items():
+            assert found["parameters"][name].equal(value)
+        # The recorder's stamps, each read from the device's clock.
+        assert len(found["start"]) == len(expected["start"])
+        for start, end in zip(found["start"], found["end"], strict=True):
+            assert 0.0 <= start <= end < 3600.0
+
+
+def test_the_host_of_a_rank_alone_is_through_its_list_before_the_device_has_begun(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    for found in ranks(2).run(train_on_it, case=REPLICAS):
+        # The first pass looks at shapes and at what the modules change.
+        assert found["waits"][1:] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("forgetting", "case"), [("copies to the host", PIPELINE), ("reductions", REPLICAS)]
+)
+def test_a_wait_that_is_missing_shows(
+    ranks: Callable[[int], Ranks], forgetting: str, case: Case
+) -> None:
+    for found in ranks(2).run(train_on_it, case=case, forgetting=forgetting):
+        values = [torch.tensor(found["losses"][-1:]), *found["parameters"].values()]
+        assert any(math.isnan(value.sum()) for value in values)
