@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,8 +15,9 @@ from launcher.checkpoints import check_model, check_whole, manifest_of, newest_c
 from launcher.config import LaunchConfig
 from launcher.processes import torchrun
 from launcher.processes.failure import RankFailedError
-from launcher.processes.local import Listener, LocalRanks, take_outcome
+from launcher.processes.local import Listener, LocalRanks, rank_environment, take_outcome
 from launcher.processes.preempted import PreemptedError, Restarts
+from launcher.processes.rank_server import RankServer, rank_server
 from launcher.processes.task import rewrite_task, write_task
 from launcher.processes.watchdog import COMPILING_S
 from launcher.profiles.profile_check import rank_threads
@@ -251,8 +253,8 @@ def run_ranks(
         torchrun.lead(run_dir, task, on_event)
         return take_outcome(run_dir)
     threads = None if world is None else rank_threads(run.world_size)
-    if world is None:
-        world = 1 if run.config.mode in ("generate", "export") else run.world_size
+    world = world or _world(run)
+    environment = rank_environment(world, threads)
     config, trains = run.config, run.config.mode == "train"
     restarts = Restarts(
         config.trainer.max_restarts if trains else 0,
@@ -267,7 +269,8 @@ def run_ranks(
             run_dir,
             world,
             on_event,
-            threads=threads,
+            environment,
+            server=_server(run, environment),
             watch_s=config.trainer.watchdog_s,
             # On a GPU the host runs ahead, and one instruction may wait for a whole step.
             patience_s=COMPILING_S if config.compile or uses_gpu(config) else 0.0,
@@ -282,6 +285,38 @@ def run_ranks(
         raise
     outcome = take_outcome(run_dir)
     return outcome | {"restarts": restarts.count} if trains else outcome
+
+
+def begin_imports(run: Run) -> None:
+    """Has what forks the ranks import what they need, while the launcher goes on; ends nothing."""
+    if run.config.cluster.name == "local":
+        _server(run, rank_environment(_world(run)))
+
+
+def _world(run: Run) -> int:
+    return 1 if run.config.mode in ("generate", "export") else run.world_size
+
+
+def _server(run: Run, environment: Mapping[str, str]) -> RankServer | None:
+    """What forks the ranks of a run; None where each is started by itself."""
+    start = run.config.cluster.start
+    if start == "auto":
+        start = "fork" if sys.platform == "linux" and not uses_gpu(run.config) else "fresh"
+    if start == "fresh":
+        return None
+    server = rank_server(environment)
+    server.load(_imports(run))
+    return server
+
+
+def _imports(run: Run) -> list[str]:
+    """What ranks import after they have read what to do, besides packages of the user's own."""
+    found = ["launcher.rank.jobs", "omegaconf"]  # the second is Lightning's, for hyperparameters
+    if isinstance(run.shape, HfShape):
+        found.append("launcher.workloads.hf.hf_model")
+    if run.config.mode == "profile":
+        found.append("launcher.rank.profile_job")
+    return found
 
 
 # -------------------------------------------------------------------------------------- c compiler

@@ -8,6 +8,7 @@ from typing import Any
 
 from launcher.checkpoints import check_run_folder
 from launcher.commands.ranks import (
+    begin_imports,
     check_before_start,
     check_world,
     failure_recorded,
@@ -40,6 +41,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     check_run_folder(run_dir, checkpoint)
     if config.costs.refine is not None:
         writable(config.costs.refine, key="costs.refine")
+    begin_imports(resolved)
     timeline, metrics = predict(resolved)
     predicted = Panel("predicted", timeline, metrics)
     write_pictures(run_dir, [predicted], resolved)

@@ -7,6 +7,7 @@ here or behind it hands one to a shell.
 from __future__ import annotations
 
 import re
+import sys
 
 from launcher.config.decode import did_you_mean, nearest
 from launcher.config.key import shorten, spell
@@ -43,6 +44,16 @@ def check_cluster(config: LaunchConfig) -> None:
     cluster = config.cluster
     if cluster.name != "slurm":
         _refuse_slurm_keys(config)
+    if cluster.name != "local" and cluster.start != "auto":
+        raise PlanError(
+            f"cluster.start={cluster.start} is for ranks that the launcher starts itself, but "
+            f"cluster={cluster.name}. Try cluster=local, or without cluster.start."
+        )
+    if cluster.start == "fork" and sys.platform != "linux":
+        raise PlanError(
+            "cluster.start=fork needs Linux, where forked ranks can be made to end with their "
+            "parent. Try cluster.start=fresh."
+        )
     if cluster.name == "local" and cluster.nodes > 1 and config.mode != "validate":
         raise PlanError(
             f"cluster.nodes={cluster.nodes} has no meaning with cluster=local, which starts ranks "

@@ -134,6 +134,11 @@ class ClusterConfig:
         "auto",
         "Transport: gloo on CPU, nccl between GPUs, staged = gloo through host memory for GPUs.",
     )
+    start: Literal["auto", "fork", "fresh"] = key(
+        "auto",
+        "local: fork ranks from one process that has imported what they need, or start each "
+        "afresh; auto = fork for ranks on CPU, on Linux; fork is untested with GPUs.",
+    )
     nodes: int = key(
         1, "Machines; mode=validate prints the command for each.", low=1, high=65536, example=2
     )

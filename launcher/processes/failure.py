@@ -229,11 +229,17 @@ class OomCount:
 
     _before: int = field(default_factory=lambda: _kills())
 
-    def explain(self, failure: Failure) -> Failure:
-        """Adds to a SIGKILL that the kernel has killed somebody, and the peak of the ranks."""
+    def explain(self, failure: Failure, peak_bytes: int = 0) -> Failure:
+        """Adds to a SIGKILL that the kernel has killed somebody, and the peak of the ranks.
+
+        Args:
+            failure: Of a rank that could not say why.
+            peak_bytes: Of a rank that has ended and was no child of this process.
+        """
         if failure.kind != "SIGKILL" or _kills() == self._before:
             return failure
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        peak = max(children, peak_bytes)
         return replace(
             failure,
             kind="OutOfMemory",

@@ -2,7 +2,8 @@
 
 The parent imports no torch and takes part in no communication, so it survives whatever a rank does.
 Each rank is the leader of a session of its own: Ctrl-C reaches the parent alone, which then ends
-all of them; a rank also dies with its parent (``launcher.rank.worker`` asks the kernel for that).
+all of them; a rank also dies with its parent (``launcher.rank.worker`` asks the kernel for that),
+be that this process or the one that has forked it, which dies with this one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from launcher.processes.failure import (
     signalled,
 )
 from launcher.processes.preempted import PREEMPTED, PreemptedError
+from launcher.processes.rank_server import RankProcess, RankServer
 from launcher.processes.store import store_served
 from launcher.processes.watchdog import Pages, Stall, State, Watchdog, state_of
 from launcher.report.result import write_result
@@ -55,7 +57,8 @@ class LocalRanks:
         run_dir: Has resolved.json; logs go to its logs/.
         world_size: Number of ranks.
         on_event: Gets rank 0's progress events.
-        threads: Of each rank; None for its share of the cores.
+        environment: Of all ranks, see ``rank_environment``.
+        server: What forks them; None to start each by itself.
         watch_s: Deadline of the watchdog; 0 for none.
         patience_s: See ``Watchdog``.
         saves: Whether ranks that are asked to stop write a checkpoint first.
@@ -65,12 +68,13 @@ class LocalRanks:
     run_dir: Path
     world_size: int
     on_event: Listener
-    threads: int | None = None
+    environment: Mapping[str, str]
+    server: RankServer | None = None
     watch_s: float = 0.0
     patience_s: float = 0.0
     saves: bool = False
     restarted: int = 0
-    _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _processes: list[RankProcess] = field(default_factory=list)
     _token: str = field(default_factory=lambda: secrets.token_hex(16))
     _buffer: bytes = b""
     _training: bool = False
@@ -147,44 +151,39 @@ class LocalRanks:
                 if self.restarted:
                     log.write(f"--- restart {self.restarted} ---\n".encode())
                     log.flush()
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "launcher.rank.worker", str(self.run_dir)],
-                        env=self._environment(rank, port, writer if rank == 0 else None),
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        stdin=subprocess.DEVNULL,
-                        pass_fds=(self._pages.files[rank], *((writer,) if rank == 0 else ())),
-                        start_new_session=True,
-                    )
-                )
+                files = self._pages.variables(rank)
+                if rank == 0:
+                    files |= {"FOLDPIPE_EVENTS": str(writer)}
+                variables = {**self.environment, **self._variables(rank, port)}
+                self._processes.append(self._start_one(variables, log.fileno(), files))
 
-    def _environment(self, rank: int, port: int, events: int | None) -> dict[str, str]:
-        environment = dict(os.environ)
-        threads = self.threads or max(1, (os.cpu_count() or 1) // self.world_size)
-        environment.setdefault("OMP_NUM_THREADS", str(threads))
-        # Lightning's metrics import matplotlib where it is installed, which leaves a font cache.
-        cache = Path(tempfile.gettempdir()) / f"foldpipe-matplotlib-{os.getuid()}"
-        environment.setdefault("MPLCONFIGDIR", str(cache))
-        environment.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(self.world_size),
-            NODE_RANK="0",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            FOLDPIPE_STORE=self._token,
-            FOLDPIPE_PARENT=str(os.getpid()),
-            PYTHONUNBUFFERED="1",
-            **self._pages.variables(rank),
+    def _start_one(
+        self, variables: Mapping[str, str], log: int, files: Mapping[str, str]
+    ) -> RankProcess:
+        descriptors = {name: int(file) for name, file in files.items()}
+        if self.server is not None:
+            return self.server.start(self.run_dir, variables, log, descriptors)
+        return subprocess.Popen(
+            [sys.executable, "-m", "launcher.rank.worker", str(self.run_dir)],
+            env={**variables, **files},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            pass_fds=tuple(descriptors.values()),
+            start_new_session=True,
         )
-        # Workers must find the same code that started them, also from a checkout.
-        root = str(Path(__file__).resolve().parents[2])
-        known = environment.get("PYTHONPATH", "")
-        environment["PYTHONPATH"] = os.pathsep.join(part for part in (root, known) if part)
-        if events is not None:
-            environment["FOLDPIPE_EVENTS"] = str(events)
-        return environment
+
+    def _variables(self, rank: int, port: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "NODE_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "FOLDPIPE_STORE": self._token,
+            "FOLDPIPE_PARENT": str(os.getpid()),
+        }
 
     def log_file(self, rank: int) -> Path:
         """``logs/rank_00003.log``."""
@@ -238,6 +237,8 @@ class LocalRanks:
 
     def _failed(self, watchdog: Watchdog) -> RankFailedError:
         """Waits a moment for the other ranks' words, then names the first failure."""
+        if self.server is not None and not self.server.alive:
+            return self._server_lost(self.server)
         seen: dict[int, float] = {}
         until = time.monotonic() + _GRACE_S
         while True:
@@ -254,10 +255,15 @@ class LocalRanks:
             code = self._processes[rank].returncode
             if code:
                 failure = read_failure(self.run_dir, rank)
-                failures.append(failure or self._oom.explain(signalled(rank, code, at)))
+                peak = getattr(self._processes[rank], "peak_bytes", 0)
+                failures.append(failure or self._oom.explain(signalled(rank, code, at), peak))
         beats = {rank: self._pages.beat(rank) for rank in range(self.world_size)}
         idle = {rank: watchdog.idle_s(rank) for rank in range(self.world_size) if rank not in seen}
         return self._error(blame(failures, beats, idle))
+
+    def _server_lost(self, server: RankServer) -> RankFailedError:
+        failure = replace(signalled(0, -signal.SIGKILL, time.time()), message=server.end())
+        return RankFailedError(server.end(), failure, asked_to_stop=self._asked_to_stop is not None)
 
     def _stalled(self, stall: Stall) -> Failure:
         return Failure(
@@ -288,7 +294,28 @@ class LocalRanks:
             process.wait()
 
 
-def _signal_session(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def rank_environment(world_size: int, threads: int | None = None) -> dict[str, str]:
+    """The variables that all ranks of a run have in common.
+
+    Args:
+        world_size: Number of ranks.
+        threads: Of each; None for its share of the cores.
+    """
+    environment = dict(os.environ)
+    threads = threads or max(1, (os.cpu_count() or 1) // world_size)
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    # Lightning's metrics import matplotlib where it is installed, which leaves a font cache.
+    cache = Path(tempfile.gettempdir()) / f"foldpipe-matplotlib-{os.getuid()}"
+    environment.setdefault("MPLCONFIGDIR", str(cache))
+    environment["PYTHONUNBUFFERED"] = "1"
+    # Workers must find the same code that started them, also from a checkout.
+    root = str(Path(__file__).resolve().parents[2])
+    known = environment.get("PYTHONPATH", "")
+    environment["PYTHONPATH"] = os.pathsep.join(part for part in (root, known) if part)
+    return environment
+
+
+def _signal_session(process: RankProcess, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
 

@@ -1,7 +1,8 @@
 """One rank: reads the resolved configuration, trains or evaluates, leaves its results.
 
-Started as ``python -m launcher.rank.worker RUN_DIR`` by a process launcher, with RANK, LOCAL_RANK,
-WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. Never sees Hydra.
+Started as ``python -m launcher.rank.worker RUN_DIR`` by a process launcher, or forked from
+``launcher.rank.fork_server``, with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
+Never sees Hydra.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from launcher.processes.failure import as_out_of_memory, write_failure
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
@@ -26,12 +28,17 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """Runs this rank; returns its exit code."""
-    _die_with_parent()
-    faulthandler.enable()
-    os.umask(0o077)
+    parent = os.environ.get("FOLDPIPE_PARENT")
+    die_with(None if parent is None else int(parent))
     # What a user's model prints, and every traceback, ends in a log.
     sys.stdout, sys.stderr = MaskedStream(sys.stdout), MaskedStream(sys.stderr)
-    run_dir = Path(sys.argv[1])
+    return run_rank(Path(sys.argv[1]))
+
+
+def run_rank(run_dir: Path) -> int:
+    """What is the same for a rank that was started and for one that was forked."""
+    faulthandler.enable()
+    os.umask(0o077)
     rank = int(os.environ["RANK"])
     request = installed_request()
     if request is None:
@@ -58,18 +65,20 @@ def main() -> int:
     return 0
 
 
-def _die_with_parent() -> None:
+def die_with(parent: int | None) -> None:
     """Asks the kernel to end this process with its parent, and checks that it is still there."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = os.environ.get("FOLDPIPE_PARENT")
-    if parent is not None and os.getppid() != int(parent):
+    if parent is not None and os.getppid() != parent:
         sys.exit(1)
 
 
-if __name__ == "__main__":
-    code = main()
+def leave(code: int) -> NoReturn:
+    """Ends this process without destructors of communicators, which may wait for lost peers."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skips the destructors of communicators, which may wait for peers that are gone.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

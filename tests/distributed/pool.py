@@ -1,7 +1,8 @@
-"""Persistent gloo ranks for tests: importing Lightning costs seconds, so each world starts once."""
+"""Persistent gloo ranks for tests: importing Lightning costs seconds, so it is imported once."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import multiprocessing
 import os
@@ -12,17 +13,38 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 _DEADLINE_S = 150.0
+# What ranks share instead of importing it each; none of it starts a thread that a fork would lose.
+_IMPORTED_ONCE = ["pytest", "launcher.rank.jobs", "launcher.workloads.hf.hf_model"]
+
+
+@functools.cache
+def _context() -> ForkServerContext:
+    """Forks ranks from one process that has done nothing but import."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(_IMPORTED_ONCE)
+    known = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"  # Read when torch is loaded.
+    try:
+        forkserver.ensure_running()
+    finally:
+        if known is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = known
+    return found
 
 
 class Ranks:
     """``world_size`` processes in one default group; runs functions by name on all of them."""
 
     def __init__(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -59,7 +59,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_of_its_last_step(number, whom, 
 
 def test_sigterm_before_the_first_step_ends_the_run_at_once(tmp_path):
     with started(RUN, tmp_path) as run:
-        assert within(20, lambda: len(run.family()) == 2)
+        assert within(20, lambda: len(run.ranks()) == 2)
         run.process.send_signal(signal.SIGTERM)
         begin = time.monotonic()
         done = run.finish(timeout_s=10)

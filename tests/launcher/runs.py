@@ -10,10 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from launcher.processes.rank_server import SHARED
+from tests.launcher import warm_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -22,6 +25,10 @@ MODEL = (
     "model.layers=2", "model.hidden=16", "model.heads=2", "model.kv_heads=1", "model.ffn=24",
     "model.sequence=16",
 )  # fmt: skip
+
+
+_NOT_KEPT = ("WANDB_", "FOLDPIPE_", "PYTEST_")
+_MODES_WITH_RANKS = {f"mode={name}" for name in ("train", "eval", "predict", "generate", "export")}
 
 
 @dataclass(frozen=True)
@@ -57,24 +64,29 @@ class Finished:
 
 def environment(home: Path, **more: str) -> dict[str, str]:
     """Ours, without what would reach an account of whoever runs the tests."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "FOLDPIPE_"))}
-    return {
-        **kept,
-        "PYTHONPATH": str(REPOSITORY),
-        "HOME": str(home),
-        "OMP_NUM_THREADS": "1",
-        "COLUMNS": "120",
-        **more,
-    }
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_KEPT)}
+    common = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    return {**kept, **common, "HOME": str(home), **more}
+
+
+def _rank_server(words: Sequence[str], variables: Mapping[str, str]) -> dict[str, str]:
+    """What makes a run fork its ranks from a process of the tests, if it has ranks."""
+    modes = {word for word in words if word.startswith("mode=")}
+    own = any(word.startswith("cluster") for word in words)
+    if own or modes - _MODES_WITH_RANKS:
+        return {}
+    address = warm_server.address({k: v for k, v in variables.items() if k != "HOME"})
+    return {} if address is None else {SHARED: address}
 
 
 def launch(words: Sequence[str], cwd: Path, *, timeout_s: float = 120, **more: str) -> Finished:
     """Runs one command line to its end."""
     cwd.mkdir(parents=True, exist_ok=True)
+    variables = environment(cwd, **more)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "launcher", *words],
         cwd=cwd,
-        env=environment(cwd, **more),
+        env=variables | _rank_server(words, variables),
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -90,10 +102,11 @@ class Started:
         self.cwd = cwd
         self._output = (cwd / "stdout.txt").open("w+")
         self._errors = (cwd / "stderr.txt").open("w+")
+        variables = environment(cwd)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "launcher", *words],
             cwd=cwd,
-            env=environment(cwd),
+            env=variables | _rank_server(words, variables),
             stdout=self._output,
             stderr=self._errors,
             # A shell's background jobs ignore SIGINT, and so would their children.
@@ -122,16 +135,15 @@ class Started:
         """Every process that this run's ranks are or have started: pid -> command line."""
         return processes_with(f"FOLDPIPE_PARENT={self.process.pid}")
 
+    def ranks(self) -> dict[int, int]:
+        """Rank -> pid."""
+        named = {pid for pid, command in self.family().items() if "launcher.rank.worker" in command}
+        # A process that loads data for one is named as it is.
+        return {int(_variable(pid, "RANK") or -1): pid for pid in named if parent(pid) not in named}
+
     def rank(self, number: int) -> int:
         """The pid of a rank."""
-        (pid,) = (
-            pid
-            for pid, command in self.family().items()
-            if "launcher.rank.worker" in command
-            and _variable(pid, "RANK") == str(number)
-            and parent(pid) == self.process.pid  # and no process that loads its data
-        )
-        return pid
+        return self.ranks()[number]
 
     def finish(self, timeout_s: float) -> Finished:
         code = self.process.wait(timeout_s)

@@ -106,7 +106,7 @@ def test_a_run_that_is_ended_leaves_no_process(number, words, tmp_path):
 def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
     with started([*LONG, "pp=2"], tmp_path) as run:
         run.wait_for_step(3)
-        assert len(run.family()) == 2
+        assert len(run.ranks()) == 2
         run.process.kill()
         run.process.wait()
         assert within(2, lambda: run.family() == {}), run.family()

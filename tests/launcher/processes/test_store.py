@@ -156,6 +156,6 @@ def test_whoever_does_not_know_the_token_reads_and_writes_nothing(act):
 
 
 def test_a_new_run_has_a_new_token(tmp_path):
-    one, other = (LocalRanks(tmp_path, 1, lambda _: None)._token for _ in range(2))
+    one, other = (LocalRanks(tmp_path, 1, lambda _: None, {})._token for _ in range(2))
     assert one != other
     assert len(one) == len(other) == 32

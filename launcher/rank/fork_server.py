@@ -1,0 +1,187 @@
+"""One process that has imported what ranks need, and forks them: importing is paid once.
+
+Started as ``python -m launcher.rank.fork_server DESCRIPTOR`` by ``launcher.processes.rank_server``,
+which says what is spoken on that socket. A rank that was forked here goes the way of
+``launcher.rank.worker`` and must not differ from one that was started by itself: environment,
+signals, output, random numbers, threads, and what ``ps`` shows.
+
+Nothing but imports may happen before a fork. An operation of torch, CUDA or a process group leaves
+threads and locks behind that a fork breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from launcher.processes.rank_server import answer, receive
+from launcher.rank import worker
+from launcher.secrets import MaskedStream
+
+
+def main() -> None:
+    """Serves the launcher that has started this process."""
+    worker.die_with(int(os.environ["FOLDPIPE_PARENT"]))
+    # Loggers that are made while modules are imported keep the streams of that moment.
+    sys.stdout, sys.stderr = MaskedStream(sys.stdout), MaskedStream(sys.stderr)
+    faulthandler.enable()
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    with socket.socket(fileno=descriptor) as channel:
+        serve(channel)
+
+
+def serve(channel: socket.socket) -> None:
+    """Does what is asked for until the other end is closed; then ends the ranks that still run."""
+    running: set[int] = set()
+    with _ends_told() as ends, selectors.DefaultSelector() as selector:
+        selector.register(channel, selectors.EVENT_READ)
+        selector.register(ends, selectors.EVENT_READ)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                ready = [key.fileobj for key, _ in selector.select()]
+                if ends in ready:
+                    ends.recv(1 << 12)
+                    _tell_ends(channel, running)
+                if channel in ready:
+                    found = receive(channel)
+                    if found is None:
+                        break
+                    _do(channel, *found, running)
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+@contextmanager
+def _ends_told() -> Iterator[socket.socket]:
+    """A socket that becomes readable when a child has ended."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setblocking(False)
+        signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        try:
+            yield ours
+        finally:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+
+
+def _tell_ends(channel: socket.socket, running: set[int]) -> None:
+    for pid in tuple(running):
+        found, status, used = os.wait4(pid, os.WNOHANG)
+        if found:
+            running.discard(pid)
+            code = os.waitstatus_to_exitcode(status)
+            answer(channel, ended=pid, code=code, peak_bytes=used.ru_maxrss * 1024)
+
+
+def _do(
+    channel: socket.socket, request: Mapping[str, Any], files: Sequence[int], running: set[int]
+) -> None:
+    for name in request.get("import", ()):
+        # What cannot be imported here cannot be in a rank, whose log and message say why.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    if "run_dir" not in request:
+        return
+    gc.collect()
+    gc.freeze()  # A collection in a rank would else write to, and so copy, all that is shared.
+    server = os.getpid()
+    begun, begins = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        channel.close()
+        os.close(begun)
+        _be_rank(request, files, begins, server)
+    os.close(begins)
+    os.read(begun, 1)  # Only the leader of a session can be ended with all that it starts.
+    os.close(begun)
+    for file in files:
+        os.close(file)
+    running.add(pid)
+    answer(channel, started=pid)
+
+
+def _be_rank(
+    request: Mapping[str, Any], files: Sequence[int], begins: int, server: int
+) -> NoReturn:
+    """Makes a forked process what a started one would be, and runs the rank."""
+    code = 1
+    try:
+        os.setsid()
+        os.close(begins)
+        worker.die_with(server)
+        _as_started(request, files)
+        code = worker.run_rank(Path(request["run_dir"]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        worker.leave(code)
+
+
+def _as_started(request: Mapping[str, Any], files: Sequence[int]) -> None:
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    said = _said_so_far()
+    log, *others = files
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.write(2, said)  # warnings of imports stand in the log of every rank that imports
+    names = zip(request["files"], map(str, others), strict=True)
+    environment = request["environment"] | dict(names)
+    assert os.environ.get("OMP_NUM_THREADS") == environment.get("OMP_NUM_THREADS")
+    os.environ.clear()
+    os.environ.update(environment)
+    before = str(Path.cwd())
+    os.chdir(request["folder"])
+    if sys.path[0] == before:
+        sys.path[0] = request["folder"]
+    importlib.invalidate_caches()
+    sys.argv = [worker.__file__, request["run_dir"]]
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # torch's seed is a constant, Python's renews itself
+    words = [sys.orig_argv[0], "-m", worker.__name__, request["run_dir"]]
+    _appear_as(words, [f"{name}={value}" for name, value in environment.items()])
+
+
+def _said_so_far() -> bytes:
+    """What this process has written into the file that is its output."""
+    try:
+        return os.pread(2, os.fstat(2).st_size, 0)
+    except OSError:  # no file
+        return b""
+
+
+def _appear_as(words: Sequence[str], variables: Sequence[str]) -> None:
+    """Changes what ``ps`` and ``/proc`` show: people look for ranks there by name and variable.
+
+    Their text is the memory that the kernel has filled when this program was started. Nobody else
+    reads it: Python has copied the words, and libc the variables that have just been set anew.
+    """
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    bounds = [int(stat[number - 3]) for number in (48, 49, 50, 51)]  # as proc(5) numbers them
+    for (start, end), texts in zip((bounds[:2], bounds[2:]), (words, variables), strict=True):
+        text = b"".join(os.fsencode(text) + b"\0" for text in texts)
+        ctypes.memmove(start, text[: end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
+if __name__ == "__main__":
+    main()
