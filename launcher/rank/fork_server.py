@@ -163,11 +163,11 @@ def _as_started(request: Mapping[str, Any], files: Sequence[int]) -> None:
     names = dict(zip(request["files"], map(str, others), strict=True))
     # Modules have set some while they were imported, and will not do so again.
     set_by_imports = dict(os.environ.items() - _STARTED_WITH.items())
-    environment = request["environment"] | names | set_by_imports
+    environment = request["environment"] | names
     threads = "OMP_NUM_THREADS"  # Counted when torch is loaded.
     assert _STARTED_WITH.get(threads) == environment.get(threads)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(environment | set_by_imports)
     before = str(Path.cwd())
     os.chdir(request["folder"])
     if sys.path[0] == before:
