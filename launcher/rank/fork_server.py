@@ -22,7 +22,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +30,8 @@ from typing import Any, NoReturn
 from launcher.processes.rank_server import answer, receive
 from launcher.rank import worker
 from launcher.secrets import MaskedStream
+
+_STARTED_WITH = dict(os.environ)
 
 
 def main() -> None:
@@ -44,8 +46,13 @@ def main() -> None:
         serve(channel)
 
 
-def serve(channel: socket.socket) -> None:
-    """Does what is asked for until the other end is closed; then ends the ranks that still run."""
+def serve(channel: socket.socket, run: Callable[[Path], int] = worker.run_rank) -> None:
+    """Does what is asked for until the other end is closed; then ends the ranks that still run.
+
+    Args:
+        channel: To the launcher.
+        run: What a rank does in its run's folder; returns its exit code.
+    """
     running: set[int] = set()
     with _ends_told() as ends, selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
@@ -60,7 +67,7 @@ def serve(channel: socket.socket) -> None:
                     found = receive(channel)
                     if found is None:
                         break
-                    _do(channel, *found, running)
+                    _do(channel, *found, running, run)
     for pid in running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
@@ -91,7 +98,11 @@ def _tell_ends(channel: socket.socket, running: set[int]) -> None:
 
 
 def _do(
-    channel: socket.socket, request: Mapping[str, Any], files: Sequence[int], running: set[int]
+    channel: socket.socket,
+    request: Mapping[str, Any],
+    files: Sequence[int],
+    running: set[int],
+    run: Callable[[Path], int],
 ) -> None:
     for name in request.get("import", ()):
         # What cannot be imported here cannot be in a rank, whose log and message say why.
@@ -107,7 +118,7 @@ def _do(
     if pid == 0:
         channel.close()
         os.close(begun)
-        _be_rank(request, files, begins, server)
+        _be_rank(request, files, begins, server, run)
     os.close(begins)
     os.read(begun, 1)  # Only the leader of a session can be ended with all that it starts.
     os.close(begun)
@@ -118,7 +129,11 @@ def _do(
 
 
 def _be_rank(
-    request: Mapping[str, Any], files: Sequence[int], begins: int, server: int
+    request: Mapping[str, Any],
+    files: Sequence[int],
+    begins: int,
+    server: int,
+    run: Callable[[Path], int],
 ) -> NoReturn:
     """Makes a forked process what a started one would be, and runs the rank."""
     code = 1
@@ -127,7 +142,7 @@ def _be_rank(
         os.close(begins)
         worker.die_with(server)
         _as_started(request, files)
-        code = worker.run_rank(Path(request["run_dir"]))
+        code = run(Path(request["run_dir"]))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -145,11 +160,14 @@ def _as_started(request: Mapping[str, Any], files: Sequence[int]) -> None:
     os.dup2(log, 2)
     os.close(log)
     os.write(2, said)  # warnings of imports stand in the log of every rank that imports
-    names = zip(request["files"], map(str, others), strict=True)
-    environment = request["environment"] | dict(names)
-    assert os.environ.get("OMP_NUM_THREADS") == environment.get("OMP_NUM_THREADS")
+    names = dict(zip(request["files"], map(str, others), strict=True))
+    # Modules have set some while they were imported, and will not do so again.
+    set_by_imports = dict(os.environ.items() - _STARTED_WITH.items())
+    environment = request["environment"] | names
+    threads = "OMP_NUM_THREADS"  # Counted when torch is loaded.
+    assert _STARTED_WITH.get(threads) == environment.get(threads)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(environment | set_by_imports)
     before = str(Path.cwd())
     os.chdir(request["folder"])
     if sys.path[0] == before:

@@ -1,4 +1,4 @@
-"""Persistent gloo ranks for tests: importing Lightning costs seconds, so it is imported once."""
+"""Persistent gloo ranks for tests: each world is started once, and imports nothing by itself."""
 
 from __future__ import annotations
 
@@ -8,58 +8,47 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from typing import Any
 
+from launcher.processes.rank_server import SHARED, ForkedRank, RankServer
+from tests.warm_server import POOL_RANK, REPOSITORY, VARIABLES, rank_server_address
+
 _DEADLINE_S = 150.0
-# What ranks share instead of importing it each; none of it starts a thread that a fork would lose.
-_IMPORTED_ONCE = ["pytest", "launcher.rank.jobs", "launcher.workloads.hf.hf_model"]
-
-
-@functools.cache
-def _context() -> ForkServerContext:
-    """Forks ranks from one process that has done nothing but import."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(_IMPORTED_ONCE)
-    known = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # Read when torch is loaded.
-    try:
-        forkserver.ensure_running()
-    finally:
-        if known is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = known
-    return found
 
 
 class Ranks:
     """``world_size`` processes in one default group; runs functions by name on all of them."""
 
     def __init__(self, world_size: int) -> None:
-        context = _context()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.world_size = world_size
         self._ends: list[Connection] = []
-        self._processes = []
+        self._processes: list[ForkedRank] = []
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, world_size, port), daemon=True
-            )
-            process.start()
-            theirs.close()
+            ours, theirs = multiprocessing.Pipe()
+            # Tensors are fetched with the key of the process that has made this rank.
+            ours.send((world_size, bytes(multiprocessing.current_process().authkey)))
+            variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "NODE_RANK": "0",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            with theirs:
+                self._processes.append(
+                    _server().start(
+                        REPOSITORY, VARIABLES | variables, 2, {POOL_RANK: theirs.fileno()}
+                    )
+                )
             self._ends.append(ours)
-            self._processes.append(process)
 
     def run(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
         """What ``function(**arguments)`` returns on each rank.
@@ -92,7 +81,7 @@ class Ranks:
 
     @property
     def alive(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
+        return all(process.poll() is None for process in self._processes)
 
     def rest(self) -> None:
         """Stops the processes while others work: gloo's threads look around 100 times a second."""
@@ -104,25 +93,25 @@ class Ranks:
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
-            if process.pid is not None and process.is_alive():
-                os.kill(process.pid, number)
+            process.send_signal(number)
 
     def close(self) -> None:
+        self._signal(signal.SIGKILL)
         for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+            process.wait()
+        for end in self._ends:
+            end.close()
 
 
-def _serve(end: Connection, rank: int, world_size: int, port: int) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        NODE_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
+@functools.cache
+def _server() -> RankServer:
+    return RankServer(VARIABLES | {SHARED: rank_server_address()})
+
+
+def serve_rank() -> None:
+    """Runs what is asked for on this rank, until nobody is left who asks."""
+    end = Connection(int(os.environ[POOL_RANK]))
+    world_size, multiprocessing.current_process().authkey = end.recv()
     import warnings
 
     import torch
@@ -145,8 +134,8 @@ def _serve(end: Connection, rank: int, world_size: int, port: int) -> None:
     if world_size > 1:
         dist.init_process_group(
             "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
+            init_method=f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}",
+            rank=int(os.environ["RANK"]),
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
@@ -154,7 +143,7 @@ def _serve(end: Connection, rank: int, world_size: int, port: int) -> None:
         try:
             module, name, arguments = end.recv()
         except EOFError:
-            sys.exit(0)
+            return
         try:
             target: Any = importlib.import_module(module)
             for part in name.split("."):

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.processes.rank_server import SHARED
-from tests.launcher import warm_server
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.warm_server import rank_server_address, shares, variables
 
 # 12,112 parameters on bytes: a step takes milliseconds, what remains is starting up.
 MODEL = (
@@ -27,7 +25,6 @@ MODEL = (
 )  # fmt: skip
 
 
-_NOT_KEPT = ("WANDB_", "FOLDPIPE_", "PYTEST_")
 _MODES_WITH_RANKS = {f"mode={name}" for name in ("train", "eval", "predict", "generate", "export")}
 
 
@@ -63,30 +60,27 @@ class Finished:
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
-    """Ours, without what would reach an account of whoever runs the tests."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_KEPT)}
-    common = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    return {**kept, **common, "HOME": str(home), **more}
+    """The variables of a run."""
+    return {**variables(), "HOME": str(home), **more}
 
 
-def _rank_server(words: Sequence[str], variables: Mapping[str, str]) -> dict[str, str]:
-    """What makes a run fork its ranks from a process of the tests, if it has ranks."""
+def _rank_server(words: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
+    """Where a run forks its ranks, if it has ranks; ``cluster.*`` says that a test cares."""
     modes = {word for word in words if word.startswith("mode=")}
-    own = any(word.startswith("cluster") for word in words)
-    if own or modes - _MODES_WITH_RANKS:
+    cares = any(word.startswith("cluster") for word in words)
+    if cares or modes - _MODES_WITH_RANKS or not shares(given):
         return {}
-    address = warm_server.address({k: v for k, v in variables.items() if k != "HOME"})
-    return {} if address is None else {SHARED: address}
+    return {SHARED: rank_server_address()}
 
 
 def launch(words: Sequence[str], cwd: Path, *, timeout_s: float = 120, **more: str) -> Finished:
     """Runs one command line to its end."""
     cwd.mkdir(parents=True, exist_ok=True)
-    variables = environment(cwd, **more)
+    given = environment(cwd, **more)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "launcher", *words],
         cwd=cwd,
-        env=variables | _rank_server(words, variables),
+        env=given | _rank_server(words, given),
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -102,11 +96,11 @@ class Started:
         self.cwd = cwd
         self._output = (cwd / "stdout.txt").open("w+")
         self._errors = (cwd / "stderr.txt").open("w+")
-        variables = environment(cwd)
+        given = environment(cwd)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "launcher", *words],
             cwd=cwd,
-            env=variables | _rank_server(words, variables),
+            env=given | _rank_server(words, given),
             stdout=self._output,
             stderr=self._errors,
             # A shell's background jobs ignore SIGINT, and so would their children.

@@ -12,7 +12,7 @@ import pytest
 from launcher.processes import failure
 from launcher.processes.failure import Failure, OomCount, as_out_of_memory, blame, peak_bytes
 from strategies.heartbeat import Beat
-from tests.launcher.runs import REPOSITORY
+from tests.warm_server import REPOSITORY
 
 
 def failed(rank: int, message: str, *, at: float = 1.0, code: int = 1) -> Failure:

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from launcher.processes.failure import read_failure
-from tests.launcher.runs import REPOSITORY, within
+from tests.launcher.runs import within
+from tests.warm_server import REPOSITORY
 
 # What launcher.rank.slurm_rank does, with a rank that takes no time to start.
 RANK = """

@@ -1,0 +1,127 @@
+"""Ranks that are forked do not differ from ranks that are started, nor outlive what forked them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.config import check, from_dict
+from strategies.errors import PlanError
+from tests.launcher.runs import MODEL, Started, parent, read_metrics, started, within
+
+LONG = (*MODEL, "pp=2", "trainer.max_steps=1000000", "trainer.val_check_interval=1000000")
+# What is of one run or one process, in the environment of a rank.
+OF_ONE = ("FOLDPIPE_", "MASTER_PORT", "HOME")
+
+
+def _server(run: Started) -> int:
+    return parent(run.rank(0))
+
+
+def _shown(run: Started, rank: int) -> dict[str, Any]:
+    """What the kernel says of a rank."""
+    proc = Path("/proc") / str(run.rank(rank))
+    status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
+    variables = (proc / "environ").read_bytes().rstrip(b"\0").decode().split("\0")
+    stat = (proc / "stat").read_text().rpartition(")")[2].split()
+    return {
+        "words": (proc / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")[1:-1],
+        "variables": sorted(word for word in variables if not word.startswith(OF_ONE)),
+        "named files": sorted(
+            word.partition("=")[0] for word in variables if word.startswith("FOLDPIPE_")
+        ),
+        "leads its session": stat[3] == proc.name,
+        "signals": [status[name] for name in ("SigBlk", "SigIgn", "SigCgt")],
+        "mask": status["Umask"],
+        "input": os.readlink(proc / "fd" / "0"),
+        "output": [Path(os.readlink(proc / "fd" / name)).name for name in ("1", "2")],
+        "folder": os.readlink(proc / "cwd") == str(run.cwd),
+    }
+
+
+@pytest.mark.distributed
+def test_a_forked_rank_is_what_a_started_one_is(tmp_path):
+    shown, losses, logs = {}, {}, {}
+    for start in ("fork", "fresh"):
+        with started(
+            [*LONG, f"cluster.start={start}", "hydra.run.dir=here"], tmp_path / start
+        ) as run:
+            run.wait_for_step(5)
+            assert (_server(run) != run.process.pid) == (start != "fresh")
+            shown[start] = [_shown(run, rank) for rank in range(2)]
+            losses[start] = [row["train_loss"] for row in read_metrics(run.cwd / "here")][:5]
+            logs[start] = (run.cwd / "here" / "logs" / "rank_00001.log").read_text()
+    assert shown["fork"] == shown["fresh"]
+    assert losses["fork"] == losses["fresh"]
+    assert logs["fork"] == logs["fresh"]
+    first, second = shown["fork"]
+    assert (first["output"], second["output"]) == (["rank_00000.log"] * 2, ["rank_00001.log"] * 2)
+    assert "RANK=1" in second["variables"]
+
+
+@pytest.mark.distributed
+def test_a_lost_server_ends_the_run_or_is_replaced_by_another(tmp_path):
+    words = [*LONG, "cluster.start=fork", "trainer.max_restarts=1", "hydra.run.dir=here"]
+    with started(words, tmp_path) as run:
+        run.wait_for_step(3)
+        first = _server(run)
+        os.kill(first, signal.SIGKILL)
+        assert within(60, lambda: len(run.ranks()) == 2 and _server(run) != first)
+        os.kill(_server(run), signal.SIGKILL)
+        done = run.finish(timeout_s=20)
+        assert run.family() == {}
+    assert "\nrestart 1 of 1 from the beginning: rank 0 on " in done.output
+    assert done.code == 1
+    assert re.match(
+        r"error: the process that ranks are forked from has ended \(SIGKILL, by somebody, or by "
+        r"the system for lack of memory\), and they with it\. Try again, or cluster\.start=fresh",
+        done.errors,
+    )
+    assert "trainer.max_restarts=1 are used up" in done.errors
+
+
+@pytest.mark.distributed
+def test_neither_ranks_nor_their_server_outlive_a_killed_launcher(tmp_path):
+    with started([*LONG, "cluster.start=fork"], tmp_path) as run:
+        run.wait_for_step(3)
+        assert len(run.family()) == 3
+        run.process.kill()
+        run.process.wait()
+        assert within(2, lambda: run.family() == {}), run.family()
+
+
+@pytest.mark.distributed
+def test_the_jobs_of_a_sweep_are_forked_from_one_server(tmp_path):
+    words = [*LONG, "-m", "seed=0,1", "cluster.start=auto", "trainer.max_steps=150"]
+    with started(words, tmp_path) as run:
+        run.wait_for_step(3)
+        first, ranks = _server(run), set(run.ranks().values())
+        assert within(60, lambda: len(run.ranks()) == 2 and not ranks & set(run.ranks().values()))
+        assert _server(run) == first
+        assert run.finish(timeout_s=60).code == 0
+        assert run.family() == {}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        ({"start": "fresch"}, "fresh"),
+        ({"start": "fork", "name": "slurm"}, "cluster.start=fork is for ranks that the launcher"),
+        ({"start": "fresh", "name": "torchrun"}, "Try cluster=local, or without cluster.start."),
+    ],
+)
+def test_a_start_that_has_no_meaning_is_refused(cluster, message):
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check(from_dict({"cluster": cluster}))
+
+
+def test_forks_are_for_linux(monkeypatch):
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(PlanError, match=r"cluster\.start=fork needs Linux"):
+        check(from_dict({"cluster": {"start": "fork"}}))
+    check(from_dict({"cluster": {"start": "auto"}}))
