@@ -1,10 +1,13 @@
-"""Runs the command line inside this process: with a recorder in place of the commands, or whole."""
+"""The command line inside this process: with a recorder in place of the commands, or whole."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import math
+import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -81,3 +84,33 @@ def launch_here(words: Sequence[str], folder: Path) -> Finished:
     ):
         code = main(words)
     return Finished(code, output.getvalue(), errors.getvalue(), folder)
+
+
+def refused_here(
+    words: Sequence[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    limit_s: float = math.inf,
+) -> str:
+    """The one message of a request that is refused with exit code 2.
+
+    In ``limit_s`` seconds of CPU at most, before a process is started or a file is written.
+    """
+
+    def start_nothing(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    before = sorted(folder.rglob("*"))
+    begin = time.process_time()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", start_nothing)
+        done = launch_here(words, folder)
+    assert time.process_time() - begin < limit_s
+    assert done.code == 2, done.errors + done.output
+    assert done.errors.startswith("error: ")
+    assert done.errors.count("error: ") == 1
+    assert "Traceback" not in done.errors
+    assert done.output == ""
+    assert sorted(folder.rglob("*")) == before
+    return done.errors

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import struct
-import subprocess
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import main
 from strategies.manifest import FORMAT, seal
+from tests.launcher.command_line import launch_here, refused_here
 from tests.launcher.runs import MODEL
 
 SHAPE = {
@@ -25,31 +20,8 @@ SHAPE = {
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
-    """`refused(words)`: the message; all else about a refusal is checked here."""
-
-    def start_nothing(*_: object, **__: object) -> None:
-        raise AssertionError("a process was started")
-
-    def call(words: Sequence[str], *, limit_s: float = 4) -> str:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(subprocess, "Popen", start_nothing)
-        before = sorted(tmp_path.rglob("*"))
-        output, errors = io.StringIO(), io.StringIO()
-        begin = time.process_time()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            code = main(words)
-        took = time.process_time() - begin
-        message = errors.getvalue()
-        assert code == 2, message + output.getvalue()
-        assert message.startswith("error: ")
-        assert message.count("error: ") == 1
-        assert "Traceback" not in message
-        assert output.getvalue() == ""
-        assert sorted(tmp_path.rglob("*")) == before
-        assert took < limit_s
-        return message
-
-    return call
+    """`refused(words)`: the message; all else about a refusal is checked there."""
+    return lambda words: refused_here(words, tmp_path, monkeypatch, limit_s=4)
 
 
 def checkpoint_of(folder: Path, **differences: object) -> Path:
@@ -236,13 +208,11 @@ def test_a_prompt_for_a_model_of_bare_ids(refused, tmp_path):
     assert "generate.prompt is empty" in message
 
 
-def test_torch_settings_that_make_reductions_wait_are_refused(refused, monkeypatch):
+def test_torch_settings_that_make_reductions_wait_are_refused(refused, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     words = [*MODEL, "model.vocab=256", "dp=2", "num_microbatches=2"]
     message = refused(words)
     assert "TORCH_DISTRIBUTED_DEBUG=INFO, or overlap=none" in message
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        # Nothing is to be hidden there, so nothing is lost.
-        assert main(["mode=validate", *words, "overlap=none"]) == 0
-        assert main(["mode=validate", *words, "dp=1"]) == 0
+    # Nothing is to be hidden there, so nothing is lost.
+    launch_here(["mode=validate", *words, "overlap=none"], tmp_path).assert_done()
+    launch_here(["mode=validate", *words, "dp=1"], tmp_path).assert_done()

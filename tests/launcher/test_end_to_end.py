@@ -18,6 +18,7 @@ from torch.nn import functional
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.runtime.lightning.checkpointing_strategy import load_state_dict
+from tests.launcher.command_line import launch_here
 from tests.launcher.conftest import TRAIN
 from tests.launcher.runs import MODEL, Finished, launch, read_metrics
 
@@ -114,7 +115,7 @@ def test_a_folder_with_checkpoints_of_its_own_is_not_trained_into(trained, tmp_p
     folder = tmp_path / "again"
     shutil.copytree(trained.folder, folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    done = launch([*TRAIN, f"hydra.run.dir={folder}"], tmp_path)
+    done = launch_here([*TRAIN, f"hydra.run.dir={folder}"], tmp_path)
     assert (done.code, done.output) == (2, "")
     last = folder / "checkpoints" / "step-00000020.ckpt"
     assert f"Try trainer.resume={last}, or another hydra.run.dir." in done.errors

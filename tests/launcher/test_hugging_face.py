@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,9 +10,8 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, MambaConfig
 
-from launcher.__main__ import main
 from strategies.manifest import FORMAT, seal
-from tests.launcher.command_line import launch_here
+from tests.launcher.command_line import launch_here, refused_here
 from tests.launcher.runs import Finished, launch
 from tests.tiny_models import write_model
 
@@ -25,26 +21,8 @@ LLAMA = {"vocab_size": 300, "tie_word_embeddings": True}
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
-    """The message of a request that ends with exit code 2 before anything is started."""
-
-    def start_nothing(*_: object, **__: object) -> None:
-        raise AssertionError("a process was started")
-
-    def call(*words: str) -> str:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(subprocess, "Popen", start_nothing)
-        before = sorted(tmp_path.rglob("*"))
-        output, errors = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            code = main(words)
-        assert code == 2, errors.getvalue() + output.getvalue()
-        message = errors.getvalue()
-        assert message.startswith("error: ")
-        assert output.getvalue() == ""
-        assert sorted(tmp_path.rglob("*")) == before
-        return message
-
-    return call
+    """`refused(*words)`: the message; all else about a refusal is checked there."""
+    return lambda *words: refused_here(words, tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")

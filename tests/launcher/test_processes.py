@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from tests.launcher.command_line import launch_here
 from tests.launcher.runs import MODEL, launch, read_metrics, started, within
 
 pytestmark = pytest.mark.distributed
@@ -72,7 +73,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_starts(checkpoint, tmp_
     content[-1] ^= 1
     file.write_bytes(content)
     key = "checkpoint" if mode == "generate" else "trainer.resume"
-    done = launch([*MODEL, f"mode={mode}", f"{key}={broken}"], tmp_path / "run")
+    done = launch_here([*MODEL, f"mode={mode}", f"{key}={broken}"], tmp_path / "run")
     assert done.code == 2
     assert done.errors.startswith(f"error: {file} is damaged: expected SHA-256 ")
     assert ", found " in done.errors

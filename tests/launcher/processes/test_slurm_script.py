@@ -16,7 +16,7 @@ from launcher.config import check, from_dict
 from launcher.processes.nodes import plan_nodes
 from launcher.processes.slurm_script import job_script
 from strategies.errors import PlanError
-from tests.launcher.command_line import run_here
+from tests.launcher.command_line import launch_here, run_here
 from tests.launcher.runs import MODEL, launch
 
 CLUSTER = {
@@ -149,7 +149,7 @@ def test_keys_without_a_meaning_are_refused(words, message, tmp_path, monkeypatc
 
 
 def test_a_script_is_written_and_not_submitted(tmp_path):
-    done = launch([*SLURM, "pp=4", "cluster.nodes=2"], tmp_path).assert_done()
+    done = launch_here([*SLURM, "pp=4", "cluster.nodes=2"], tmp_path).assert_done()
     assert done.errors == ""
     run = tmp_path / "run"
     assert sorted(path.name for path in run.iterdir()) == [
@@ -170,11 +170,11 @@ def fake(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_the_script_is_handed_over_as_one_argument(tmp_path):
+def test_the_script_is_handed_over_as_one_argument(tmp_path, monkeypatch):
     fake(tmp_path / "bin", "sbatch", f'printf "%s\\n" "$#" "$@" > {tmp_path}/said; echo "17;here"')
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     words = [w for w in SLURM if w != "cluster.submit=false"]
-    done = launch([*words, "pp=2"], tmp_path / "a", PATH=path).assert_done()
+    done = launch_here([*words, "pp=2"], tmp_path / "a").assert_done()
     run = tmp_path / "a" / "run"
     assert (tmp_path / "said").read_text().splitlines() == ["2", "--parsable", f"{run}/job.sbatch"]
     assert "job 17 submitted: 2 ranks" in done.output
@@ -183,20 +183,21 @@ def test_the_script_is_handed_over_as_one_argument(tmp_path):
     assert (run / JOB_FILE).read_text() == "17\n"
 
 
-def test_what_slurm_refuses_leaves_nothing(tmp_path):
+def test_what_slurm_refuses_leaves_nothing(tmp_path, monkeypatch):
     fake(tmp_path / "bin", "sbatch", "echo 'sbatch: error: invalid partition: nope' >&2; exit 1")
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     words = [w for w in SLURM if w != "cluster.submit=false"]
-    done = launch([*words, "cluster.partition=nope"], tmp_path / "a", PATH=path)
+    done = launch_here([*words, "cluster.partition=nope"], tmp_path / "a")
     assert done.code == 2
     assert done.errors.startswith("error: sbatch has refused the job: sbatch: error: invalid part")
     assert done.errors.count("\n") == 1
     assert list((tmp_path / "a").iterdir()) == []
 
 
-def test_without_slurm_the_fix_is_named(tmp_path):
+def test_without_slurm_the_fix_is_named(tmp_path, monkeypatch):
     words = [w for w in SLURM if w != "cluster.submit=false"]
-    done = launch(words, tmp_path / "a", PATH=str(tmp_path / "nothing"))
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    done = launch_here(words, tmp_path / "a")
     assert done.code == 2
     assert "cluster.submit=false, which only writes the script" in done.errors
     assert list((tmp_path / "a").iterdir()) == []

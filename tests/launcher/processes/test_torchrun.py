@@ -15,6 +15,7 @@ from launcher.config import from_dict
 from launcher.processes import torchrun
 from strategies.errors import PlanError
 from tests.launcher.command_line import run_here
+from tests.launcher.conftest import TRAIN
 from tests.launcher.runs import (
     MODEL,
     environment,
@@ -74,10 +75,9 @@ def test_nodes_are_counted(monkeypatch):
 
 
 @pytest.mark.distributed
-def test_a_joined_run_is_the_same_as_one_of_our_own(tmp_path):
-    words = [*RUN, "pp=2", "hydra.run.dir=run"]
+def test_a_joined_run_is_the_same_as_one_of_our_own(trained, tmp_path):
     done = subprocess.run(
-        command("cluster=torchrun", *words, flags=("--standalone",)),
+        command("cluster=torchrun", *TRAIN, "hydra.run.dir=run", flags=("--standalone",)),
         cwd=tmp_path,
         env=environment(tmp_path),
         capture_output=True,
@@ -85,14 +85,13 @@ def test_a_joined_run_is_the_same_as_one_of_our_own(tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    ours = launch(words, tmp_path / "ours").assert_done()
     theirs = tmp_path / "run"
-    mine = [row["train_loss"] for row in read_metrics(ours.folder)]
+    mine = [row["train_loss"] for row in read_metrics(trained.folder)]
     assert [row["train_loss"] for row in read_metrics(theirs)] == mine
     result = read_result(theirs)
-    assert set(result) == set(ours.result)
+    assert set(result) == set(trained.result)
     assert (result["status"], result["world_size"]) == ("done", 2)
-    assert result["loss_last"] == ours.result["loss_last"]
+    assert result["loss_last"] == trained.result["loss_last"]
     assert done.stdout.count(f"files: {theirs}") == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -206,21 +207,15 @@ def checkpointed_sublayers():
     return Classifier(Net()), vectors()
 
 
-def hugging_face(make):
-    def step_module():
-        class HF(LightningModule):
-            def __init__(self):
-                super().__init__()
-                self.model = make()
+class HuggingFace(LightningModule):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
 
-            def training_step(self, batch, batch_idx):
-                output = self.model(**batch)
-                self.log("loss", output.loss)
-                return output.loss
-
-        return HF()
-
-    return step_module
+    def training_step(self, batch, batch_idx):
+        output = self.model(**batch)
+        self.log("loss", output.loss)
+        return output.loss
 
 
 def token_batch(vocab=32, length=7, labels=True):
@@ -233,100 +228,54 @@ def token_batch(vocab=32, length=7, labels=True):
     return make
 
 
-@zoo
-def hf_llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
+WIDTHS = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+ATTENTION = {"num_key_value_heads": 1, "max_position_embeddings": 32}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+NO_GPT2_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+# Name -> (configuration, model, sizes) of the transformers library.
+HUGGING_FACE = {
+    "hf_llama": (
+        "LlamaConfig", "LlamaForCausalLM", {**WIDTHS, **ATTENTION, "num_hidden_layers": 3},
+    ),
+    "hf_gpt2": (
+        "GPT2Config", "GPT2LMHeadModel",
+        {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32, **NO_GPT2_DROPOUT,
+         "bos_token_id": 0, "eos_token_id": 0},
+    ),
+    "hf_bert": (
+        "BertConfig", "BertForMaskedLM",
+        {**WIDTHS, **NO_DROPOUT, "num_hidden_layers": 3, "max_position_embeddings": 32},
+    ),
+    "hf_t5": (
+        "T5Config", "T5ForConditionalGeneration",
+        {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2,
+         "dropout_rate": 0.0, "decoder_start_token_id": 0},
+    ),
+    "hf_mixtral": (
+        "MixtralConfig", "MixtralForCausalLM",
+        {**WIDTHS, **ATTENTION, "num_hidden_layers": 2, "num_local_experts": 2,
+         "num_experts_per_tok": 1, "experts_implementation": "eager"},
+    ),
+}  # fmt: skip
 
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-    )
-    return hugging_face(lambda: LlamaForCausalLM(config))(), token_batch()
+
+def hugging_face(name):
+    import transformers
+
+    config, model, sizes = HUGGING_FACE[name]
+    made = getattr(transformers, config)(vocab_size=32, **sizes)
+    return HuggingFace(getattr(transformers, model)(made)), token_batch()
 
 
-@zoo
-def hf_gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=32,
-        n_embd=16,
-        n_layer=3,
-        n_head=2,
-        n_positions=32,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return hugging_face(lambda: GPT2LMHeadModel(config))(), token_batch()
+ZOO |= {name: functools.partial(hugging_face, name) for name in HUGGING_FACE}
 
 
 @zoo
 def hf_gpt2_checkpointed():
-    module, batch = hf_gpt2()
+    module, batch = hugging_face("hf_gpt2")
     module.model.activation_checkpointing_enable({"use_reentrant": False})
     module.model.train()
     return module, batch
-
-
-@zoo
-def hf_bert():
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        vocab_size=32,
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return hugging_face(lambda: BertForMaskedLM(config))(), token_batch()
-
-
-@zoo
-def hf_t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=32,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return hugging_face(lambda: T5ForConditionalGeneration(config))(), token_batch()
-
-
-@zoo
-def hf_mixtral():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        max_position_embeddings=32,
-        experts_implementation="eager",
-    )
-    return hugging_face(lambda: MixtralForCausalLM(config))(), token_batch()
 
 
 class BasicBlock(nn.Module):
