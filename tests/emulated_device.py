@@ -20,7 +20,7 @@ import contextlib
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -49,25 +49,27 @@ class Stream:
 
     def __init__(self, device: object = None) -> None:
         self._left: deque[Callable[[], object]] = deque()
-        self._given = self._done = 0
+        self.given = self._done = 0
+        self.done_by: Counter[int] = Counter()  # By the thread that has waited for it.
         self._lock = threading.RLock()
 
     def give(self, work: Callable[[], object]) -> int:
         """Returns the work's number, for ``advance``."""
         with self._lock:
             self._left.append(work)
-            self._given += 1
-            return self._given
+            self.given += 1
+            return self.given
 
     def advance(self, number: int) -> None:
         """Does everything up to that work, in the calling thread."""
         with self._lock, torch.no_grad():
             while self._done < number:
                 self._done += 1
+                self.done_by[threading.get_ident()] += 1
                 self._left.popleft()()
 
     def synchronize(self) -> None:
-        self.advance(self._given)
+        self.advance(self.given)
 
     def wait_event(self, event: Event) -> None:
         self.give(event.synchronize)
@@ -233,6 +235,18 @@ class DeviceTensor(Tensor):
     def is_cpu(self) -> bool:
         return False
 
+    @property
+    def data(self) -> DeviceTensor:
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, other: DeviceTensor) -> None:
+        assert self.shape == other.shape
+        self.memory = other.memory
+
+    def data_ptr(self) -> int:
+        return self.memory.data_ptr()
+
     def __repr__(self) -> str:
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
 
@@ -384,9 +398,6 @@ class _Door(TorchFunctionMode):
             return _moved(args[0], CUDA)
         if func is Tensor.tolist and isinstance(args[0], DeviceTensor):
             return _moved(args[0], "cpu").tolist()
-        if func is Tensor.data.__set__ and isinstance(args[1], DeviceTensor):
-            assert isinstance(args[0], DeviceTensor)
-            args[0].memory = args[1].memory
         pinned = kwargs.pop("pin_memory", False)
         place = kwargs.get("device")
         if place is not None and torch.device(place).type == "cuda":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from strategies.errors import NotFiniteError
 from strategies.models.state import Fetch
 from strategies.runtime.step.executor import Executor
 from strategies.runtime.update.reduction import Reduction
@@ -23,9 +25,12 @@ pytestmark = pytest.mark.distributed
 
 PIPELINE = Case("1f1b", pp=2, clip=0.05, backend="staged", steps=3)
 REPLICAS = Case("1f1b", pp=1, dp=2, clip=0.05, backend="staged", steps=3)
+COMPUTE = r"\d+[FBIW]\d+"
 
 
 def _unwaited(self: Fetch) -> torch.Tensor:
+    if not self._copy.is_floating_point():
+        self._there.synchronize()  # Headers of messages: nonsense there is an error at once.
     return self._copy
 
 
@@ -42,14 +47,14 @@ FORGETTING = {
 
 @contextlib.contextmanager
 def _watched_lists(waits: list[int]) -> Iterator[None]:
-    """Counts what the device does while the host is at its list of instructions."""
+    """Counts what the host waits for while it is at its list of instructions."""
     run = Executor.run
 
     def watched(self: Executor, *args: Any, **options: Any) -> Any:
-        stream = torch.cuda.current_stream()
-        before = stream._done
+        done = torch.cuda.current_stream().done_by
+        before = done[threading.get_ident()]
         result = run(self, *args, **options)
-        waits.append(stream._done - before)
+        waits.append(done[threading.get_ident()] - before)
         return result
 
     with mock.patch.object(Executor, "run", watched):
@@ -57,12 +62,15 @@ def _watched_lists(waits: list[int]) -> Iterator[None]:
 
 
 def train_on_it(case: Case, forgetting: str | None = None) -> dict[str, Any]:
-    """``train`` on an emulated device; ``waits``: pieces of its work done during each list."""
+    """``train`` on an emulated device; ``waits``: pieces of work waited for during each list."""
     waits: list[int] = []
     forgets = FORGETTING[forgetting] if forgetting else contextlib.nullcontext()
     with trainer_on_it() as device, forgets, _watched_lists(waits):
-        result = train(case=case)
-    assert device.default._given > 1000
+        try:
+            result = train(case=case)
+        except NotFiniteError as error:
+            return {"refused": str(error)}
+    assert device.default.given > 1000
     return {**result, "waits": waits}
 
 
@@ -85,10 +93,13 @@ def test_losses_and_weights_are_the_hosts_bit_for_bit(
         assert found["losses"] == expected["losses"]
         for name, value in expected["parameters"].items():
             assert found["parameters"][name].equal(value)
-        # The recorder's stamps, each read from the device's clock.
-        assert len(found["start"]) == len(expected["start"])
-        for start, end in zip(found["start"], found["end"], strict=True):
+        # The recorder's stamps are read from the device's clock, which is a million seconds off.
+        rows = zip(found["program"], found["start"], found["end"], strict=True)
+        stamps = [(start, end) for item, start, end in rows if re.fullmatch(COMPUTE, item)]
+        assert len(stamps) >= 2 * case.microbatches
+        for start, end in stamps:
             assert 0.0 <= start <= end < 3600.0
+        assert stamps == sorted(stamps)
 
 
 def test_the_host_of_a_rank_alone_is_through_its_list_before_the_device_has_begun(
@@ -106,5 +117,4 @@ def test_a_wait_that_is_missing_shows(
     ranks: Callable[[int], Ranks], forgetting: str, case: Case
 ) -> None:
     for found in ranks(2).run(train_on_it, case=case, forgetting=forgetting):
-        values = [torch.tensor(found["losses"][-1:]), *found["parameters"].values()]
-        assert any(math.isnan(value.sum()) for value in values)
+        assert " is nan" in found["refused"]
