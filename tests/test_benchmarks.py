@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from strategies.compiler import compile_program
 from strategies.costs.uniform import UniformCosts
 from strategies.simulator.engine import simulate
-from tests.benchmarks import pipeline_overhead, plan_ranking, recompute_cost
+from tests.benchmarks import pipeline_overhead, plan_ranking, recompute_cost, simulator_speed
 from tests.benchmarks.overhead_paths import critical_path
 from tests.benchmarks.split_backward_cost import Size
 
@@ -88,3 +89,16 @@ def test_a_ranking_says_how_far_the_chosen_layout_is_off_the_best():
     configs = plan_ranking.configurations(machine)
     assert len(configs) >= 12
     assert {config.pp * int(config.dp) * config.tp for config in configs} == {1, 2}
+
+
+def test_faster_clocks_are_timed_beside_the_general_way(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(simulator_speed, "REPETITIONS", 1)
+    simulator_speed.main()
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("1f1b pp=32 num_microbatches=64: 12096 instructions, compiled in ")
+    assert [line.split(",")[0] for line in rest] == [
+        "lanes.replay", "ListClock.hoist", "quick_walk",
+    ]  # fmt: skip
+    assert all(re.search(r": \d+\.\d\d ms instead of \d+\.\d\d$", line) for line in rest)
