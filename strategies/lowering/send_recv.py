@@ -126,16 +126,12 @@ def end_times(program: Program, table: CostTable | None) -> list[float]:
     lasts = [_duration(item, table) for item in graph.nodes]
     # An empty stage takes no time, but its messages still go before and after it.
     shortest = 1e-6 * max(lasts, default=1.0)
-    timed = [item.kind in MICROBATCH_KINDS for item in graph.nodes]
     # A REDUCE must not hold up the list; only its place in it matters here.
-    durations = [
-        max(last, shortest) if is_timed else 0.0
-        for last, is_timed in zip(lasts, timed, strict=True)
-    ]
-    arrivals = [
-        [(need, hop) for need in needs] if is_timed else []
-        for needs, is_timed in zip(graph.needs, timed, strict=True)
-    ]
+    durations, arrivals = [], []
+    for item, last, needs in zip(graph.nodes, lasts, graph.needs, strict=True):
+        timed = item.kind in MICROBATCH_KINDS
+        durations.append(max(last, shortest) if timed else 0.0)
+        arrivals.append([(need, hop) for need in needs] if timed else [])
     return compute_times(program, durations, arrivals)[1]
 
 

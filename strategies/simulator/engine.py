@@ -93,20 +93,20 @@ def compute_times(
     graph = program.graph
     rank, count = graph.rank, len(graph.nodes)
     hops: list[float] = []
-    needs: list[list[int]] = [[] for _ in graph.nodes]
-    leaving: list[list[Sent]] = [[] for _ in graph.nodes]
+    needs: list[tuple[int, ...]] = [()] * count
+    leaving: list[tuple[Sent, ...]] = [()] * count
     for node, found in enumerate(arrivals):
+        here = rank[node]
         for need, hop in found:
-            if rank[need] == rank[node]:
+            if rank[need] == here:
                 continue  # It stands before this one in the list.
             if hop:
                 # A message with a node of its own, which no link holds up.
                 arrives = count + len(hops)
-                leaving[need].append((arrives, arrives, 0, len(hops)))
-                needs[node].append(arrives)
+                leaving[need] += ((arrives, arrives, 0, len(hops)),)
                 hops.append(hop)
-            else:
-                needs[node].append(need)
+                need = arrives
+            needs[node] += (need,)
     steps = [(node, rank[node], node, needs[node], leaving[node]) for node in graph.order]
     clocks = Clocks.at_zero(len(program.ranks))
     size = count + len(hops)
