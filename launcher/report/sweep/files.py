@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher.report.result import write_atomically
-from launcher.report.rows import TimelineData
+from launcher.report.rows import KINDS, TimelineData
 from launcher.report.sweep.picture import write_sweep_png
 from launcher.report.sweep.sweep_figures import (
     AUTO,
@@ -229,9 +229,7 @@ def _drawn(sweep: Sweep) -> dict[int, list[_Drawn]]:
 
 def _scripts(drawn: dict[int, list[_Drawn]]) -> str:
     panels = [panel for job in drawn.values() for panel in job]
-    # One process has written them all, so a kind has the same number in each.
-    (kinds,) = {panel.timeline.kinds for panel in panels}
-    data = f'{{"kinds":{json.dumps(kinds)},"panels":[{",".join(p.data for p in panels)}]}}'
+    data = f'{{"kinds":{json.dumps(KINDS)},"panels":[{",".join(p.data for p in panels)}]}}'
     assets = files("launcher.report").joinpath("assets")
     script = "\n".join(assets.joinpath(name).read_text(encoding="ascii") for name in _SCRIPTS)
     return (
