@@ -55,8 +55,8 @@ def run(config: LaunchConfig) -> int:
     if bare:
         numbers = ", ".join(str(job.index) for job in bare)
         say(
-            f"no timelines of job {numbers}: {TRACE} there is from an earlier version, which kept "
-            f"none for this; each job's own {PAGE} has them"
+            f"no timelines of job {numbers}: {TRACE} there is from another version, which keeps "
+            f"none that this one reads; each job's own {PAGE} has them"
         )
     sweep = replace(make_sweep(jobs, record.overrides), missing="have not ended")
     report_sweep(folder, sweep, metric=config.sweep.metric)

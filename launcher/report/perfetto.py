@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launcher.report.html import Panel
 from launcher.report.result import write_atomically
-from launcher.report.rows import TimelineData, held_over_time, timeline_rows, zeroed
+from launcher.report.rows import KIND_NAMES, TimelineData, held_over_time, timeline_rows, zeroed
 from strategies.analysis.timeline import Event, Timeline
 from strategies.ir.kinds import COMPUTE_KINDS, Kind
 
@@ -53,7 +53,7 @@ def trace_json(panels: Sequence[Panel]) -> str:
     other = {
         "time_scale": units,
         "timelines": {
-            "kinds": drawn[0].kinds if drawn else (),
+            "kinds": KIND_NAMES,
             "labels": [data.label for data in drawn],
             "panels": [data.panel for data in drawn],
         },
@@ -67,12 +67,16 @@ def read_timelines(path: Path) -> tuple[TimelineData, ...]:
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is no such file, or one from before it kept them.
+        ValueError: It is no such file, or one of a version that kept none or numbered kinds
+            otherwise.
     """
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))["otherData"]["timelines"]
+        kinds = tuple(kept["kinds"])
+        if kinds != KIND_NAMES[: len(kinds)]:
+            raise ValueError(f"{path} numbers kinds as {kinds}")
         return tuple(
-            TimelineData(label, tuple(kept["kinds"]), panel)
+            TimelineData(label, panel)
             for label, panel in zip(kept["labels"], kept["panels"], strict=True)
         )
     except (KeyError, TypeError) as error:

@@ -43,16 +43,15 @@ class TimelineData:
 
     Attributes:
         label: ``predicted`` or ``measured``.
-        kinds: Names of the instruction kinds, by the number that stands in a bar.
         panel: What JSON has words for. ``unit``, ``axis`` (its title), ``makespan``, ``stages``,
             ``channel`` (whether any collective takes time) and ``rows``: per rank the lanes of
             bars ``compute`` and ``channel``, and ``held``, see ``held_over_time``. A bar is [kind,
-            stage, microbatch or bucket or -1, start, end, waited for, its rank, how, since, pair];
-            the pair of a fused instruction is its backward's [kind, stage, microbatch], else null.
+            stage, microbatch or bucket or -1, start, end, waited for, its rank, how, since, pair],
+            its kind an index into ``KINDS``; the pair of a fused instruction is its backward's
+            [kind, stage, microbatch], else null.
     """
 
     label: str
-    kinds: tuple[str, ...]
     panel: Mapping[str, object]
 
 
@@ -106,7 +105,7 @@ def timeline_data(label: str, timeline: Timeline) -> TimelineData:
         "channel": uses_channel(rows),
         "rows": list(_row_data(timeline, rows)),
     }
-    return TimelineData(label, KIND_NAMES, panel)
+    return TimelineData(label, panel)
 
 
 def _spread(events: Iterable[Event], share: float) -> Lanes:

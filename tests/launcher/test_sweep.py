@@ -205,19 +205,22 @@ def test_collecting_writes_the_same_files_from_the_folders_alone(tmp_path, monke
     assert not any("no timelines" in line for line in printed)
 
 
-def test_collecting_folders_of_an_earlier_version_names_the_missing_pictures(
+def test_collecting_folders_of_another_version_names_the_missing_pictures(
     tmp_path, monkeypatch, capsys
 ):
     sweep(("schedule=1f1b,gpipe", "pp=2"), tmp_path, monkeypatch)
     for index in (0, 1):
         file = tmp_path / "s" / str(index) / "trace.json"
         trace = json.loads(file.read_text())
-        del trace["otherData"]["timelines"]
+        if index:
+            trace["otherData"]["timelines"]["kinds"].reverse()
+        else:
+            del trace["otherData"]["timelines"]
         file.write_text(json.dumps(trace))
     printed = collected(tmp_path, capsys)
     assert [line for line in printed if "timelines" in line] == [
-        "no timelines of job 0, 1: trace.json there is from an earlier version, which kept none "
-        "for this; each job's own timeline.html has them"
+        "no timelines of job 0, 1: trace.json there is from another version, which keeps none "
+        "that this one reads; each job's own timeline.html has them"
     ]
     assert files(tmp_path) == FILES[:3]
     assert panels(tmp_path) == []

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from launcher.report.html import page_asset, page_script
 from launcher.report.result import write_atomically
-from launcher.report.rows import TimelineData
+from launcher.report.rows import KIND_NAMES, TimelineData
 from launcher.report.sweep.picture import write_sweep_png
 from launcher.report.sweep.sweep_figures import (
     AUTO,
@@ -228,9 +228,7 @@ def _drawn(sweep: Sweep) -> dict[int, list[_Drawn]]:
 
 def _scripts(drawn: dict[int, list[_Drawn]]) -> str:
     panels = [panel for job in drawn.values() for panel in job]
-    # One process has written them all, so a kind has the same number in each.
-    (kinds,) = {panel.timeline.kinds for panel in panels}
-    data = f'{{"kinds":{json.dumps(kinds)},"panels":[{",".join(p.data for p in panels)}]}}'
+    data = f'{{"kinds":{json.dumps(KIND_NAMES)},"panels":[{",".join(p.data for p in panels)}]}}'
     return (
         '<div id="tip" role="tooltip" hidden></div>\n'
         f'<script type="application/json" id="data">{data}</script>\n'

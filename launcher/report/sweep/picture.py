@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.report.html import Panel
-from launcher.report.rows import TimelineData
+from launcher.report.rows import KIND_NAMES, TimelineData
 from launcher.report.summary import format_duration, format_percent
 from launcher.report.sweep.sweep_figures import timeline_facts
 from launcher.report.sweep.sweep_jobs import Sweep, SweepJob
@@ -158,11 +158,11 @@ def _panel(timeline: TimelineData, label: str, facts: str) -> PicturePanel:
         makespan=data["makespan"],
         num_stages=data["stages"],
         num_ranks=len(data["rows"]),
-        bars=tuple(_bars(data["rows"], timeline.kinds, channel=data["channel"])),
+        bars=tuple(_bars(data["rows"], channel=data["channel"])),
     )
 
 
-def _bars(rows: Sequence[Any], kinds: Sequence[str], *, channel: bool) -> Iterator[Bar]:
+def _bars(rows: Sequence[Any], *, channel: bool) -> Iterator[Bar]:
     border = _COMPUTE_SHARE if channel else 1.0
     for rank, row in enumerate(rows):
         for lanes, top, bottom in ((row["compute"], 0.0, border), (row["channel"], border, 1.0)):
@@ -170,7 +170,7 @@ def _bars(rows: Sequence[Any], kinds: Sequence[str], *, channel: bool) -> Iterat
                 high = top + (bottom - top) * lane / len(lanes)
                 low = top + (bottom - top) * (lane + 1) / len(lanes)
                 for kind, stage, number, start, end, *_ in bars:
-                    yield Bar(rank, high, low, kinds[kind], stage, number, start, end)
+                    yield Bar(rank, high, low, KIND_NAMES[kind], stage, number, start, end)
 
 
 def write_sweep_png(path: Path, sweep: Sweep, *, title: str) -> int:

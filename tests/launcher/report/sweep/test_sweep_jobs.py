@@ -5,6 +5,7 @@ import json
 import pytest
 
 from launcher.config import LaunchConfig
+from launcher.report.rows import KIND_NAMES
 from launcher.report.sweep.sweep_jobs import ended_job, file_stamps, make_sweep
 from tests.launcher.report.sweep.sweeps import job, predicted, simulated, trained
 
@@ -19,7 +20,7 @@ def test_a_job_is_what_it_left_in_its_folder(tmp_path):
     assert drawn.label == "predicted"
     assert drawn.panel["makespan"] == timeline.makespan
     bars = [bar for row in drawn.panel["rows"] for lane in row["compute"] for bar in lane]
-    assert sorted((drawn.kinds[bar[0]], bar[1], bar[2], bar[3], bar[4]) for bar in bars) == sorted(
+    assert sorted((KIND_NAMES[bar[0]], bar[1], bar[2], bar[3], bar[4]) for bar in bars) == sorted(
         (e.instruction.kind.value, e.instruction.stage, e.instruction.microbatch, e.start, e.end)
         for rank in (0, 1)
         for e in timeline.compute(rank)
