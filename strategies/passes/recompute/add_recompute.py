@@ -11,7 +11,7 @@ from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.ir.program import Program
 from strategies.ir.verify import verify
-from strategies.passes.recompute.list_clock import ListClock
+from strategies.passes.recompute.list_clock import list_makespan
 from strategies.passes.recompute.mario import (
     apply_checkpoint,
     overlap_recompute,
@@ -123,8 +123,8 @@ def within_cap(program: Program, table: CostTable, cap: float, within: Within) -
     room = floor(cap * crossed + _ROUNDING)
     ranks = program.placement.num_ranks
     if room < 1:
-        least = ListClock(within((1,) * ranks), table).makespan
-        plain = ListClock(program, table).makespan
+        least = list_makespan(within((1,) * ranks), table)
+        plain = list_makespan(program, table)
         raise PlanError(
             f"recompute.max_full_activations={cap:g}: a backward reads one whole activation of its "
             f"stage, {1 / crossed:g} of a rank's microbatch in {program.schedule}. The smallest "
@@ -190,7 +190,7 @@ def _nothing_fits(
     needed = _known(held)
     rank = needed.index(max(needed))
     smallest = _rounded_up(needed[rank])
-    took, plain = ListClock(least, table).makespan, ListClock(program, table).makespan
+    took, plain = list_makespan(least, table), list_makespan(program, table)
     return PlanError(
         f"recompute=optimal: rank {rank} has hardware.memory_gb={limit / 1e9:g} and needs "
         f"{smallest:g} even where it keeps one activation at a time: no recomputation makes this "

@@ -44,17 +44,7 @@ class ListClock:
         self.updates = 0
         self._rank = graph.rank
         self._place = [node - graph.offsets[graph.rank[node]] for node in range(len(graph.nodes))]
-        hops = {
-            frozenset((b.source, b.target)): table.latency[i] + table.occupancy[i]
-            for i, b in enumerate(program.boundaries)
-        }
-        self.arrivals: list[list[tuple[int, float]]] = [
-            [
-                (need, 0.0 if graph.rank[need] == graph.rank[node] else self._hop(need, node, hops))
-                for need in graph.needs[node]
-            ]
-            for node in range(len(graph.nodes))
-        ]
+        self.arrivals = _arrivals(program, table)
         self._users: list[list[int]] = [[] for _ in graph.nodes]
         for node, needs in enumerate(graph.needs):
             for need in needs:
@@ -177,10 +167,33 @@ class ListClock:
                 time = there
         return time
 
-    def _hop(self, need: int, node: int, hops: dict[frozenset[int], float]) -> float:
+
+def list_makespan(program: Program, table: CostTable) -> float:
+    """When the last rank ends, for lists that nothing moves."""
+    took = [table.of(item) for item in program.graph.nodes]
+    return max(compute_times(program, took, _arrivals(program, table))[1], default=0.0)
+
+
+def _arrivals(program: Program, table: CostTable) -> list[list[tuple[int, float]]]:
+    """Per node, what it needs and how long after that one's end it is there."""
+    graph = program.graph
+    rank, nodes = graph.rank, graph.nodes
+    hops: dict[tuple[int, int], float] = {}
+    for boundary, latency, occupancy in zip(
+        program.boundaries, table.latency, table.occupancy, strict=True
+    ):
+        ends = (boundary.source, boundary.target)
+        hops[ends] = hops[ends[::-1]] = latency + occupancy
+
+    def hop(need: int, node: int) -> float:
         """Of a message between two instructions' stages; an edge arrives with its message."""
         return max(
-            hops.get(frozenset((one.stage, other.stage)), 0.0)
-            for one in self.items[need].parts
-            for other in self.items[node].parts
+            hops.get((one.stage, other.stage), 0.0)
+            for one in nodes[need].parts
+            for other in nodes[node].parts
         )
+
+    return [
+        [(need, 0.0 if rank[need] == here else hop(need, node)) for need in needs]
+        for node, (here, needs) in enumerate(zip(rank, graph.needs, strict=True))
+    ]

@@ -23,7 +23,7 @@ from strategies.ir.program import Program, chain, recomputed_pairs
 from strategies.ir.verify import verify
 from strategies.passes.recompute.capped_walk import Order, R, Work, best_orders
 from strategies.passes.recompute.critical_moves import improve, is_short
-from strategies.passes.recompute.list_clock import ListClock
+from strategies.passes.recompute.list_clock import ListClock, list_makespan
 from strategies.schedules import SCHEDULES, Schedule
 from strategies.schedules.search.lanes import F, I, Lanes, W, lanes_of
 
@@ -73,7 +73,7 @@ class _Timed(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, table: CostTable) -> _Timed:
-        return cls(ListClock(program, table).makespan, program)
+        return cls(list_makespan(program, table), program)
 
 
 def _too_small(program: Program, room: tuple[int, ...]) -> PlanError:
