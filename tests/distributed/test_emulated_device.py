@@ -1,0 +1,123 @@
+"""Trainings on a device that does nothing before somebody waits: what ranks on GPUs rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from strategies.errors import NotFiniteError
+from strategies.models.state import Fetch
+from strategies.runtime.step.executor import Executor
+from strategies.runtime.step.rank_engine import Engine
+from strategies.runtime.update.reduction import Reduction
+from tests.distributed.pool import Ranks
+from tests.distributed.training import Case, train
+from tests.emulated_device import trainer_on_it
+
+pytestmark = pytest.mark.distributed
+
+PIPELINE = Case("1f1b", pp=2, clip=0.05, backend="staged", steps=3)
+REPLICAS = Case("1f1b", pp=1, dp=2, clip=0.05, backend="staged", steps=3)
+COMPUTE = r"\d+[FBIW]\d+"
+
+
+def _unwaited(self: Fetch) -> torch.Tensor:
+    if not self._copy.is_floating_point():
+        self._there.synchronize()  # Headers of messages: nonsense there is an error at once.
+    return self._copy
+
+
+def _unfinished(self: Reduction) -> None:
+    if self._result is not None:
+        self._result()
+
+
+FORGETTING = {
+    "copies to the host": mock.patch.object(Fetch, "tensor", _unwaited),
+    "reductions": mock.patch.object(Reduction, "finish", _unfinished),
+    "that it is alone": mock.patch.object(Engine, "_runs_ahead", False),
+}
+
+
+@contextlib.contextmanager
+def _watched_lists(waits: list[int]) -> Iterator[None]:
+    """Counts what the host waits for while it is at its list of instructions."""
+    run = Executor.run
+
+    def watched(self: Executor, *args: Any, **options: Any) -> Any:
+        done = torch.cuda.current_stream().done_by
+        before = done[threading.get_ident()]
+        result = run(self, *args, **options)
+        waits.append(done[threading.get_ident()] - before)
+        return result
+
+    with mock.patch.object(Executor, "run", watched):
+        yield
+
+
+def train_on_it(case: Case, forgetting: str | None = None) -> dict[str, Any]:
+    """``train`` on an emulated device; ``waits``: pieces of work waited for during each list."""
+    waits: list[int] = []
+    forgets = FORGETTING[forgetting] if forgetting else contextlib.nullcontext()
+    with trainer_on_it() as device, forgets, _watched_lists(waits):
+        try:
+            result = train(case=case)
+        except NotFiniteError as error:
+            return {"refused": str(error)}
+    assert device.default.given > 1000
+    return {**result, "waits": waits}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PIPELINE,
+        Case("zb_v", pp=2, backend="staged", steps=2),
+        REPLICAS,
+        Case("1f1b", pp=1, dp=2, overlap="zero1", backend="staged", steps=3),
+    ],
+    ids=["staged messages", "split backwards", "reductions", "shards"],
+)
+def test_losses_and_weights_are_the_hosts_bit_for_bit(
+    ranks: Callable[[int], Ranks], case: Case
+) -> None:
+    host = ranks(2).run(train, case=replace(case, backend="gloo"))
+    device = ranks(2).run(train_on_it, case=case)
+    for expected, found in zip(host, device, strict=True):
+        assert found["losses"] == expected["losses"]
+        for name, value in expected["parameters"].items():
+            assert found["parameters"][name].equal(value)
+        if case.pp == 1:
+            # Alone, a host is through its list before it looks at anything that the device has
+            # done. (The first pass looks at what the modules change.)
+            assert sum(found["waits"][1:]) == 0
+        # The recorder's stamps are read from the device's clock, which is a million seconds off.
+        rows = zip(found["program"], found["start"], found["end"], strict=True)
+        stamps = [(start, end) for item, start, end in rows if re.fullmatch(COMPUTE, item)]
+        assert len(stamps) >= 2 * case.microbatches
+        for start, end in stamps:
+            assert 0.0 <= start <= end < 3600.0
+        assert stamps == sorted(stamps)
+
+
+@pytest.mark.parametrize(
+    ("forgetting", "case"), [("copies to the host", PIPELINE), ("reductions", REPLICAS)]
+)
+def test_a_wait_that_is_missing_shows(
+    ranks: Callable[[int], Ranks], forgetting: str, case: Case
+) -> None:
+    for found in ranks(2).run(train_on_it, case=case, forgetting=forgetting):
+        assert " is nan" in found["refused"]
+
+
+def test_a_host_that_asks_on_the_way_is_seen_waiting(ranks: Callable[[int], Ranks]) -> None:
+    for found in ranks(2).run(train_on_it, case=REPLICAS, forgetting="that it is alone"):
+        assert all(found["waits"])
