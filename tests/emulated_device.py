@@ -7,7 +7,7 @@ is only written down, and done when somebody waits: for an event, a stream, the 
 (``float``, ``cpu``, a copy that blocks). What has not been done reads as NaN, or as nonsense in
 types without NaN: in the device's own new memory, and in host memory that an asynchronous copy is
 on its way to. A copy to the device reads its source when it is done, not when it is asked for. So
-whoever forgets to wait gets NaN, every time, where a real device gives it once a week.
+whoever forgets to wait gets NaN, and not only when the device happens to be late.
 
 The kernels are the host's, so results are those of the host bit for bit. What it does not show:
 speed, memory, random numbers on the device, NCCL. Gloo reduces and broadcasts the device's tensors
@@ -29,13 +29,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
-
-from strategies.runtime.lightning.ranks_strategy import RanksStrategy
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -184,6 +181,11 @@ def emulated_device() -> Iterator[EmulatedDevice]:
 @contextlib.contextmanager
 def trainer_on_it() -> Iterator[EmulatedDevice]:
     """``emulated_device`` for a Trainer with accelerator=cpu, whose ranks then believe in it."""
+    # Here: Lightning takes seconds, and most users of this file need none of it.
+    from lightning.pytorch.accelerators import CPUAccelerator
+
+    from strategies.runtime.lightning.ranks_strategy import RanksStrategy
+
     with (
         emulated_device() as device,
         mock.patch.object(RanksStrategy, "root_device", CUDA),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from strategies.models.logs import LogEntry, pack_logs, start_packing
 from strategies.models.stage_model import LogCall
 from strategies.models.state import Fetch
 from strategies.runtime.step.microbatch import checksum, start_checksum
+from tests.emulated_device import emulated_device
 
 
 def test_a_fetched_tensor_belongs_to_no_graph():
@@ -16,12 +18,25 @@ def test_a_fetched_tensor_belongs_to_no_graph():
     assert (float(copy), copy.requires_grad) == (2.0, False)
 
 
-def test_a_batch_that_changes_after_its_checksum_has_begun_keeps_it():
+def test_a_number_on_a_device_is_not_there_before_it_is_waited_for():
+    with emulated_device() as device:
+        fetch = Fetch(torch.tensor(2.0, device="cuda") * 3)
+        assert fetch._copy.isnan()
+        assert float(fetch.tensor()) == 6.0
+        given = device.default.given
+        assert float(fetch.tensor()) == 6.0  # Nothing is asked of the device a second time.
+        assert device.default.given == given
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_a_batch_that_changes_after_its_checksum_has_begun_keeps_it(place: str):
     batch = {"ids": torch.arange(6).reshape(2, 3), "of nothing": torch.zeros(0, 4)}
     expected = checksum(batch)
-    later = start_checksum(batch)
-    batch["ids"].zero_()
-    assert later() == expected != checksum(batch)
+    with emulated_device():
+        batch = {name: value.to(place, non_blocking=True) for name, value in batch.items()}
+        later = start_checksum(batch)
+        batch["ids"].zero_()
+        assert later() == expected != checksum(batch)
 
 
 def test_logs_are_packed_later_as_they_are_at_once():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from strategies.compiler import compile_plan
 from strategies.plan import Plan
 from strategies.runtime.step.recorder import Anchor, RankStep, Recorder, joined_stats
+from tests.emulated_device import CUDA, emulated_device
 
 
 @dataclass
@@ -54,6 +57,45 @@ def test_without_a_device_the_steps_own_times_count():
     spans = recorder.spans(record)
     assert (spans.begun, spans.finished) == (record.begun, record.finished)
     assert record.begun <= record.finished
+
+
+def test_stamps_wait_for_nothing_and_are_read_when_the_device_has_passed_them():
+    program = compile_plan(Plan(schedule="1f1b", pp=1, num_microbatches=2)).train
+    with emulated_device() as device:
+        recorder = Recorder(0, CUDA)
+        begun = time.perf_counter()
+        record = recorder.begin(0, program)
+        for place in range(len(program.ranks[0])):
+            record.start[place] = recorder.stamp()
+            device.default.give(lambda: time.sleep(0.002))
+            record.end[place] = recorder.stamp()
+        recorder.finish()
+        assert not any(device.default.done_by.values())
+        with (
+            mock.patch.object(torch.cuda.Event, "synchronize", lambda _: None),
+            pytest.raises(RuntimeError, match="device not ready"),
+        ):
+            recorder.seconds(record)
+        start, end = recorder.seconds(record)
+    # The device's clock is a million seconds ahead; sleeps never end early.
+    stamps = [stamp for pair in zip(start, end, strict=True) for stamp in pair]
+    assert begun <= stamps[0] and stamps[-1] <= time.perf_counter()
+    assert stamps == sorted(stamps)
+    assert all(e - s >= 0.002 for s, e in zip(start, end, strict=True))
+
+
+def test_a_collective_of_the_device_is_stamped_without_waiting_for_it():
+    program = compile_plan(Plan(schedule="1f1b", pp=1, num_microbatches=1)).train
+    with emulated_device() as device:
+        recorder = Recorder(0, CUDA, collectives_on_device=True)
+        record = recorder.begin(0, program)
+        ended = torch.cuda.Event()
+        device.default.give(lambda: time.sleep(0.002))
+        ended.record()
+        recorder.stamp_end_of(mock.Mock(wait=ended.wait), record, 0)
+        assert not any(device.default.done_by.values())
+        record.end[0].synchronize()
+        assert ended.query()
 
 
 # -------------------------------------------------------------------------------------- step stats

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from strategies.runtime.storage.part import as_piece
 from strategies.runtime.storage.saver import HostCopy
+from tests.emulated_device import emulated_device
 
 
 def check_copies(device: str) -> HostCopy:
@@ -35,6 +38,22 @@ def check_copies(device: str) -> HostCopy:
 
 def test_it_stays_when_the_state_changes() -> None:
     check_copies("cpu")
+
+
+def test_it_stays_when_the_state_on_a_device_changes_that_does_nothing_unasked() -> None:
+    with emulated_device() as device:
+        host = check_copies("cuda")
+    # Three buffers in pinned memory: a (24 bytes), and b before and after it has changed its form.
+    assert device.pinned_bytes == 24 + 2 + 16
+    assert [type(buffer) for buffer in host._buffers.values()] == [torch.Tensor] * 2
+
+
+def test_copies_that_nobody_waited_for_are_not_there() -> None:
+    with emulated_device():
+        state = {"a": as_piece(torch.ones(3, device="cuda"))}
+        with mock.patch.object(torch.cuda, "current_stream", mock.Mock()):
+            copies = HostCopy().of(state)
+        assert copies["a"].tensor.isnan().all()
 
 
 @pytest.mark.gpu
