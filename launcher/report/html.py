@@ -96,7 +96,8 @@ def page_script(names: Sequence[str]) -> str:
             numbers[kind.value] = facts.number
             colours[kind.value] = facts.colour
     told = [_constant("WORDS", words), _constant("NUMBERS", numbers), _constant("COLOURS", colours)]
-    return "\n".join([*told, *map(page_asset, names)])
+    # A directive counts only as the very first statement.
+    return "\n".join(['"use strict";', *told, *map(page_asset, names)])
 
 
 def _constant(name: str, values: Mapping[str, object]) -> str:

@@ -1,4 +1,3 @@
-"use strict";
 // Draws the panels of timeline.html. All times are in the panel's own unit; the view is kept as
 // fractions of the longest panel of that unit, so that panels of other units zoom along.
 
