@@ -17,6 +17,7 @@ from strategies import UniformCosts, simulate
 from strategies.analysis.memory import peak_activations
 from strategies.compiler import compile_plan
 from strategies.ir.kinds import Kind
+from strategies.ir.text import format_rows, parse_rows
 from strategies.plan import Plan
 from strategies.schedules import SCHEDULES
 from strategies.simulator.engine import unroll
@@ -208,6 +209,8 @@ def test_pairs_take_the_time_and_memory_of_the_report(name, pp, m):
         saved = paired.pairs(pp, m) * (3 - fused)
         expected = 3 * m - saved + paired.hops(pp) * (fused + 2 - 3)
         assert found.makespan == pytest.approx(expected)
+        rows = compiled(name, pp, m, costs=costs).ranks
+        assert parse_rows(format_rows(rows)) == rows
     apart = without_pairs(name, pp, m)
     makespan = simulate(apart, UniformCosts()).makespan
     assert makespan == pytest.approx(3 * m + paired.hops(pp))
