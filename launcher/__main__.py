@@ -15,8 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from launcher.compose.execute import make_run_folder, run_one, run_sweep
-from launcher.compose.flags import Flags, help_text, parse_flags
-from launcher.compose.option_groups import Groups, find_groups
+from launcher.compose.option_groups import Flags, Groups, find_groups, help_text, parse_flags
 from launcher.compose.overrides import (
     chosen_options,
     expand,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from launcher.config import LaunchConfig
+from launcher.config.decode import installed_names
 from launcher.config.derived import asked_schedule, transformer_shape
-from launcher.config.installed import installed_names
 from launcher.config.pipeline import recompute_policy
 from launcher.processes.nodes import asked_world
 from launcher.processes.watchdog import COMPILING_S

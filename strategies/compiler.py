@@ -30,9 +30,11 @@ from strategies.lowering.send_recv import add_messages
 from strategies.passes.group_choice import GroupChoice, choose_group, group_candidates
 from strategies.passes.recompute.add_recompute import add_recompute
 from strategies.passes.split_backward import split_backward
-from strategies.passes.updates import add_gathers, add_grad_reduce, add_steps
-from strategies.passes.variants import (
+from strategies.passes.updates import (
     accumulate_only,
+    add_gathers,
+    add_grad_reduce,
+    add_steps,
     first_microbatches,
     forward_only,
     separate_pairs,

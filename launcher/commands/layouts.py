@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launcher.config import LaunchConfig
 from launcher.planning.no_plan import refuse
-from launcher.planning.one_layout import is_one_layout, tune_layout
+from launcher.planning.plan_auto import is_one_layout, tune_layout
 from launcher.planning.question import Question, ask, calibration, typed_words
 from launcher.planning.report import (
     ListedPlan,

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from launcher.compose.option_groups import conf_dir
 from launcher.compose.overrides import quote
 from launcher.config import LaunchConfig, check, dump, from_dict
-from launcher.config.installed import ENTRY_POINTS, installed_names
+from launcher.config.decode import ENTRY_POINTS, installed_names
 from launcher.secrets import refuse_secret
 from strategies.errors import PipelineError, PlanError
 

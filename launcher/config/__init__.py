@@ -12,10 +12,10 @@ from launcher.config.pipeline import (
     CostsConfig,
     HardwareConfig,
     OverlapConfig,
+    PlannerConfig,
     RecomputeConfig,
     ScheduleConfig,
 )
-from launcher.config.planner import PlannerConfig
 from launcher.config.running import ClusterConfig, SweepConfig, TrackingConfig, TrainerConfig
 from launcher.config.workload import (
     DataConfig,

@@ -9,13 +9,11 @@ from __future__ import annotations
 import re
 
 from launcher.config.check_cluster import check_cluster
-from launcher.config.decode import did_you_mean, nearest
+from launcher.config.decode import did_you_mean, installed_names, nearest
 from launcher.config.derived import asked_schedule, transformer_shape
-from launcher.config.installed import installed_names
 from launcher.config.key import Key, describe, keys_of, shorten, spell
 from launcher.config.launch import LaunchConfig
-from launcher.config.pipeline import CostsConfig, recompute_policy
-from launcher.config.planner import PlannerConfig
+from launcher.config.pipeline import CostsConfig, PlannerConfig, recompute_policy
 from launcher.config.workload import ModelConfig
 from launcher.workloads.transformer_shape import TransformerShape
 from launcher.workloads.transformer_share import check_transformer_tp

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
+from importlib.metadata import entry_points
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -219,3 +220,21 @@ def did_you_mean(matches: Iterable[str]) -> str:
 
 def _ratio(left: str, right: str) -> float:
     return SequenceMatcher(None, left, right).ratio()
+
+
+# --------------------------------------------------------------------------------------- installed
+#
+# Names that other installed distributions offer; nothing of theirs is imported here.
+
+
+# Option on the command line -> entry point group.
+ENTRY_POINTS = {
+    "model": "foldpipe.models",
+    "data": "foldpipe.data",
+    "schedule": "foldpipe.schedules",
+}
+
+
+def installed_names(option: str) -> tuple[str, ...]:
+    """Names for ``model=``, ``data=`` or ``schedule=`` beyond our own, sorted."""
+    return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINTS[option])}))

@@ -10,10 +10,11 @@ from launcher.config.pipeline import (
     CostsConfig,
     HardwareConfig,
     OverlapConfig,
+    PlannerConfig,
+    ProfileConfig,
     RecomputeConfig,
     ScheduleConfig,
 )
-from launcher.config.planner import PlannerConfig, ProfileConfig
 from launcher.config.running import ClusterConfig, SweepConfig, TrackingConfig, TrainerConfig
 from launcher.config.workload import (
     DataConfig,

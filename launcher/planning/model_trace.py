@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.config import LaunchConfig, dump
-from launcher.config.installed import installed_names
+from launcher.config.decode import installed_names
 from launcher.report.result import write_atomically
 from launcher.resolve import element_sizes, model_shape
 from launcher.terminal import say

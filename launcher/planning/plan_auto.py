@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.config import LaunchConfig, check
+from launcher.planning.largest_model import Reach, largest_model
 from launcher.planning.no_plan import refuse
-from launcher.planning.one_layout import is_one_layout, tune_layout
 from launcher.planning.question import Question, ask, label
-from launcher.planning.report import candidate_config, candidate_words
+from launcher.planning.report import ListedPlan, candidate_config, candidate_words, list_plans
 from launcher.report.summary import format_duration
 from launcher.terminal import say
-from strategies.planner.layout_search import search_confirmed
+from strategies.errors import PlanError
+from strategies.plan import Recompute
+from strategies.planner.layout_search import Answer, Rejected, search_confirmed
+from strategies.planner.outcome import Outcome
+from strategies.planner.space import Space
+from strategies.planner.tuner import POLICIES, tune
+from strategies.schedules import find_schedule
 
 
 def planned(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
@@ -56,3 +65,184 @@ def _one_layout(config: LaunchConfig, asked: Question) -> LaunchConfig:
     )
     check(best.run.config)
     return best.run.config
+
+
+# -------------------------------------------------------------------------------------- one layout
+#
+# ``mode=plan`` and ``plan=auto`` for one layout: the tuner is asked, or for the largest model.
+
+
+_LAYOUT = ("pp", "dp", "tp", "schedule")
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutAnswer:
+    """What ``mode=plan`` says about one layout.
+
+    Attributes:
+        answer: As a search over layouts gives it.
+        listed: The plans, compiled.
+        reaches: How far each policy gets, where a size was.
+    """
+
+    answer: Answer
+    listed: tuple[ListedPlan, ...]
+    reaches: tuple[Reach, ...] = ()
+
+
+def is_one_layout(config: LaunchConfig, asked: Question) -> bool:
+    """Whether the question leaves no layout open, but only policies and microbatch sizes.
+
+    Raises:
+        PlanError: A size is to grow in a layout that is not pinned, or that cannot be tuned.
+    """
+    maximize = config.planner.maximize
+    missing = [name for name in _LAYOUT if not _pins(asked, name)]
+    if config.planner.explain:
+        return False
+    if missing and maximize != "throughput":
+        here = {"pp": config.pp, "dp": config.dp, "tp": config.tp, "schedule": config.schedule.name}
+        fix = " ".join(f"{name}={here[name]}" for name in missing)
+        raise PlanError(
+            f"planner.maximize={maximize} is an answer for one layout, and {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set. Try {fix}."
+        )
+    if missing:
+        return False
+    schedule = find_schedule(config.schedule.name)
+    if not schedule.synchronous:
+        raise PlanError(
+            f"schedule={schedule.name} never drains, so it has no bubbles at its ends to hide "
+            "recomputation in, and a forward that recompute=mario or recompute=optimal moves would "
+            "read another weight version. There is nothing to tune. Try mode=simulate "
+            "recompute=full, or schedule=1f1b."
+        )
+    return True
+
+
+def tune_layout(config: LaunchConfig, asked: Question, *, top_k: int) -> LayoutAnswer:
+    """The best policies and microbatch sizes of the layout, or those that get farthest.
+
+    Args:
+        config: As it was asked.
+        asked: With the layout pinned; see ``is_one_layout``.
+        top_k: How many are listed.
+
+    Raises:
+        PlanError: Nothing fits; the message has the smallest memory that does, and what that costs.
+    """
+    if config.planner.maximize != "throughput":
+        least = (asked.problem.least_size,)
+        return _largest(config, replace(asked, space=_tuning_space(asked, least)), top_k)
+    asked = replace(asked, space=_tuning_space(asked, _divisors(asked.space)))
+    answer = tune(asked.problem, asked.space, top_k=top_k)
+    if not answer.plans:
+        if answer.smallest is None:
+            raise refuse(asked, answer)
+        raise _too_small(asked, answer, answer.smallest)
+    return LayoutAnswer(answer, list_plans(config, asked, answer))
+
+
+def _tuning_space(asked: Question, sizes: tuple[int, ...]) -> Space:
+    """All policies and the microbatch sizes given; of a profile, those that it has figures for."""
+    space = asked.space
+    if space.sizes is not None:
+        sizes = tuple(n for n in sizes if n in space.sizes)
+    return replace(space, policies=_policies(asked), sizes=sizes)
+
+
+def _policies(asked: Question) -> tuple[Recompute, ...]:
+    """All, but what a compiled unit hides cannot be recomputed selectively."""
+    measured = asked.problem.measured
+    if measured is not None and measured.selective:
+        return (Recompute("selective"),)
+    leaves_out = asked.space.whole_backward or measured is not None
+    return tuple(p for p in POLICIES if not (leaves_out and p.policy == "selective"))
+
+
+def _divisors(space: Space) -> tuple[int, ...]:
+    rows = space.global_batch_size // (space.dp or 1)
+    return tuple(n for n in range(1, rows + 1) if rows % n == 0)
+
+
+def _pins(asked: Question, name: str) -> bool:
+    return name in asked.pinned or f"{name}.name" in asked.pinned
+
+
+def _too_small(asked: Question, answer: Answer, least: Outcome) -> PlanError:
+    limit = asked.problem.machine.memory_bytes
+    candidate = least.candidate
+    layout, order = candidate.layout, candidate.order
+    needs = _rounded_up_gb(least.peak_bytes)
+    plain = ""
+    if answer.plain is not None and candidate.recompute.policy != "none":
+        plain = (
+            f" ({format_duration(answer.plain.step_time_s, 's')} without recomputation, which "
+            f"needs {_rounded_up_gb(answer.plain.peak_bytes):g})"
+        )
+    pinned = asked.space.recompute
+    policy = "any recompute policy" if pinned is None else f"recompute={pinned.policy}"
+    return PlanError(
+        f"planner.memory_gb={limit / 1e9:g}: none of {answer.num_candidates} programs of "
+        f"pp={layout.pp} dp={layout.dp} tp={layout.tp} schedule={order.schedule} with {policy} "
+        f"fits. The smallest, recompute={candidate.recompute.policy} "
+        f"data.microbatch_size={layout.microbatch_size} overlap={candidate.overlap}, needs "
+        f"{needs:g} and takes {format_duration(least.step_time_s, 's')} per step{plain}. "
+        f"Try planner.memory_gb={needs:g}, or a larger pp."
+    )
+
+
+def _rounded_up_gb(num_bytes: int) -> float:
+    """In GB, to three digits, never too little."""
+    digit: int = 10 ** max(0, len(str(num_bytes)) - 3)
+    return math.ceil(num_bytes / digit) * digit / 1e9
+
+
+def _largest(config: LaunchConfig, asked: Question, top_k: int) -> LayoutAnswer:
+    found = largest_model(config, asked)
+    reaches = found.reaches
+    listed: list[ListedPlan] = []
+    for reach in _ranked(reaches)[:top_k]:
+        assert reach.outcome is not None
+        assert reach.config is not None
+        assert reach.asked is not None
+        alone = Answer((reach.outcome,), Rejected(), 1, 1, 0.0)
+        (plan,) = list_plans(reach.config, reach.asked, alone)
+        words = (*plan.words, f"{found.key}={reach.value}")
+        listed.append(replace(plan, words=words))
+    rejected = Rejected(memory=sum(reach.outcome is None for reach in reaches))
+    rejected.slower = len(reaches) - rejected.memory - len(listed)
+    answer = Answer(
+        tuple(plan.outcome for plan in listed),
+        rejected,
+        found.num_candidates,
+        found.num_simulated,
+        found.search_s,
+    )
+    if not listed:
+        raise _none_fits(asked, found.least_bytes, found.key)
+    return LayoutAnswer(answer, tuple(listed), reaches)
+
+
+def _ranked(reaches: Sequence[Reach]) -> list[Reach]:
+    """The farthest first, of equally far ones the fastest."""
+
+    def place(reach: Reach) -> tuple[float, float, int]:
+        assert reach.value is not None
+        assert reach.outcome is not None
+        outcome = reach.outcome
+        return -reach.value, outcome.step_time_s, outcome.peak_bytes
+
+    return sorted((reach for reach in reaches if reach.outcome is not None), key=place)
+
+
+def _none_fits(asked: Question, least: int | None, key: str) -> PlanError:
+    limit = asked.problem.machine.memory_bytes
+    enough = "" if least is None else f" At least {_rounded_up_gb(least):g} GB are needed there."
+    fix = "Try a larger planner.memory_gb, or a larger pp."
+    if least is not None:
+        fix = f"Try planner.memory_gb={_rounded_up_gb(least):g}, or a larger pp."
+    return PlanError(
+        f"planner.memory_gb={limit / 1e9:g} has no room for the smallest {key} with any recompute "
+        f"policy.{enough} {fix}"
+    )

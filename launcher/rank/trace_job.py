@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 
 from launcher.config import LaunchConfig, from_dict
-from launcher.config.planner import PlannerConfig
+from launcher.config.pipeline import PlannerConfig
 from launcher.planning.model_trace import PROBLEM, TASK, TRACE
 from launcher.rank.jobs import build_data, build_model
 from launcher.resolve import Run, resolve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strategies.ir.kinds import Kind as Kind  # an instruction's first word, found beside it
+from strategies.ir.kinds import Kind  # an instruction's first word, found beside it
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from launcher.workloads.hf.convert import library_name
-from launcher.workloads.hf.export import export_checkpoint
+from launcher.workloads.hf.export import export_checkpoint, library_name
 from strategies.plan import Policy
 from tests.distributed.hf_training import HfCase, reference, train_hf
 from tests.distributed.pool import Ranks

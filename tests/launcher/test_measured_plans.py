@@ -10,7 +10,7 @@ import pytest
 from launcher.config import LaunchConfig
 from launcher.config.decode import from_dict
 from launcher.planning.largest_model import largest_model
-from launcher.planning.one_layout import tune_layout
+from launcher.planning.plan_auto import tune_layout
 from launcher.planning.question import Question, calibration, question
 from launcher.planning.report import answer_mapping, candidate_config, list_plans
 from launcher.profiles.profile_check import classes_of, fingerprint, model_facts, this_machine

@@ -13,8 +13,7 @@ import pytest
 
 from launcher.config import LaunchConfig
 from launcher.config.launch import HardwareConfig
-from launcher.config.pipeline import RecomputeConfig
-from launcher.config.planner import PlannerConfig
+from launcher.config.pipeline import PlannerConfig, RecomputeConfig
 from launcher.config.workload import ModelConfig
 from launcher.planning.question import question
 from launcher.planning.report import better_order, candidate_config

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.config import LaunchConfig
 from launcher.config.decode import from_dict
-from launcher.planning.one_layout import LayoutAnswer, is_one_layout, tune_layout
+from launcher.planning.plan_auto import LayoutAnswer, is_one_layout, tune_layout
 from launcher.planning.question import Question, question
 from launcher.planning.report import answer_mapping, candidate_config, command_line
 from launcher.report.plan_table import reaches_text, refusal_mapping, refusals_text

@@ -7,7 +7,7 @@ from strategies.compiler import compile_compute
 from strategies.ir import verify
 from strategies.lowering.rendezvous_order import order_messages
 from strategies.lowering.send_recv import add_messages
-from strategies.passes.variants import accumulate_only
+from strategies.passes.updates import accumulate_only
 from strategies.plan import Plan
 from strategies.simulator.engine import replay
 from tests.strategies.programs import compute_texts, plans, texts

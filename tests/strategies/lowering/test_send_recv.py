@@ -10,8 +10,7 @@ from strategies.ir.placement import bidirectional, loop, v
 from strategies.ir.program import Boundary
 from strategies.ir.text import format_instruction, parse_instruction
 from strategies.lowering.send_recv import add_messages, on_this_rank, release_points
-from strategies.passes.updates import add_grad_reduce, add_steps
-from strategies.passes.variants import accumulate_only, forward_only
+from strategies.passes.updates import accumulate_only, add_grad_reduce, add_steps, forward_only
 from tests.strategies.programs import lines, plans, texts, written
 
 

@@ -1,5 +1,5 @@
 from strategies.ir import LoopState, verify
-from strategies.passes.variants import accumulate_only, forward_only
+from strategies.passes.updates import accumulate_only, forward_only
 from tests.strategies.programs import lines, texts, written
 
 TRAIN = written(

@@ -11,7 +11,7 @@ from strategies.compiler import compile_compute
 from strategies.ir.program import Program
 from strategies.ir.verify import verify
 from strategies.lowering.send_recv import add_messages
-from strategies.passes.variants import accumulate_only
+from strategies.passes.updates import accumulate_only
 from strategies.plan import Plan
 
 

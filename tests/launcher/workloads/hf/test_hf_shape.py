@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import AutoConfig
 
-from launcher.workloads.hf.convert import library_name
+from launcher.workloads.hf.export import library_name
 from launcher.workloads.hf.families import FAMILIES, read_sizes
 from launcher.workloads.hf.hf_model import HfLanguageModel
 from launcher.workloads.hf.skeleton import build_skeleton

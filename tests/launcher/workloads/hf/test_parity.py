@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from launcher.workloads.hf.convert import library_name
+from launcher.workloads.hf.export import library_name
 from launcher.workloads.hf.hf_model import HfLanguageModel
 from strategies.models.unit_model import Elsewhere, UnitModel
 from tests.tiny_models import batch_of, shape_of, write_model

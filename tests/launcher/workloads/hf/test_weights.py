@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launcher.workloads.hf.convert import library_name
+from launcher.workloads.hf.export import library_name
 from launcher.workloads.hf.hf_model import HfLanguageModel
 from launcher.workloads.hf.hf_shape import check_folder
 from strategies.errors import ModelError

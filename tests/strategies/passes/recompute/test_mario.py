@@ -16,7 +16,7 @@ from strategies.passes.recompute.mario import (
     prepose_forward,
     remove_redundancy,
 )
-from strategies.passes.variants import separate_pairs
+from strategies.passes.updates import separate_pairs
 from strategies.plan import Plan, Recompute
 from tests.strategies.programs import plans, texts, uneven, written
 
