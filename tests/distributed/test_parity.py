@@ -116,7 +116,7 @@ def check(case: Case, ranks: Callable[[int], Ranks]) -> list[dict]:
 
 @pytest.mark.parametrize("case", QUICK, ids=_name)
 def test_training_equals_a_single_process(case: Case, ranks: Callable[[int], Ranks]) -> None:
-    check(replace(case, steps=6), ranks)
+    check(case, ranks)
 
 
 @pytest.mark.full
@@ -238,7 +238,7 @@ def test_training_equals_a_single_process_in_the_order_of_the_simulation(
     from strategies.ir.text import format_instruction, parse_instruction
     from strategies.simulator.engine import simulate
 
-    case = replace(ORDERED[schedule], steps=6)
+    case = ORDERED[schedule]
     results = check(case, ranks)
     reduces = {
         item
