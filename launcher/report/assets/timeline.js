@@ -5,7 +5,8 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const [KIND, STAGE, NUMBER, START, END, WAIT, WAIT_RANK, HOW, SINCE, PAIR] =
   [0, 1, 2, 3, 4, 5, 6, 7, 8, 9];
 // WORDS, NUMBERS (microbatch, bucket or nothing) and COLOURS (hue and saturation; a stage's shade
-// runs from light, the first, to dark, the last) of each kind stand in front of this script.
+// runs from light, the first, to dark, the last) of each kind stand in front of this script:
+// html.py puts them there, from the table of kinds in ir/kinds.py.
 const GUTTER = 84, RIGHT = 18, AXIS = 40, TOP = 4;
 const NARROWEST = 1e-6;
 
