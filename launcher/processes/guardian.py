@@ -47,9 +47,12 @@ def fork_under_guard(rank: int) -> None:
     pages = Pages.make(1)
     os.environ.update(pages.variables(0))
     parent = os.getpid()
+    # One that came to the parent before it passes signals on would reach nobody.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     child = os.fork()
     if child:
-        _Guardian(rank, child, pages).watch()
+        _Guardian(rank, child, pages).watch(before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -66,9 +69,10 @@ class _Guardian:
         self._watchdog = Watchdog(pages, 0.0, self._state, rank, patience_s=math.inf)
         self._run_dir: Path | None = None
 
-    def watch(self) -> None:
+    def watch(self, unblocked: set[signal.Signals | int]) -> None:
         for number in _PASSED_ON:
             signal.signal(number, self._pass_on)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         while True:
             found, status = os.waitpid(self._child, os.WNOHANG)
             if found:
