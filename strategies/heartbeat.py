@@ -148,8 +148,9 @@ class Heartbeat:
 
     def tell(self, note: str, *, watch_s: float) -> None:
         """Tells the watching process what it cannot know: the run's folder, the deadline."""
-        self.words[NOTE_AT], self.words[NOTE_BYTES] = self._lay(note)
         self.words[WATCH_MS] = round(watch_s * 1000)
+        # Last: who reads the page takes both as soon as the note has a length, and once.
+        self.words[NOTE_AT], self.words[NOTE_BYTES] = self._lay(note)
 
     def others(self, text: str) -> None:
         """Says on which hosts all ranks are: for reports of a rank that waits for all of them."""
