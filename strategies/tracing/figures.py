@@ -45,7 +45,6 @@ class Kept:
     Attributes:
         origin: ``input`` or ``output`` of the call, or ``own``.
         index: Which of them.
-        num_bytes: Its size.
     """
 
     origin: str
@@ -58,7 +57,6 @@ class Figures:
     """What one call takes.
 
     Attributes:
-        forward_flops: Of the call.
         input_flops: Of its backward, for the gradients of its inputs.
         weight_flops: For those of its parameters.
         kept: What autograd keeps; parameters, buffers and the batch do not count.
@@ -75,11 +73,7 @@ class Figures:
 
 
 class Tracer:
-    """Traces calls; equal ones once.
-
-    Args:
-        autocast: The types in which steps run.
-    """
+    """Traces calls; equal ones once. ``autocast`` gives the types in which steps run."""
 
     def __init__(self, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self._autocast = autocast
@@ -101,11 +95,7 @@ class Tracer:
         """
         key = ("layer", structure(module), described((args, kwargs)))
         if key not in self._known:
-
-            def call(a: Any, k: Any) -> Any:
-                return module(*a, **k)
-
-            self._known[key] = self._traced(name, call, args, kwargs, module)
+            self._known[key] = self.operation(name, module, args, kwargs, module)
         return self._known[key]
 
     def operation(
@@ -117,21 +107,11 @@ class Tracer:
         module: nn.Module | None = None,
     ) -> Figures:
         """A call of a function; ``module`` is one whose parameters it may use by itself."""
-        return self._traced(name, lambda a, k: func(*a, **k), args, kwargs, module)
-
-    def _traced(
-        self,
-        name: str,
-        call: Callable[[Any, Any], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        module: nn.Module | None,
-    ) -> Figures:
         count = FlopCount()
         objects = KeptObjects((args, kwargs), depth=10)
         try:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
-            return self._run(call, args, kwargs, module, count, fake)
+            return self._run(func, args, kwargs, module, count, fake)
         except Exception as error:
             reason, first = " ".join(str(error).split())[:200], count.last
             needed = sum(p.numel() * p.element_size() for p in module.parameters()) if module else 0
@@ -139,7 +119,7 @@ class Tracer:
                 raise _untraceable(name, first, error, reason) from error
             objects.restore()
             try:
-                return self._run(call, args, kwargs, module, FlopCount(), None)
+                return self._run(func, args, kwargs, module, FlopCount(), None)
             except Exception:
                 raise _untraceable(name, first, error, reason) from error
         finally:
@@ -147,7 +127,7 @@ class Tracer:
 
     def _run(
         self,
-        call: Callable[[Any, Any], Any],
+        func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         module: nn.Module | None,
@@ -190,7 +170,7 @@ class Tracer:
                     return tensor
                 return leaf
 
-            given = rebuild((args, kwargs), give)
+            given, named = rebuild((args, kwargs), give)
             for tensor in own:
                 known[_storage(tensor)] = (tensor, None)
             for buffer in module.buffers() if module is not None else ():
@@ -203,19 +183,20 @@ class Tracer:
 
             with count:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                    result = call(*given)
+                    result = func(*given, **named)
                 forward = count.flops
                 results = list(tensors(result))
                 roots = [t for t in results if t.requires_grad]
                 both, weights = _backward(count, roots, inputs, own)
             outputs = {_storage(t): i for i, t in enumerate(results)}
-            kept = tuple(_kept(s, tensor, known, outputs) for s, tensor in saved.items())
+            kept = [_kept(s, tensor, known, outputs) for s, tensor in saved.items()]
         return Figures(
             forward,
             both - weights,
             weights,
             tuple(entry for entry in kept if entry is not None),
-            tuple(_plain(Spec.of(t)) for t in results),
+            # A fake's device is the one it stands for.
+            tuple(Spec.of(t, torch.device("cpu")) for t in results),
             tuple(sorted(count.unknown)),
         )
 
@@ -348,8 +329,3 @@ def described(value: Any) -> Hashable:
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _plain(spec: Spec) -> Spec:
-    """A fake's device is the one it stands for."""
-    return Spec(spec.shape, spec.stride, spec.dtype, torch.device("cpu"), spec.requires_grad)

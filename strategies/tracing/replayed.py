@@ -7,7 +7,7 @@ cross them. Operations between units belong to the unit on whose side of a cut t
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,7 +66,6 @@ class TracingProbe(Probe):
     def on_unit(
         self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Notes the call."""
         call = len(self.record.calls)
         given, named = self._noted((args, kwargs))
         # A cache among them, say, to which the layer is about to add something.
@@ -81,7 +80,6 @@ class TracingProbe(Probe):
     def on_operation(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Notes an operation that makes something."""
         call = len(self.record.calls)
         before = len(self.record.events[call])
         given, named = self._noted((args, kwargs))
@@ -108,7 +106,7 @@ class TracingProbe(Probe):
     def _slot(self, tensor: Tensor) -> Slot:
         parameter = not isinstance(tensor, Hole) or tensor.parameter is not None
         spec = tensor.spec if isinstance(tensor, Hole) else Spec.of(tensor)
-        spec = Spec(spec.shape, spec.stride, spec.dtype, torch.device("cpu"), spec.requires_grad)
+        spec = replace(spec, device=torch.device("cpu"))
         return Slot(spec, self._key(tensor), parameter=parameter)
 
     def _key(self, tensor: Tensor) -> Hashable:
@@ -221,18 +219,10 @@ def _crossing(
     return tuple(sorted(found))
 
 
-# ---------------------------------------------------------------------------------------- declared
-#
-# Figures of a module that declares its units: each runs on what the one before has made.
-
-
 def trace_declared(module: nn.Module, batch: Any, tracer: Tracer) -> ModelFigures:
-    """All units on one microbatch; the last one's figures include the loss.
+    """All units of a module with ``pipeline_units()``, each on what the one before has made.
 
-    Args:
-        module: It has ``pipeline_units()``.
-        batch: One microbatch.
-        tracer: Knows what was traced before.
+    The last one's figures include the loss.
 
     Raises:
         ModelError: A unit cannot be traced.
@@ -246,35 +236,28 @@ def trace_declared(module: nn.Module, batch: Any, tracer: Tracer) -> ModelFigure
     for index, (name, unit) in enumerate(declared):
         found = UnitFigures(name)
         figures = tracer.layer(name, unit, args, {})
-        names = (f"{name}.{own}" for own, _ in unit.named_parameters())
-        found.parameters = dict.fromkeys(names)
-        before = {key: slot for key, slot in zip(keys, args, strict=True)} if keys else {}
-        args, keys = _handed(figures, index)
-        found.add(figures, call=index, inputs=tuple(before), outputs=keys)
+        found.parameters = {f"{name}.{own}": None for own, _ in unit.named_parameters()}
+        given = keys
+        keys = tuple(("edge", index, number) for number in range(len(figures.outputs)))
+        args = tuple(map(_slot, figures.outputs, keys))
+        found.add(figures, call=index, inputs=given, outputs=keys)
         units.append(found)
         if index + 1 < len(declared):
             size = sum(spec.num_bytes for spec in figures.outputs)
             tensors.append((index, (index + 1,), size))
-    last = units[-1]
 
     def result(*outputs: Tensor) -> Any:
         with captured_logs(module):
             return module.pipeline_result(outputs, batch, 0, "train")
 
     figures = tracer.operation("pipeline_result()", result, args, {})
-    last.add(figures, call="result", inputs=keys, outputs=())
+    units[-1].add(figures, call="result", inputs=keys, outputs=())
     return ModelFigures(tuple(units), tuple(tensors))
-
-
-def _handed(figures: Figures, index: int) -> tuple[tuple[Slot, ...], tuple[Any, ...]]:
-    """What the next unit is given, and the keys of it."""
-    keys = tuple(("edge", index, number) for number in range(len(figures.outputs)))
-    return tuple(map(_slot, figures.outputs, keys)), keys
 
 
 def _slot(spec: Spec, key: Any) -> Slot:
     grad = spec.requires_grad and (spec.dtype.is_floating_point or spec.dtype.is_complex)
-    return Slot(Spec(spec.shape, spec.stride, spec.dtype, torch.device("cpu"), grad), key)
+    return Slot(replace(spec, device=torch.device("cpu"), requires_grad=grad), key)
 
 
 # ----------------------------------------------------------------------------------------- grouped
@@ -287,10 +270,6 @@ class UnitFigures:
     """What one unit takes at one number of rows, all its calls and operations together.
 
     Attributes:
-        name: Its module's name.
-        forward_flops: As ``Figures``.
-        input_flops: The same.
-        weight_flops: The same.
         kept: Bytes by the storage that is kept: a value's key, or one of the call's own.
         parameters: Names of the parameters that it uses.
         unknown: Operations without a formula.
@@ -312,13 +291,10 @@ class UnitFigures:
         inputs: Sequence[Hashable],
         outputs: Sequence[Hashable],
     ) -> None:
-        """Adds a call.
+        """Adds a call; ``call`` tells it from all others.
 
-        Args:
-            figures: Its own.
-            call: Tells it from all others.
-            inputs: Keys of the values that it was given, each once, in order.
-            outputs: Keys of the tensors that it returned.
+        ``inputs`` are the keys of the values that it was given, each once, in order; ``outputs``
+        those of the tensors that it returned.
         """
         self.forward_flops += figures.forward_flops
         self.input_flops += figures.input_flops
@@ -335,12 +311,7 @@ class UnitFigures:
 
 @dataclass(frozen=True, slots=True)
 class ModelFigures:
-    """A model at one number of rows.
-
-    Attributes:
-        units: In order.
-        tensors: (producer, consumers, bytes) of what goes from unit to unit.
-    """
+    """A model at one number of rows; tensors are (producer, consumers, bytes) between units."""
 
     units: tuple[UnitFigures, ...]
     tensors: tuple[tuple[int, tuple[int, ...], int], ...]
