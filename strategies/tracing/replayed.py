@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from strategies.errors import ModelError
 from strategies.models.logs import captured_logs
 from strategies.models.nested import leaves, rebuild, tensors
 from strategies.models.replay.gate import KeptObjects, unchanged
@@ -24,14 +23,12 @@ from strategies.models.replay.path import (
     Boundary,
     Cut,
     Key,
-    ParameterTable,
     Path,
     Position,
     used_parameters,
 )
 from strategies.models.replay.probe import Probe
-from strategies.models.replay.probing import batch_device, probe_path, select_units
-from strategies.models.replay.replay_model import units_to_open
+from strategies.models.replay.probing import probe_units
 from strategies.models.unit_model import HasUnits
 from strategies.tracing.figures import Figures, Slot, Tracer
 
@@ -134,28 +131,15 @@ def trace_replayed(
     Raises:
         ModelError: The step cannot be cut into stages, or a layer cannot be traced.
     """
-    table = ParameterTable(module, batch_device(batch, module))
-    opened: frozenset[str] = frozenset()
     made: list[TracingProbe] = []
 
     def make(*args: Any, **kwargs: Any) -> TracingProbe:
         made.append(TracingProbe(*args, **kwargs))
         return made[-1]
 
-    while True:
-        units = select_units(module, chain, opened)
-        path = probe_path(module, units, table, "train", batch, 0, {}, make)
-        more = units_to_open(units, path, table) - opened
-        if not more:
-            break
-        opened |= more
-    if not path.calls:
-        raise ModelError(
-            f"training_step of {type(module).__name__} calls no layer that owns parameters, so "
-            "there is nothing to cut. Use pp=1."
-        )
+    probed = probe_units(module, batch, "train", chain, make)
     with unchanged(module):  # What runs on fakes must not stay in a module's attributes.
-        return _figures(path, made[-1], list(units.values()), tracer)
+        return _figures(probed.path, made[-1], list(probed.units.values()), tracer)
 
 
 def _figures(

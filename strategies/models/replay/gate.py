@@ -23,6 +23,7 @@ from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.models.state import kept_generators
 
 MARKER = torch.zeros(())
+_ABSENT = object()
 
 
 class StageDone(BaseException):
@@ -105,19 +106,12 @@ def call_step(
 
 STEP_FRAME = call_step.__code__
 
-_ABSENT = object()
-
 
 def _gate(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def gate(*args: Any, **kwargs: Any) -> Any:
-        return enter_unit(MARKER, index, forward, args, kwargs)
-
-    return gate
+    return lambda *args, **kwargs: enter_unit(MARKER, index, forward, args, kwargs)
 
 
-# ---------------------------------------------------------------------------------------- snapshot
-#
-# Undoing what a trial run did to a module's state: buffers, counters, lists, attributes.
+# -- undoing what a trial run did to a module's state ----------------------------------------------
 
 
 @contextlib.contextmanager

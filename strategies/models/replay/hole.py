@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -27,9 +28,7 @@ class Spec:
     """What is known of a tensor without its data.
 
     Attributes:
-        shape: Sizes, one per dimension.
         stride: Strides in elements, one per dimension.
-        dtype: Element type.
         device: Where the real value lives (never ``meta``, unless the module itself is there).
         requires_grad: Whether a gradient flows into the value.
     """
@@ -53,11 +52,7 @@ class Spec:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the dense tensor in bytes."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     def meta(self) -> Tensor:
         """A fresh meta tensor of this description; not a leaf where it requires grad."""
@@ -68,67 +63,25 @@ class Spec:
                 return tensor.requires_grad_().clone()
         return tensor
 
-    def concrete(self, fill: float) -> Tensor:
-        """A real tensor of this description, every element ``fill``."""
+    def zeros(self) -> Tensor:
+        """A real tensor of this description."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return tensor.fill_(fill)
+        return tensor.fill_(0)
 
 
 # Answered from the shell alone, without any data; ``numel`` and friends also exist in ``torch.``.
-_DATALESS = frozenset(
-    [
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "stride",
-        "__len__",
-        "is_floating_point",
-        "is_complex",
-        "element_size",
-        "is_contiguous",
-        "__hash__",
-        "storage_offset",
-        "get_device",
-        "is_signed",
-        "is_same_size",
-        "is_inference",
-        "result_type",
-        "can_cast",
-        "is_nonzero_size",
-    ]
-)
-_DATALESS_PROPERTIES = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "itemsize",
-        "nbytes",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_sparse",
-        "is_mkldnn",
-        "is_xpu",
-        "is_mps",
-        "is_xla",
-        "is_hpu",
-        "is_maia",
-        "is_ipu",
-        "is_vulkan",
-        "is_mtia",
-        "is_quantized",
-        "is_nested",
-        "is_sparse_csr",
-        "name",
-        "names",
-        "output_nr",
-    ]
-)
+_QUESTIONS = """
+    size dim ndimension numel nelement stride __len__ is_floating_point is_complex element_size
+    is_contiguous __hash__ storage_offset get_device is_signed is_same_size is_inference
+    result_type can_cast is_nonzero_size
+"""
+_PROPERTIES = """
+    shape dtype device ndim layout itemsize nbytes is_cuda is_cpu is_meta is_sparse is_mkldnn
+    is_xpu is_mps is_xla is_hpu is_maia is_ipu is_vulkan is_mtia is_quantized is_nested
+    is_sparse_csr name names output_nr
+"""
+_DATALESS = frozenset(_QUESTIONS.split())
+_DATALESS_PROPERTIES = frozenset(_PROPERTIES.split())
 
 
 class Hole(Tensor):
@@ -150,7 +103,6 @@ class Hole(Tensor):
     _meta: Tensor | None
 
     def __new__(cls, spec: Spec, meta: Tensor | None = None, owner: Any = None) -> Hole:
-        """Makes a hole; ``meta`` is built on demand where None."""
         hole: Hole = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=spec.device
         )
@@ -267,12 +219,7 @@ def _unreachable(func: Callable[..., Any], args: tuple[Any, ...]) -> ModelError:
     )
 
 
-# ------------------------------------------------------------------------------------------ source
-#
-# Where in the user's code we are: lines for messages, checkpoint regions for cuts.
-#
-# Looks at Python frames only; knows nothing of tensors or stages.
-
+# -- where in the user's code we are: lines for messages, checkpoint regions for cuts --------------
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 _MODELS = str(Path(__file__).parents[1])
@@ -305,8 +252,7 @@ def operation_name(func: Callable[..., Any]) -> str:
 def checkpoint_region(stop: Any) -> tuple[FrameType | None, bool]:
     """The outermost activation-checkpoint call we are in, and whether it is a reentrant one.
 
-    Args:
-        stop: Code object of the frame at which to stop looking outwards.
+    ``stop`` is the code object of the frame at which to stop looking outwards.
     """
     region: FrameType | None = None
     reentrant = False

@@ -126,8 +126,7 @@ def infer_operation(
         for i, leaf in enumerate(given)
         if isinstance(leaf, Tensor) and twins[id(leaf)]._version != versions[id(leaf)]
     )
-    dependent = not metas and not mutated and _has_value(template)
-    if dependent:
+    if not metas and not mutated and _has_value(template):
         return _infer_from_data(run, rest, given, where, twins)
     return Outcome(template, tuple(Spec.of(meta, where) for meta in metas), mutated), metas
 
@@ -174,7 +173,9 @@ def _infer_from_data(
     except (RuntimeError, IndexError, ValueError):
         same = False
     grad = torch.is_grad_enabled() and any(
-        (isinstance(leaf, Hole) and leaf.spec.requires_grad) or _trainable(leaf) for leaf in given
+        leaf.spec.requires_grad if isinstance(leaf, Hole) else leaf.requires_grad
+        for leaf in given
+        if isinstance(leaf, Hole | nn.Parameter)
     )
     specs = []
     for i, meta in enumerate(metas):
@@ -213,10 +214,6 @@ def _describe(result: Any, places: dict[int, int]) -> tuple[Any, list[Tensor]]:
 
 def _has_value(template: Any) -> bool:
     return any(leaf is not None and not isinstance(leaf, New | Given) for leaf in leaves(template))
-
-
-def _trainable(leaf: Any) -> bool:
-    return isinstance(leaf, nn.Parameter) and leaf.requires_grad
 
 
 def _device_of(tensor: Tensor, default: torch.device) -> torch.device:
@@ -272,12 +269,12 @@ def _without_device(
     return func, (args, kwargs)
 
 
-# ---------------------------------------------------------------------------------------- concrete
-#
-# Running one layer on made-up data, for layers whose Python code looks at its tensors.
+# -- made-up data, for layers whose Python code looks at its tensors -------------------------------
 #
 # A mixture of experts that loops over the experts hit, for instance, cannot run on shapes alone.
 # Only the shapes of what it returns are of interest, and those it has to keep on any data.
+
+_MARK = "_made_up_by"
 
 
 def run_on_made_up_data(
@@ -330,9 +327,6 @@ def made_up_by(tensor: Tensor) -> int | None:
     """The unit call that computed ``tensor`` from made-up data; None for all other tensors."""
     call: int | None = tensor.__dict__.get(_MARK)
     return call
-
-
-_MARK = "_made_up_by"
 
 
 class _Marking(TorchFunctionMode):

@@ -123,17 +123,10 @@ class Path:
         return self.units[unit] if count == 1 else f"{self.units[unit]}#{count}"
 
 
-# --------------------------------------------------------------------------------------- ownership
-#
-# Parameters by global name: where they are kept, who owns them, how the others are freed.
-
-
 class ParameterTable:
-    """All parameters of the uncut module; tied ones under their first name only.
+    """All parameters of the uncut module by global name; tied ones under their first name only.
 
-    Args:
-        module: The whole model, uncut.
-        device: Device to name for parameters that are still on ``meta``.
+    ``device`` is the one to name for parameters that are still on ``meta``.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -149,7 +142,6 @@ class ParameterTable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Global names in registration order."""
         return tuple(self._places)
 
     def find(self, name: str) -> nn.Parameter | Hole:

@@ -118,7 +118,6 @@ class Probe(ShapeMode):
     def on_unit(
         self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Infers and records a call."""
         call = len(self.record.calls)
         line = user_line()
         region = self._region()
@@ -141,7 +140,7 @@ class Probe(ShapeMode):
         if outcome.exact:
             self._cache[key] = outcome
         known = {id(leaf) for leaf in given}
-        fresh = [tensor for tensor in tensors((result, effects))]
+        fresh = tensors((result, effects))
         tracked = tuple(id(tensor) not in known for tensor in fresh)
         self.record.calls.append(
             Call(
@@ -171,7 +170,6 @@ class Probe(ShapeMode):
     def on_inner_operation(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Infers an operation inside a unit; records what it uses and writes."""
         self._note_uses(args, kwargs)
         storages = self._storages(args, kwargs)
         result = super().on_inner_operation(func, args, kwargs)
@@ -183,7 +181,6 @@ class Probe(ShapeMode):
     def on_operation(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Infers and records an operation."""
         known, answer = dataless(func, args, kwargs)
         if known:
             return answer
@@ -208,13 +205,8 @@ class Probe(ShapeMode):
             self._append_event(name, produced, parameters, region)
         return result
 
-    def on_log(self, value: Any) -> None:
-        """Notes that a log call reads ``value``."""
-        self._clock += 1
-        self._note_uses((value,))
-
-    def on_return(self, value: Any) -> None:
-        """Notes that the step returns ``value``."""
+    def on_read(self, value: Any) -> None:
+        """Notes that a log call reads ``value``, or the step returns it."""
         self._clock += 1
         self._note_uses((value,))
 
@@ -266,12 +258,12 @@ class Probe(ShapeMode):
 
     def _note_hidden(self, maker: int) -> None:
         """A value left a unit neither by its result nor by an attribute of its own modules."""
-        name = self._names[self.record.calls[maker].unit]
-        line = self.record.calls[maker].line
+        call = self.record.calls[maker]
+        name = self._names[call.unit]
         if self._inside is None:
             raise ModelError(
-                f"{user_line()}: {self._step} uses a value that {name} (called at {line}) put into "
-                "a list, dict or object it was given. Other stages do not run that layer and "
+                f"{user_line()}: {self._step} uses a value that {name} (called at {call.line}) put "
+                "into a list, dict or object it was given. Other stages do not run that layer and "
                 "cannot see it; return the value from the layer instead."
             )
         self.record.uncuttable.append(
@@ -279,9 +271,8 @@ class Probe(ShapeMode):
         )
 
     def _note_running_statistics(self, index: int, call: int) -> None:
-        norms = [m for m in self.units[index].modules() if isinstance(m, _BatchNorm)]
-        for norm in norms:
-            if norm.training and norm.track_running_stats:
+        for norm in self.units[index].modules():
+            if isinstance(norm, _BatchNorm) and norm.training and norm.track_running_stats:
                 first = self._norms.setdefault(id(norm), call)
                 if first != call:
                     name = self._names[index]

@@ -24,6 +24,7 @@ from strategies.models.replay.inference import (
     Given,
     New,
     Outcome,
+    fill_template,
     infer_operation,
     run_on_made_up_data,
 )
@@ -43,6 +44,11 @@ _LIKE = frozenset(
     }
 )
 _MARK = "_replayed_by"
+_TABLES = """
+    _parameters _buffers _modules _non_persistent_buffers_set _forward_hooks _forward_pre_hooks
+    _backward_hooks
+"""
+_MODULE_TABLES = frozenset(_TABLES.split())
 
 
 class DataNeededError(Exception):
@@ -112,7 +118,7 @@ class ShapeMode(TorchFunctionMode):
         if func in _LIKE and not any(self.tracked(a) for a in args[1:] if isinstance(a, Tensor)):
             model = args[0]
             return func(
-                model.spec.concrete(0) if isinstance(model, Hole) else model, *args[1:], **kwargs
+                model.spec.zeros() if isinstance(model, Hole) else model, *args[1:], **kwargs
             )
         if self._inside is not None:
             known, answer = dataless(func, args, kwargs)
@@ -175,7 +181,7 @@ class ShapeMode(TorchFunctionMode):
         new = self.new_holes(outcome, metas)
         for index, spec in outcome.mutated:
             self._turn_into_hole(given[index], spec)
-        return rebuild(outcome.template, lambda leaf: _place(leaf, new, given))
+        return fill_template(outcome.template, new, given)
 
     def new_holes(self, outcome: Outcome, metas: list[Tensor] | None) -> list[Hole]:
         """One hole per new tensor of ``outcome``."""
@@ -260,14 +266,11 @@ class ShapeMode(TorchFunctionMode):
         return Outcome(template, specs, effects=tuple(effects), exact=exact), holes
 
     def _made_here(self, value: Any, before: int | None, exact: bool, call: int) -> bool:
-        if isinstance(value, Hole):
-            return value.unit == call and value.owner is self
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not isinstance(value, Hole):
             return not exact and id(value) != before and not isinstance(value, nn.Parameter)
-        if isinstance(value, list | tuple | dict):
-            return any(
-                isinstance(v, Hole) and v.unit == call and v.owner is self for v in leaves(value)
-            )
+        if isinstance(value, Hole | list | tuple | dict):
+            holes = (leaf for leaf in leaves(value) if isinstance(leaf, Hole))
+            return any(hole.unit == call and hole.owner is self for hole in holes)
         return False
 
     def _as_hole(self, tensor: Tensor, grad: bool, call: int) -> Hole:
@@ -298,22 +301,3 @@ class ShapeMode(TorchFunctionMode):
             elif isinstance(value, dict) and self._any_tracked(value.values()):
                 return True
         return False
-
-
-_MODULE_TABLES = frozenset(
-    [
-        "_parameters",
-        "_buffers",
-        "_modules",
-        "_non_persistent_buffers_set",
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-    ]
-)
-
-
-def _place(leaf: Any, new: list[Hole], given: list[Any]) -> Any:
-    if isinstance(leaf, New):
-        return new[leaf.index]
-    return given[leaf.index] if isinstance(leaf, Given) else leaf
