@@ -125,7 +125,7 @@ class _Group:
         (deferred,) = self.members
         saved, incoming = deferred.operands()
         rule = deferred.rule
-        rest: list[WeightEdge] = []
+        rest: list[_WeightEdge] = []
         for edge in deferred.edges:
             position = edge.recipe.position
             if rule.product is None or position == rule.bias:
@@ -141,8 +141,7 @@ class _Group:
 
     def backward(self) -> None:
         """Lets the engine carry the gradients to the leaves; it calls their hooks."""
-        edges, gradients = self._roots()
-        torch.autograd.backward(edges, gradients)
+        torch.autograd.backward(*self._roots())
 
     def capture(self) -> list[Tensor]:
         """Lets the engine carry the gradients as far as the leaves; returns those that got one."""
@@ -215,12 +214,10 @@ def _leaves(deferred: Deferred) -> list[int]:
     return [id(leaf) for edge in deferred.edges for leaf in edge.leaves]
 
 
-# ---------------------------------------------------------------------------------------- deferred
-#
-# A heavy node's weight gradients, from the plan until they are computed.
+# -- a heavy node's weight gradients, from the plan until they are computed ------------------------
 
 
-class WeightEdge(NamedTuple):
+class _WeightEdge(NamedTuple):
     """Where a deferred gradient goes.
 
     Attributes:
@@ -268,7 +265,6 @@ class Deferred:
         self._versions: tuple[int, ...] = ()
 
     def read(self) -> Saved:
-        """Takes the saved values."""
         edges = self.edges
         shaped = self.rule.shaped
         self.saved = read_saved(
@@ -284,7 +280,7 @@ class Deferred:
         """Keeps the gradient that has arrived; nobody may change it or the saved tensors now."""
         saved = self.read() if self.saved is None else self.saved
         self.incoming = incoming
-        self._versions = (incoming._version, *[t._version for t in saved.tensors.values()])
+        self._versions = _versions(saved, incoming)
 
     def operands(self) -> tuple[Saved, Tensor]:
         """What the gradients are computed from.
@@ -295,7 +291,7 @@ class Deferred:
         saved, incoming = self.saved, self.incoming
         assert saved is not None
         assert incoming is not None
-        versions = (incoming._version, *[t._version for t in saved.tensors.values()])
+        versions = _versions(saved, incoming)
         if versions != self._versions:
             names = ["the incoming gradient", *saved.tensors]
             pairs = zip(names, self._versions, versions, strict=True)
@@ -318,13 +314,17 @@ class Deferred:
         )
 
 
-def _edge(recipe: EdgeRecipe, graph: Graph) -> WeightEdge:
+def _versions(saved: Saved, incoming: Tensor) -> tuple[int, ...]:
+    return (incoming._version, *[t._version for t in saved.tensors.values()])
+
+
+def _edge(recipe: EdgeRecipe, graph: Graph) -> _WeightEdge:
     leaves = tuple([graph.nodes[number].variable for number in recipe.leaves])
     turned, direct = recipe.turned, recipe.simple
     for number in recipe.turns:
         turned = not turned
         direct = direct and swaps_last(graph.nodes[number])
-    return WeightEdge(
+    return _WeightEdge(
         recipe,
         graph.nodes[recipe.child],
         leaves,
@@ -333,17 +333,13 @@ def _edge(recipe: EdgeRecipe, graph: Graph) -> WeightEdge:
     )
 
 
-# --------------------------------------------------------------------------------------- meanwhile
-#
-# Weight gradients that are computed while something else is under way.
-#
-# A backward that has to wait for a collective (the sum of an input's gradient over tensor-parallel
-# ranks) has work at hand that nothing waits for: the weight gradients of the layers that it has
-# just passed. The engine would have computed them before the collective began.
-
-
 class Meanwhile:
-    """Collects weight gradients during a backward; ``run`` computes what has been collected."""
+    """Collects weight gradients during a backward; ``run`` computes what has been collected.
+
+    A backward that has to wait for a collective (the sum of an input's gradient over
+    tensor-parallel ranks) has work at hand that nothing waits for: the weight gradients of the
+    layers that it has just passed. The engine would have computed them before it began.
+    """
 
     def __init__(self) -> None:
         self._alone: frozenset[int] = frozenset()
@@ -370,7 +366,6 @@ class Meanwhile:
         return True
 
     def run(self) -> None:
-        """Computes what is there, with the parameters' hooks."""
         waiting, self._waiting = self._waiting, []
         if waiting:
             PendingWeights(waiting, exact=False, through_engine=False).run()

@@ -65,10 +65,7 @@ class Entrance:
 def leave(partial: Tensor, ranks: TensorRanks, *, whole: bool = False) -> Tensor:
     """The sum over ranks of a tensor that nobody else uses (its memory is taken).
 
-    Args:
-        partial: This rank's summand.
-        ranks: Whom to add up with.
-        whole: Give every rank the whole sum, also with sequence parallelism.
+    ``whole`` gives every rank the whole sum, also with sequence parallelism.
     """
     function = _LeaveToShares if ranks.sequence and not whole else _Leave
     result: Tensor = function.apply(partial, ranks)  # type: ignore[no-untyped-call]
