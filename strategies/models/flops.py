@@ -126,13 +126,7 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unknown: set[str] = set()
         self.last = "nothing"
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = getattr(func, "_overloadpacket", None)
         self.last = str(packet if packet is not None else func).replace(".", "::")
@@ -171,13 +165,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.cost = 0.0
         self.random = False
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         packet = getattr(func, "_overloadpacket", None)

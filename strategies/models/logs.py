@@ -13,12 +13,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
+from strategies.models.nested import replaced
 from strategies.models.replay.gate import MARKER, unwatched
 from strategies.models.replay.hole import user_line
 from strategies.models.stage_model import LogCall
 from strategies.models.state import Fetch
 
-_MISSING = object()
 _LOG = inspect.signature(LightningModule.log)
 _LOG_DICT = inspect.signature(LightningModule.log_dict)
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": sum}
@@ -41,18 +41,10 @@ class LogEntry:
 
 @contextmanager
 def captured_logs(module: nn.Module) -> Iterator[LogCapture]:
-    """Inside, the module's log calls go to the capture instead of Lightning's tables."""
     capture = LogCapture(lambda _: True)
-    before = {name: module.__dict__.get(name, _MISSING) for name in ("log", "log_dict")}
-    module.__dict__.update(log=capture.log, log_dict=capture.log_dict)
-    try:
+    own = module.__dict__
+    with replaced([(own, "log", capture.log), (own, "log_dict", capture.log_dict)]):
         yield capture
-    finally:
-        for name, value in before.items():
-            if value is _MISSING:
-                del module.__dict__[name]
-            else:
-                module.__dict__[name] = value
 
 
 def _join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
@@ -196,7 +188,10 @@ def _start_fetching(calls: Sequence[LogCall]) -> Callable[[], list[LogCall]]:
 def _number(name: str, value: Any) -> Tensor | float:
     """The value as it is now: a tensor without dimensions, not fetched from its device yet."""
     if isinstance(value, nn.Module):
-        value = _batch_value(value)
+        # A torchmetrics object: its value for this batch, as Lightning logs it on a step.
+        metric: Any = value
+        value = getattr(metric, "_forward_cache", None)
+        value = metric.compute() if value is None else value
     if not isinstance(value, Tensor):
         return float(value)
     if value.numel() != 1:
@@ -209,9 +204,3 @@ def _number(name: str, value: Any) -> Tensor | float:
 
 def _options(bound: Mapping[str, Any], *without: str) -> dict[str, Any]:
     return {key: value for key, value in bound.items() if key not in without}
-
-
-def _batch_value(metric: Any) -> Any:
-    """The value of a torchmetrics object for this batch, as Lightning logs it on a step."""
-    value = getattr(metric, "_forward_cache", None)
-    return metric.compute() if value is None else value

@@ -149,8 +149,6 @@ No forward reads a result of the one before, so it need not be kept, and it may 
 
 
 class _Seen:
-    """A slot before a stage's first forward."""
-
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self.value = slot.value
@@ -268,7 +266,6 @@ class Generators:
         )
 
     def put_back(self) -> None:
-        """Lets all of them draw again what they drew from here on."""
         torch.default_generator.set_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)

@@ -113,7 +113,6 @@ class UnitModel(StageModel):
         return self._names
 
     def cut(self, stages: Sequence[range], owned: Sequence[int]) -> None:
-        """Keeps the units of owned stages; the others become ``Elsewhere``."""
         self._stages = tuple(stages)
         kept = {index for stage in owned for index in stages[stage]}
         for index in list(self._runs):
@@ -134,7 +133,6 @@ class UnitModel(StageModel):
         self._selective = selection.layers_of(self._runs)
 
     def shard(self, ranks: TensorRanks) -> None:
-        """Reads the module's plan, which ``cut`` will follow."""
         self._sharding = Sharding(self._module, ranks)
 
     @property
@@ -213,9 +211,7 @@ class UnitModel(StageModel):
         return tuple(shared)
 
 
-def _users(
-    declared: Sequence[tuple[str, nn.Module]],
-) -> tuple[dict[str, set[int]], dict[str, str]]:
+def _users(declared: Sequence[tuple[str, nn.Module]]) -> tuple[dict[str, set[int]], dict[str, str]]:
     """Name of each parameter's first use -> the units that hold it; any name -> that name."""
     first: dict[int, str] = {}
     users: dict[str, set[int]] = {}

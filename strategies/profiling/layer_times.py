@@ -101,7 +101,6 @@ class Task:
 
     @property
     def counts(self) -> list[list[int]]:
-        """Per stage, how many units of each class it has."""
         kinds = range(max(self.classes) + 1)
         return [
             [sum(self.classes[unit] == kind for unit in stage) for kind in kinds]

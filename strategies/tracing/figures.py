@@ -5,7 +5,6 @@ Layers whose Python code looks at values cannot run on fakes; they run once on m
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from strategies.errors import ModelError
 from strategies.models.flops import FlopCount
-from strategies.models.nested import leaves, rebuild, tensors
+from strategies.models.nested import leaves, rebuild, replaced, tensors
 from strategies.models.replay.gate import KeptObjects
-from strategies.models.replay.hole import Spec
+from strategies.models.replay.hole import Args, Function, Kwargs, Spec
 
 _MOST_MADE_UP = 2_000_000_000  # bytes
 # Parts of the names of attributes that number a layer and decide nothing else.
@@ -79,16 +78,10 @@ class Tracer:
         self._autocast = autocast
         self._known: dict[Hashable, Figures] = {}
 
-    def layer(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Figures:
-        """A call of a module.
+    def layer(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> Figures:
+        """A call of a module, whose weights may be on the meta device.
 
-        Args:
-            name: Its name, for messages.
-            module: It may have weights on the meta device.
-            args: With slots in place of tensors that come from other layers.
-            kwargs: The same.
+        ``name`` is for messages; slots stand for tensors that come from other layers.
 
         Raises:
             ModelError: It can be run neither on fakes nor on made-up values.
@@ -99,12 +92,7 @@ class Tracer:
         return self._known[key]
 
     def operation(
-        self,
-        name: str,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        module: nn.Module | None = None,
+        self, name: str, func: Function, args: Args, kwargs: Kwargs, module: nn.Module | None = None
     ) -> Figures:
         """A call of a function; ``module`` is one whose parameters it may use by itself."""
         count = FlopCount()
@@ -127,9 +115,9 @@ class Tracer:
 
     def _run(
         self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        func: Function,
+        args: Args,
+        kwargs: Kwargs,
         module: nn.Module | None,
         count: FlopCount,
         fake: FakeTensorMode | None,
@@ -145,7 +133,7 @@ class Tracer:
             self._autocast(),
             torch.random.fork_rng(devices=[]),
             fake or nullcontext(),
-            _own_weights(module, fake, own),
+            replaced(_own_weights(module, fake, own) if module is not None else ()),
         ):
 
             def give(leaf: Any) -> Any:
@@ -249,47 +237,34 @@ def _made(spec: Spec, fake: FakeTensorMode | None) -> Tensor:
     return tensor
 
 
-@contextlib.contextmanager
 def _own_weights(
-    module: nn.Module | None, fake: FakeTensorMode | None, own: list[Tensor]
-) -> Iterator[None]:
+    module: nn.Module, fake: FakeTensorMode | None, own: list[Tensor]
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Parameters and buffers of a module as fakes, or as made-up values where they have none."""
-    if module is None:
-        yield
-        return
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    known: dict[int, Any] = {}
+    known: dict[int, Tensor] = {}
 
     def stand_in(tensor: Tensor) -> Tensor:
         if id(tensor) not in known:
-            parameter = isinstance(tensor, nn.Parameter)
             if fake is None and not tensor.is_meta:
                 made = tensor.detach().clone()
             else:
                 made = _made(Spec.of(tensor.detach()), fake)
-            if parameter:
+            if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
                 if tensor.requires_grad:
                     own.append(made)
             known[id(tensor)] = made
-        found: Tensor = known[id(tensor)]
-        return found
+        return known[id(tensor)]
 
-    try:
-        for child in module.modules():
-            tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
-            for table in tables:
-                for name, value in list(table.items()):
-                    if isinstance(value, Tensor):
-                        replaced.append((table, name, value))
-                        table[name] = stand_in(value)
-            if isinstance(child, nn.RNNBase):
-                replaced.append((child.__dict__, "_flat_weights", child._flat_weights))
-                child._flat_weights = [getattr(child, n) for n in child._flat_weights_names]
-        yield
-    finally:
-        for table, name, value in reversed(replaced):
-            table[name] = value
+    for child in module.modules():
+        tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+        for table in tables:
+            for name, value in list(table.items()):
+                if isinstance(value, Tensor):
+                    yield table, name, stand_in(value)
+        if isinstance(child, nn.RNNBase):
+            weights = [getattr(child, name) for name in child._flat_weights_names]
+            yield child.__dict__, "_flat_weights", weights
 
 
 def structure(module: nn.Module) -> Hashable:

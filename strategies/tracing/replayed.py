@@ -6,7 +6,7 @@ cross them. Operations between units belong to the unit on whose side of a cut t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,16 +17,9 @@ from torch import Tensor, nn
 from strategies.models.logs import captured_logs
 from strategies.models.nested import leaves, rebuild, tensors
 from strategies.models.replay.gate import KeptObjects, unchanged
-from strategies.models.replay.hole import Hole, Spec, operation_name
+from strategies.models.replay.hole import Args, Function, Hole, Kwargs, Spec, operation_name
 from strategies.models.replay.layout import group_calls
-from strategies.models.replay.path import (
-    Boundary,
-    Cut,
-    Key,
-    Path,
-    Position,
-    used_parameters,
-)
+from strategies.models.replay.path import Boundary, Cut, Key, Path, Position, used_parameters
 from strategies.models.replay.probe import Probe
 from strategies.models.replay.probing import probe_units
 from strategies.models.unit_model import HasUnits
@@ -39,9 +32,9 @@ class _Seen:
 
     position: Position
     unit: int | None
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    func: Function
+    args: Args
+    kwargs: Kwargs
     objects: KeptObjects
     outputs: tuple[Hashable, ...] = ()
 
@@ -60,9 +53,7 @@ class TracingProbe(Probe):
         self.seen: list[_Seen] = []
         self._alive: dict[int, Any] = {}
 
-    def on_unit(
-        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         call = len(self.record.calls)
         given, named = self._noted((args, kwargs))
         # A cache among them, say, to which the layer is about to add something.
@@ -74,9 +65,7 @@ class TracingProbe(Probe):
         seen.outputs = self._keys(result)
         return result
 
-    def on_operation(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def on_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         call = len(self.record.calls)
         before = len(self.record.events[call])
         given, named = self._noted((args, kwargs))
@@ -120,13 +109,7 @@ class TracingProbe(Probe):
 def trace_replayed(
     module: LightningModule, batch: Any, tracer: Tracer, *, chain: str | None = None
 ) -> ModelFigures:
-    """All units on one microbatch.
-
-    Args:
-        module: Its weights may be on the meta device.
-        batch: One microbatch.
-        tracer: Knows what was traced before.
-        chain: As ``ReplayModel.probe``.
+    """All units on one microbatch; ``chain`` is as for ``ReplayModel.probe``.
 
     Raises:
         ModelError: The step cannot be cut into stages, or a layer cannot be traced.
@@ -214,7 +197,7 @@ def trace_declared(module: nn.Module, batch: Any, tracer: Tracer) -> ModelFigure
     assert isinstance(module, HasUnits)
     units: list[UnitFigures] = []
     tensors: list[tuple[int, tuple[int, ...], int]] = []
-    args: tuple[Any, ...] = module.pipeline_inputs(batch)
+    args: Args = module.pipeline_inputs(batch)
     keys: tuple[Any, ...] = ()
     declared = module.pipeline_units()
     for index, (name, unit) in enumerate(declared):

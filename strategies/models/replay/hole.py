@@ -22,6 +22,11 @@ from torch import Tensor
 
 from strategies.errors import ModelError
 
+# A call, as function modes see it.
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Spec:
@@ -64,7 +69,6 @@ class Spec:
         return tensor
 
     def zeros(self) -> Tensor:
-        """A real tensor of this description."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         return tensor.fill_(0)
 
@@ -128,13 +132,7 @@ class Hole(Tensor):
         return copied
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known, answer = dataless(func, args, kwargs or {})
         if known:
             return answer
@@ -142,11 +140,7 @@ class Hole(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls: type[Hole],
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls: type[Hole], func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         # Only code below Python's torch functions (TorchScript, functorch) comes this way.
         for item in args:
@@ -171,9 +165,7 @@ def exchange(first: Tensor, second: Tensor) -> None:
         ) from error
 
 
-def dataless(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[bool, Any]:
+def dataless(func: Function, args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
     """Answers a question about shape, dtype, device and the like; (False, None) if it is none."""
     name = func.__name__
     if name == "__get__":
@@ -207,7 +199,7 @@ def dataless(
     return False, None
 
 
-def _unreachable(func: Callable[..., Any], args: tuple[Any, ...]) -> ModelError:
+def _unreachable(func: Function, args: Args) -> ModelError:
     holes = [item for item in args if isinstance(item, Hole)]
     name = next((hole.parameter for hole in holes if hole.parameter), None)
     what = f"parameter {name} of another pipeline stage" if name else "a value of another stage"
@@ -241,7 +233,7 @@ def error_line(traceback: TracebackType | None) -> str:
     return _best_line(reversed(places))
 
 
-def operation_name(func: Callable[..., Any]) -> str:
+def operation_name(func: Function) -> str:
     """Readable name of a torch function; the property's own name for getters such as ``T``."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):

@@ -42,12 +42,8 @@ def first_layout(
 ) -> Layout:
     """Divides the step that was probed first; every parameter gets at least one stage.
 
-    Args:
-        path: Its path.
-        groups: Calls of every unit.
-        stages: Units of every stage, contiguous, maybe empty.
-        names: All parameter names in registration order.
-        step: Name of the step, for messages.
+    ``groups`` has the calls of every unit, ``stages`` the units of every stage, contiguous, maybe
+    empty; ``names`` are all parameters' in registration order.
     """
     position = 0
     calls = []
@@ -164,7 +160,6 @@ class Routes:
 
     @property
     def skips(self) -> tuple[Link, ...]:
-        """Pairs of stages that are no neighbours and between which something travels."""
         found = {
             (stage, target)
             for stage, groups in enumerate(self.groups)
@@ -175,12 +170,10 @@ class Routes:
 
 
 def make_routes(cuts: Sequence[Ends], *, allowed: Sequence[Link] | None = None) -> Routes:
-    """Finds the way of each tensor.
+    """Finds the way of each tensor, from each stage's two ends with everything that crosses there.
 
-    Args:
-        cuts: Per stage its two ends, each with everything that crosses there.
-        allowed: Pairs of stages that may skip others; None for all. Programs are made for the step
-            that was probed first; tensors of other steps go along the chain where it has no link.
+    ``allowed`` are the pairs of stages that may skip others; None for all. Programs are made for
+    the step that was probed first; tensors of other steps go along the chain without such a link.
     """
     crossing: dict[Key, dict[int, Boundary]] = {}  # per tensor: stage that it leaves -> boundary
     for stage, (_, leave) in enumerate(cuts[:-1]):

@@ -22,11 +22,9 @@ Key = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A tracked operation between unit calls.
+    """A tracked operation between unit calls: torch function ``name`` in the user's ``line``.
 
     Attributes:
-        name: Name of the torch function.
-        line: ``file:line`` of the user's code.
         tracked: For every tensor of the result, whether it depends on parameters.
         random: Whether it draws random numbers.
         parameters: Global names of the parameters it uses directly.
@@ -41,12 +39,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a unit.
+    """One call of the unit module of index ``unit``, in the user's ``line``.
 
     Attributes:
-        unit: Index of the unit module.
-        line: ``file:line`` of the user's code.
-        cost: Cost of the forward, > 0.
+        cost: Of the forward, > 0.
         tracked: For every tensor of the result and then of the effects, whether it is new.
         effects: Module and attribute names of the attributes that the call sets.
         parameters: Global names of the parameters it uses.
@@ -84,13 +80,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A place where the step can be left and taken up again: right after ``position``.
-
-    Attributes:
-        position: Of the operation or call before it.
-        tensors: What crosses it.
-        clock: When that was, on the clock of the probe.
-    """
+    """A place where the step can be left right after ``position``, at ``clock`` of the probe."""
 
     position: Position
     tensors: tuple[Boundary, ...]
@@ -145,7 +135,6 @@ class ParameterTable:
         return tuple(self._places)
 
     def find(self, name: str) -> nn.Parameter | Hole:
-        """The present parameter of that name, or the hole in its place."""
         module, attribute = self._places[name][0]
         found: nn.Parameter | Hole = getattr(module, attribute)
         return found

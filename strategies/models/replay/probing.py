@@ -281,12 +281,9 @@ def _select_units(
     """Chooses the units of ``module`` by their global names, in registration order.
 
     A module without parameters is no unit: it runs on every stage. Parameters that belong to a
-    module above the units (position tables, class tokens) are found by the probe where used.
-
-    Args:
-        module: The whole model.
-        chain: Name of the container whose children are units, whatever they contain.
-        opened: Names of modules that are no units although they look like it; their children are.
+    module above the units (position tables, class tokens) are found by the probe where used. The
+    children of ``chain`` are units whatever they contain; ``opened`` modules are none although
+    they look like it, but their children are.
 
     Raises:
         ModelError: If ``chain`` names no container, or there is no parameter at all.

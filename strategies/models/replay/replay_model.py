@@ -151,7 +151,6 @@ class ReplayModel(StageModel):
             return self._run(run, stage, mode, batch, batch_idx, dataloader_idx)
 
     def owned_modules(self) -> Iterator[nn.Module]:
-        """Modules that the owned stages call in the step that was probed first."""
         path, layout = self._paths[self._mode], self._layouts[self._mode]
         called = {path.calls[call].unit for stage in self._owned for call in layout.calls[stage]}
         yield from (self._modules[index] for index in sorted(called))
@@ -188,13 +187,7 @@ class ReplayModel(StageModel):
         return () if leave is None else leave.tensors
 
     def _run(
-        self,
-        run: StageRun,
-        stage: int,
-        mode: Mode,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
+        self, run: StageRun, stage: int, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int
     ) -> StageOutput:
         logs = LogCapture(lambda value: run.on_log())
         run.begin()

@@ -8,7 +8,7 @@ it, ``stage_run.py`` follows one.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -16,9 +16,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from strategies.errors import ModelError
-from strategies.models.nested import is_plain, leaves, rebuild
+from strategies.models.nested import is_plain, leaves, rebuild, tensors
 from strategies.models.replay.gate import KeptObjects, StageDone, enter_unit, unwatched
-from strategies.models.replay.hole import Hole, Spec, dataless, exchange, operation_name, user_line
+from strategies.models.replay.hole import (
+    Args,
+    Function,
+    Hole,
+    Kwargs,
+    Spec,
+    dataless,
+    exchange,
+    operation_name,
+    user_line,
+)
 from strategies.models.replay.inference import (
     Effect,
     Given,
@@ -77,33 +87,21 @@ class ShapeMode(TorchFunctionMode):
         self._token = object()
 
     @abstractmethod
-    def on_unit(
-        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         """Answers a call of unit ``index`` made outside other units."""
 
     @abstractmethod
-    def on_operation(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def on_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Answers an operation on a tracked value made outside units."""
 
-    def on_inner_operation(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def on_inner_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Answers an operation on a tracked value inside a unit that is being inferred."""
         outcome, metas = self.infer(func, args, kwargs)
         if outcome.dependent:
             raise DataNeededError(operation_name(func))
         return self.instantiate(outcome, metas, args, kwargs)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is enter_unit:
             _, index, forward, unit_args, unit_kwargs = args
             if self._inside is None:
@@ -125,9 +123,7 @@ class ShapeMode(TorchFunctionMode):
             return answer if known else self.on_inner_operation(func, args, kwargs)
         return self.on_operation(func, args, kwargs)
 
-    def escaped(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def escaped(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Answers an aten operation that reached a hole below Python's torch functions."""
         if self._inside is None:
             raise ModelError(
@@ -163,18 +159,11 @@ class ShapeMode(TorchFunctionMode):
             self._twins[key] = meta.requires_grad_(spec.requires_grad)
         return self._twins[key]
 
-    def infer(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Outcome, list[Tensor]]:
-        """The outcome of an operation on holes, with its new meta tensors."""
+    def infer(self, func: Function, args: Args, kwargs: Kwargs) -> tuple[Outcome, list[Tensor]]:
         return infer_operation(func, args, kwargs, twin=self.twin, device=self._device)
 
     def instantiate(
-        self,
-        outcome: Outcome,
-        metas: list[Tensor] | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, outcome: Outcome, metas: list[Tensor] | None, args: Args, kwargs: Kwargs
     ) -> Any:
         """Makes the holes of an outcome, turns real arguments written to into holes as well."""
         given = list(leaves((args, kwargs)))
@@ -184,7 +173,6 @@ class ShapeMode(TorchFunctionMode):
         return fill_template(outcome.template, new, given)
 
     def new_holes(self, outcome: Outcome, metas: list[Tensor] | None) -> list[Hole]:
-        """One hole per new tensor of ``outcome``."""
         new = []
         for index, spec in enumerate(outcome.specs):
             hole = Hole(spec, None if metas is None else metas[index], self)
@@ -192,13 +180,19 @@ class ShapeMode(TorchFunctionMode):
             new.append(hole)
         return new
 
+    def give(
+        self, outcome: Outcome, holes: list[Hole], given: list[Any]
+    ) -> tuple[Any, list[Tensor]]:
+        """Sets a call's effects; returns its result, and all tensors in that and in them."""
+        result = fill_template(outcome.template, holes, given)
+        contents = []
+        for effect in outcome.effects:
+            contents.append(fill_template(effect.template, holes, given))
+            setattr(effect.module, effect.attribute, contents[-1])
+        return result, tensors((result, contents))
+
     def infer_unit(
-        self,
-        index: int,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: int,
+        self, index: int, forward: Function, args: Args, kwargs: Kwargs, call: int
     ) -> tuple[Outcome, list[Hole]]:
         """Runs a unit on holes; gives its outcome and the very holes that it made.
 

@@ -5,7 +5,7 @@ Nothing survives a run but its result: microbatches interleave and a rank may ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,17 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.models.nested import leaves, signature, tensors
 from strategies.models.replay.gate import KeptObjects, StageDone, unchanged
-from strategies.models.replay.hole import Hole, dataless, exchange, operation_name, user_line
-from strategies.models.replay.inference import Outcome, fill_template
+from strategies.models.replay.hole import (
+    Args,
+    Function,
+    Hole,
+    Kwargs,
+    dataless,
+    exchange,
+    operation_name,
+    user_line,
+)
+from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Cut, Path, Position
 from strategies.models.replay.shape_mode import ShapeMode
 from strategies.models.state import reseed
@@ -25,20 +34,11 @@ if TYPE_CHECKING:
 
 
 class StageRun(ShapeMode):
-    """Replays one step for one stage.
+    """Replays one step for one stage, from the cut ``entry`` to ``leave`` (None: the step's end).
 
-    Args:
-        units: The unit modules.
-        path: What the probe saw.
-        entry: Cut at which the stage begins.
-        leave: Cut at which it ends; None for the last stage, which runs to the step's end.
-        inputs: Tensors received, in the order of ``entry.tensors``.
-        seed: Seed of this step and microbatch, or None.
-        step: Name of the user's step, for messages.
-        modules: The LightningModule's submodules by global name.
-        device: Where holes live that stand on no other device.
-        cache: Outcomes by signature.
-        selective: Units that recompute, by index.
+    ``inputs`` are received in the order of ``entry.tensors``; ``seed`` is that of this step and
+    microbatch; ``modules`` are the LightningModule's by global name, ``selective`` the units that
+    recompute by index. The rest is as for ``ShapeMode``.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class StageRun(ShapeMode):
         self._arrive((0, 0))
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """The boundary tensors of the stage, once the step was left."""
         assert self._leave is not None
         return tuple(_dense(self._found[b.key], b) for b in self._leave.tensors)
 
@@ -110,31 +109,27 @@ class StageRun(ShapeMode):
 
     # -- calls -----------------------------------------------------------------------------
 
-    def on_unit(
-        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         self._exit_if_due()
         call = self._position[0]
         self._check_call(call, index)
+        seen = self._path.calls[call]
         if self._active:
             layer = self._selective.get(index)
             result = forward(*args, **kwargs) if layer is None else layer.run(forward, args, kwargs)
             produced = tensors(result)
-            for module, attribute in self._path.calls[call].effects:
+            for module, attribute in seen.effects:
                 produced += tensors(getattr(self._modules[module], attribute))
-            self._check_count(call, index, len(produced))
         else:
             result, produced = self._skip(index, forward, args, kwargs, call)
-        self._arrive((call + 1, 0), produced, self._path.calls[call].tracked)
+        if len(produced) != len(seen.tracked):
+            what = f"call {call}, {self._path.units[index]}, gave {len(seen.tracked)} tensors"
+            raise self._other_path(f"{what}, gives now {len(produced)}", seen.line)
+        self._arrive((call + 1, 0), produced, seen.tracked)
         return result
 
     def _skip(
-        self,
-        index: int,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: int,
+        self, index: int, forward: Function, args: Args, kwargs: Kwargs, call: int
     ) -> tuple[Any, list[Tensor]]:
         key = ("unit", index, torch.is_grad_enabled(), signature((args, kwargs)))
         given = list(leaves((args, kwargs)))
@@ -145,21 +140,11 @@ class StageRun(ShapeMode):
                 outcome, _ = self.infer_unit(index, forward, args, kwargs, call)
             arguments.restore()
             self._remember(key, outcome)
-        new = self.new_holes(outcome, None)
-        result = fill_template(outcome.template, new, given)
-        produced = tensors(result)
-        for effect in outcome.effects:
-            content = fill_template(effect.template, new, given)
-            setattr(effect.module, effect.attribute, content)
-            produced += tensors(content)
-        self._check_count(call, index, len(produced))
-        return result, produced
+        return self.give(outcome, self.new_holes(outcome, None), given)
 
     # -- operations between calls ----------------------------------------------------------
 
-    def on_operation(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def on_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         if self._active and not self._counts:
             return func(*args, **kwargs)
         known, answer = dataless(func, args, kwargs)
@@ -173,9 +158,7 @@ class StageRun(ShapeMode):
             self._count(name, produced)
         return result
 
-    def _answer(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _answer(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         key = ("operation", func, torch.is_grad_enabled(), signature((args, kwargs)))
         outcome = self._cache.get(key)
         if outcome is None:
@@ -269,13 +252,6 @@ class StageRun(ShapeMode):
 
     def _name(self, call: int) -> str:
         return self._path.name(call) if call < len(self._path.calls) else "the end of the step"
-
-    def _check_count(self, call: int, index: int, count: int) -> None:
-        expected = len(self._path.calls[call].tracked)
-        if count != expected:
-            unit = self._path.units[index]
-            what = f"call {call}, {unit}, gave {expected} tensors, gives now {count}"
-            raise self._other_path(what, self._path.calls[call].line)
 
     def _other_path(self, what: str, line: str) -> ModelError:
         return ModelError(

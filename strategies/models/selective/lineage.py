@@ -35,7 +35,6 @@ class Lineage:
         return hash((name, count))
 
     def note(self, name: int, changed: Iterable[Tensor]) -> None:
-        """Names what an operation has made, or changed."""
         for index, tensor in enumerate(changed):
             self._names[storage_of(tensor)] = hash((name, index))
 

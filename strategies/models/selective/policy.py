@@ -14,11 +14,9 @@ from strategies.plan import Family
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is recomputed inside layers.
+    """Families that are recomputed inside layers, by type name of the layer; none keeps all.
 
-    Attributes:
-        default: Families that are recomputed in a layer of a type that ``layers`` does not name.
-        layers: Type name of a layer -> the families that are recomputed there; none keeps all.
+    ``default`` holds for types that ``layers`` does not name.
     """
 
     default: frozenset[Family] = frozenset({"attention", "norm", "activation"})

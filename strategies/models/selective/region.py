@@ -85,7 +85,6 @@ class Region:
     # -- the first run -----------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Kept | Computed:
-        """Decides about a tensor that autograd saves."""
         storage = storage_of(tensor)
         if storage and storage in self._made and storage not in self._keys:
             computed = Computed(self, tensor)
@@ -97,7 +96,6 @@ class Region:
         return Kept(tensor)
 
     def watch(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an operation of the first run, and notes it."""
         result = operation(*args, **kwargs)
         if not makes_new(operation):
             changed = written(operation, args, kwargs)
@@ -124,8 +122,8 @@ class Region:
         """Ends the first run.
 
         Args:
-            given: Arguments and keyword arguments for the second one.
-            before: What it is to find in the module.
+            given: Arguments for the second one.
+            before: What that one is to find in the module.
             result: What the first one gave; the next layer may change it in place.
             copied: Whether the layer changes what it is given.
         """
@@ -195,7 +193,6 @@ class Region:
         return result
 
     def held_tensors(self) -> Iterable[Tensor]:
-        """What this keeps in memory."""
         kept = [entry.result for entry in self._results.values()]
         return tensors((self._given, kept, [value for _, value in self._before]))
 

@@ -55,12 +55,9 @@ class PendingWeights:
     def run(self, ready: Ready | None = None) -> None:
         """Adds the weight gradients to ``parameter.grad`` and lets go of all that they needed.
 
-        A ``.grad`` that is there is changed in place and stays the same tensor.
-
-        Args:
-            ready: Called once for every parameter that got a gradient, as soon as this
-                microbatch's is complete. It stands in for the parameters' hooks that run after
-                accumulation; without it, those run.
+        A ``.grad`` that is there is changed in place and stays the same tensor. ``ready`` is called
+        once for every parameter that got a gradient, as soon as this microbatch's is complete. It
+        stands in for the parameters' hooks that run after accumulation; without it, those run.
 
         Raises:
             RuntimeError: A tensor that is needed here was changed in place since the first half,
@@ -77,7 +74,8 @@ class PendingWeights:
                 if group.direct:
                     touched = group.add(exact=self._exact)
                 elif ready is None:
-                    group.backward()
+                    # The engine carries the gradients to the leaves and calls their hooks.
+                    torch.autograd.backward(*group.roots())
                     continue
                 else:
                     touched = group.capture()
@@ -139,13 +137,9 @@ class _Group:
                 add_gradient(edge.leaves[0], gradient.mT if edge.turned else gradient)
         return list(self.leaves.values())
 
-    def backward(self) -> None:
-        """Lets the engine carry the gradients to the leaves; it calls their hooks."""
-        torch.autograd.backward(*self._roots())
-
     def capture(self) -> list[Tensor]:
         """Lets the engine carry the gradients as far as the leaves; returns those that got one."""
-        edges, gradients = self._roots()
+        edges, gradients = self.roots()
         leaves = list(self.leaves.values())
         found = torch.autograd.grad(edges, leaves, gradients, allow_unused=True)
         touched = []
@@ -155,7 +149,7 @@ class _Group:
                 touched.append(leaf)
         return touched
 
-    def _roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
+    def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
         edges: list[GradientEdge] = []
         gradients: list[Tensor] = []
         self.members.reverse()
@@ -218,12 +212,11 @@ def _leaves(deferred: Deferred) -> list[int]:
 
 
 class _WeightEdge(NamedTuple):
-    """Where a deferred gradient goes.
+    """Where a deferred gradient goes: to ``child``, and the ``leaves`` below.
+
+    The child is never the heavy node, whose descendants are the rest of the graph.
 
     Attributes:
-        recipe: The edge's.
-        child: The node there. Never the heavy one, whose descendants are the rest of the graph.
-        leaves: The parameters below.
         turned: Whether the operand is the only leaf turned.
         direct: Whether the gradient can be added to that leaf without the engine.
     """
@@ -247,7 +240,6 @@ class Deferred:
 
     Attributes:
         node: None once the engine has passed it.
-        rule: How the gradients are computed.
         edges: To the weights, and to the bias.
         saved: What the gradients need; None until it has been read.
         incoming: The gradient of the node's output, from the engine.

@@ -39,11 +39,9 @@ _LAYOUT = frozenset(_NAMES.split())
 
 @dataclass(frozen=True, slots=True)
 class EdgeRecipe:
-    """An edge of a heavy node whose gradient waits; nodes are numbers.
+    """An edge of a heavy node, at ``position``, whose gradient waits; nodes are numbers.
 
     Attributes:
-        position: Among the node's edges.
-        child: The node there.
         number: Which of the child's inputs.
         leaves: Accumulation nodes below.
         simple: Nothing but one leaf below, cast or turned at most.
@@ -64,10 +62,9 @@ class EdgeRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A heavy node whose weight gradients wait.
+    """The heavy node of number ``node``, whose weight gradients wait.
 
     Attributes:
-        node: Its number.
         edges: To weights, and to the bias.
         names: Of the saved tensors that the gradients need.
         anchored: Some other edge leads on, so that the engine comes by on its own.
@@ -148,7 +145,6 @@ class _Search:
         self._active = self._find_active(set(shape.inputs))
 
     def wanted(self, node: int) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Position and target of the edges that lead anywhere."""
         for position, edge in enumerate(self._edges[node]):
             if edge[0] >= 0:
                 yield position, edge

@@ -42,7 +42,6 @@ class Product:
     scale: Any
 
     def turned(self) -> Product:
-        """The product whose value is the transposed one."""
         return Product(self.right.mT, self.left.mT, self.scale)
 
     def value(self) -> Tensor:
@@ -231,7 +230,6 @@ def read_saved(
     shapes: Mapping[int, torch.Size],
     flipped: Sequence[int],
 ) -> Saved:
-    """Takes the named tensors and the rule's settings from a node."""
     # With its history a tensor would keep the graph's nodes, and those the stage's inputs.
     tensors = {name: getattr(node, "_saved_" + name).detach() for name in names}
     settings = {name: signed(getattr(node, name)) for name in rule.settings}

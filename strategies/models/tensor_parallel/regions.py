@@ -74,7 +74,6 @@ def leave(partial: Tensor, ranks: TensorRanks, *, whole: bool = False) -> Tensor
 
 @_as_written
 def gather_outputs(share: Tensor, ranks: TensorRanks) -> Tensor:
-    """All ranks' columns, on every rank."""
     result: Tensor = _GatherOutputs.apply(share, ranks)  # type: ignore[no-untyped-call]
     return result
 

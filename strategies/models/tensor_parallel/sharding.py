@@ -276,25 +276,17 @@ _WORDS: dict[str, Style] = {
 
 
 def read_style(name: str, given: Any) -> Style:
-    """A plan's entry as one of the styles here.
-
-    Args:
-        name: The entry's key, for the message.
-        given: A style of this module, a word, or one of torch's styles in its usual layout.
+    """A plan's entry as one of the styles here: one itself, a word, or torch's in its usual layout.
 
     Raises:
-        ModelError: It is none of them.
+        ModelError: It is none of them; names the entry.
     """
     if isinstance(given, Style):
         return given
     if isinstance(given, str) and given in _WORDS:
         return _WORDS[given]
     # Costs half a second that most runs have no use for.
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
     from torch.distributed.tensor.placement_types import Replicate
 
     if isinstance(given, ColwiseParallel):

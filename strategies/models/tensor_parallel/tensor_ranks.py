@@ -142,7 +142,6 @@ class Shard:
         return self.width * self.parts - self.size
 
     def start(self, rank: int) -> int:
-        """Where a rank's share begins in the whole."""
         return min(rank * self.width, self.size)
 
     def held(self, rank: int) -> int:
