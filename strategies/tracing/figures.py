@@ -173,7 +173,7 @@ class Tracer:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                     result = func(*given, **named)
                 forward = count.flops
-                results = list(tensors(result))
+                results = tensors(result)
                 roots = [t for t in results if t.requires_grad]
                 both, weights = _backward(count, roots, inputs, own)
             outputs = {_storage(t): i for i, t in enumerate(results)}

@@ -58,11 +58,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A tensor that crosses a cut.
+    """A tensor that crosses a cut; the step makes it at ``key``.
 
     Attributes:
-        key: Where the step makes it.
-        spec: Its description in the probe.
         order: Permutation of its dimensions that makes it contiguous; None where it is already
             or where none does.
         written: Whether the step changes it in place after the cut.

@@ -133,7 +133,7 @@ class ReplayModel(StageModel):
             passed = tuple(given[b.key].view_as(given[b.key]) for b in leave.tensors)
             return StageOutput(passed, groups=self._layouts[mode].groups[stage])
         if path.clones_batch:
-            batch = rebuild(batch, _clone)
+            batch = rebuild(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
         run = StageRun(
             self._modules,
             path,
@@ -254,7 +254,3 @@ def _final_output(
         )
     detached = rebuild(result, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
     return StageOutput(loss=loss, result=detached, logs=logs)
-
-
-def _clone(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

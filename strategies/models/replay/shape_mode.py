@@ -114,10 +114,8 @@ class ShapeMode(TorchFunctionMode):
         if not self._any_tracked(args) and not (kwargs and self._any_tracked(kwargs.values())):
             return func(*args, **kwargs)
         if func in _LIKE and not any(self.tracked(a) for a in args[1:] if isinstance(a, Tensor)):
-            model = args[0]
-            return func(
-                model.spec.zeros() if isinstance(model, Hole) else model, *args[1:], **kwargs
-            )
+            model = args[0].spec.zeros() if isinstance(args[0], Hole) else args[0]
+            return func(model, *args[1:], **kwargs)
         if self._inside is not None:
             known, answer = dataless(func, args, kwargs)
             return answer if known else self.on_inner_operation(func, args, kwargs)

@@ -110,8 +110,8 @@ class Region:
         self._made.update(map(storage_of, made))
         if family_of(operation) not in self._recomputed:
             kept = rebuild(result, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
-            behind = Generators.now() if _is_random(operation) else None
-            self._results[key] = _Result(operation, kept, behind)
+            random = torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
+            self._results[key] = _Result(operation, kept, Generators.now() if random else None)
             self._unasked.append(key)
             for tensor in made:
                 # Some operations give parts of others' results without saying so (unsafe_split).
@@ -252,10 +252,6 @@ def _fresh_leaf(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad)
-
-
-def _is_random(operation: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
 
 
 def _autocast() -> list[AbstractContextManager[Any]]:

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from strategies.errors import DataError
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 
+TIME = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism cuts
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -30,9 +32,6 @@ def _as_written(function: _Function) -> _Function:
     """A function that torch.compile leaves alone."""
     disable: Any = torch.compiler.disable  # Untyped in torch.
     return cast(_Function, disable(function))
-
-
-TIME = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism cuts
 
 
 class Entrance:
