@@ -46,7 +46,6 @@ class Fetch:
 # must leave it as if it had run once. Copying all of it for every microbatch would cost time and
 # memory, and mostly nothing changes: what does is found by a close look at a stage's first forward.
 
-
 _ABSENT: Any = object()
 _AS_IT_IS: Any = object()
 # A module's own bookkeeping, the same in all of them; buffers are looked at by name.

@@ -1,7 +1,8 @@
-"""Figures of any other LightningModule: what its replay's probe has seen, call by call.
+"""Figures of a model's units: those that it declares, or else what its replay's probe has seen.
 
-The graph is the one that the runtime cuts: its units, the places of its cuts, and the values that
-cross them. Operations between units belong to the unit on whose side of a cut they lie.
+The graph of any other LightningModule is the one that the runtime cuts: its units, the places of
+its cuts, and the values that cross them. Operations between units belong to the unit on whose side
+of a cut they lie.
 """
 
 from __future__ import annotations
@@ -227,9 +228,7 @@ def _slot(spec: Spec, key: Any) -> Slot:
     return Slot(replace(spec, device=torch.device("cpu"), requires_grad=grad), key)
 
 
-# ----------------------------------------------------------------------------------------- grouped
-#
-# From the figures of calls to those of units: sums, and what neighbours keep together.
+# -- from the figures of calls to those of units ---------------------------------------------------
 
 
 @dataclass(slots=True)
