@@ -77,31 +77,6 @@ def _cpu_attention_backward(
     return _scores(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-def _matrix_vector(matrix: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * matrix.numel()
-
-
-def _added_matrix_vector(_: Tensor, matrix: Tensor, *__: Any, **___: Any) -> int:
-    return 2 * matrix.numel()
-
-
-def _added_batches(_: Tensor, first: Tensor, second: Tensor, *__: Any, **___: Any) -> int:
-    return 2 * first.numel() * int(second.shape[-1])
-
-
-def _distances(first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * first.numel() * int(second.shape[-2])
-
-
-def _linear(inputs: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * inputs.numel() * int(weight.shape[0])
-
-
-def _grouped(first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
-    """Rows of one matrix, each times the matrix of its group."""
-    return 2 * first.numel() * int(second.shape[-1])
-
-
 def _recurrent(inputs: Tensor, *weights: Any, **__: Any) -> int:
     """A layer's steps: every row through both of its matrices."""
     rows = inputs.numel() // int(inputs.shape[-1])
@@ -109,45 +84,38 @@ def _recurrent(inputs: Tensor, *weights: Any, **__: Any) -> int:
 
 
 _Formula = Callable[..., Any]
-
-
-def _own_formulas() -> dict[Any, _Formula]:
-    found: dict[Any, _Formula] = {}
-    wanted: Mapping[str, _Formula] = {
-        "_scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
-        "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward,
-        "mv": _matrix_vector,
-        "dot": _matrix_vector,
-        "vdot": _matrix_vector,
-        "addmv": _added_matrix_vector,
-        "addbmm": _added_batches,
-        "addr": lambda _, a, b, *__, **___: 2 * a.numel() * b.numel(),
-        "linear": _linear,
-        "_cdist_forward": _distances,
-        "_grouped_mm": _grouped,
-        "mkldnn_rnn_layer": _recurrent,
-        "_trilinear": lambda a, b, c, *_, out_val, **__: 4 * out_val.numel(),
-    }
-    for name, formula in wanted.items():
-        packet = getattr(torch.ops.aten, name, None)
-        if packet is not None:
-            found[packet] = formula
-    return found
-
-
-FORMULAS: dict[Any, _Formula] = _own_formulas()
+_OWN: Mapping[str, _Formula] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward,
+    "mv": lambda matrix, *_, **__: 2 * matrix.numel(),
+    "dot": lambda first, *_, **__: 2 * first.numel(),
+    "vdot": lambda first, *_, **__: 2 * first.numel(),
+    "addmv": lambda _, matrix, *__, **___: 2 * matrix.numel(),
+    "addbmm": lambda _, a, b, *__, **___: 2 * a.numel() * int(b.shape[-1]),
+    "addr": lambda _, a, b, *__, **___: 2 * a.numel() * b.numel(),
+    "linear": lambda inputs, weight, *_, **__: 2 * inputs.numel() * int(weight.shape[0]),
+    "_cdist_forward": lambda a, b, *_, **__: 2 * a.numel() * int(b.shape[-2]),
+    # Rows of one matrix, each times the matrix of its group.
+    "_grouped_mm": lambda a, b, *_, **__: 2 * a.numel() * int(b.shape[-1]),
+    "mkldnn_rnn_layer": _recurrent,
+    "_trilinear": lambda a, b, c, *_, out_val, **__: 4 * out_val.numel(),
+}
+_FORMULAS: dict[Any, _Formula] = {
+    packet: formula
+    for name, formula in _OWN.items()
+    if (packet := getattr(torch.ops.aten, name, None)) is not None
+}
 
 
 def formula_of(packet: Any) -> _Formula | None:
     """Of an operation, all its overloads; a user's own comes first."""
-    return flop_registry.get(packet) or FORMULAS.get(packet)
+    return flop_registry.get(packet) or _FORMULAS.get(packet)
 
 
 class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what runs under it.
 
     Attributes:
-        flops: So far.
         unknown: Operations that were met without a formula.
         last: The operation that ran last, for messages.
     """
@@ -158,13 +126,7 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unknown: set[str] = set()
         self.last = "nothing"
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = getattr(func, "_overloadpacket", None)
         self.last = str(packet if packet is not None else func).replace(".", "::")
@@ -189,13 +151,8 @@ def _without_products(func: Any, packet: Any) -> bool:
     return name in _NO_PRODUCTS or plain in _NO_PRODUCTS
 
 
-# ------------------------------------------------------------------------------------------- costs
-#
-# Cost of what runs under it, from shapes: floating point operations, else elements written.
-
-
 class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up cost; also notices whether random numbers were drawn.
+    """Adds up cost from shapes; also notices whether random numbers were drawn.
 
     Attributes:
         cost: FLOPs of matrix products, convolutions and attention, plus one per element that
@@ -208,13 +165,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.cost = 0.0
         self.random = False
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         packet = getattr(func, "_overloadpacket", None)

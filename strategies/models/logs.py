@@ -13,23 +13,23 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
+from strategies.models.nested import replaced
 from strategies.models.replay.gate import MARKER, unwatched
 from strategies.models.replay.hole import user_line
 from strategies.models.stage_model import LogCall
 from strategies.models.state import Fetch
 
-_MISSING = object()
+_LOG = inspect.signature(LightningModule.log)
+_LOG_DICT = inspect.signature(LightningModule.log_dict)
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": sum}
 
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """A log call of one microbatch on one stage.
+    """A log call of one microbatch on one stage; several stages may know the same value.
 
     Attributes:
-        call: What was logged.
         share: The microbatch's share of the batch.
-        stage: Where; several stages may know the same value.
         copy: Weight copy that the microbatch ran through.
     """
 
@@ -41,29 +41,17 @@ class LogEntry:
 
 @contextmanager
 def captured_logs(module: nn.Module) -> Iterator[LogCapture]:
-    """Inside, the module's log calls go to the capture instead of Lightning's tables."""
     capture = LogCapture(lambda _: True)
-    before = {name: module.__dict__.get(name, _MISSING) for name in ("log", "log_dict")}
-    module.__dict__.update(log=capture.log, log_dict=capture.log_dict)
-    try:
+    own = module.__dict__
+    with replaced([(own, "log", capture.log), (own, "log_dict", capture.log_dict)]):
         yield capture
-    finally:
-        for name, value in before.items():
-            if value is _MISSING:
-                del module.__dict__[name]
-            else:
-                module.__dict__[name] = value
 
 
-def join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
-    """One call per name from all microbatches of a step.
+def _join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
+    """One call per name from all microbatches of a step, each call with its share of the batch.
 
-    Args:
-        calls: Each call with the share of the batch that its microbatch holds.
-
-    Returns:
-        Means are weighted by the calls' ``batch_size``, or by the shares; ``reduce_fx`` of max, min
-        and sum are honoured. Batch sizes add up.
+    Means are weighted by the calls' ``batch_size``, or by the shares; ``reduce_fx`` of max, min
+    and sum are honoured. Batch sizes add up.
     """
     by_name: dict[str, list[tuple[LogCall, float]]] = {}
     for call, share in calls:
@@ -87,20 +75,15 @@ def join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
 
 
 def start_packing(entries: Sequence[LogEntry]) -> Callable[[], list[list[Any]]]:
-    """What gives ``pack_logs(entries)`` later; waits for no device until then."""
+    """What gives one rank's log calls of a step, joined per name, stage and copy, JSON-ready.
+
+    Waits for no device until it is called.
+    """
     entries = list(entries)
-    fetched = start_fetching([entry.call for entry in entries])
+    fetched = _start_fetching([entry.call for entry in entries])
     return lambda: _packed(
         [replace(entry, call=call) for entry, call in zip(entries, fetched(), strict=True)]
     )
-
-
-def pack_logs(entries: Sequence[LogEntry]) -> list[list[Any]]:
-    """One rank's log calls of a step, joined per name, stage and copy, JSON-ready.
-
-    Waits for the device that they were computed on.
-    """
-    return start_packing(entries)()
 
 
 def _packed(entries: Sequence[LogEntry]) -> list[list[Any]]:
@@ -109,7 +92,7 @@ def _packed(entries: Sequence[LogEntry]) -> list[list[Any]]:
         key = (entry.call.name, entry.stage, entry.copy)
         groups.setdefault(key, []).append((entry.call, entry.share))
     return [
-        [*to_plain(join_logs(group)[0]), sum(share for _, share in group), stage, copy]
+        [*_to_plain(_join_logs(group)[0]), sum(share for _, share in group), stage, copy]
         for (_, stage, copy), group in groups.items()
     ]
 
@@ -128,15 +111,11 @@ def unpack_logs(packed: Sequence[Sequence[Sequence[Any]]]) -> list[LogCall]:
     names: dict[str, list[Sequence[Any]]] = {}
     for (name, _), entry in sorted(best.items(), key=lambda item: item[0][1]):
         names.setdefault(name, []).append(entry)
-    return [
-        from_plain(list(found[0][:3]))
-        if len(found) == 1
-        else join_logs([(from_plain(list(entry[:3])), entry[3]) for entry in found])[0]
-        for found in names.values()
-    ]
+    calls = ([(LogCall(*entry[:3]), entry[3]) for entry in found] for found in names.values())
+    return [found[0][0] if len(found) == 1 else _join_logs(found)[0] for found in calls]
 
 
-def to_plain(call: LogCall) -> list[Any]:
+def _to_plain(call: LogCall) -> list[Any]:
     """A JSON-ready triple; options that JSON cannot carry travel by name or not at all."""
     options = {}
     for key, option in call.options.items():
@@ -147,25 +126,11 @@ def to_plain(call: LogCall) -> list[Any]:
     return [call.name, call.value, options]
 
 
-def from_plain(triple: list[Any]) -> LogCall:
-    """The inverse of ``to_plain``."""
-    return LogCall(triple[0], triple[1], triple[2])
-
-
-# -------------------------------------------------------------------------------------------- logs
-#
-# Capturing ``self.log`` calls instead of handing them to Lightning.
-#
-# Lightning aggregates log calls per process; in a pipeline a value exists on one stage only, so the
-# runtime repeats the calls on every rank. The arguments are kept as the user gave them.
-
-
-_LOG = inspect.signature(LightningModule.log)
-_LOG_DICT = inspect.signature(LightningModule.log_dict)
-
-
 class LogCapture:
     """Stands in for ``self.log`` and ``self.log_dict`` during one replay.
+
+    Lightning aggregates log calls per process; in a pipeline a value exists on one stage only, so
+    the runtime repeats the calls on every rank. The arguments are kept as the user gave them.
 
     Args:
         keep: Called at every log call with the value; tells whether this stage keeps it.
@@ -176,19 +141,17 @@ class LogCapture:
         self._kept: list[tuple[str, Tensor | float, dict[str, Any]]] = []
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Replacement of ``LightningModule.log``."""
         bound = _LOG.bind(None, *args, **kwargs).arguments
         self._add(bound["name"], bound["value"], _options(bound, "self", "name", "value"))
 
     def log_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Replacement of ``LightningModule.log_dict``."""
         bound = _LOG_DICT.bind(None, *args, **kwargs).arguments
         metrics: Mapping[str, Any] = bound["dictionary"]
         for name, value in metrics.items():
             self._add(str(name), value, _options(bound, "self", "dictionary"))
 
     def calls(self) -> tuple[LogCall, ...]:
-        """The kept calls; values on a device stay there until ``fetched`` brings them."""
+        """The kept calls; values on a device stay there."""
         return tuple(
             LogCall(name, value.item() if _at_hand(value) else value, options)
             for name, value, options in self._kept
@@ -203,13 +166,8 @@ def _at_hand(value: Tensor | float) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.device.type == "cpu"
 
 
-def fetched(calls: Sequence[LogCall]) -> list[LogCall]:
-    """The calls with plain numbers; what is on a device comes in one transfer."""
-    return start_fetching(calls)()
-
-
-def start_fetching(calls: Sequence[LogCall]) -> Callable[[], list[LogCall]]:
-    """What gives ``fetched(calls)`` later; waits for no device until then."""
+def _start_fetching(calls: Sequence[LogCall]) -> Callable[[], list[LogCall]]:
+    """What gives the calls with plain numbers later; all that is on a device in one transfer."""
     calls = list(calls)
     tensors = [call.value for call in calls if isinstance(call.value, Tensor)]
     if not tensors:
@@ -230,7 +188,10 @@ def start_fetching(calls: Sequence[LogCall]) -> Callable[[], list[LogCall]]:
 def _number(name: str, value: Any) -> Tensor | float:
     """The value as it is now: a tensor without dimensions, not fetched from its device yet."""
     if isinstance(value, nn.Module):
-        value = _batch_value(value)
+        # A torchmetrics object: its value for this batch, as Lightning logs it on a step.
+        metric: Any = value
+        value = getattr(metric, "_forward_cache", None)
+        value = metric.compute() if value is None else value
     if not isinstance(value, Tensor):
         return float(value)
     if value.numel() != 1:
@@ -243,9 +204,3 @@ def _number(name: str, value: Any) -> Tensor | float:
 
 def _options(bound: Mapping[str, Any], *without: str) -> dict[str, Any]:
     return {key: value for key, value in bound.items() if key not in without}
-
-
-def _batch_value(metric: Any) -> Any:
-    """The value of a torchmetrics object for this batch, as Lightning logs it on a step."""
-    value = getattr(metric, "_forward_cache", None)
-    return metric.compute() if value is None else value

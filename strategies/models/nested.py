@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from strategies.models.replay.hole import Hole
 
+_ABSENT = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 
 
@@ -71,6 +73,23 @@ def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
                 object.__setattr__(record, field.name, changed)
         return record
     return leaf(value)
+
+
+@contextmanager
+def replaced(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Inside, tables have these values for keys; each is put in before the next is asked for."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for table, key, value in entries:
+            before.append((table, key, table.get(key, _ABSENT)))
+            table[key] = value
+        yield
+    finally:
+        for table, key, value in reversed(before):
+            if value is _ABSENT:
+                table.pop(key, None)
+            else:
+                table[key] = value
 
 
 def signature(value: Any) -> Hashable:

@@ -189,9 +189,7 @@ class StageModel(ABC):
         return ()
 
 
-# ---------------------------------------------------------------------------------------- compiled
-#
-# ``torch.compile`` for the units of a cut model, one by one.
+# -- ``torch.compile`` for the units of a cut model, one by one ------------------------------------
 #
 # Units, not stages: layers of one kind share their code, so a stage of many layers compiles as fast
 # as one of one, and what is compiled does not depend on the cut. The program around them (messages,

@@ -1,8 +1,4 @@
-"""Numbers on their way from the device to the host.
-
-Reading one with ``float()`` or ``.cpu()`` waits for everything that the device has been given so
-far. A copy that was started earlier is waited for alone, and usually is there already.
-"""
+"""What a step touches besides its graph: numbers for the host, module state, random generators."""
 
 from __future__ import annotations
 
@@ -21,7 +17,11 @@ from strategies.models.replay.hole import Hole
 
 
 class Fetch:
-    """A copy in host memory, started and not waited for; without a device the tensor itself."""
+    """A copy in host memory, started and not waited for; without a device the tensor itself.
+
+    Reading a number with ``float()`` or ``.cpu()`` waits for everything that the device has been
+    given so far. This copy is waited for alone, and usually is there already.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         # Copies that do not block go to pinned memory.
@@ -38,14 +38,13 @@ class Fetch:
         return self._copy
 
 
-# ------------------------------------------------------------------------------------ module state
+# -- module state --------------------------------------------------------------------------------
 #
 # What a forward changes in its module besides gradients: running statistics, counters, metrics.
 #
 # A forward that runs twice for one microbatch must find this state as it was the first time, and
 # must leave it as if it had run once. Copying all of it for every microbatch would cost time and
 # memory, and mostly nothing changes: what does is found by a close look at a stage's first forward.
-
 
 _ABSENT: Any = object()
 _AS_IT_IS: Any = object()
@@ -58,14 +57,7 @@ Before = list[tuple["Slot", Any]]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place in a module that has a value.
-
-    Attributes:
-        name: Of the buffer or attribute.
-        table: The dictionary that has it: a module's buffers, or its attributes.
-        key: Its name there.
-        buffer: Whether it is a buffer.
-    """
+    """A place in a module that has a value: ``key`` in its buffers or in its attributes."""
 
     name: str
     table: dict[str, Any]
@@ -156,8 +148,6 @@ No forward reads a result of the one before, so it need not be kept, and it may 
 
 
 class _Seen:
-    """A slot before a stage's first forward."""
-
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self.value = slot.value
@@ -195,9 +185,8 @@ def _copy(value: Any) -> Any:
 
 
 def _is_data(value: Any) -> bool:
-    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter | Hole):
-        return False
-    return not value.is_meta
+    real = isinstance(value, Tensor) and not isinstance(value, nn.Parameter | Hole)
+    return real and not value.is_meta
 
 
 def _version(value: Any) -> int:
@@ -207,10 +196,9 @@ def _version(value: Any) -> int:
 def _same_items(value: Any, copy: Any) -> bool:
     if len(value) != len(copy):
         return False
-    pairs = zip(value, copy, strict=True)
     if isinstance(value, dict):
-        pairs = zip(value.values(), copy.values(), strict=True)
-    return all(first is second for first, second in pairs)
+        value, copy = value.values(), copy.values()
+    return all(first is second for first, second in zip(value, copy, strict=True))
 
 
 def _slots(module: nn.Module) -> Iterator[Slot]:
@@ -223,10 +211,7 @@ def _slots(module: nn.Module) -> Iterator[Slot]:
                 yield Slot(prefix + key, child.__dict__, key, False)
 
 
-# --------------------------------------------------------------------------------------------- rng
-#
-# Random numbers that depend on the place in the step, not on the stage that draws them.
-
+# -- random numbers that depend on the place in the step, not on the stage that draws them ---------
 
 _MASK = (1 << 64) - 1
 
@@ -271,7 +256,6 @@ class Generators:
 
     @classmethod
     def now(cls) -> Generators:
-        """Their present states."""
         numpy: Any = sys.modules.get("numpy.random")
         return cls(
             torch.default_generator.get_state(),
@@ -281,7 +265,6 @@ class Generators:
         )
 
     def put_back(self) -> None:
-        """Lets all of them draw again what they drew from here on."""
         torch.default_generator.set_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)

@@ -39,24 +39,20 @@ class HasUnits(Protocol):
 
     def pipeline_units(self) -> list[tuple[str, nn.Module]]:
         """Units in execution order, with their names inside the module."""
-        ...
 
     def pipeline_inputs(self, batch: Any) -> tuple[Tensor, ...]:
         """Inputs of the first unit."""
-        ...
 
     def pipeline_result(
         self, tensors: tuple[Tensor, ...], batch: Any, batch_idx: int, mode: Mode
     ) -> Any:
         """The step's loss, or its prediction, from the last unit's outputs."""
-        ...
 
 
 class Elsewhere(nn.Module):
     """Stands for a unit that lives on another rank; holds nothing."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Refuses: no schedule calls a unit of another rank."""
         raise ModelError(
             "a unit of another pipeline rank was called outside of the pipeline. Use pp=1 where "
             "the whole model is needed at once."
@@ -64,14 +60,9 @@ class Elsewhere(nn.Module):
 
 
 class UnitModel(StageModel):
-    """Runs ranges of the declared units."""
+    """Runs ranges of the declared units; nothing is freed before ``cut``."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Reads the module's units; nothing is freed before ``cut``.
-
-        Raises:
-            ModelError: A unit is not part of the module, or is declared twice.
-        """
         assert isinstance(module, HasUnits)
         self._module = module
         declared = module.pipeline_units()
@@ -85,8 +76,7 @@ class UnitModel(StageModel):
         if len({name for name, _ in declared}) != len(declared):
             raise ModelError("pipeline_units() names a unit twice; a unit runs once per step.")
         sizes = [float(sum(p.numel() for p in unit.parameters())) for _, unit in declared]
-        declared_costs: Any = getattr(module, "unit_costs", lambda: sizes)
-        costs = declared_costs()
+        costs = getattr(module, "unit_costs", lambda: sizes)()
         if len(costs) != len(declared):
             raise ModelError(
                 f"unit_costs() has {len(costs)} figures for {len(declared)} units. "
@@ -112,21 +102,17 @@ class UnitModel(StageModel):
 
     @property
     def module(self) -> nn.Module:
-        """The module that is cut."""
         return self._module
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """The declared units, those of other ranks included."""
         return self._units
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """Global names of the uncut module's parameters."""
         return self._names
 
     def cut(self, stages: Sequence[range], owned: Sequence[int]) -> None:
-        """Keeps the units of owned stages; the others become ``Elsewhere``."""
         self._stages = tuple(stages)
         kept = {index for stage in owned for index in stages[stage]}
         for index in list(self._runs):
@@ -135,7 +121,11 @@ class UnitModel(StageModel):
                 setattr(self._module.get_submodule(parent), child, Elsewhere())
                 del self._runs[index]
                 self._selective.pop(index, None)
-        self._materialise()
+        # One unit after the other: only one is whole at a time.
+        for index, unit in self._runs.items():
+            self._draw(index, unit)
+            if self._sharding is not None:
+                self._sharding.apply(self._module, self._units[index].name)
         if self._sharding is not None:
             self._sharding.finish(self._canonical)
 
@@ -143,7 +133,6 @@ class UnitModel(StageModel):
         self._selective = selection.layers_of(self._runs)
 
     def shard(self, ranks: TensorRanks) -> None:
-        """Reads the module's plan, which ``cut`` will follow."""
         self._sharding = Sharding(self._module, ranks)
 
     @property
@@ -156,17 +145,8 @@ class UnitModel(StageModel):
         """Norms under sequence parallelism, and what the plan says."""
         return () if self._sharding is None else self._sharding.partial
 
-    def _materialise(self) -> None:
-        """Gives kept units their weights, if the module was built on the meta device, or a share.
-
-        One unit after the other: only one is whole at a time.
-        """
-        for index, unit in self._runs.items():
-            self._draw(index, unit)
-            if self._sharding is not None:
-                self._sharding.apply(self._module, self._units[index].name)
-
     def _draw(self, index: int, unit: nn.Module) -> None:
+        """Gives a unit its weights, if the module was built on the meta device."""
         if any(parameter.is_meta for parameter in unit.parameters()):
             name = self._units[index].name
             initialise: Any = getattr(self._module, "initialise_unit", None)
@@ -189,7 +169,6 @@ class UnitModel(StageModel):
         seed: int | None,
         dataloader_idx: int = 0,
     ) -> StageOutput:
-        """Runs the stage's units one after the other."""
         module = self._module
         assert isinstance(module, HasUnits)
         tensors = module.pipeline_inputs(batch) if stage == 0 else inputs
@@ -210,11 +189,9 @@ class UnitModel(StageModel):
         return StageOutput(loss=loss, result=result, logs=logs.calls())
 
     def owned_modules(self) -> Iterator[nn.Module]:
-        """The declared units that were kept."""
         yield from self._runs.values()
 
     def stage_parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of an owned stage, each once."""
         seen: set[int] = set()
         for index in self._stages[stage]:
             unit_name = self._units[index].name
@@ -225,7 +202,7 @@ class UnitModel(StageModel):
                     yield self._canonical[f"{unit_name}.{name}"], parameter
 
     def shared_parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Parameters of several units whose units lie in several stages (tied embeddings)."""
+        """Tied embeddings, say: of several units, which lie in several stages."""
         shared = []
         for name, users in self._users.items():
             stages = sorted({s for s, units in enumerate(self._stages) if users & set(units)})
@@ -234,9 +211,7 @@ class UnitModel(StageModel):
         return tuple(shared)
 
 
-def _users(
-    declared: Sequence[tuple[str, nn.Module]],
-) -> tuple[dict[str, set[int]], dict[str, str]]:
+def _users(declared: Sequence[tuple[str, nn.Module]]) -> tuple[dict[str, set[int]], dict[str, str]]:
     """Name of each parameter's first use -> the units that hold it; any name -> that name."""
     first: dict[int, str] = {}
     users: dict[str, set[int]] = {}

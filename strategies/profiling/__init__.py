@@ -1,1 +1,1 @@
-"""Measures what the units of a model and the links between ranks take; ``layers`` is the door."""
+"""Measures what the units of a model and the links between ranks take."""

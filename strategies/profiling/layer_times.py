@@ -1,4 +1,9 @@
-"""A module that declares a few of its units only, and has weights for no others."""
+"""What units take, measured in the runtime itself: stages of a sample, all on one pipeline rank.
+
+Every stage runs as in training: forwards, backwards whole and split, recomputation, the optimizer;
+by the recorder's clock, messages left out. What a unit adds is fitted over stages of different
+length. Runs in every rank at once, so that cores and memory are as busy as they are in training.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +27,16 @@ from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
 
 _DEVIATION = 0.02
+_MICROBATCHES = 2
+_WARM_UPS = 2
+_LEAST = 3  # iterations, however long they take
+_FULL = Recompute("full")
 
 
 def choose_units(module: Any, units: Sequence[int]) -> nn.Module:
     """Leaves the chosen units in a module that is on the meta device.
 
-    Args:
-        module: Declares units (``HasUnits``).
-        units: Places of those that stay.
-
-    Returns:
-        The same module; its ``pipeline_units`` and ``unit_costs`` know the chosen ones only.
+    Its ``pipeline_units`` and ``unit_costs`` know these places only.
     """
     declared = module.pipeline_units()
     kept = [declared[place] for place in units]
@@ -48,12 +52,9 @@ def choose_units(module: Any, units: Sequence[int]) -> nn.Module:
 
 
 def draw_quickly(module: Any, device: torch.device, tie: Callable[[], None]) -> None:
-    """Lets a module's weights be made on a device, from any numbers: only their sizes matter.
+    """Lets a module's weights be made from any numbers: only their sizes matter.
 
-    Args:
-        module: Its ``initialise_unit`` is replaced.
-        device: Where.
-        tie: Called after each unit, to share what is shared.
+    ``tie`` is called after each unit, to share what is shared.
     """
 
     def initialise_unit(name: str) -> None:
@@ -68,49 +69,27 @@ def draw_quickly(module: Any, device: torch.device, tie: Callable[[], None]) -> 
     module.initialise_unit = initialise_unit
 
 
-# ------------------------------------------------------------------------------------------ layers
-#
-# What units take, measured in the runtime itself: stages of a sample, all on one pipeline rank.
-#
-# Every stage runs as in training: forwards, backwards whole and split, recomputation, the
-# optimizer; by the recorder's clock, messages left out. What a unit adds is fitted over stages of
-# different length. Runs in every rank at once, so that cores and memory are as busy as they are in
-# training.
-
-
-_MICROBATCHES = 2
-_WARM_UPS = 2
-_LEAST = 3  # iterations, however long they take
-
-MakeModule = Callable[[], nn.Module]
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-
 @dataclass(frozen=True, slots=True)
 class Task:
     """What is measured, and how.
 
     Attributes:
         make: Builds a module that declares the sample's units, without weights elsewhere.
-        sample: How they lie in stages.
         classes: Per unit of the sample, its class.
         batch: Rows -> a batch, on the device.
-        optimizer: Builds the optimizer over some parameters.
-        sizes: Microbatch sizes.
         iterations: Training steps per figure.
         limit_s: Fewer of them, where all steps at one size would take longer; at least three.
-        device: Where.
         options: How an engine runs it; its cut is the sample's.
         coordinates: pp is 1; replicas measure the same side by side.
         recompute: ``selective``, where units recompute a part of themselves.
         autocast: Around every pass.
     """
 
-    make: MakeModule
+    make: Callable[[], nn.Module]
     sample: Sample
     classes: tuple[int, ...]
     batch: Callable[[int], Any]
-    optimizer: MakeOptimizer
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     sizes: tuple[int, ...]
     iterations: int
     limit_s: float
@@ -122,7 +101,6 @@ class Task:
 
     @property
     def counts(self) -> list[list[int]]:
-        """Per stage, how many units of each class it has."""
         kinds = range(max(self.classes) + 1)
         return [
             [sum(self.classes[unit] == kind for unit in stage) for kind in kinds]
@@ -164,9 +142,6 @@ def measure_layers(task: Task) -> tuple[dict[int, SizeProfile], float]:
     return {size: _fitted(task, stages) for size, stages in found.items()}, statistics.median(
         stages.rest_s for stages in found.values()
     )
-
-
-_FULL = Recompute("full")
 
 
 def _engine(task: Task, *, split: bool, recompute: Recompute) -> Engine:
@@ -309,7 +284,6 @@ def _watch(task: Task, engine: Engine, batch: Any, found: _Stages) -> None:
 
 
 def _fitted(task: Task, stages: _Stages) -> SizeProfile:
-    """What units add to stages, from what stages took."""
     counts = task.counts
     fits = {name: fit_line(counts, values) for name, values in stages.seconds.items()}
     # What one training step is made of; the other kinds are parts of it or its like.
@@ -340,16 +314,10 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# ------------------------------------------------------------------------------------- temporaries
-#
-# Bytes that one forward or backward needs for a while, beyond what is there before and after.
-
-
 def transient(device: torch.device, call: Callable[[], Any]) -> tuple[Any, int, int]:
-    """Runs a function and watches the memory of its device.
+    """Runs a function: (its result, bytes that stayed, most bytes at once).
 
-    Returns:
-        (its result, bytes that stayed, most bytes at once), both beyond what was there before.
+    Both beyond what was there before, on that device.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -362,39 +330,27 @@ def transient(device: torch.device, call: Callable[[], Any]) -> tuple[Any, int, 
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as watched:
         result = call()
-    held = most = 0
-    for change in _changes(watched):
-        held += change
-        most = max(most, held)
-    return result, held, most
-
-
-def _changes(watched: torch.profiler.profile) -> list[int]:
-    """Allocations and releases in the order of time."""
     inner: Any = watched.profiler
     events = [event for event in inner.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return [int(event.nbytes()) for event in events]
-
-
-# -------------------------------------------------------------------------------------------- line
-#
-# What a stage takes as a sum: something fixed, and what each of its units adds.
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += int(event.nbytes())
+        most = max(most, held)
+    return result, held, most
 
 
 def fit_line(
     counts: Sequence[Sequence[int]], measured: Sequence[float], *, fixed: bool = True
 ) -> tuple[float, tuple[float, ...]]:
-    """Least squares of relative errors; nothing is negative.
+    """A stage takes something fixed, and what each of its units adds: (fixed, one per class).
+
+    Least squares of relative errors; nothing is negative.
 
     Args:
         counts: Per stage, how many units of each class it has.
         measured: Per stage, >= 0.
         fixed: Whether a stage takes something by itself; left out where there are too few stages
             to tell.
-
-    Returns:
-        (fixed, one figure per class).
     """
     rows = torch.tensor(counts, dtype=torch.float64)
     values = torch.tensor(measured, dtype=torch.float64)
@@ -419,10 +375,8 @@ def fit_error(
 
     Args:
         counts: As for ``fit_line``.
-        measured: Per kind of instruction what stages took, and the line through it.
-
-    Returns:
-        None where nothing took any time.
+        measured: Per kind of instruction what stages took, and the line through it; None is
+            returned where nothing took any time.
 
     >>> fit_error([[1, 0], [1, 1]], [([2.0, 3.0], (1.0, [1.0, 1.5]))])
     0.1

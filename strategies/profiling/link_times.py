@@ -34,11 +34,7 @@ _ROUNDS, _PRODUCTS = 10, 4
 def measure_links(
     first: int, second: int, *, backend: str, device: torch.device
 ) -> tuple[Link, Link] | None:
-    """Measures between two global ranks; collective over all.
-
-    Returns:
-        (messages, reductions) on the two ranks; None on others.
-    """
+    """(messages, reductions) between two global ranks, None on others; collective over all."""
     members = sorted({first, second})
     kind = "nccl" if backend == "nccl" else "gloo"
     group = dist.new_group(members, backend=kind)
@@ -54,7 +50,7 @@ def measure_links(
     else:
         transport = (StagedTransport if backend == "staged" else GlooTransport)(group)
     messages = _fitted(device, partial(_there_and_back, transport, own), trips=2)
-    reductions = _fitted(device, partial(_reduce, group), trips=1)
+    reductions = _fitted(device, partial(dist.all_reduce, group=group), trips=1)
     dist.barrier(group)
     for made in (group, *pairs):
         dist.destroy_process_group(made)
@@ -68,10 +64,8 @@ def measure_lockstep(
     """What two ranks lose that wait for each other after every few products; collective over all.
 
     Neither is always as fast as the other: cores are shared, clocks change. Each wait costs what
-    the slower one takes longer, and the next time that may be the other.
-
-    Returns:
-        A share of the compute between two waits, on the two ranks; None on others.
+    the slower one takes longer, and the next time that may be the other. Given as a share of the
+    compute between two waits, on the two ranks; None on others.
     """
     members = sorted({first, second})
     group = dist.new_group(members, backend="nccl" if backend == "nccl" else "gloo")
@@ -121,12 +115,9 @@ def _fitted(device: torch.device, call: Callable[[Tensor], None], *, trips: int)
 def fit_link(sizes: Sequence[int], times: Sequence[float]) -> Link:
     """Latency and bandwidth whose predictions have the least relative errors, squared and summed.
 
-    Relative, or the largest messages would decide alone; over all sizes, as a message between the
-    smallest and the largest often takes longer than the line through those two says.
-
-    Args:
-        sizes: Bytes, at least two different ones.
-        times: Seconds.
+    Relative, or the largest messages would decide alone; over all sizes (bytes, at least two
+    different ones), as a message between the smallest and the largest often takes longer than the
+    line through those two says.
 
     >>> found = fit_link((1000, 2000, 4000), (2e-3, 3e-3, 5e-3))
     >>> round(found.latency_s, 9), round(found.bandwidth)
@@ -136,10 +127,8 @@ def fit_link(sizes: Sequence[int], times: Sequence[float]) -> Link:
     ones = sum(1 / t**2 for t in times)
     lengths = sum(s / t**2 for s, t in zip(sizes, times, strict=True))
     squares = sum((s / t) ** 2 for s, t in zip(sizes, times, strict=True))
-    right, right_lengths = (
-        sum(1 / t for t in times),
-        sum(s / t for s, t in zip(sizes, times, strict=True)),
-    )
+    right = sum(1 / t for t in times)
+    right_lengths = sum(s / t for s, t in zip(sizes, times, strict=True))
     determinant = ones * squares - lengths**2
     latency = (right * squares - right_lengths * lengths) / determinant
     slope = (ones * right_lengths - lengths * right) / determinant
@@ -155,7 +144,3 @@ def _there_and_back(transport: Transport, own: int, data: Tensor) -> None:
     else:
         transport.receive(answer, 0, 0).wait()
         transport.send(data, 0, 1).wait()
-
-
-def _reduce(group: dist.ProcessGroup, data: Tensor) -> None:
-    dist.all_reduce(data, group=group)

@@ -5,7 +5,6 @@ Layers whose Python code looks at values cannot run on fakes; they run once on m
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from strategies.errors import ModelError
 from strategies.models.flops import FlopCount
-from strategies.models.nested import leaves, rebuild, tensors
+from strategies.models.nested import leaves, rebuild, replaced, tensors
 from strategies.models.replay.gate import KeptObjects
-from strategies.models.replay.hole import Spec
+from strategies.models.replay.hole import Args, Function, Kwargs, Spec
 
 _MOST_MADE_UP = 2_000_000_000  # bytes
 # Parts of the names of attributes that number a layer and decide nothing else.
@@ -45,7 +44,6 @@ class Kept:
     Attributes:
         origin: ``input`` or ``output`` of the call, or ``own``.
         index: Which of them.
-        num_bytes: Its size.
     """
 
     origin: str
@@ -58,7 +56,6 @@ class Figures:
     """What one call takes.
 
     Attributes:
-        forward_flops: Of the call.
         input_flops: Of its backward, for the gradients of its inputs.
         weight_flops: For those of its parameters.
         kept: What autograd keeps; parameters, buffers and the batch do not count.
@@ -75,63 +72,34 @@ class Figures:
 
 
 class Tracer:
-    """Traces calls; equal ones once.
-
-    Args:
-        autocast: The types in which steps run.
-    """
+    """Traces calls; equal ones once. ``autocast`` gives the types in which steps run."""
 
     def __init__(self, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self._autocast = autocast
         self._known: dict[Hashable, Figures] = {}
 
-    def layer(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Figures:
-        """A call of a module.
+    def layer(self, name: str, module: nn.Module, args: Args, kwargs: Kwargs) -> Figures:
+        """A call of a module, whose weights may be on the meta device.
 
-        Args:
-            name: Its name, for messages.
-            module: It may have weights on the meta device.
-            args: With slots in place of tensors that come from other layers.
-            kwargs: The same.
+        ``name`` is for messages; slots stand for tensors that come from other layers.
 
         Raises:
             ModelError: It can be run neither on fakes nor on made-up values.
         """
         key = ("layer", structure(module), described((args, kwargs)))
         if key not in self._known:
-
-            def call(a: Any, k: Any) -> Any:
-                return module(*a, **k)
-
-            self._known[key] = self._traced(name, call, args, kwargs, module)
+            self._known[key] = self.operation(name, module, args, kwargs, module)
         return self._known[key]
 
     def operation(
-        self,
-        name: str,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        module: nn.Module | None = None,
+        self, name: str, func: Function, args: Args, kwargs: Kwargs, module: nn.Module | None = None
     ) -> Figures:
         """A call of a function; ``module`` is one whose parameters it may use by itself."""
-        return self._traced(name, lambda a, k: func(*a, **k), args, kwargs, module)
-
-    def _traced(
-        self,
-        name: str,
-        call: Callable[[Any, Any], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        module: nn.Module | None,
-    ) -> Figures:
         count = FlopCount()
         objects = KeptObjects((args, kwargs), depth=10)
         try:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
-            return self._run(call, args, kwargs, module, count, fake)
+            return self._run(func, args, kwargs, module, count, fake)
         except Exception as error:
             reason, first = " ".join(str(error).split())[:200], count.last
             needed = sum(p.numel() * p.element_size() for p in module.parameters()) if module else 0
@@ -139,7 +107,7 @@ class Tracer:
                 raise _untraceable(name, first, error, reason) from error
             objects.restore()
             try:
-                return self._run(call, args, kwargs, module, FlopCount(), None)
+                return self._run(func, args, kwargs, module, FlopCount(), None)
             except Exception:
                 raise _untraceable(name, first, error, reason) from error
         finally:
@@ -147,9 +115,9 @@ class Tracer:
 
     def _run(
         self,
-        call: Callable[[Any, Any], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        func: Function,
+        args: Args,
+        kwargs: Kwargs,
         module: nn.Module | None,
         count: FlopCount,
         fake: FakeTensorMode | None,
@@ -165,7 +133,7 @@ class Tracer:
             self._autocast(),
             torch.random.fork_rng(devices=[]),
             fake or nullcontext(),
-            _own_weights(module, fake, own),
+            replaced(_own_weights(module, fake, own) if module is not None else ()),
         ):
 
             def give(leaf: Any) -> Any:
@@ -190,7 +158,7 @@ class Tracer:
                     return tensor
                 return leaf
 
-            given = rebuild((args, kwargs), give)
+            given, named = rebuild((args, kwargs), give)
             for tensor in own:
                 known[_storage(tensor)] = (tensor, None)
             for buffer in module.buffers() if module is not None else ():
@@ -203,19 +171,20 @@ class Tracer:
 
             with count:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                    result = call(*given)
+                    result = func(*given, **named)
                 forward = count.flops
-                results = list(tensors(result))
+                results = tensors(result)
                 roots = [t for t in results if t.requires_grad]
                 both, weights = _backward(count, roots, inputs, own)
             outputs = {_storage(t): i for i, t in enumerate(results)}
-            kept = tuple(_kept(s, tensor, known, outputs) for s, tensor in saved.items())
+            kept = [_kept(s, tensor, known, outputs) for s, tensor in saved.items()]
         return Figures(
             forward,
             both - weights,
             weights,
             tuple(entry for entry in kept if entry is not None),
-            tuple(_plain(Spec.of(t)) for t in results),
+            # A fake's device is the one it stands for.
+            tuple(Spec.of(t, torch.device("cpu")) for t in results),
             tuple(sorted(count.unknown)),
         )
 
@@ -268,47 +237,34 @@ def _made(spec: Spec, fake: FakeTensorMode | None) -> Tensor:
     return tensor
 
 
-@contextlib.contextmanager
 def _own_weights(
-    module: nn.Module | None, fake: FakeTensorMode | None, own: list[Tensor]
-) -> Iterator[None]:
+    module: nn.Module, fake: FakeTensorMode | None, own: list[Tensor]
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Parameters and buffers of a module as fakes, or as made-up values where they have none."""
-    if module is None:
-        yield
-        return
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    known: dict[int, Any] = {}
+    known: dict[int, Tensor] = {}
 
     def stand_in(tensor: Tensor) -> Tensor:
         if id(tensor) not in known:
-            parameter = isinstance(tensor, nn.Parameter)
             if fake is None and not tensor.is_meta:
                 made = tensor.detach().clone()
             else:
                 made = _made(Spec.of(tensor.detach()), fake)
-            if parameter:
+            if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
                 if tensor.requires_grad:
                     own.append(made)
             known[id(tensor)] = made
-        found: Tensor = known[id(tensor)]
-        return found
+        return known[id(tensor)]
 
-    try:
-        for child in module.modules():
-            tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
-            for table in tables:
-                for name, value in list(table.items()):
-                    if isinstance(value, Tensor):
-                        replaced.append((table, name, value))
-                        table[name] = stand_in(value)
-            if isinstance(child, nn.RNNBase):
-                replaced.append((child.__dict__, "_flat_weights", child._flat_weights))
-                child._flat_weights = [getattr(child, n) for n in child._flat_weights_names]
-        yield
-    finally:
-        for table, name, value in reversed(replaced):
-            table[name] = value
+    for child in module.modules():
+        tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+        for table in tables:
+            for name, value in list(table.items()):
+                if isinstance(value, Tensor):
+                    yield table, name, stand_in(value)
+        if isinstance(child, nn.RNNBase):
+            weights = [getattr(child, name) for name in child._flat_weights_names]
+            yield child.__dict__, "_flat_weights", weights
 
 
 def structure(module: nn.Module) -> Hashable:
@@ -348,8 +304,3 @@ def described(value: Any) -> Hashable:
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _plain(spec: Spec) -> Spec:
-    """A fake's device is the one it stands for."""
-    return Spec(spec.shape, spec.stride, spec.dtype, torch.device("cpu"), spec.requires_grad)

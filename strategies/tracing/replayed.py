@@ -1,37 +1,28 @@
-"""Figures of any other LightningModule: what its replay's probe has seen, call by call.
+"""Figures of a model's units: those that it declares, or else what its replay's probe has seen.
 
-The graph is the one that the runtime cuts: its units, the places of its cuts, and the values that
-cross them. Operations between units belong to the unit on whose side of a cut they lie.
+The graph of any other LightningModule is the one that the runtime cuts: its units, the places of
+its cuts, and the values that cross them. Operations between units belong to the unit on whose side
+of a cut they lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from strategies.errors import ModelError
 from strategies.models.logs import captured_logs
 from strategies.models.nested import leaves, rebuild, tensors
 from strategies.models.replay.gate import KeptObjects, unchanged
-from strategies.models.replay.hole import Hole, Spec, operation_name
+from strategies.models.replay.hole import Args, Function, Hole, Kwargs, Spec, operation_name
 from strategies.models.replay.layout import group_calls
-from strategies.models.replay.path import (
-    Boundary,
-    Cut,
-    Key,
-    ParameterTable,
-    Path,
-    Position,
-    used_parameters,
-)
+from strategies.models.replay.path import Boundary, Cut, Key, Path, Position, used_parameters
 from strategies.models.replay.probe import Probe
-from strategies.models.replay.probing import batch_device, probe_path, select_units
-from strategies.models.replay.replay_model import units_to_open
+from strategies.models.replay.probing import probe_units
 from strategies.models.unit_model import HasUnits
 from strategies.tracing.figures import Figures, Slot, Tracer
 
@@ -42,9 +33,9 @@ class _Seen:
 
     position: Position
     unit: int | None
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    func: Function
+    args: Args
+    kwargs: Kwargs
     objects: KeptObjects
     outputs: tuple[Hashable, ...] = ()
 
@@ -63,10 +54,7 @@ class TracingProbe(Probe):
         self.seen: list[_Seen] = []
         self._alive: dict[int, Any] = {}
 
-    def on_unit(
-        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Notes the call."""
+    def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         call = len(self.record.calls)
         given, named = self._noted((args, kwargs))
         # A cache among them, say, to which the layer is about to add something.
@@ -78,10 +66,7 @@ class TracingProbe(Probe):
         seen.outputs = self._keys(result)
         return result
 
-    def on_operation(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Notes an operation that makes something."""
+    def on_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         call = len(self.record.calls)
         before = len(self.record.events[call])
         given, named = self._noted((args, kwargs))
@@ -108,7 +93,7 @@ class TracingProbe(Probe):
     def _slot(self, tensor: Tensor) -> Slot:
         parameter = not isinstance(tensor, Hole) or tensor.parameter is not None
         spec = tensor.spec if isinstance(tensor, Hole) else Spec.of(tensor)
-        spec = Spec(spec.shape, spec.stride, spec.dtype, torch.device("cpu"), spec.requires_grad)
+        spec = replace(spec, device=torch.device("cpu"))
         return Slot(spec, self._key(tensor), parameter=parameter)
 
     def _key(self, tensor: Tensor) -> Hashable:
@@ -125,39 +110,20 @@ class TracingProbe(Probe):
 def trace_replayed(
     module: LightningModule, batch: Any, tracer: Tracer, *, chain: str | None = None
 ) -> ModelFigures:
-    """All units on one microbatch.
-
-    Args:
-        module: Its weights may be on the meta device.
-        batch: One microbatch.
-        tracer: Knows what was traced before.
-        chain: As ``ReplayModel.probe``.
+    """All units on one microbatch; ``chain`` is as for ``ReplayModel.probe``.
 
     Raises:
         ModelError: The step cannot be cut into stages, or a layer cannot be traced.
     """
-    table = ParameterTable(module, batch_device(batch, module))
-    opened: frozenset[str] = frozenset()
     made: list[TracingProbe] = []
 
     def make(*args: Any, **kwargs: Any) -> TracingProbe:
         made.append(TracingProbe(*args, **kwargs))
         return made[-1]
 
-    while True:
-        units = select_units(module, chain, opened)
-        path = probe_path(module, units, table, "train", batch, 0, {}, make)
-        more = units_to_open(units, path, table) - opened
-        if not more:
-            break
-        opened |= more
-    if not path.calls:
-        raise ModelError(
-            f"training_step of {type(module).__name__} calls no layer that owns parameters, so "
-            "there is nothing to cut. Use pp=1."
-        )
+    probed = probe_units(module, batch, "train", chain, make)
     with unchanged(module):  # What runs on fakes must not stay in a module's attributes.
-        return _figures(path, made[-1], list(units.values()), tracer)
+        return _figures(probed.path, made[-1], list(probed.units.values()), tracer)
 
 
 def _figures(
@@ -221,18 +187,10 @@ def _crossing(
     return tuple(sorted(found))
 
 
-# ---------------------------------------------------------------------------------------- declared
-#
-# Figures of a module that declares its units: each runs on what the one before has made.
-
-
 def trace_declared(module: nn.Module, batch: Any, tracer: Tracer) -> ModelFigures:
-    """All units on one microbatch; the last one's figures include the loss.
+    """All units of a module with ``pipeline_units()``, each on what the one before has made.
 
-    Args:
-        module: It has ``pipeline_units()``.
-        batch: One microbatch.
-        tracer: Knows what was traced before.
+    The last one's figures include the loss.
 
     Raises:
         ModelError: A unit cannot be traced.
@@ -240,46 +198,37 @@ def trace_declared(module: nn.Module, batch: Any, tracer: Tracer) -> ModelFigure
     assert isinstance(module, HasUnits)
     units: list[UnitFigures] = []
     tensors: list[tuple[int, tuple[int, ...], int]] = []
-    args: tuple[Any, ...] = module.pipeline_inputs(batch)
+    args: Args = module.pipeline_inputs(batch)
     keys: tuple[Any, ...] = ()
     declared = module.pipeline_units()
     for index, (name, unit) in enumerate(declared):
         found = UnitFigures(name)
         figures = tracer.layer(name, unit, args, {})
-        names = (f"{name}.{own}" for own, _ in unit.named_parameters())
-        found.parameters = dict.fromkeys(names)
-        before = {key: slot for key, slot in zip(keys, args, strict=True)} if keys else {}
-        args, keys = _handed(figures, index)
-        found.add(figures, call=index, inputs=tuple(before), outputs=keys)
+        found.parameters = {f"{name}.{own}": None for own, _ in unit.named_parameters()}
+        given = keys
+        keys = tuple(("edge", index, number) for number in range(len(figures.outputs)))
+        args = tuple(map(_slot, figures.outputs, keys))
+        found.add(figures, call=index, inputs=given, outputs=keys)
         units.append(found)
         if index + 1 < len(declared):
             size = sum(spec.num_bytes for spec in figures.outputs)
             tensors.append((index, (index + 1,), size))
-    last = units[-1]
 
     def result(*outputs: Tensor) -> Any:
         with captured_logs(module):
             return module.pipeline_result(outputs, batch, 0, "train")
 
     figures = tracer.operation("pipeline_result()", result, args, {})
-    last.add(figures, call="result", inputs=keys, outputs=())
+    units[-1].add(figures, call="result", inputs=keys, outputs=())
     return ModelFigures(tuple(units), tuple(tensors))
-
-
-def _handed(figures: Figures, index: int) -> tuple[tuple[Slot, ...], tuple[Any, ...]]:
-    """What the next unit is given, and the keys of it."""
-    keys = tuple(("edge", index, number) for number in range(len(figures.outputs)))
-    return tuple(map(_slot, figures.outputs, keys)), keys
 
 
 def _slot(spec: Spec, key: Any) -> Slot:
     grad = spec.requires_grad and (spec.dtype.is_floating_point or spec.dtype.is_complex)
-    return Slot(Spec(spec.shape, spec.stride, spec.dtype, torch.device("cpu"), grad), key)
+    return Slot(replace(spec, device=torch.device("cpu"), requires_grad=grad), key)
 
 
-# ----------------------------------------------------------------------------------------- grouped
-#
-# From the figures of calls to those of units: sums, and what neighbours keep together.
+# -- from the figures of calls to those of units ---------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -287,10 +236,6 @@ class UnitFigures:
     """What one unit takes at one number of rows, all its calls and operations together.
 
     Attributes:
-        name: Its module's name.
-        forward_flops: As ``Figures``.
-        input_flops: The same.
-        weight_flops: The same.
         kept: Bytes by the storage that is kept: a value's key, or one of the call's own.
         parameters: Names of the parameters that it uses.
         unknown: Operations without a formula.
@@ -312,13 +257,10 @@ class UnitFigures:
         inputs: Sequence[Hashable],
         outputs: Sequence[Hashable],
     ) -> None:
-        """Adds a call.
+        """Adds a call; ``call`` tells it from all others.
 
-        Args:
-            figures: Its own.
-            call: Tells it from all others.
-            inputs: Keys of the values that it was given, each once, in order.
-            outputs: Keys of the tensors that it returned.
+        ``inputs`` are the keys of the values that it was given, each once, in order; ``outputs``
+        those of the tensors that it returned.
         """
         self.forward_flops += figures.forward_flops
         self.input_flops += figures.input_flops
@@ -335,12 +277,7 @@ class UnitFigures:
 
 @dataclass(frozen=True, slots=True)
 class ModelFigures:
-    """A model at one number of rows.
-
-    Attributes:
-        units: In order.
-        tensors: (producer, consumers, bytes) of what goes from unit to unit.
-    """
+    """A model at one number of rows; tensors are (producer, consumers, bytes) between units."""
 
     units: tuple[UnitFigures, ...]
     tensors: tuple[tuple[int, tuple[int, ...], int], ...]

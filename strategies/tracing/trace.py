@@ -104,20 +104,14 @@ def _traced(
     )
 
 
-# ----------------------------------------------------------------------------------- empty weights
-#
-# Building a module whose weights take no memory, while everything else in it is real.
-#
-# Unlike under ``torch.device("meta")``, constants that a constructor computes (rotary tables, lists
-# of dropout rates) have values, so its Python code can look at them.
-
-
 @contextlib.contextmanager
 def empty_weights() -> Iterator[None]:
     """Inside, every parameter goes to the meta device as soon as a module gets it.
 
-    A layer of torch first asks for memory, which no page backs before it is written to, and draws
-    its weights after that: nothing is written. Tied parameters stay tied.
+    Unlike under ``torch.device("meta")``, constants that a constructor computes (rotary tables,
+    lists of dropout rates) have values, so its Python code can look at them. A layer of torch first
+    asks for memory, which no page backs before it is written to, and draws its weights after that:
+    nothing is written. Tied parameters stay tied.
     """
     given = nn.Module.register_parameter
     moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}

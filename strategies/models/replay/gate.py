@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from strategies.errors import ModelError
-from strategies.models.replay.hole import Hole, exchange
+from strategies.models.nested import replaced
+from strategies.models.replay.hole import Args, Function, Hole, Kwargs, exchange
 from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.models.state import kept_generators
 
@@ -30,11 +32,7 @@ class StageDone(BaseException):
 
 
 def enter_unit(
-    marker: torch.Tensor,
-    index: int,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    marker: torch.Tensor, index: int, forward: Function, args: Args, kwargs: Kwargs
 ) -> Any:
     """Calls a unit; an active replay sees this like a torch function and decides what happens.
 
@@ -53,35 +51,20 @@ def unwatched(marker: torch.Tensor, function: Callable[[], Any]) -> Any:
     return function()
 
 
-@contextlib.contextmanager
 def gated(
     module: LightningModule,
     units: Sequence[nn.Module],
     log: Callable[..., None],
     log_dict: Callable[..., None],
-) -> Iterator[None]:
-    """Replaces the units' forward and the module's log functions inside the context."""
-    changed: list[tuple[dict[str, Any], str, Any]] = []
-
-    def replace(table: dict[str, Any], name: str, value: Any) -> None:
-        changed.append((table, name, table.get(name, _ABSENT)))
-        table[name] = value
-
-    try:
-        for index, unit in enumerate(units):
-            # ``module.compile()`` bypasses forward; its entry point is replaced instead.
-            compiled = unit.__dict__.get("_compiled_call_impl") is not None
-            name = "_compiled_call_impl" if compiled else "forward"
-            replace(unit.__dict__, name, _gate(index, getattr(unit, name)))
-        replace(module.__dict__, "log", log)
-        replace(module.__dict__, "log_dict", log_dict)
-        yield
-    finally:
-        for table, name, value in reversed(changed):
-            if value is _ABSENT:
-                table.pop(name, None)
-            else:
-                table[name] = value
+) -> AbstractContextManager[None]:
+    changes: list[tuple[dict[str, Any], str, Any]] = []
+    for index, unit in enumerate(units):
+        # ``module.compile()`` bypasses forward; its entry point is replaced instead.
+        compiled = unit.__dict__.get("_compiled_call_impl") is not None
+        name = "_compiled_call_impl" if compiled else "forward"
+        changes.append((unit.__dict__, name, _gate(index, getattr(unit, name))))
+    changes += [(module.__dict__, "log", log), (module.__dict__, "log_dict", log_dict)]
+    return replaced(changes)
 
 
 def call_step(
@@ -105,19 +88,12 @@ def call_step(
 
 STEP_FRAME = call_step.__code__
 
-_ABSENT = object()
+
+def _gate(index: int, forward: Function) -> Callable[..., Any]:
+    return lambda *args, **kwargs: enter_unit(MARKER, index, forward, args, kwargs)
 
 
-def _gate(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def gate(*args: Any, **kwargs: Any) -> Any:
-        return enter_unit(MARKER, index, forward, args, kwargs)
-
-    return gate
-
-
-# ---------------------------------------------------------------------------------------- snapshot
-#
-# Undoing what a trial run did to a module's state: buffers, counters, lists, attributes.
+# -- undoing what a trial run did to a module's state ----------------------------------------------
 
 
 @contextlib.contextmanager
@@ -139,8 +115,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             child.__dict__.clear()
             child.__dict__.update(state)
         for container, content in containers:
-            container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
+            _refill(container, content)
         for tensor, saved in tensors.values():
             _restore(tensor, saved)
 
@@ -157,13 +132,8 @@ class KeptObjects:
         self._walk(value, depth)
 
     def restore(self) -> None:
-        """Puts the contents back, in place."""
         for container, content in self._saved:
-            if isinstance(container, list):
-                container[:] = content
-            else:
-                container.clear()
-                container.update(content)
+            _refill(container, content)
 
     def _walk(self, value: Any, depth: int) -> None:
         if (
@@ -196,6 +166,14 @@ def _remember(
         for item in value.values() if isinstance(value, dict) else value:
             if isinstance(item, Tensor):
                 _remember(item, containers, tensors)
+
+
+def _refill(container: Any, content: Any) -> None:
+    if isinstance(container, list):
+        container[:] = content
+    else:
+        container.clear()
+        container.update(content)
 
 
 def _restore(tensor: Tensor, saved: Tensor) -> None:

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -21,15 +22,18 @@ from torch import Tensor
 
 from strategies.errors import ModelError
 
+# A call, as function modes see it.
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Spec:
     """What is known of a tensor without its data.
 
     Attributes:
-        shape: Sizes, one per dimension.
         stride: Strides in elements, one per dimension.
-        dtype: Element type.
         device: Where the real value lives (never ``meta``, unless the module itself is there).
         requires_grad: Whether a gradient flows into the value.
     """
@@ -53,11 +57,7 @@ class Spec:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the dense tensor in bytes."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     def meta(self) -> Tensor:
         """A fresh meta tensor of this description; not a leaf where it requires grad."""
@@ -68,67 +68,24 @@ class Spec:
                 return tensor.requires_grad_().clone()
         return tensor
 
-    def concrete(self, fill: float) -> Tensor:
-        """A real tensor of this description, every element ``fill``."""
+    def zeros(self) -> Tensor:
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return tensor.fill_(fill)
+        return tensor.fill_(0)
 
 
 # Answered from the shell alone, without any data; ``numel`` and friends also exist in ``torch.``.
-_DATALESS = frozenset(
-    [
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "stride",
-        "__len__",
-        "is_floating_point",
-        "is_complex",
-        "element_size",
-        "is_contiguous",
-        "__hash__",
-        "storage_offset",
-        "get_device",
-        "is_signed",
-        "is_same_size",
-        "is_inference",
-        "result_type",
-        "can_cast",
-        "is_nonzero_size",
-    ]
-)
-_DATALESS_PROPERTIES = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "itemsize",
-        "nbytes",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_sparse",
-        "is_mkldnn",
-        "is_xpu",
-        "is_mps",
-        "is_xla",
-        "is_hpu",
-        "is_maia",
-        "is_ipu",
-        "is_vulkan",
-        "is_mtia",
-        "is_quantized",
-        "is_nested",
-        "is_sparse_csr",
-        "name",
-        "names",
-        "output_nr",
-    ]
-)
+_QUESTIONS = """
+    size dim ndimension numel nelement stride __len__ is_floating_point is_complex element_size
+    is_contiguous __hash__ storage_offset get_device is_signed is_same_size is_inference
+    result_type can_cast is_nonzero_size
+"""
+_PROPERTIES = """
+    shape dtype device ndim layout itemsize nbytes is_cuda is_cpu is_meta is_sparse is_mkldnn
+    is_xpu is_mps is_xla is_hpu is_maia is_ipu is_vulkan is_mtia is_quantized is_nested
+    is_sparse_csr name names output_nr
+"""
+_DATALESS = frozenset(_QUESTIONS.split())
+_DATALESS_PROPERTIES = frozenset(_PROPERTIES.split())
 
 
 class Hole(Tensor):
@@ -150,7 +107,6 @@ class Hole(Tensor):
     _meta: Tensor | None
 
     def __new__(cls, spec: Spec, meta: Tensor | None = None, owner: Any = None) -> Hole:
-        """Makes a hole; ``meta`` is built on demand where None."""
         hole: Hole = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=spec.device
         )
@@ -176,13 +132,7 @@ class Hole(Tensor):
         return copied
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known, answer = dataless(func, args, kwargs or {})
         if known:
             return answer
@@ -190,11 +140,7 @@ class Hole(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls: type[Hole],
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls: type[Hole], func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         # Only code below Python's torch functions (TorchScript, functorch) comes this way.
         for item in args:
@@ -219,9 +165,7 @@ def exchange(first: Tensor, second: Tensor) -> None:
         ) from error
 
 
-def dataless(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[bool, Any]:
+def dataless(func: Function, args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
     """Answers a question about shape, dtype, device and the like; (False, None) if it is none."""
     name = func.__name__
     if name == "__get__":
@@ -255,7 +199,7 @@ def dataless(
     return False, None
 
 
-def _unreachable(func: Callable[..., Any], args: tuple[Any, ...]) -> ModelError:
+def _unreachable(func: Function, args: Args) -> ModelError:
     holes = [item for item in args if isinstance(item, Hole)]
     name = next((hole.parameter for hole in holes if hole.parameter), None)
     what = f"parameter {name} of another pipeline stage" if name else "a value of another stage"
@@ -267,12 +211,7 @@ def _unreachable(func: Callable[..., Any], args: tuple[Any, ...]) -> ModelError:
     )
 
 
-# ------------------------------------------------------------------------------------------ source
-#
-# Where in the user's code we are: lines for messages, checkpoint regions for cuts.
-#
-# Looks at Python frames only; knows nothing of tensors or stages.
-
+# -- where in the user's code we are: lines for messages, checkpoint regions for cuts --------------
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 _MODELS = str(Path(__file__).parents[1])
@@ -294,7 +233,7 @@ def error_line(traceback: TracebackType | None) -> str:
     return _best_line(reversed(places))
 
 
-def operation_name(func: Callable[..., Any]) -> str:
+def operation_name(func: Function) -> str:
     """Readable name of a torch function; the property's own name for getters such as ``T``."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
@@ -305,8 +244,7 @@ def operation_name(func: Callable[..., Any]) -> str:
 def checkpoint_region(stop: Any) -> tuple[FrameType | None, bool]:
     """The outermost activation-checkpoint call we are in, and whether it is a reentrant one.
 
-    Args:
-        stop: Code object of the frame at which to stop looking outwards.
+    ``stop`` is the code object of the frame at which to stop looking outwards.
     """
     region: FrameType | None = None
     reentrant = False

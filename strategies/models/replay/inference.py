@@ -7,7 +7,6 @@ a Python branch), the outcome says so and the caller decides.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from strategies.models.nested import leaves, rebuild, tensors
-from strategies.models.replay.hole import Hole, Spec
+from strategies.models.nested import leaves, rebuild, replaced, tensors
+from strategies.models.replay.hole import Args, Function, Hole, Kwargs, Spec
 
 
 class New:
@@ -54,7 +53,7 @@ class Outcome:
 
     Attributes:
         template: The result with ``New`` and ``Given`` in place of its tensors.
-        specs: Descriptions of the new tensors.
+        specs: Of the new tensors.
         mutated: Indices of argument leaves changed in place, with their description afterwards.
         effects: Attributes set by a layer; empty for operations.
         dependent: Whether the result (not only its data) depends on data we do not have.
@@ -70,8 +69,6 @@ class Outcome:
 
 
 def fill_template(template: Any, new: Sequence[Tensor], given: Sequence[Any]) -> Any:
-    """Puts tensors into the places of an outcome's template."""
-
     def place(leaf: Any) -> Any:
         if isinstance(leaf, New):
             return new[leaf.index]
@@ -81,21 +78,17 @@ def fill_template(template: Any, new: Sequence[Tensor], given: Sequence[Any]) ->
 
 
 def infer_operation(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    func: Function,
+    args: Args,
+    kwargs: Kwargs,
     *,
     twin: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> tuple[Outcome, list[Tensor]]:
     """Infers the outcome of ``func(*args, **kwargs)``; also gives the new meta tensors.
 
-    Args:
-        func: A torch function or method.
-        args: Its arguments; real tensors, parameters and holes mixed.
-        kwargs: Its keyword arguments.
-        twin: Gives the meta tensor that stands for a tensor argument.
-        device: Where the result lives unless the arguments tell otherwise.
+    Among the arguments are real tensors, parameters and holes; ``twin`` gives the meta tensor that
+    stands for each. The result lives on ``device`` unless they tell otherwise.
     """
     given = list(leaves((args, kwargs)))
     twins: dict[int, Tensor] = {id(leaf): twin(leaf) for leaf in given if isinstance(leaf, Tensor)}
@@ -126,18 +119,13 @@ def infer_operation(
         for i, leaf in enumerate(given)
         if isinstance(leaf, Tensor) and twins[id(leaf)]._version != versions[id(leaf)]
     )
-    dependent = not metas and not mutated and _has_value(template)
-    if dependent:
+    if not metas and not mutated and _has_value(template):
         return _infer_from_data(run, rest, given, where, twins)
     return Outcome(template, tuple(Spec.of(meta, where) for meta in metas), mutated), metas
 
 
 def _infer_from_data(
-    func: Callable[..., Any],
-    rest: Any,
-    given: list[Any],
-    device: torch.device,
-    twins: dict[int, Tensor],
+    func: Function, rest: Any, given: list[Any], device: torch.device, twins: dict[int, Tensor]
 ) -> tuple[Outcome, list[Tensor]]:
     """Runs ``func`` on zeros and on ones (on the CPU: a bad index must not kill a GPU)."""
     cpu = torch.device("cpu")
@@ -174,7 +162,9 @@ def _infer_from_data(
     except (RuntimeError, IndexError, ValueError):
         same = False
     grad = torch.is_grad_enabled() and any(
-        (isinstance(leaf, Hole) and leaf.spec.requires_grad) or _trainable(leaf) for leaf in given
+        leaf.spec.requires_grad if isinstance(leaf, Hole) else leaf.requires_grad
+        for leaf in given
+        if isinstance(leaf, Hole | nn.Parameter)
     )
     specs = []
     for i, meta in enumerate(metas):
@@ -215,10 +205,6 @@ def _has_value(template: Any) -> bool:
     return any(leaf is not None and not isinstance(leaf, New | Given) for leaf in leaves(template))
 
 
-def _trainable(leaf: Any) -> bool:
-    return isinstance(leaf, nn.Parameter) and leaf.requires_grad
-
-
 def _device_of(tensor: Tensor, default: torch.device) -> torch.device:
     device = tensor.spec.device if isinstance(tensor, Hole) else tensor.device
     return default if device.type == "meta" else device
@@ -241,9 +227,7 @@ def _rank(tensor: Tensor) -> int:
     return len(tensor.spec.shape) if isinstance(tensor, Hole) else tensor.dim()
 
 
-def _target_device(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.device | None:
+def _target_device(func: Function, args: Args, kwargs: Kwargs) -> torch.device | None:
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
     if func is Tensor.cpu:
@@ -260,7 +244,7 @@ def _target_device(
 
 
 def _without_device(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Function, args: Args, kwargs: Kwargs
 ) -> tuple[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]]:
     """The same call with every device spelt as a ``torch.device``, so that it can be replaced."""
     if func is Tensor.cpu or func is Tensor.cuda:
@@ -272,19 +256,19 @@ def _without_device(
     return func, (args, kwargs)
 
 
-# ---------------------------------------------------------------------------------------- concrete
-#
-# Running one layer on made-up data, for layers whose Python code looks at its tensors.
+# -- made-up data, for layers whose Python code looks at its tensors -------------------------------
 #
 # A mixture of experts that loops over the experts hit, for instance, cannot run on shapes alone.
 # Only the shapes of what it returns are of interest, and those it has to keep on any data.
 
+_MARK = "_made_up_by"
+
 
 def run_on_made_up_data(
     module: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    forward: Function,
+    args: Args,
+    kwargs: Kwargs,
     device: torch.device,
     call: int,
 ) -> Any:
@@ -305,7 +289,8 @@ def run_on_made_up_data(
             source[id(made[id(leaf)])] = leaf
         return made[id(leaf)]
 
-    with torch.no_grad(), _made_up_parameters(module, device, generator), _Marking(call):
+    made_up = replaced(_made_up_parameters(module, device, generator))
+    with torch.no_grad(), made_up, _Marking(call):
         own_args, own_kwargs = _exchange((args, kwargs), make)
         result = forward(*own_args, **own_kwargs)
     _exchange((args, kwargs), lambda leaf: source.get(id(leaf), leaf))
@@ -332,50 +317,30 @@ def made_up_by(tensor: Tensor) -> int | None:
     return call
 
 
-_MARK = "_made_up_by"
-
-
 class _Marking(TorchFunctionMode):
     def __init__(self, call: int) -> None:
         super().__init__()
         self._call = call
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tensors(result):
             tensor.__dict__[_MARK] = self._call
         return result
 
 
-@contextlib.contextmanager
 def _made_up_parameters(
     module: nn.Module, device: torch.device, generator: torch.Generator
-) -> Iterator[None]:
-    """Stands in for parameters that are on another rank or not materialised yet."""
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for child in module.modules():
-            parameters: dict[str, Any] = child._parameters
-            for table in (parameters, child.__dict__):
-                for name, value in list(table.items()):
-                    if isinstance(value, Hole) and value.parameter is not None:
-                        spec = value.spec
-                    elif isinstance(value, nn.Parameter) and value.is_meta:
-                        spec = Spec.of(value)
-                    else:
-                        continue
-                    replaced.append((table, name, value))
-                    table[name] = _random(spec, device, generator)
-        yield
-    finally:
-        for table, name, value in replaced:
-            table[name] = value
+) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """What stands in for parameters that are on another rank or not materialised yet."""
+    for child in module.modules():
+        parameters: dict[str, Any] = child._parameters
+        for table in (parameters, child.__dict__):
+            for name, value in list(table.items()):
+                if isinstance(value, Hole) and value.parameter is not None:
+                    yield table, name, _random(value.spec, device, generator)
+                elif isinstance(value, nn.Parameter) and value.is_meta:
+                    yield table, name, _random(Spec.of(value), device, generator)
 
 
 def _random(spec: Spec, device: torch.device, generator: torch.Generator) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 
 from strategies.errors import ModelError
 from strategies.models.replay.path import Boundary, Cut, Key, Path, used_parameters
@@ -41,12 +42,8 @@ def first_layout(
 ) -> Layout:
     """Divides the step that was probed first; every parameter gets at least one stage.
 
-    Args:
-        path: Its path.
-        groups: Calls of every unit.
-        stages: Units of every stage, contiguous, maybe empty.
-        names: All parameter names in registration order.
-        step: Name of the step, for messages.
+    ``groups`` has the calls of every unit, ``stages`` the units of every stage, contiguous, maybe
+    empty; ``names`` are all parameters' in registration order.
     """
     position = 0
     calls = []
@@ -67,7 +64,7 @@ def first_layout(
     return replace(layout, parameters=tuple(tuple(used) for used in parameters))
 
 
-def follow_layout(path: Path, first: Path, layout: Layout, step: str) -> Layout:
+def follow_layout(path: Path, layout: Layout, step: str) -> Layout:
     """Divides another step so that every call runs on a stage that owns its parameters.
 
     Raises:
@@ -91,9 +88,7 @@ def follow_layout(path: Path, first: Path, layout: Layout, step: str) -> Layout:
     calls = []
     position = 0
     for number in range(len(layout.calls)):
-        end = position + sum(1 for other in stage_of if other == number)
-        if number == len(layout.calls) - 1:
-            end = len(path.calls)
+        end = position + stage_of.count(number)
         calls.append(range(position, end))
         position = end
     divided = _layout(path, calls, step, allowed=layout.skips)
@@ -140,14 +135,11 @@ def _cut(path: Path, call: int, step: str) -> Cut:
     return cut
 
 
-# ------------------------------------------------------------------------------------------ routes
-#
-# Which stage hands which tensor to which: a long skip goes past the stages that do not use it.
+# -- routes: which stage hands which tensor to which ----------------------------------------------
 #
 # A tensor that crosses cuts is handed from its maker to the first stage that uses it, from there to
 # the next one, and so on: what every stage uses (a mask) goes along the chain, a U-Net's skip goes
 # straight from one arm to the other, and neither is kept where nobody needs it.
-
 
 Ends = tuple[Cut, Cut | None]
 Link = tuple[int, int]
@@ -168,7 +160,6 @@ class Routes:
 
     @property
     def skips(self) -> tuple[Link, ...]:
-        """Pairs of stages that are no neighbours and between which something travels."""
         found = {
             (stage, target)
             for stage, groups in enumerate(self.groups)
@@ -179,12 +170,10 @@ class Routes:
 
 
 def make_routes(cuts: Sequence[Ends], *, allowed: Sequence[Link] | None = None) -> Routes:
-    """Finds the way of each tensor.
+    """Finds the way of each tensor, from each stage's two ends with everything that crosses there.
 
-    Args:
-        cuts: Per stage its two ends, each with everything that crosses there.
-        allowed: Pairs of stages that may skip others; None for all. Programs are made for the step
-            that was probed first; tensors of other steps go along the chain where it has no link.
+    ``allowed`` are the pairs of stages that may skip others; None for all. Programs are made for
+    the step that was probed first; tensors of other steps go along the chain without such a link.
     """
     crossing: dict[Key, dict[int, Boundary]] = {}  # per tensor: stage that it leaves -> boundary
     for stage, (_, leave) in enumerate(cuts[:-1]):
@@ -201,7 +190,7 @@ def make_routes(cuts: Sequence[Ends], *, allowed: Sequence[Link] | None = None) 
     found = []
     groups = []
     for stage, (entry, leave) in enumerate(cuts):
-        own, others = (sorted(part, key=_first) for part in (taken[stage], given[stage]))
+        own, others = (sorted(part, key=itemgetter(0)) for part in (taken[stage], given[stage]))
         entry = replace(entry, tensors=tuple(boundary for _, boundary in own))
         if leave is not None:
             leave = replace(leave, tensors=tuple(boundary for _, boundary in others))
@@ -233,7 +222,3 @@ def _holds(boundary: Boundary, ends: Ends) -> bool:
         # A stage without layers hands on what it gets; a tensor that is written to has one way.
         return True
     return any(entry.clock < clock <= leave.clock for clock in boundary.uses)
-
-
-def _first(entry: tuple[int, Boundary]) -> int:
-    return entry[0]

@@ -22,11 +22,9 @@ Key = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A tracked operation between unit calls.
+    """A tracked operation between unit calls: torch function ``name`` in the user's ``line``.
 
     Attributes:
-        name: Name of the torch function.
-        line: ``file:line`` of the user's code.
         tracked: For every tensor of the result, whether it depends on parameters.
         random: Whether it draws random numbers.
         parameters: Global names of the parameters it uses directly.
@@ -41,12 +39,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a unit.
+    """One call of the unit module of index ``unit``, in the user's ``line``.
 
     Attributes:
-        unit: Index of the unit module.
-        line: ``file:line`` of the user's code.
-        cost: Cost of the forward, > 0.
+        cost: Of the forward, > 0.
         tracked: For every tensor of the result and then of the effects, whether it is new.
         effects: Module and attribute names of the attributes that the call sets.
         parameters: Global names of the parameters it uses.
@@ -62,11 +58,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A tensor that crosses a cut.
+    """A tensor that crosses a cut; the step makes it at ``key``.
 
     Attributes:
-        key: Where the step makes it.
-        spec: Its description in the probe.
         order: Permutation of its dimensions that makes it contiguous; None where it is already
             or where none does.
         written: Whether the step changes it in place after the cut.
@@ -84,13 +78,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A place where the step can be left and taken up again: right after ``position``.
-
-    Attributes:
-        position: Of the operation or call before it.
-        tensors: What crosses it.
-        clock: When that was, on the clock of the probe.
-    """
+    """A place where the step can be left right after ``position``, at ``clock`` of the probe."""
 
     position: Position
     tensors: tuple[Boundary, ...]
@@ -123,17 +111,10 @@ class Path:
         return self.units[unit] if count == 1 else f"{self.units[unit]}#{count}"
 
 
-# --------------------------------------------------------------------------------------- ownership
-#
-# Parameters by global name: where they are kept, who owns them, how the others are freed.
-
-
 class ParameterTable:
-    """All parameters of the uncut module; tied ones under their first name only.
+    """All parameters of the uncut module by global name; tied ones under their first name only.
 
-    Args:
-        module: The whole model, uncut.
-        device: Device to name for parameters that are still on ``meta``.
+    ``device`` is the one to name for parameters that are still on ``meta``.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -149,11 +130,9 @@ class ParameterTable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Global names in registration order."""
         return tuple(self._places)
 
     def find(self, name: str) -> nn.Parameter | Hole:
-        """The present parameter of that name, or the hole in its place."""
         module, attribute = self._places[name][0]
         found: nn.Parameter | Hole = getattr(module, attribute)
         return found

@@ -6,7 +6,7 @@ the record into a ``Path``. Refuses what no cut can make right, with the user's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -20,15 +20,18 @@ from strategies.models.flops import CostCounter
 from strategies.models.nested import leaves, signature, tensors
 from strategies.models.replay.gate import STEP_FRAME
 from strategies.models.replay.hole import (
+    Args,
+    Function,
     Hole,
+    Kwargs,
     Spec,
     checkpoint_region,
     dataless,
     operation_name,
     user_line,
 )
-from strategies.models.replay.inference import Outcome, fill_template, made_up_by
-from strategies.models.replay.path import Call, Event, Key
+from strategies.models.replay.inference import Outcome, made_up_by
+from strategies.models.replay.path import Call, Event, Key, Position
 from strategies.models.replay.shape_mode import ShapeMode
 
 
@@ -71,14 +74,9 @@ class Record:
 class Probe(ShapeMode):
     """Records the path of one step; see ``Record``.
 
-    Args:
-        units: The unit modules.
-        names: Their global names.
-        parameters: Global names by identity of the parameter (or the hole that replaced it).
-        buffers: Names of tensors that outlive the step, by identity.
-        device: Where holes live that stand on no other device.
-        cache: Outcomes by signature, filled for the replays.
-        step: Name of the user's step, for messages.
+    ``names`` are the units' global ones. ``parameters`` has names by identity of the parameter (or
+    of the hole that replaced it), ``buffers`` those of tensors that outlive the step. The ``cache``
+    is filled for the replays, ``step`` is for messages; the rest is as for ``ShapeMode``.
     """
 
     def __init__(
@@ -115,10 +113,7 @@ class Probe(ShapeMode):
 
     # -- calls -----------------------------------------------------------------------------
 
-    def on_unit(
-        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Infers and records a call."""
+    def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         call = len(self.record.calls)
         line = user_line()
         region = self._region()
@@ -132,17 +127,11 @@ class Probe(ShapeMode):
         if not outcome.exact:  # ran on made-up data, where uses cannot be seen
             self._note_uses(tuple(t for t in given if isinstance(t, Hole) and t.value is not None))
         self._clock += 1
-        result = fill_template(outcome.template, holes, given)
-        effects = []
-        for effect in outcome.effects:
-            content = fill_template(effect.template, holes, given)
-            setattr(effect.module, effect.attribute, content)
-            effects.append(content)
+        result, produced = self.give(outcome, holes, given)
         if outcome.exact:
             self._cache[key] = outcome
         known = {id(leaf) for leaf in given}
-        fresh = [tensor for tensor in tensors((result, effects))]
-        tracked = tuple(id(tensor) not in known for tensor in fresh)
+        tracked = tuple(id(tensor) not in known for tensor in produced)
         self.record.calls.append(
             Call(
                 unit=index,
@@ -158,20 +147,13 @@ class Probe(ShapeMode):
         )
         self.record.regions.append(region)
         self.record.events.append([])
-        seen: set[int] = set()
-        for ordinal, (tensor, new) in enumerate(zip(fresh, tracked, strict=True)):
-            if new and id(tensor) not in seen:
-                seen.add(id(tensor))
-                self._born(tensor, (call + 1, 0, ordinal), region)
+        self._note_births((call + 1, 0), produced, tracked, region)
         self.record.places.append([Place(0, self._clock, region)])
         self._note_running_statistics(index, call)
         self.costs.random = False
         return result
 
-    def on_inner_operation(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Infers an operation inside a unit; records what it uses and writes."""
+    def on_inner_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         self._note_uses(args, kwargs)
         storages = self._storages(args, kwargs)
         result = super().on_inner_operation(func, args, kwargs)
@@ -180,10 +162,7 @@ class Probe(ShapeMode):
 
     # -- operations between calls ----------------------------------------------------------
 
-    def on_operation(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Infers and records an operation."""
+    def on_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         known, answer = dataless(func, args, kwargs)
         if known:
             return answer
@@ -205,45 +184,39 @@ class Probe(ShapeMode):
         self._note_writes(storages)
         produced = [args[0]] if name == "__setitem__" else tensors(result)
         if produced:
-            self._append_event(name, produced, parameters, region)
+            call, events = len(self.record.calls), self.record.events[-1]
+            tracked = tuple(isinstance(tensor, Hole) for tensor in produced)
+            events.append(Event(name, user_line(), tracked, self.costs.random, parameters))
+            self._note_births((call, len(events)), produced, tracked, region)
+            self.record.places[call].append(Place(len(events), self._clock, region))
         return result
 
-    def on_log(self, value: Any) -> None:
-        """Notes that a log call reads ``value``."""
+    def on_read(self, value: Any) -> None:
+        """Notes that a log call reads ``value``, or the step returns it."""
         self._clock += 1
         self._note_uses((value,))
-
-    def on_return(self, value: Any) -> None:
-        """Notes that the step returns ``value``."""
-        self._clock += 1
-        self._note_uses((value,))
-
-    def _append_event(
-        self,
-        name: str,
-        produced: list[Tensor],
-        parameters: tuple[str, ...],
-        region: FrameType | None,
-    ) -> None:
-        call = len(self.record.calls)
-        events = self.record.events[call]
-        tracked = tuple(isinstance(tensor, Hole) for tensor in produced)
-        events.append(Event(name, user_line(), tracked, self.costs.random, parameters))
-        seen: set[int] = set()
-        for ordinal, tensor in enumerate(produced):
-            if isinstance(tensor, Hole) and id(tensor) not in seen:
-                seen.add(id(tensor))
-                self._born(tensor, (call, len(events), ordinal), region)
-        self.record.places[call].append(Place(len(events), self._clock, region))
 
     # -- bookkeeping -----------------------------------------------------------------------
 
-    def _born(self, hole: Tensor, key: Key, region: FrameType | None) -> None:
-        assert isinstance(hole, Hole)
-        hole.value = len(self.record.values)
-        hole.unit = None
-        storage = hole.shape_tensor().untyped_storage()
-        self.record.values.append(Value(key, self._clock, hole.spec, storage, region=region))
+    def _note_births(
+        self,
+        position: Position,
+        produced: list[Tensor],
+        tracked: Sequence[bool],
+        region: FrameType | None,
+    ) -> None:
+        seen: set[int] = set()
+        for ordinal, (hole, new) in enumerate(zip(produced, tracked, strict=True)):
+            if new and id(hole) not in seen:
+                seen.add(id(hole))
+                assert isinstance(hole, Hole)
+                hole.value = len(self.record.values)
+                hole.unit = None
+                storage = hole.shape_tensor().untyped_storage()
+                key = (*position, ordinal)
+                self.record.values.append(
+                    Value(key, self._clock, hole.spec, storage, region=region)
+                )
 
     def _note_uses(self, args: Any, kwargs: Any = None) -> tuple[str, ...]:
         """Prolongs the life of the holes used; gives the names of the parameters used."""
@@ -266,12 +239,12 @@ class Probe(ShapeMode):
 
     def _note_hidden(self, maker: int) -> None:
         """A value left a unit neither by its result nor by an attribute of its own modules."""
-        name = self._names[self.record.calls[maker].unit]
-        line = self.record.calls[maker].line
+        call = self.record.calls[maker]
+        name = self._names[call.unit]
         if self._inside is None:
             raise ModelError(
-                f"{user_line()}: {self._step} uses a value that {name} (called at {line}) put into "
-                "a list, dict or object it was given. Other stages do not run that layer and "
+                f"{user_line()}: {self._step} uses a value that {name} (called at {call.line}) put "
+                "into a list, dict or object it was given. Other stages do not run that layer and "
                 "cannot see it; return the value from the layer instead."
             )
         self.record.uncuttable.append(
@@ -279,9 +252,8 @@ class Probe(ShapeMode):
         )
 
     def _note_running_statistics(self, index: int, call: int) -> None:
-        norms = [m for m in self.units[index].modules() if isinstance(m, _BatchNorm)]
-        for norm in norms:
-            if norm.training and norm.track_running_stats:
+        for norm in self.units[index].modules():
+            if isinstance(norm, _BatchNorm) and norm.training and norm.track_running_stats:
                 first = self._norms.setdefault(id(norm), call)
                 if first != call:
                     name = self._names[index]
@@ -316,7 +288,7 @@ class Probe(ShapeMode):
             raise ModelError(f"{self.record.deferred[0][1]} in a loop that does not end.")
         self.record.deferred.append((len(self.record.calls), f"{user_line()}: {what}"))
 
-    def _refuse(self, func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> None:
+    def _refuse(self, func: Function, name: str, args: Args) -> None:
         if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
             raise ModelError(
                 f"{user_line()}: {name} inside {self._step}. The pipeline runs the backward pass "
@@ -329,9 +301,7 @@ class Probe(ShapeMode):
                 "Do it in on_train_batch_end, where every stage has its own parameters."
             )
 
-    def _refuse_writes(
-        self, outcome: Outcome, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _refuse_writes(self, outcome: Outcome, name: str, args: Args, kwargs: Kwargs) -> None:
         given = list(leaves((args, kwargs)))
         own = [meta.untyped_storage() for meta in self._twins.values()]
         for index, _ in outcome.mutated:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -20,6 +21,45 @@ from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
 from strategies.models.replay.probe import Place, Probe, Record, Value
 from strategies.models.stage_model import STEP_NAMES, Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A module's units, its parameters, the path of one step, and what replays of it reuse."""
+
+    units: dict[str, nn.Module]
+    table: ParameterTable
+    path: Path
+    cache: dict[Hashable, Outcome]
+
+
+def probe_units(
+    module: LightningModule,
+    batch: Any,
+    mode: Mode,
+    chain: str | None,
+    make: Callable[..., Probe] = Probe,
+) -> Probed:
+    """Probes a step until its units are those that it calls; arguments as ``probe_path``.
+
+    ``chain`` names the container whose children are units, where they are not found as wished.
+    """
+    table = ParameterTable(module, batch_device(batch, module))
+    opened: frozenset[str] = frozenset()
+    while True:
+        units = _select_units(module, chain, opened)
+        cache: dict[Hashable, Outcome] = {}
+        path = probe_path(module, units, table, mode, batch, 0, cache, make)
+        more = _units_to_open(units, path, table) - opened
+        if not more:
+            break
+        opened |= more
+    if not path.calls:
+        raise ModelError(
+            f"{STEP_NAMES[mode]} of {type(module).__name__} calls no layer that owns "
+            "parameters, so there is nothing to cut. Use pp=1."
+        )
+    return Probed(units, table, path, cache)
 
 
 def probe_path(
@@ -66,11 +106,11 @@ def probe_path(
             raise
         except Exception as error:
             raise _unsupported(error, probe, step) from error
-        probe.on_return(result)
+        probe.on_read(result)
         written = any(
             isinstance(tensor, Hole) or tensor._version != version for tensor, version in versions
         )
-    return make_path(probe.record, tuple(units), step=step, clones_batch=written)
+    return _make_path(probe.record, tuple(units), step=step, clones_batch=written)
 
 
 def batch_device(batch: Any, module: nn.Module) -> torch.device:
@@ -81,10 +121,26 @@ def batch_device(batch: Any, module: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def _units_to_open(
+    units: dict[str, nn.Module], path: Path, table: ParameterTable
+) -> frozenset[str]:
+    """Units that the step never calls although it uses what is in them, piece by piece."""
+    called = {path.units[call.unit] for call in path.calls}
+    used = {name for events in path.events for event in events for name in event.parameters}
+    by_identity = table.by_identity()
+    return frozenset(
+        name
+        for name, unit in units.items()
+        if name not in called
+        and any(True for _ in unit.children())
+        and any(by_identity[id(parameter)] in used for parameter in unit.parameters())
+    )
+
+
 def _note_log(probe: Probe, value: Any) -> bool:
     if isinstance(value, nn.Module):
         value = [item for item in vars(value).values() if isinstance(item, Tensor)]
-    probe.on_log(value)
+    probe.on_read(value)
     return False
 
 
@@ -113,12 +169,10 @@ def _unsupported(error: Exception, probe: Probe, step: str) -> ModelError:
     )
 
 
-# -------------------------------------------------------------------------------------------- cuts
-#
-# From a probe's record to the places where the step can be cut, and what crosses each.
+# -- cuts: where a recorded step can be cut, and what crosses there --------------------------------
 
 
-def make_path(record: Record, names: tuple[str, ...], *, step: str, clones_batch: bool) -> Path:
+def _make_path(record: Record, names: tuple[str, ...], *, step: str, clones_batch: bool) -> Path:
     """Chooses, before every call, the place that fewest bytes cross.
 
     Raises:
@@ -133,9 +187,7 @@ def make_path(record: Record, names: tuple[str, ...], *, step: str, clones_batch
                 "(torch.where, masks), do it after the last layer, or log the tensor itself."
             )
     cuts: list[Cut | str] = [Cut((0, 0), ())]
-    cuts.extend(_choose(record, call) for call in range(1, num_calls))
-    if num_calls:
-        cuts.append(_choose(record, num_calls, last=True))
+    cuts.extend(_choose(record, call) for call in range(1, num_calls + 1))
     return Path(
         names,
         tuple(record.calls),
@@ -145,12 +197,13 @@ def make_path(record: Record, names: tuple[str, ...], *, step: str, clones_batch
     )
 
 
-def _choose(record: Record, call: int, *, last: bool = False) -> Cut | str:
+def _choose(record: Record, call: int) -> Cut | str:
     for first, final, reason in record.uncuttable:
         if first <= call <= final:
             return reason
     places = record.places[call]
-    if last:  # behind the last layer only its results cross; loss and logs are the next stage's
+    if call == len(record.calls):
+        # Behind the last layer only its results cross; loss and logs are the next stage's.
         places = places[:1]
     best: Cut | None = None
     fewest = -1
@@ -179,29 +232,27 @@ def _region_after(record: Record, call: int, index: int) -> object:
     return record.regions[call] if call < len(record.regions) else None
 
 
-def _written_after(record: Record, place: Place, value: Value) -> bool:
-    return any(clock > place.clock and storage is value.storage for clock, storage in record.writes)
+def _written_after(record: Record, moment: int, value: Value) -> bool:
+    return any(clock > moment and storage is value.storage for clock, storage in record.writes)
 
 
 def _aliased(record: Record, place: Place, alive: list[Value]) -> bool:
     storages: set[int] = set()
     for value in alive:
-        if id(value.storage) in storages and _written_after(record, place, value):
+        if id(value.storage) in storages and _written_after(record, place.clock, value):
             return True
         storages.add(id(value.storage))
     return False
 
 
 def _boundary(record: Record, place: Place, value: Value) -> Boundary:
-    order = _contiguous_order(value.spec)
-    written = [clock for clock, storage in record.writes if storage is value.storage]
     return Boundary(
         value.key,
         value.spec,
-        order,
-        written=_written_after(record, place, value),
+        _contiguous_order(value.spec),
+        written=_written_after(record, place.clock, value),
         uses=tuple(value.uses),
-        changed=any(clock > value.born for clock in written),
+        changed=_written_after(record, value.born, value),
     )
 
 
@@ -219,26 +270,20 @@ def _contiguous_order(spec: Spec) -> tuple[int, ...] | None:
     return None if order == sorted(order) else tuple(order)
 
 
-# --------------------------------------------------------------------------------------- selection
-#
-# Which modules are units: blocks of a repeated stack as a whole, outside of it leaf by leaf.
-
+# -- units: blocks of a repeated stack as a whole, outside of it leaf by leaf ----------------------
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def select_units(
-    module: nn.Module, chain: str | None = None, opened: frozenset[str] = frozenset()
+def _select_units(
+    module: nn.Module, chain: str | None, opened: frozenset[str]
 ) -> dict[str, nn.Module]:
     """Chooses the units of ``module`` by their global names, in registration order.
 
     A module without parameters is no unit: it runs on every stage. Parameters that belong to a
-    module above the units (position tables, class tokens) are found by the probe where used.
-
-    Args:
-        module: The whole model.
-        chain: Name of the container whose children are units, whatever they contain.
-        opened: Names of modules that are no units although they look like it; their children are.
+    module above the units (position tables, class tokens) are found by the probe where used. The
+    children of ``chain`` are units whatever they contain; ``opened`` modules are none although
+    they look like it, but their children are.
 
     Raises:
         ModelError: If ``chain`` names no container, or there is no parameter at all.
@@ -247,22 +292,20 @@ def select_units(
     if chain is not None:
         forced = dict(module.named_modules()).get(chain)
         if forced is None or not any(True for _ in forced.children()):
+            others = [n for n, child in module.named_modules() if isinstance(child, _CONTAINERS)]
             raise ModelError(
                 f"model.pipeline_layers={chain} names no container of layers. Containers are: "
-                f"{', '.join(_containers(module)) or 'none'}."
+                f"{', '.join(others) or 'none'}."
             )
-    found: dict[str, nn.Module] = {}
-    seen: set[int] = set()
+    first: dict[int, tuple[str, nn.Module]] = {}
     for name, unit in _select(module, "", forced, opened):
-        if id(unit) not in seen:
-            seen.add(id(unit))
-            found[name] = unit
-    if not found and not any(True for _ in module.parameters()):
+        first.setdefault(id(unit), (name, unit))
+    if not first and not _has_parameters(module):
         raise ModelError(
             f"{type(module).__name__} has no parameters, so there is nothing to cut into stages. "
             "Build the network in __init__ or configure_model, or use pp=1."
         )
-    return found
+    return dict(first.values())
 
 
 def _select(
@@ -308,16 +351,11 @@ def _has_stack(module: nn.Module) -> bool:
 
 def _is_leaf(module: nn.Module) -> bool:
     """Modules that are never looked into: those without children, and torch's own layers."""
-    children = any(_has_parameters(child) for child in module.children())
-    library = type(module).__module__.startswith("torch.nn.") and not isinstance(
-        module, _CONTAINERS
-    )
-    return not children or (library and not _has_stack(module))
+    if not any(_has_parameters(child) for child in module.children()):
+        return True
+    library = type(module).__module__.startswith("torch.nn.")
+    return library and not isinstance(module, _CONTAINERS) and not _has_stack(module)
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
-
-
-def _containers(module: nn.Module) -> list[str]:
-    return [name for name, child in module.named_modules() if isinstance(child, _CONTAINERS)]

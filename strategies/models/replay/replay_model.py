@@ -16,8 +16,8 @@ from strategies.models.replay.gate import StageDone, call_step, gated
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.layout import Layout, first_layout, follow_layout, group_calls
-from strategies.models.replay.path import Boundary, ParameterTable, Path
-from strategies.models.replay.probing import batch_device, probe_path, select_units
+from strategies.models.replay.path import Boundary, Path
+from strategies.models.replay.probing import Probed, batch_device, probe_path, probe_units
 from strategies.models.replay.stage_run import StageRun
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput, Unit
 from strategies.models.state import kept_generators
@@ -41,24 +41,16 @@ class ReplayModel(StageModel):
         that they return) see microbatches in the order of the schedule.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        units: dict[str, nn.Module],
-        table: ParameterTable,
-        mode: Mode,
-        path: Path,
-        cache: dict[Hashable, Outcome],
-    ) -> None:
+    def __init__(self, module: LightningModule, mode: Mode, probed: Probed) -> None:
         self._module = module
-        self._names = tuple(units)
-        self._modules = list(units.values())
+        self._units = probed.units
+        self._modules = list(probed.units.values())
         self._by_name = dict(module.named_modules(remove_duplicate=False))
-        self._table = table
+        self._table = probed.table
         self._mode = mode
-        self._paths: dict[Mode, Path] = {mode: path}
-        self._caches: dict[Mode, dict[Hashable, Outcome]] = {mode: cache}
-        self._groups = group_calls(path)
+        self._paths: dict[Mode, Path] = {mode: probed.path}
+        self._caches: dict[Mode, dict[Hashable, Outcome]] = {mode: probed.cache}
+        self._groups = group_calls(probed.path)
         self._layouts: dict[Mode, Layout] = {}
         self._owned: frozenset[int] = frozenset()
         self._selective: dict[int, SelectiveLayer] = {}
@@ -93,26 +85,10 @@ class ReplayModel(StageModel):
                 "The pipeline runs backward passes and optimizer steps itself, stage by stage. "
                 "Use automatic optimization with one optimizer, or pp=1."
             )
-        table = ParameterTable(module, batch_device(example_batch, module))
-        opened: frozenset[str] = frozenset()
-        while True:
-            units = select_units(module, chain, opened)
-            cache: dict[Hashable, Outcome] = {}
-            path = probe_path(module, units, table, mode, example_batch, 0, cache)
-            more = units_to_open(units, path, table) - opened
-            if not more:
-                break
-            opened |= more
-        if not path.calls:
-            raise ModelError(
-                f"{STEP_NAMES[mode]} of {type(module).__name__} calls no layer that owns "
-                "parameters, so there is nothing to cut. Use pp=1."
-            )
-        return cls(module, units, table, mode, path, cache)
+        return cls(module, mode, probe_units(module, example_batch, mode, chain))
 
     @property
     def module(self) -> nn.Module:
-        """The module that is cut."""
         return self._module
 
     @property
@@ -129,11 +105,6 @@ class ReplayModel(StageModel):
         )
 
     def cut(self, stages: Sequence[range], owned: Sequence[int]) -> None:
-        """See ``StageModel.cut``.
-
-        Raises:
-            ModelError: If there are more stages than units, or ranges that do not cover them.
-        """
         path = self._paths[self._mode]
         self._check_ranges(stages)
         layout = first_layout(path, self._groups, stages, self._table.names, STEP_NAMES[self._mode])
@@ -154,11 +125,6 @@ class ReplayModel(StageModel):
         seed: int | None,
         dataloader_idx: int = 0,
     ) -> StageOutput:
-        """See ``StageModel.forward``.
-
-        Raises:
-            ModelError: If the step takes another path than the probe saw.
-        """
         assert stage in self._owned, f"stage {stage} is not owned here"
         path = self._path(mode, batch, batch_idx)
         entry, leave = self._layouts[mode].cuts[stage]
@@ -167,7 +133,7 @@ class ReplayModel(StageModel):
             passed = tuple(given[b.key].view_as(given[b.key]) for b in leave.tensors)
             return StageOutput(passed, groups=self._layouts[mode].groups[stage])
         if path.clones_batch:
-            batch = rebuild(batch, _clone)
+            batch = rebuild(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
         run = StageRun(
             self._modules,
             path,
@@ -181,13 +147,10 @@ class ReplayModel(StageModel):
             cache=self._caches[mode],
             selective=self._selective,
         )
-        if seed is None:
-            return self._run(run, stage, mode, batch, batch_idx, dataloader_idx)
-        with kept_generators():
+        with nullcontext() if seed is None else kept_generators():
             return self._run(run, stage, mode, batch, batch_idx, dataloader_idx)
 
     def owned_modules(self) -> Iterator[nn.Module]:
-        """Modules that the owned stages call in the step that was probed first."""
         path, layout = self._paths[self._mode], self._layouts[self._mode]
         called = {path.calls[call].unit for stage in self._owned for call in layout.calls[stage]}
         yield from (self._modules[index] for index in sorted(called))
@@ -197,18 +160,13 @@ class ReplayModel(StageModel):
         self._selective = selection.layers_of(dict(enumerate(self._modules)))
 
     def stage_parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
-        """See ``StageModel.stage_parameters``.
-
-        A parameter that two stages of this rank use is one object: its gradient holds both
-        stages' shares.
-        """
+        """One that two stages of this rank use is one object: its gradient holds both shares."""
         for name in self._layouts[self._mode].parameters[stage]:
             parameter = self._table.find(name)
             assert isinstance(parameter, nn.Parameter), f"{name} is not owned here"
             yield name, parameter
 
     def shared_parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """See ``StageModel.shared_parameters``; known once the stages are cut."""
         users: dict[str, list[int]] = {}
         for stage, names in enumerate(self._layouts[self._mode].parameters):
             for name in names:
@@ -217,7 +175,6 @@ class ReplayModel(StageModel):
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """Global names of all parameters of the uncut module; tied ones under their first."""
         return self._table.names
 
     @property
@@ -230,13 +187,7 @@ class ReplayModel(StageModel):
         return () if leave is None else leave.tensors
 
     def _run(
-        self,
-        run: StageRun,
-        stage: int,
-        mode: Mode,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
+        self, run: StageRun, stage: int, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int
     ) -> StageOutput:
         logs = LogCapture(lambda value: run.on_log())
         run.begin()
@@ -255,31 +206,22 @@ class ReplayModel(StageModel):
 
     def _path(self, mode: Mode, batch: Any, batch_idx: int) -> Path:
         """The path of a mode; probed when the mode runs for the first time."""
-        if mode not in self._paths:
-            cache: dict[Hashable, Outcome] = {}
-            units = dict(zip(self._names, self._modules, strict=True))
-            path = probe_path(self._module, units, self._table, mode, batch, batch_idx, cache)
-            self._layouts[mode] = follow_layout(
-                path, self._paths[self._mode], self._layouts[self._mode], STEP_NAMES[mode]
-            )
-            self._paths[mode], self._caches[mode] = path, cache
-        elif mode not in self._layouts:
-            self._layouts[mode] = follow_layout(
-                self._paths[mode],
-                self._paths[self._mode],
-                self._layouts[self._mode],
-                STEP_NAMES[mode],
-            )
-        return self._paths[mode]
+        if mode in self._layouts:
+            return self._paths[mode]
+        path, cache = self._paths.get(mode), self._caches.get(mode, {})
+        if path is None:
+            path = probe_path(self._module, self._units, self._table, mode, batch, batch_idx, cache)
+        layout = self._layouts[self._mode]
+        self._layouts[mode] = follow_layout(path, layout, STEP_NAMES[mode])
+        self._paths[mode], self._caches[mode] = path, cache
+        return path
 
     def _check_ranges(self, stages: Sequence[range]) -> None:
         num_units = len(self._groups)
         if len(stages) > num_units:
             path = self._paths[self._mode]
-            reasons = {cut for cut in path.cuts if isinstance(cut, str)}
-            why = f" Cuts inside units are not possible: {'; '.join(sorted(reasons))}." * bool(
-                reasons
-            )
+            reasons = sorted({cut for cut in path.cuts if isinstance(cut, str)})
+            why = f" Cuts inside units are not possible: {'; '.join(reasons)}." if reasons else ""
             raise ModelError(
                 f"{len(stages)} stages were asked for, but {STEP_NAMES[self._mode]} of "
                 f"{type(self._module).__name__} has {num_units} units that can be put on stages of "
@@ -290,20 +232,6 @@ class ReplayModel(StageModel):
             assert stage.start == position or not stage, f"stages are not contiguous: {stages}"
             position = max(position, stage.stop)
         assert position == num_units, f"stages cover {position} of {num_units} units"
-
-
-def units_to_open(units: dict[str, nn.Module], path: Path, table: ParameterTable) -> frozenset[str]:
-    """Units that the step never calls although it uses what is in them, piece by piece."""
-    called = {path.units[call.unit] for call in path.calls}
-    used = {name for events in path.events for event in events for name in event.parameters}
-    by_identity = table.by_identity()
-    return frozenset(
-        name
-        for name, unit in units.items()
-        if name not in called
-        and any(True for _ in unit.children())
-        and any(by_identity[id(parameter)] in used for parameter in unit.parameters())
-    )
 
 
 def _final_output(
@@ -326,7 +254,3 @@ def _final_output(
         )
     detached = rebuild(result, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
     return StageOutput(loss=loss, result=detached, logs=logs)
-
-
-def _clone(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -8,7 +8,7 @@ it, ``stage_run.py`` follows one.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -16,14 +16,25 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from strategies.errors import ModelError
-from strategies.models.nested import is_plain, leaves, rebuild
+from strategies.models.nested import is_plain, leaves, rebuild, tensors
 from strategies.models.replay.gate import KeptObjects, StageDone, enter_unit, unwatched
-from strategies.models.replay.hole import Hole, Spec, dataless, exchange, operation_name, user_line
+from strategies.models.replay.hole import (
+    Args,
+    Function,
+    Hole,
+    Kwargs,
+    Spec,
+    dataless,
+    exchange,
+    operation_name,
+    user_line,
+)
 from strategies.models.replay.inference import (
     Effect,
     Given,
     New,
     Outcome,
+    fill_template,
     infer_operation,
     run_on_made_up_data,
 )
@@ -43,6 +54,11 @@ _LIKE = frozenset(
     }
 )
 _MARK = "_replayed_by"
+_TABLES = """
+    _parameters _buffers _modules _non_persistent_buffers_set _forward_hooks _forward_pre_hooks
+    _backward_hooks
+"""
+_MODULE_TABLES = frozenset(_TABLES.split())
 
 
 class DataNeededError(Exception):
@@ -71,33 +87,21 @@ class ShapeMode(TorchFunctionMode):
         self._token = object()
 
     @abstractmethod
-    def on_unit(
-        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         """Answers a call of unit ``index`` made outside other units."""
 
     @abstractmethod
-    def on_operation(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def on_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Answers an operation on a tracked value made outside units."""
 
-    def on_inner_operation(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def on_inner_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Answers an operation on a tracked value inside a unit that is being inferred."""
         outcome, metas = self.infer(func, args, kwargs)
         if outcome.dependent:
             raise DataNeededError(operation_name(func))
         return self.instantiate(outcome, metas, args, kwargs)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is enter_unit:
             _, index, forward, unit_args, unit_kwargs = args
             if self._inside is None:
@@ -110,18 +114,14 @@ class ShapeMode(TorchFunctionMode):
         if not self._any_tracked(args) and not (kwargs and self._any_tracked(kwargs.values())):
             return func(*args, **kwargs)
         if func in _LIKE and not any(self.tracked(a) for a in args[1:] if isinstance(a, Tensor)):
-            model = args[0]
-            return func(
-                model.spec.concrete(0) if isinstance(model, Hole) else model, *args[1:], **kwargs
-            )
+            model = args[0].spec.zeros() if isinstance(args[0], Hole) else args[0]
+            return func(model, *args[1:], **kwargs)
         if self._inside is not None:
             known, answer = dataless(func, args, kwargs)
             return answer if known else self.on_inner_operation(func, args, kwargs)
         return self.on_operation(func, args, kwargs)
 
-    def escaped(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def escaped(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Answers an aten operation that reached a hole below Python's torch functions."""
         if self._inside is None:
             raise ModelError(
@@ -157,28 +157,20 @@ class ShapeMode(TorchFunctionMode):
             self._twins[key] = meta.requires_grad_(spec.requires_grad)
         return self._twins[key]
 
-    def infer(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Outcome, list[Tensor]]:
-        """The outcome of an operation on holes, with its new meta tensors."""
+    def infer(self, func: Function, args: Args, kwargs: Kwargs) -> tuple[Outcome, list[Tensor]]:
         return infer_operation(func, args, kwargs, twin=self.twin, device=self._device)
 
     def instantiate(
-        self,
-        outcome: Outcome,
-        metas: list[Tensor] | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, outcome: Outcome, metas: list[Tensor] | None, args: Args, kwargs: Kwargs
     ) -> Any:
         """Makes the holes of an outcome, turns real arguments written to into holes as well."""
         given = list(leaves((args, kwargs)))
         new = self.new_holes(outcome, metas)
         for index, spec in outcome.mutated:
             self._turn_into_hole(given[index], spec)
-        return rebuild(outcome.template, lambda leaf: _place(leaf, new, given))
+        return fill_template(outcome.template, new, given)
 
     def new_holes(self, outcome: Outcome, metas: list[Tensor] | None) -> list[Hole]:
-        """One hole per new tensor of ``outcome``."""
         new = []
         for index, spec in enumerate(outcome.specs):
             hole = Hole(spec, None if metas is None else metas[index], self)
@@ -186,13 +178,19 @@ class ShapeMode(TorchFunctionMode):
             new.append(hole)
         return new
 
+    def give(
+        self, outcome: Outcome, holes: list[Hole], given: list[Any]
+    ) -> tuple[Any, list[Tensor]]:
+        """Sets a call's effects; returns its result, and all tensors in that and in them."""
+        result = fill_template(outcome.template, holes, given)
+        contents = []
+        for effect in outcome.effects:
+            contents.append(fill_template(effect.template, holes, given))
+            setattr(effect.module, effect.attribute, contents[-1])
+        return result, tensors((result, contents))
+
     def infer_unit(
-        self,
-        index: int,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: int,
+        self, index: int, forward: Function, args: Args, kwargs: Kwargs, call: int
     ) -> tuple[Outcome, list[Hole]]:
         """Runs a unit on holes; gives its outcome and the very holes that it made.
 
@@ -260,14 +258,11 @@ class ShapeMode(TorchFunctionMode):
         return Outcome(template, specs, effects=tuple(effects), exact=exact), holes
 
     def _made_here(self, value: Any, before: int | None, exact: bool, call: int) -> bool:
-        if isinstance(value, Hole):
-            return value.unit == call and value.owner is self
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not isinstance(value, Hole):
             return not exact and id(value) != before and not isinstance(value, nn.Parameter)
-        if isinstance(value, list | tuple | dict):
-            return any(
-                isinstance(v, Hole) and v.unit == call and v.owner is self for v in leaves(value)
-            )
+        if isinstance(value, Hole | list | tuple | dict):
+            holes = (leaf for leaf in leaves(value) if isinstance(leaf, Hole))
+            return any(hole.unit == call and hole.owner is self for hole in holes)
         return False
 
     def _as_hole(self, tensor: Tensor, grad: bool, call: int) -> Hole:
@@ -298,22 +293,3 @@ class ShapeMode(TorchFunctionMode):
             elif isinstance(value, dict) and self._any_tracked(value.values()):
                 return True
         return False
-
-
-_MODULE_TABLES = frozenset(
-    [
-        "_parameters",
-        "_buffers",
-        "_modules",
-        "_non_persistent_buffers_set",
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-    ]
-)
-
-
-def _place(leaf: Any, new: list[Hole], given: list[Any]) -> Any:
-    if isinstance(leaf, New):
-        return new[leaf.index]
-    return given[leaf.index] if isinstance(leaf, Given) else leaf

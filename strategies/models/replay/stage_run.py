@@ -5,7 +5,7 @@ Nothing survives a run but its result: microbatches interleave and a rank may ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,17 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.models.nested import leaves, signature, tensors
 from strategies.models.replay.gate import KeptObjects, StageDone, unchanged
-from strategies.models.replay.hole import Hole, dataless, exchange, operation_name, user_line
-from strategies.models.replay.inference import Outcome, fill_template
+from strategies.models.replay.hole import (
+    Args,
+    Function,
+    Hole,
+    Kwargs,
+    dataless,
+    exchange,
+    operation_name,
+    user_line,
+)
+from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Cut, Path, Position
 from strategies.models.replay.shape_mode import ShapeMode
 from strategies.models.state import reseed
@@ -25,20 +34,11 @@ if TYPE_CHECKING:
 
 
 class StageRun(ShapeMode):
-    """Replays one step for one stage.
+    """Replays one step for one stage, from the cut ``entry`` to ``leave`` (None: the step's end).
 
-    Args:
-        units: The unit modules.
-        path: What the probe saw.
-        entry: Cut at which the stage begins.
-        leave: Cut at which it ends; None for the last stage, which runs to the step's end.
-        inputs: Tensors received, in the order of ``entry.tensors``.
-        seed: Seed of this step and microbatch, or None.
-        step: Name of the user's step, for messages.
-        modules: The LightningModule's submodules by global name.
-        device: Where holes live that stand on no other device.
-        cache: Outcomes by signature.
-        selective: Units that recompute, by index.
+    ``inputs`` are received in the order of ``entry.tensors``; ``seed`` is that of this step and
+    microbatch; ``modules`` are the LightningModule's by global name, ``selective`` the units that
+    recompute by index. The rest is as for ``ShapeMode``.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class StageRun(ShapeMode):
         self._arrive((0, 0))
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """The boundary tensors of the stage, once the step was left."""
         assert self._leave is not None
         return tuple(_dense(self._found[b.key], b) for b in self._leave.tensors)
 
@@ -91,22 +90,17 @@ class StageRun(ShapeMode):
 
     def on_return(self) -> None:
         """Checks that a step which returned was meant to."""
-        call, num_calls = self._position[0], len(self._path.calls)
+        call = self._position[0]
         if self.left:
             raise ModelError(
                 f"{self._step} caught the exception by which a pipeline stage leaves it. Replace "
                 "`except:` and `except BaseException:` around the network by `except Exception:`."
             )
-        if call < num_calls:
-            name = self._path.name(call)
-            raise ModelError(
-                self._other_path(
-                    f"call {call} was {name}, is now the end of the step",
-                    self._path.calls[call].line,
-                )
-            )
+        if call < len(self._path.calls):
+            what = f"call {call} was {self._path.name(call)}, is now the end of the step"
+            raise self._other_path(what, self._path.calls[call].line)
         if self._leave is not None and not self._due():
-            raise ModelError(self._other_path("it ended earlier", "its return"))
+            raise self._other_path("it ended earlier", "its return")
 
     def on_log(self) -> bool:
         """Whether a log call at this moment belongs to this stage."""
@@ -115,32 +109,27 @@ class StageRun(ShapeMode):
 
     # -- calls -----------------------------------------------------------------------------
 
-    def on_unit(
-        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Runs an owned unit, gives holes for any other."""
+    def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         self._exit_if_due()
         call = self._position[0]
         self._check_call(call, index)
+        seen = self._path.calls[call]
         if self._active:
             layer = self._selective.get(index)
             result = forward(*args, **kwargs) if layer is None else layer.run(forward, args, kwargs)
             produced = tensors(result)
-            for module, attribute in self._path.calls[call].effects:
+            for module, attribute in seen.effects:
                 produced += tensors(getattr(self._modules[module], attribute))
-            self._check_count(call, index, len(produced))
         else:
             result, produced = self._skip(index, forward, args, kwargs, call)
-        self._arrive((call + 1, 0), produced, self._path.calls[call].tracked)
+        if len(produced) != len(seen.tracked):
+            what = f"call {call}, {self._path.units[index]}, gave {len(seen.tracked)} tensors"
+            raise self._other_path(f"{what}, gives now {len(produced)}", seen.line)
+        self._arrive((call + 1, 0), produced, seen.tracked)
         return result
 
     def _skip(
-        self,
-        index: int,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: int,
+        self, index: int, forward: Function, args: Args, kwargs: Kwargs, call: int
     ) -> tuple[Any, list[Tensor]]:
         key = ("unit", index, torch.is_grad_enabled(), signature((args, kwargs)))
         given = list(leaves((args, kwargs)))
@@ -150,23 +139,12 @@ class StageRun(ShapeMode):
             with unchanged(self.units[index]):
                 outcome, _ = self.infer_unit(index, forward, args, kwargs, call)
             arguments.restore()
-            self.remember(key, outcome)
-        new = self.new_holes(outcome, None)
-        result = fill_template(outcome.template, new, given)
-        produced = tensors(result)
-        for effect in outcome.effects:
-            content = fill_template(effect.template, new, given)
-            setattr(effect.module, effect.attribute, content)
-            produced += tensors(content)
-        self._check_count(call, index, len(produced))
-        return result, produced
+            self._remember(key, outcome)
+        return self.give(outcome, self.new_holes(outcome, None), given)
 
     # -- operations between calls ----------------------------------------------------------
 
-    def on_operation(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Runs an operation of this stage, infers any other."""
+    def on_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         if self._active and not self._counts:
             return func(*args, **kwargs)
         known, answer = dataless(func, args, kwargs)
@@ -180,21 +158,16 @@ class StageRun(ShapeMode):
             self._count(name, produced)
         return result
 
-    def _answer(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _answer(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         key = ("operation", func, torch.is_grad_enabled(), signature((args, kwargs)))
         outcome = self._cache.get(key)
         if outcome is None:
             outcome, _ = self.infer(func, args, kwargs)
             if outcome.dependent:
-                raise ModelError(
-                    self._other_path(
-                        f"{operation_name(func)} needs data of another stage", "another line"
-                    )
-                )
+                what = f"{operation_name(func)} needs data of another stage"
+                raise self._other_path(what, "another line")
             if outcome.exact:
-                self.remember(key, outcome)
+                self._remember(key, outcome)
         return self.instantiate(outcome, None, args, kwargs)
 
     def _count(self, name: str, produced: list[Tensor]) -> None:
@@ -204,15 +177,11 @@ class StageRun(ShapeMode):
             if self._active and call == len(self._path.calls):
                 self._position = (call, event + 1)
                 return  # behind the last layer only one stage runs: its path is its own
-            was = self._name(call)
+            was, line = self._name(call), "its line"
             if event < len(events):
-                was = events[event].name
-            line = events[event].line if event < len(events) else "its line"
-            raise ModelError(
-                self._other_path(
-                    f"operation {event} before call {call} was {was}, is now {name}", line
-                )
-            )
+                was, line = events[event].name, events[event].line
+            what = f"operation {event} before call {call} was {was}, is now {name}"
+            raise self._other_path(what, line)
         seen = events[event]
         self._arrive((call, event + 1), produced, seen.tracked)
         if seen.random and self._seed is not None:
@@ -231,7 +200,7 @@ class StageRun(ShapeMode):
                     self.mark(tensor)
         for ordinal in self._wanted.get(position, ()):
             if ordinal >= len(produced):
-                raise ModelError(self._other_path("a result has fewer tensors", "the same line"))
+                raise self._other_path("a result has fewer tensors", "the same line")
             self._found[*position, ordinal] = produced[ordinal]
         if not self._active and position == self._entry.position:
             self._fill()
@@ -261,7 +230,7 @@ class StageRun(ShapeMode):
 
     # -- checks ----------------------------------------------------------------------------
 
-    def remember(self, key: Hashable, outcome: Outcome) -> None:
+    def _remember(self, key: Hashable, outcome: Outcome) -> None:
         """Caches an outcome; forgets everything when step after step brings new shapes."""
         if len(self._cache) >= 4096:
             self._cache.clear()
@@ -275,35 +244,17 @@ class StageRun(ShapeMode):
             event = self._path.events[call][self._position[1]]
             if self._active and self._leave is None:
                 return
-            raise ModelError(
-                self._other_path(
-                    f"operation {self._position[1]} before call {call} was {event.name}, "
-                    f"is now call {call}",
-                    event.line,
-                )
-            )
+            what = f"operation {self._position[1]} before call {call} was {event.name}"
+            raise self._other_path(f"{what}, is now call {call}", event.line)
         was = self._name(call)
         line = calls[call].line if call < len(calls) else "its return"
-        raise ModelError(
-            self._other_path(f"call {call} was {was}, is now {self._path.units[index]}", line)
-        )
+        raise self._other_path(f"call {call} was {was}, is now {self._path.units[index]}", line)
 
     def _name(self, call: int) -> str:
         return self._path.name(call) if call < len(self._path.calls) else "the end of the step"
 
-    def _check_count(self, call: int, index: int, count: int) -> None:
-        expected = len(self._path.calls[call].tracked)
-        if count != expected:
-            raise ModelError(
-                self._other_path(
-                    f"call {call}, {self._path.units[index]}, gave {expected} tensors, "
-                    f"gives now {count}",
-                    self._path.calls[call].line,
-                )
-            )
-
-    def _other_path(self, what: str, line: str) -> str:
-        return (
+    def _other_path(self, what: str, line: str) -> ModelError:
+        return ModelError(
             f"{self._step} took another path than in the probe: {what} (now {user_line()}, then "
             f"{line}). A pipeline needs the same calls in every step: replace layer-drop, early "
             "exits and branches on data by masks (torch.where), or use pp=1."
@@ -333,6 +284,4 @@ def _like_sent(tensor: Tensor, boundary: Boundary) -> Tensor:
     order = boundary.order
     if order is not None:
         tensor = tensor.permute([order.index(dim) for dim in range(len(order))])
-    if boundary.written:
-        return tensor.clone()
-    return tensor.view_as(tensor)
+    return tensor.clone() if boundary.written else tensor.view_as(tensor)

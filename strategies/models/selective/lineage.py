@@ -21,11 +21,7 @@ _COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
 
 
 class Lineage:
-    """Follows the operations of one run.
-
-    Args:
-        given: What the run starts from; other tensors that it meets go by their memory.
-    """
+    """Follows one run from what it is given; other tensors that it meets go by their memory."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:
         self._names = {storage_of(t): hash(("given", i)) for i, t in enumerate(given)}
@@ -39,7 +35,6 @@ class Lineage:
         return hash((name, count))
 
     def note(self, name: int, changed: Iterable[Tensor]) -> None:
-        """Names what an operation has made, or changed."""
         for index, tensor in enumerate(changed):
             self._names[storage_of(tensor)] = hash((name, index))
 
@@ -65,7 +60,6 @@ def makes_new(operation: Any) -> bool:
 
 
 def written(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation changes."""
     if operation.namespace in _COLLECTIVES:
         return tensors((args, kwargs))
     places = _written_places(operation)
@@ -90,29 +84,14 @@ def storage_of(tensor: Tensor) -> int:
         return 0
 
 
-# ---------------------------------------------------------------------------------------- families
-#
-# Which kind of work an operation does, told by its name.
-
+# -- families: which kind of work an operation does, told by its name -----------------------------
 
 # Products with weights. Those of batches of matrices are mostly an attention's: see below.
-_MATMUL = frozenset(
-    {
-        "mm",
-        "addmm",
-        "_addmm_activation",
-        "linear",
-        "mkldnn_linear",
-        "convolution",
-        "convolution_overrideable",
-        "_convolution",
-        "cudnn_convolution",
-        "mkldnn_convolution",
-        "_grouped_mm",
-        "_scaled_mm",
-        "_scaled_grouped_mm",
-    }
-)
+_PRODUCTS = """
+    mm addmm _addmm_activation linear mkldnn_linear convolution convolution_overrideable
+    _convolution cudnn_convolution mkldnn_convolution _grouped_mm _scaled_mm _scaled_grouped_mm
+"""
+_MATMUL = frozenset(_PRODUCTS.split())
 _ATTENTION = frozenset({"bmm", "baddbmm", "_softmax", "_safe_softmax"})
 # Those that torch takes apart on some devices end with these.
 _NORM = frozenset({"rsqrt", "var", "var_mean"})

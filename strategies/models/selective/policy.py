@@ -14,19 +14,16 @@ from strategies.plan import Family
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is recomputed inside layers.
+    """Families that are recomputed inside layers, by type name of the layer; none keeps all.
 
-    Attributes:
-        default: Families that are recomputed in a layer of a type that ``layers`` does not name.
-        layers: Type name of a layer -> the families that are recomputed there; none keeps all.
+    ``default`` holds for types that ``layers`` does not name.
     """
 
     default: frozenset[Family] = frozenset({"attention", "norm", "activation"})
     layers: Mapping[str, frozenset[Family]] = field(default_factory=dict)
 
     def of(self, layer: nn.Module) -> frozenset[Family]:
-        """The families that a layer recomputes."""
-        for name in type_names(layer):
+        for name in _type_names(layer):
             if name in self.layers:
                 return self.layers[name]
         return self.default
@@ -39,8 +36,8 @@ class Selection:
         """
         known: set[str] = set()
         for layer in layers.values():
-            known.update(type_names(layer))
-            if any(hasattr(part, "_orig_mod") or _is_compiled(part) for part in layer.modules()):
+            known.update(_type_names(layer))
+            if any(map(_is_compiled, layer.modules())):
                 raise ModelError(
                     "recompute=selective decides operation by operation, and compiled layers hide "
                     "theirs. Use compile=false, or recompute=full."
@@ -54,7 +51,7 @@ class Selection:
         return {index: SelectiveLayer(layer, self.of(layer)) for index, layer in layers.items()}
 
 
-def type_names(layer: nn.Module) -> list[str]:
+def _type_names(layer: nn.Module) -> list[str]:
     """The types by which a layer can be called: its own, and those of what it merely wraps."""
     names = [type(layer).__name__]
     while len(children := list(layer.children())) == 1:
@@ -64,4 +61,5 @@ def type_names(layer: nn.Module) -> list[str]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
+    own = getattr(module, "_compiled_call_impl", None) is not None
+    return own or hasattr(module, "_orig_mod")

@@ -35,12 +35,7 @@ from strategies.plan import Family
 
 
 class SelectiveLayer:
-    """Calls a layer so that what operations of some families give is not kept for its backward.
-
-    Args:
-        module: The layer.
-        recomputed: The families.
-    """
+    """Calls a layer so that what operations of some families give is not kept for its backward."""
 
     def __init__(self, module: nn.Module, recomputed: frozenset[Family]) -> None:
         self._recomputed = recomputed
@@ -48,7 +43,6 @@ class SelectiveLayer:
         self._changes_inputs: bool | None = None  # not known before the first call
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``call(*args, **kwargs)`` returns."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         given = kept = (args, kwargs)
@@ -56,7 +50,7 @@ class SelectiveLayer:
             given = rebuild(kept, _copy)
         region = Region(call, self._recomputed, tensors(given))
         hooks = saved_tensors_hooks(region.pack, unpack)
-        with self._state.kept(0) as before, hooks, _Watching(region):
+        with self._state.kept(0) as before, hooks, _Answering(region.watch):
             result = call(*given[0], **given[1])
         if self._changes_inputs is None:
             copies = [t for t in tensors(given) if not isinstance(t, nn.Parameter)]
@@ -91,7 +85,6 @@ class Region:
     # -- the first run -----------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Kept | Computed:
-        """Decides about a tensor that autograd saves."""
         storage = storage_of(tensor)
         if storage and storage in self._made and storage not in self._keys:
             computed = Computed(self, tensor)
@@ -102,34 +95,35 @@ class Region:
         self._saved.append(None)
         return Kept(tensor)
 
-    def ran(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Notes an operation of the first run."""
+    def watch(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        result = operation(*args, **kwargs)
         if not makes_new(operation):
             changed = written(operation, args, kwargs)
             if changed:
                 self._lineage.note(self._lineage.name(operation, args, kwargs), changed)
             for tensor in changed:
                 self._forget(tensor)
-            return
+            return result
         key = self._lineage.name(operation, args, kwargs)
         made = tensors(result)
         self._lineage.note(key, made)
         self._made.update(map(storage_of, made))
         if family_of(operation) not in self._recomputed:
             kept = rebuild(result, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
-            behind = Generators.now() if _is_random(operation) else None
-            self._results[key] = _Result(operation, kept, behind)
+            random = torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
+            self._results[key] = _Result(operation, kept, Generators.now() if random else None)
             self._unasked.append(key)
             for tensor in made:
                 # Some operations give parts of others' results without saying so (unsafe_split).
                 self._keys.setdefault(storage_of(tensor), []).append(key)
+        return result
 
     def end(self, given: Any, before: Before, result: Any, *, copied: bool) -> None:
         """Ends the first run.
 
         Args:
-            given: Arguments and keyword arguments for the second one.
-            before: What it is to find in the module.
+            given: Arguments for the second one.
+            before: What that one is to find in the module.
             result: What the first one gave; the next layer may change it in place.
             copied: Whether the layer changes what it is given.
         """
@@ -172,7 +166,7 @@ class Region:
             if self._copied:
                 args, kwargs = rebuild((args, kwargs), _copy)
             self._lineage = Lineage(tensors((args, kwargs)))
-            contexts.enter_context(_Repeating(self))
+            contexts.enter_context(_Answering(self.answer))
             with suppress(_Done):
                 self._call(*args, **kwargs)
         self._given, self._before = ((), {}), []
@@ -199,20 +193,13 @@ class Region:
         return result
 
     def held_tensors(self) -> Iterable[Tensor]:
-        """What this keeps in memory."""
         kept = [entry.result for entry in self._results.values()]
         return tensors((self._given, kept, [value for _, value in self._before]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What a kept operation gave.
-
-    Attributes:
-        operation: Which one.
-        result: Without history.
-        behind: Where a random operation left the generators.
-    """
+    """What a kept operation gave, without history; ``behind``: where it left the generators."""
 
     operation: Any
     result: Any
@@ -222,32 +209,17 @@ class _Result:
 _Mode: Any = TorchDispatchMode  # Untyped in torch.
 
 
-class _Watching(_Mode):  # type: ignore[misc]
-    """Tells a region what runs."""
+class _Answering(_Mode):  # type: ignore[misc]
+    """Has a function run every operation."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, answer: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()
-        self._region = region
+        self._answer = answer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._region.ran(func, args, kwargs or {}, result)
-        return result
-
-
-class _Repeating(_Mode):  # type: ignore[misc]
-    """Answers what a region has kept, and runs the rest."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, region: Region) -> None:
-        super().__init__()
-        self._region = region
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._region.answer(func, args, kwargs or {})
+        return self._answer(func, args, kwargs or {})
 
 
 class _Filler:
@@ -282,26 +254,17 @@ def _fresh_leaf(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
-def _is_random(operation: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
-
-
 def _autocast() -> list[AbstractContextManager[Any]]:
-    """The present autocast, as contexts."""
     kinds = ["cpu", "cuda"] if cuda_is_used() else ["cpu"]
     return [
         torch.autocast(
-            kind,
-            enabled=torch.is_autocast_enabled(kind),
-            dtype=torch.get_autocast_dtype(kind),
+            kind, enabled=torch.is_autocast_enabled(kind), dtype=torch.get_autocast_dtype(kind)
         )
         for kind in kinds
     ]
 
 
-# ------------------------------------------------------------------------------------------ packed
-#
-# What stands in the autograd graph for a tensor that a selectively recomputed layer has saved.
+# -- what stands in the autograd graph for a tensor that the layer has saved -----------------------
 
 
 class Kept:
@@ -315,16 +278,10 @@ class Kept:
         self._version = tensor._version
 
     def unpack(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            RuntimeError: It was changed in place since.
-        """
         _check(self._tensor, self._version)
         return self._tensor
 
     def held_tensors(self) -> Iterable[Tensor]:
-        """What this keeps in memory."""
         return (self._tensor,)
 
 
@@ -344,11 +301,6 @@ class Computed:
         self._version = 0
 
     def fill(self, tensor: Tensor) -> None:
-        """Takes what the layer's second run has made.
-
-        Raises:
-            ModelError: It is another tensor than the first time.
-        """
         if (tensor.shape, tensor.dtype) != self._kind:
             raise ModelError(
                 "a layer that is recomputed did something else the second time: it saved a tensor "
@@ -360,7 +312,6 @@ class Computed:
         self._region = None
 
     def unpack(self) -> Tensor:
-        """The tensor, after the layer's second run."""
         if self._region is not None:
             self._region.run_again()
         if self._tensor is None:

@@ -45,12 +45,7 @@ class Graph:
 
 
 def walk(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Graph:
-    """The graph of tensors that require grad.
-
-    Args:
-        outputs: Tensors with a history, or leaves.
-        inputs: Leaves.
-    """
+    """The graph of tensors that require grad; inputs are leaves, outputs may be."""
     roots = dict.fromkeys(get_gradient_edge(output).node for output in outputs)
     edges: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
     numbers: dict[Node, int] = {}
@@ -91,7 +86,7 @@ def accumulates(kind: Kind) -> bool:
 
 @functools.cache
 def refuses_inputs(kind: Kind) -> bool:
-    """True for nodes that run only in a backward without ``inputs=``.
+    """Whether nodes run only in a backward without ``inputs=``.
 
     These are checkpoint functions that call the engine again: torch's with ``use_reentrant=True``
     and those that others derived from it. All ask torch whether they may.

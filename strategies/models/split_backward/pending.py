@@ -55,12 +55,9 @@ class PendingWeights:
     def run(self, ready: Ready | None = None) -> None:
         """Adds the weight gradients to ``parameter.grad`` and lets go of all that they needed.
 
-        A ``.grad`` that is there is changed in place and stays the same tensor.
-
-        Args:
-            ready: Called once for every parameter that got a gradient, as soon as this
-                microbatch's is complete. It stands in for the parameters' hooks that run after
-                accumulation; without it, those run.
+        A ``.grad`` that is there is changed in place and stays the same tensor. ``ready`` is called
+        once for every parameter that got a gradient, as soon as this microbatch's is complete. It
+        stands in for the parameters' hooks that run after accumulation; without it, those run.
 
         Raises:
             RuntimeError: A tensor that is needed here was changed in place since the first half,
@@ -77,7 +74,8 @@ class PendingWeights:
                 if group.direct:
                     touched = group.add(exact=self._exact)
                 elif ready is None:
-                    group.backward()
+                    # The engine carries the gradients to the leaves and calls their hooks.
+                    torch.autograd.backward(*group.roots())
                     continue
                 else:
                     touched = group.capture()
@@ -125,7 +123,7 @@ class _Group:
         (deferred,) = self.members
         saved, incoming = deferred.operands()
         rule = deferred.rule
-        rest: list[WeightEdge] = []
+        rest: list[_WeightEdge] = []
         for edge in deferred.edges:
             position = edge.recipe.position
             if rule.product is None or position == rule.bias:
@@ -139,14 +137,9 @@ class _Group:
                 add_gradient(edge.leaves[0], gradient.mT if edge.turned else gradient)
         return list(self.leaves.values())
 
-    def backward(self) -> None:
-        """Lets the engine carry the gradients to the leaves; it calls their hooks."""
-        edges, gradients = self._roots()
-        torch.autograd.backward(edges, gradients)
-
     def capture(self) -> list[Tensor]:
         """Lets the engine carry the gradients as far as the leaves; returns those that got one."""
-        edges, gradients = self._roots()
+        edges, gradients = self.roots()
         leaves = list(self.leaves.values())
         found = torch.autograd.grad(edges, leaves, gradients, allow_unused=True)
         touched = []
@@ -156,7 +149,7 @@ class _Group:
                 touched.append(leaf)
         return touched
 
-    def _roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
+    def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
         edges: list[GradientEdge] = []
         gradients: list[Tensor] = []
         self.members.reverse()
@@ -215,18 +208,15 @@ def _leaves(deferred: Deferred) -> list[int]:
     return [id(leaf) for edge in deferred.edges for leaf in edge.leaves]
 
 
-# ---------------------------------------------------------------------------------------- deferred
-#
-# A heavy node's weight gradients, from the plan until they are computed.
+# -- a heavy node's weight gradients, from the plan until they are computed ------------------------
 
 
-class WeightEdge(NamedTuple):
-    """Where a deferred gradient goes.
+class _WeightEdge(NamedTuple):
+    """Where a deferred gradient goes: to ``child``, and the ``leaves`` below.
+
+    The child is never the heavy node, whose descendants are the rest of the graph.
 
     Attributes:
-        recipe: The edge's.
-        child: The node there. Never the heavy one, whose descendants are the rest of the graph.
-        leaves: The parameters below.
         turned: Whether the operand is the only leaf turned.
         direct: Whether the gradient can be added to that leaf without the engine.
     """
@@ -250,7 +240,6 @@ class Deferred:
 
     Attributes:
         node: None once the engine has passed it.
-        rule: How the gradients are computed.
         edges: To the weights, and to the bias.
         saved: What the gradients need; None until it has been read.
         incoming: The gradient of the node's output, from the engine.
@@ -268,7 +257,6 @@ class Deferred:
         self._versions: tuple[int, ...] = ()
 
     def read(self) -> Saved:
-        """Takes the saved values."""
         edges = self.edges
         shaped = self.rule.shaped
         self.saved = read_saved(
@@ -284,7 +272,7 @@ class Deferred:
         """Keeps the gradient that has arrived; nobody may change it or the saved tensors now."""
         saved = self.read() if self.saved is None else self.saved
         self.incoming = incoming
-        self._versions = (incoming._version, *[t._version for t in saved.tensors.values()])
+        self._versions = _versions(saved, incoming)
 
     def operands(self) -> tuple[Saved, Tensor]:
         """What the gradients are computed from.
@@ -295,7 +283,7 @@ class Deferred:
         saved, incoming = self.saved, self.incoming
         assert saved is not None
         assert incoming is not None
-        versions = (incoming._version, *[t._version for t in saved.tensors.values()])
+        versions = _versions(saved, incoming)
         if versions != self._versions:
             names = ["the incoming gradient", *saved.tensors]
             pairs = zip(names, self._versions, versions, strict=True)
@@ -318,13 +306,17 @@ class Deferred:
         )
 
 
-def _edge(recipe: EdgeRecipe, graph: Graph) -> WeightEdge:
+def _versions(saved: Saved, incoming: Tensor) -> tuple[int, ...]:
+    return (incoming._version, *[t._version for t in saved.tensors.values()])
+
+
+def _edge(recipe: EdgeRecipe, graph: Graph) -> _WeightEdge:
     leaves = tuple([graph.nodes[number].variable for number in recipe.leaves])
     turned, direct = recipe.turned, recipe.simple
     for number in recipe.turns:
         turned = not turned
         direct = direct and swaps_last(graph.nodes[number])
-    return WeightEdge(
+    return _WeightEdge(
         recipe,
         graph.nodes[recipe.child],
         leaves,
@@ -333,17 +325,13 @@ def _edge(recipe: EdgeRecipe, graph: Graph) -> WeightEdge:
     )
 
 
-# --------------------------------------------------------------------------------------- meanwhile
-#
-# Weight gradients that are computed while something else is under way.
-#
-# A backward that has to wait for a collective (the sum of an input's gradient over tensor-parallel
-# ranks) has work at hand that nothing waits for: the weight gradients of the layers that it has
-# just passed. The engine would have computed them before the collective began.
-
-
 class Meanwhile:
-    """Collects weight gradients during a backward; ``run`` computes what has been collected."""
+    """Collects weight gradients during a backward; ``run`` computes what has been collected.
+
+    A backward that has to wait for a collective (the sum of an input's gradient over
+    tensor-parallel ranks) has work at hand that nothing waits for: the weight gradients of the
+    layers that it has just passed. The engine would have computed them before it began.
+    """
 
     def __init__(self) -> None:
         self._alone: frozenset[int] = frozenset()
@@ -370,7 +358,6 @@ class Meanwhile:
         return True
 
     def run(self) -> None:
-        """Computes what is there, with the parameters' hooks."""
         waiting, self._waiting = self._waiting, []
         if waiting:
             PendingWeights(waiting, exact=False, through_engine=False).run()

@@ -21,14 +21,27 @@ from strategies.models.split_backward.autograd_graph import Node, Shape, accumul
 from strategies.models.split_backward.rule import Rule, signed
 from strategies.models.split_backward.rules import rule_of
 
+# Nodes on the way from a heavy node's weight edge to its parameter that change no values. Hooks on
+# a weight's transposed or cast version are invisible from Python; where one is known to be there,
+# ``through_engine`` hands the gradient to torch.
+_TURN_OF_TWO = "TBackward0"
+_TURN = "TransposeBackward0"
+_CAST = "ToCopyBackward0"
+_NAMES = """
+    TBackward0 TransposeBackward0 ToCopyBackward0
+    AsStridedBackward0 CloneBackward0 ExpandBackward0 PermuteBackward0 ReshapeAliasBackward0
+    SelectBackward0 SliceBackward0 SplitBackward0 SplitWithSizesBackward0 SqueezeBackward0
+    SqueezeBackward1 UnbindBackward0 UnflattenBackward0 UnsafeViewBackward0 UnsqueezeBackward0
+    ViewBackward0
+"""
+_LAYOUT = frozenset(_NAMES.split())
+
 
 @dataclass(frozen=True, slots=True)
 class EdgeRecipe:
-    """An edge of a heavy node whose gradient waits; nodes are numbers.
+    """An edge of a heavy node, at ``position``, whose gradient waits; nodes are numbers.
 
     Attributes:
-        position: Among the node's edges.
-        child: The node there.
         number: Which of the child's inputs.
         leaves: Accumulation nodes below.
         simple: Nothing but one leaf below, cast or turned at most.
@@ -49,11 +62,9 @@ class EdgeRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A heavy node whose weight gradients wait.
+    """The heavy node of number ``node``, whose weight gradients wait.
 
     Attributes:
-        node: Its number.
-        rule: Its type's.
         edges: To weights, and to the bias.
         names: Of the saved tensors that the gradients need.
         anchored: Some other edge leads on, so that the engine comes by on its own.
@@ -83,12 +94,7 @@ class Recipe:
 
 @functools.lru_cache(maxsize=128)
 def recipe_of(shape: Shape, excluded: frozenset[int] = frozenset()) -> Recipe:
-    """The recipe for a graph.
-
-    Args:
-        shape: The graph's.
-        excluded: Heavy nodes whose gradients cannot wait.
-    """
+    """The recipe for a graph; the gradients of ``excluded`` heavy nodes cannot wait."""
     if any(refuses_inputs(entry[0]) for entry in shape.nodes):
         return Recipe()
     search = _Search(shape)
@@ -132,8 +138,6 @@ def _settle(units: list[Unit], leaves: set[int]) -> list[Unit]:
 
 
 class _Search:
-    """Finds weights in a graph."""
-
     def __init__(self, shape: Shape) -> None:
         self._kinds = [entry[0] for entry in shape.nodes]
         self._edges = [tuple(zip(entry[1::2], entry[2::2], strict=True)) for entry in shape.nodes]
@@ -141,7 +145,6 @@ class _Search:
         self._active = self._find_active(set(shape.inputs))
 
     def wanted(self, node: int) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Position and target of the edges that lead anywhere."""
         for position, edge in enumerate(self._edges[node]):
             if edge[0] >= 0:
                 yield position, edge
@@ -151,12 +154,10 @@ class _Search:
         active = set(inputs)
         for node, edges in enumerate(self._edges):
             rule = self._rules[node]
-            if any(child in active for child, _ in edges) or (
-                rule is not None
-                and (
-                    not rule.takes_data or any(edges[position][0] < 0 for position in rule.factors)
-                )
-            ):
+            eats = rule is not None and (
+                not rule.takes_data or any(edges[position][0] < 0 for position in rule.factors)
+            )
+            if eats or any(child in active for child, _ in edges):
                 active.add(node)
         return active
 
@@ -181,7 +182,6 @@ class _Search:
         )
 
     def _weights(self, node: int, rule: Rule) -> tuple[int, ...]:
-        """The positions of factors that are weights."""
         children = {position: self._edges[node][position][0] for position in rule.factors}
         passive = [
             position
@@ -204,7 +204,7 @@ class _Search:
         while node >= 0 and node not in self._active:
             if accumulates(self._kinds[node]):
                 return True
-            if self._kinds[node].__name__ not in LAYOUT or len(self._edges[node]) != 1:
+            if self._kinds[node].__name__ not in _LAYOUT or len(self._edges[node]) != 1:
                 return False
             node = self._edges[node][0][0]
         return False
@@ -215,11 +215,11 @@ class _Search:
         at = child
         while simple and not accumulates(self._kinds[at]):
             name = self._kinds[at].__name__
-            if name == TURN_OF_TWO:
+            if name == _TURN_OF_TWO:
                 turned = not turned
-            elif name == TURN:
+            elif name == _TURN:
                 turns.append(at)
-            elif name != CAST:
+            elif name != _CAST:
                 simple = False
             if len(self._edges[at]) != 1 or self._edges[at][0][0] < 0:
                 simple = False
@@ -235,7 +235,7 @@ class _Search:
             simple=simple,
             turned=turned,
             turns=tuple(turns),
-            flipped=self._kinds[child].__name__ in (TURN, TURN_OF_TWO),
+            flipped=self._kinds[child].__name__ in (_TURN, _TURN_OF_TWO),
         )
 
     def _below(self, start: int) -> tuple[int, ...]:
@@ -247,42 +247,6 @@ class _Search:
                     seen.add(child)
                     stack.append(child)
         return tuple(sorted(node for node in seen if accumulates(self._kinds[node])))
-
-
-# -------------------------------------------------------------------------------------------- path
-#
-# Nodes on the way from a heavy node's weight edge to its parameter that change no values.
-#
-# Hooks on a weight's transposed or cast version are invisible from Python. Where one is known to be
-# there, ``through_engine`` hands the gradient to torch.
-
-
-TURN_OF_TWO = "TBackward0"
-TURN = "TransposeBackward0"
-CAST = "ToCopyBackward0"
-LAYOUT = frozenset(
-    {
-        TURN_OF_TWO,
-        TURN,
-        CAST,
-        "AsStridedBackward0",
-        "CloneBackward0",
-        "ExpandBackward0",
-        "PermuteBackward0",
-        "ReshapeAliasBackward0",
-        "SelectBackward0",
-        "SliceBackward0",
-        "SplitBackward0",
-        "SplitWithSizesBackward0",
-        "SqueezeBackward0",
-        "SqueezeBackward1",
-        "UnbindBackward0",
-        "UnflattenBackward0",
-        "UnsafeViewBackward0",
-        "UnsqueezeBackward0",
-        "ViewBackward0",
-    }
-)
 
 
 def swaps_last(node: Node) -> bool:

@@ -18,11 +18,10 @@ from strategies.models.split_backward.autograd_graph import Kind, Node
 
 @dataclass(slots=True)
 class Saved:
-    """What a node saved that the gradients of some of its edges need.
+    """What a node saved that the gradients of some of its edges need, by torch's names.
 
     Attributes:
-        tensors: By torch's name.
-        settings: Values that are not tensors, by torch's name.
+        settings: Values that are not tensors.
         shapes: Edge -> shape of the gradient that belongs there, for the rule's shaped edges.
         flipped: Edges whose operand is a turned matrix: its gradient is best computed the other
             way round, as torch does.
@@ -43,11 +42,9 @@ class Product:
     scale: Any
 
     def turned(self) -> Product:
-        """The product whose value is the transposed one."""
         return Product(self.right.mT, self.left.mT, self.scale)
 
     def value(self) -> Tensor:
-        """The product itself, a new tensor."""
         result = self.left @ self.right
         return result if self.scale == 1 else result * self.scale
 
@@ -115,9 +112,7 @@ def example(device: torch.device, *shape: int, dtype: torch.dtype = torch.float3
     return values.to(dtype).requires_grad_()
 
 
-# -------------------------------------------------------------------------------------- accumulate
-#
-# Adds gradients to ``.grad`` as torch's accumulation does: in place where there is one.
+# -- adds gradients to ``.grad`` as torch's accumulation does: in place where there is one ---------
 
 
 def add_gradient(leaf: Tensor, gradient: Tensor) -> None:
@@ -158,10 +153,7 @@ def _as_torch_lays_it_out(leaf: Tensor, gradient: Tensor) -> Tensor:
     return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
-# ------------------------------------------------------------------------------------------- saved
-#
-# Reads what a node saved, and tells whether that can be read before the engine does.
-
+# -- reads what a node saved, and tells whether that can be read before the engine does ------------
 
 # Private to torch, and the only sign that a packed tensor belongs to a checkpointed region.
 _Holder: Any = getattr(checkpoint, "_Holder", None)
@@ -187,17 +179,14 @@ def access_of(node: Node, names: Sequence[str]) -> Access:
     later = False
     for name in names:
         raw = getattr(node, "_raw_saved_" + name)
-        if raw.unpack_hook is None:
-            continue
-        packed = raw.data
-        if type(packed) is Kept:
+        if raw.unpack_hook is None or type(packed := raw.data) is Kept:
             continue
         if type(packed) is Computed:
             later = True
-            continue
-        if _Holder is None or type(packed) is not _Holder:
+        elif _Holder is not None and type(packed) is _Holder:
+            holders.append(packed)
+        else:
             return Access.NEVER
-        holders.append(packed)
     for holder in holders:
         if type(holder.handles) is not _KeptHandles:
             holder.handles = _KeptHandles(holder.handles)
@@ -223,7 +212,7 @@ def _raw_names(kind: Kind) -> tuple[str, ...]:
 
 
 def packs(node: Node) -> bool:
-    """True if hooks pack any of the tensors that the node saved."""
+    """Whether hooks pack any of the tensors that the node saved."""
     kind: Kind = type(node)
     for name in _raw_names(kind):
         raw = getattr(node, name)
@@ -241,7 +230,6 @@ def read_saved(
     shapes: Mapping[int, torch.Size],
     flipped: Sequence[int],
 ) -> Saved:
-    """Takes the named tensors and the rule's settings from a node."""
     # With its history a tensor would keep the graph's nodes, and those the stage's inputs.
     tensors = {name: getattr(node, "_saved_" + name).detach() for name in names}
     settings = {name: signed(getattr(node, name)) for name in rule.settings}
@@ -254,7 +242,7 @@ def signed(value: Any) -> Any:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """True for a real dense tensor, False for subclasses and other layouts."""
+    """Whether a tensor is a real dense one: no subclass, no other layout."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided

@@ -1,4 +1,7 @@
-"""Weight gradients of convolutions of any dimension, transposed and grouped ones included."""
+"""The rules: weight gradients of convolutions, embeddings and matrix products.
+
+Those of convolutions hold for any dimension, transposed and grouped ones included.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def _convolution_samples(device: torch.device) -> list[Sample]:
     return found
 
 
-CONVOLUTION = Rule(
+_CONVOLUTION = Rule(
     node="ConvolutionBackward0",
     factors=(0, _WEIGHT),
     operands={_WEIGHT: ("input",)},
@@ -68,10 +71,7 @@ CONVOLUTION = Rule(
 )
 
 
-# --------------------------------------------------------------------------------------- embedding
-#
-# Weight gradients of embeddings: rows summed by index.
-
+# -- embeddings: rows summed by index --------------------------------------------------------------
 
 _EMBEDDING_SETTINGS = (
     "_saved_weight_sym_argsize_0",
@@ -94,7 +94,7 @@ def _embedding_samples(device: torch.device) -> list[Sample]:
     return [Sample(output, {0: weight}) for output in (plain, padded)]
 
 
-EMBEDDING = Rule(
+_EMBEDDING = Rule(
     node="EmbeddingBackward0",
     factors=(0,),
     operands={0: ("indices",)},
@@ -107,9 +107,7 @@ EMBEDDING = Rule(
 )
 
 
-# ------------------------------------------------------------------------------------------ matmul
-#
-# Weight gradients of matrix products: plain, batched, with an addend, grouped.
+# -- matrix products: plain, batched, with an addend, grouped --------------------------------------
 
 
 def _product_rule(node: str, left: str, right: str, *, addend: bool, batched: bool) -> Rule:
@@ -171,7 +169,7 @@ def _grouped_samples(device: torch.device) -> list[Sample]:
     return [Sample(F.grouped_mm(rows, weights, offs=ends), {1: weights})]
 
 
-GROUPED = Rule(
+_GROUPED = Rule(
     node="GroupedMmBackward0",
     factors=(0, 1),
     operands={1: ("self", "offs")},
@@ -187,22 +185,22 @@ GROUPED = Rule(
     watches_hooks=False,
 )
 
-RULES = (
-    _product_rule("AddmmBackward0", "mat1", "mat2", addend=True, batched=False),
-    _product_rule("MmBackward0", "self", "mat2", addend=False, batched=False),
-    _product_rule("BmmBackward0", "self", "mat2", addend=False, batched=True),
-    _product_rule("BaddbmmBackward0", "batch1", "batch2", addend=True, batched=True),
-    GROUPED,
-)
 
-
-# ------------------------------------------------------------------------------------------- heavy
-#
-# Which nodes are heavy: those with a rule that agrees with torch on this device.
-
+# -- which nodes are heavy: those with a rule that agrees with torch on this device ----------------
 
 _LOG = logging.getLogger(__name__)
-_RULES = {rule.node: rule for rule in (*RULES, CONVOLUTION, EMBEDDING)}
+_RULES = {
+    rule.node: rule
+    for rule in (
+        _product_rule("AddmmBackward0", "mat1", "mat2", addend=True, batched=False),
+        _product_rule("MmBackward0", "self", "mat2", addend=False, batched=False),
+        _product_rule("BmmBackward0", "self", "mat2", addend=False, batched=True),
+        _product_rule("BaddbmmBackward0", "batch1", "batch2", addend=True, batched=True),
+        _GROUPED,
+        _CONVOLUTION,
+        _EMBEDDING,
+    )
+}
 _TOLERANCE = {torch.bfloat16: 2e-2}
 
 
@@ -235,10 +233,11 @@ def _same(rule: Rule, sample: Sample) -> bool:
     edges = tuple(sample.leaves)
     shapes = {edge: leaf.shape for edge, leaf in sample.leaves.items()}
     names = [name for edge in edges for name in rule.operands.get(edge, ())]
-    saved = read_saved(node, rule, names, shapes=shapes, flipped=())
-    turned = read_saved(node, rule, names, shapes=shapes, flipped=edges)
     incoming = torch.cos(sample.output.detach())
-    found = [rule.gradients(version, incoming, edges) for version in (saved, turned)]
+    found = []
+    for flipped in ((), edges):
+        saved = read_saved(node, rule, names, shapes=shapes, flipped=flipped)
+        found.append(rule.gradients(saved, incoming, edges))
     expected = torch.autograd.grad(
         GradientEdge(node, 0), list(sample.leaves.values()), grad_outputs=incoming
     )

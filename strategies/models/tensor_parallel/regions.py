@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from strategies.errors import DataError
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 
+TIME = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism cuts
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -30,9 +32,6 @@ def _as_written(function: _Function) -> _Function:
     """A function that torch.compile leaves alone."""
     disable: Any = torch.compiler.disable  # Untyped in torch.
     return cast(_Function, disable(function))
-
-
-TIME = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism cuts
 
 
 class Entrance:
@@ -65,10 +64,7 @@ class Entrance:
 def leave(partial: Tensor, ranks: TensorRanks, *, whole: bool = False) -> Tensor:
     """The sum over ranks of a tensor that nobody else uses (its memory is taken).
 
-    Args:
-        partial: This rank's summand.
-        ranks: Whom to add up with.
-        whole: Give every rank the whole sum, also with sequence parallelism.
+    ``whole`` gives every rank the whole sum, also with sequence parallelism.
     """
     function = _LeaveToShares if ranks.sequence and not whole else _Leave
     result: Tensor = function.apply(partial, ranks)  # type: ignore[no-untyped-call]
@@ -77,7 +73,6 @@ def leave(partial: Tensor, ranks: TensorRanks, *, whole: bool = False) -> Tensor
 
 @_as_written
 def gather_outputs(share: Tensor, ranks: TensorRanks) -> Tensor:
-    """All ranks' columns, on every rank."""
     result: Tensor = _GatherOutputs.apply(share, ranks)  # type: ignore[no-untyped-call]
     return result
 

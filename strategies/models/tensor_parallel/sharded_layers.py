@@ -127,7 +127,6 @@ class SequenceDropout(nn.Dropout):
         self._ranks = ranks
 
     def forward(self, input: Tensor) -> Tensor:
-        """The mask is drawn for the whole sequence, on every rank alike."""
         if not self.training or self.p == 0:
             return input
         shape = list(input.shape)
@@ -160,24 +159,16 @@ def become(layer: nn.Module, other: nn.Module) -> None:
     layer.__dict__.update(own)
 
 
-# -------------------------------------------------------------------------------------- vocabulary
-#
-# Cross entropy and choice over logits that are cut along the vocabulary.
+# -- cross entropy and choice over logits that are cut along the vocabulary ------------------------
 #
 # No rank ever holds all logits: the forward exchanges three numbers per token, the backward none.
 
-
-IGNORED = -100  # the target that torch's cross entropy leaves out
+_IGNORED = -100  # the target that torch's cross entropy leaves out
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShare:
-    """Which token ids a rank's logits are for.
-
-    Attributes:
-        shard: How the vocabulary is cut.
-        ranks: Who has the others.
-    """
+    """Which token ids a rank's logits are for."""
 
     shard: Shard
     ranks: TensorRanks
@@ -194,15 +185,12 @@ class VocabularyShare:
 
 
 def token_losses(logits: Tensor, targets: Tensor, share: VocabularyShare | None) -> Tensor:
-    """Negative log-probabilities in at least float32, the same on every rank.
+    """Negative log-probabilities ``[...]`` in at least float32, the same on every rank.
 
     Args:
         logits: ``[..., vocabulary]``, or this rank's share of them.
         targets: ``[...]``; 0 where they are -100.
         share: How the logits are cut; None where they are whole.
-
-    Returns:
-        ``[...]``.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     if share is None:
@@ -242,7 +230,7 @@ class _TokenLosses(torch.autograd.Function):
             picked = shifted.gather(-1, columns).squeeze(-1).masked_fill(elsewhere, 0)
         exponentials = shifted.exp_()
         sums = share.ranks.sum_(torch.stack([exponentials.sum(dim=-1), picked]))
-        ignored = targets == IGNORED
+        ignored = targets == _IGNORED
         ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), columns, elsewhere, ignored)
         ctx.padding = logits.shape[-1] - share.held
         return (sums[0].log() - sums[1]).masked_fill(ignored, 0)

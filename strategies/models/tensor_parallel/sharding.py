@@ -40,7 +40,7 @@ class Sharding:
         """
         plan = getattr(module, "tensor_parallel_plan", None)
         if not callable(plan):
-            raise ModelError(refusal(module, ranks.size))
+            raise ModelError(_refusal(module, ranks.size))
         self.ranks = ranks
         self.shards: dict[str, Shard] = {}
         self.partial: set[str] = set()
@@ -63,10 +63,6 @@ class Sharding:
     def apply(self, module: nn.Module, unit_name: str) -> None:
         """Cuts one unit, whose weights are there; their memory is free afterwards.
 
-        Args:
-            module: The module that has the plan.
-            unit_name: The unit's name in it.
-
         Raises:
             ModelError: A layer does not come out even, or cannot be cut.
         """
@@ -75,20 +71,15 @@ class Sharding:
         inside = [name for name, _ in unit.named_modules(prefix=unit_name)]
         for name in inside:
             style = self._styles.get(name)
-            if style is None:
-                continue
-            layer = module.get_submodule(name)
-            turned = self._cut(name, layer, style, entrance)
-            if turned is not None:
-                become(layer, turned)
+            if style is not None:
+                layer = module.get_submodule(name)
+                turned = self._cut(name, layer, style, entrance)
+                if turned is not None:
+                    become(layer, turned)
         entrance.forget_after(unit)
 
     def finish(self, canonical: Mapping[str, str]) -> None:
-        """Notes all names of tied weights.
-
-        Args:
-            canonical: Any name of a parameter -> its first.
-        """
+        """Notes all names of tied weights: ``canonical`` gives the first of any name."""
         for name, shard in list(self.shards.items()):
             self.shards[canonical[name]] = shard
         self.partial = {canonical[name] for name in self.partial}
@@ -104,12 +95,8 @@ class Sharding:
             assert isinstance(layer, nn.Embedding)
             self._check_embedding(name, layer)
             weight = self._share(f"{name}.weight", layer.weight, 0)
-            return VocabularyEmbedding(
-                weight,
-                shard=self.shards[f"{name}.weight"],
-                ranks=ranks,
-                padding=layer.padding_idx,
-            )
+            shard = self.shards[f"{name}.weight"]
+            return VocabularyEmbedding(weight, shard=shard, ranks=ranks, padding=layer.padding_idx)
         if not (isinstance(layer, nn.Linear) and _is_plain(layer, nn.Linear)):
             raise ModelError(
                 f"tensor_parallel_plan() has {type(style).__name__}() for {name}, which is a "
@@ -122,12 +109,11 @@ class Sharding:
             if ranks.sequence and layer.bias is not None:
                 self.partial.add(f"{name}.bias")
             return RowLinear(weight, layer.bias, ranks=ranks)
-        vocabulary = None
         if isinstance(style, Column):
             self._check_even(name, layer.out_features, style.block)
         weight = self._share(f"{name}.weight", layer.weight, 0)
         bias = None if layer.bias is None else self._share(f"{name}.bias", layer.bias, 0)
-        gathered = None
+        gathered = vocabulary = None
         if isinstance(style, Vocabulary):
             vocabulary = VocabularyShare(self.shards[f"{name}.weight"], ranks)
         elif style.gather:
@@ -199,8 +185,7 @@ def _is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
     return isinstance(layer, kind) and type(layer).forward is kind.forward
 
 
-def refusal(module: nn.Module, tp: int) -> str:
-    """Why a module cannot be cut, and what it would have to say."""
+def _refusal(module: nn.Module, tp: int) -> str:
     return (
         f"tp={tp}, but {type(module).__name__} does not say how its layers are cut. Declare, "
         "beside pipeline_units(), a method tensor_parallel_plan(self) that returns module names "
@@ -215,9 +200,7 @@ def _tied(module: nn.Module) -> set[str]:
     return {name for found in names.values() if len(found) > 1 for name in found}
 
 
-# ------------------------------------------------------------------------------------------ styles
-#
-# What a module's plan says about each of its layers.
+# -- styles: what a module's plan says about each of its layers ------------------------------------
 #
 # ``tensor_parallel_plan()`` maps module names (``*`` stands for any one part) to these. Words as
 # transformers has them in its models' plans, and torch's own parallel styles, say the same.
@@ -293,25 +276,17 @@ _WORDS: dict[str, Style] = {
 
 
 def read_style(name: str, given: Any) -> Style:
-    """A plan's entry as one of the styles here.
-
-    Args:
-        name: The entry's key, for the message.
-        given: A style of this module, a word, or one of torch's styles in its usual layout.
+    """A plan's entry as one of the styles here: one itself, a word, or torch's in its usual layout.
 
     Raises:
-        ModelError: It is none of them.
+        ModelError: It is none of them; names the entry.
     """
     if isinstance(given, Style):
         return given
     if isinstance(given, str) and given in _WORDS:
         return _WORDS[given]
     # Costs half a second that most runs have no use for.
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
     from torch.distributed.tensor.placement_types import Replicate
 
     if isinstance(given, ColwiseParallel):

@@ -1,7 +1,7 @@
-"""All-gather and reduce-scatter of one tensor each, under the names that this torch has.
+"""The ranks that share a stage's matrices, the collectives between them, and what each holds.
 
-torch 2.13 renames ``all_gather_into_tensor`` and ``reduce_scatter_tensor``, and warns at the old
-names where the new ones exist.
+Every rank of such a group runs the same program on the same microbatches, so collectives meet in
+the same order on all of them without further agreement.
 """
 
 from __future__ import annotations
@@ -17,19 +17,12 @@ from torch import Tensor
 if TYPE_CHECKING:
     from strategies.models.split_backward.pending import Meanwhile
 
-
+# torch 2.13 renames ``all_gather_into_tensor`` and ``reduce_scatter_tensor``, and warns at the old
+# names where the new ones exist.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-
-
-# ------------------------------------------------------------------------------------------- ranks
-#
-# The ranks that share a stage's matrices, and the collectives between them.
-#
-# Every rank of such a group runs the same program on the same microbatches, so collectives meet in
-# the same order on all of them without further agreement.
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +31,6 @@ class SumShare:
 
     Attributes:
         work: Ends when ``share`` is there; None if it is.
-        share: The result.
         parts: What is added up; kept until the end.
     """
 
@@ -77,12 +69,10 @@ class TensorRanks:
         return work
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Adds up in place."""
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def max_(self, tensor: Tensor) -> Tensor:
-        """Takes the largest of each element, in place."""
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return tensor
 
@@ -107,7 +97,6 @@ class TensorRanks:
         all_gather_single(stacked.view(-1), tensor.view(-1), group=self._group)
 
     def gather_along(self, tensor: Tensor, dim: int) -> Tensor:
-        """All members' tensors joined along a dimension."""
         return torch.cat(self.gather(tensor).unbind(0), dim)
 
     def share_along(self, tensor: Tensor, dim: int) -> Tensor:
@@ -131,19 +120,11 @@ class TensorRanks:
         return tensor.is_cuda and dist.get_backend(self._group) == "gloo"
 
 
-# ------------------------------------------------------------------------------------------- shard
-#
-# Which part of a whole tensor a tensor-parallel rank holds.
-
-
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Equal shares along one dimension; where they do not come out even, the last are padded.
+    """A rank's part of a whole tensor: equal shares along ``dim``, the last padded if need be.
 
-    Attributes:
-        dim: The dimension that is cut.
-        size: Its size in the whole tensor, without padding.
-        parts: Ranks.
+    ``size`` is that dimension's in the whole tensor, without padding; ``parts`` counts the ranks.
     """
 
     dim: int
@@ -161,7 +142,6 @@ class Shard:
         return self.width * self.parts - self.size
 
     def start(self, rank: int) -> int:
-        """Where a rank's share begins in the whole."""
         return min(rank * self.width, self.size)
 
     def held(self, rank: int) -> int:
@@ -170,12 +150,8 @@ class Shard:
 
     def local(self, whole: Tensor, rank: int) -> Tensor:
         """A rank's share, a new tensor; padding is zero."""
-        part = whole.narrow(self.dim, self.start(rank), self.held(rank))
-        shape = list(whole.shape)
-        shape[self.dim] = self.width
-        share = torch.zeros(shape, dtype=whole.dtype, device=whole.device)
-        share.narrow(self.dim, 0, self.held(rank)).copy_(part)
-        return share
+        held = whole.narrow(self.dim, self.start(rank), self.held(rank))
+        return self._filled(held, rank)
 
     def unpadded(self, share: Tensor, rank: int) -> Tensor:
         """What a rank's share has of the whole; a view."""
@@ -185,6 +161,9 @@ class Shard:
         """The inverse of ``unpadded``; padding is zero."""
         if held.shape[self.dim] == self.width:
             return held
+        return self._filled(held, rank)
+
+    def _filled(self, held: Tensor, rank: int) -> Tensor:
         shape = list(held.shape)
         shape[self.dim] = self.width
         share = torch.zeros(shape, dtype=held.dtype, device=held.device)
