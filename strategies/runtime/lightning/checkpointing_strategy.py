@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from strategies.errors import CheckpointError
 from strategies.heartbeat import Heartbeat, Phase
-from strategies.manifest import FORMAT, MANIFEST, committed, find_damage, read_manifest
+from strategies.manifest import MANIFEST, committed, find_damage, read_manifest
 from strategies.plan import Options, Plan
 from strategies.runtime.lightning.ranks_strategy import RanksStrategy
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
-from strategies.runtime.storage.commit import Exchange, remove
+from strategies.runtime.storage.commit import Exchange
 from strategies.runtime.storage.opened import Opened
 from strategies.runtime.storage.part import Part, Piece, flatten, split
 from strategies.runtime.storage.saver import Saver
@@ -30,14 +30,7 @@ from strategies.runtime.update.main_optimizer import MAIN_WEIGHT, MainOptimizer
 
 
 class CheckpointingStrategy(RanksStrategy):
-    """Lightning's hooks for checkpoints, answered by the parts that ranks hold.
-
-    Args:
-        plan: What is run; its schedule's name is written into the manifest.
-        options: How.
-        metadata: Written into the manifest, too.
-        heartbeat: See ``RanksStrategy``.
-    """
+    """Lightning's hooks for checkpoints; ``metadata`` is written into their manifests."""
 
     def __init__(
         self,
@@ -73,7 +66,6 @@ class CheckpointingStrategy(RanksStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Yes: by parameter names, in ``load_optimizer_state_dict``."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -104,7 +96,7 @@ class CheckpointingStrategy(RanksStrategy):
         for main in self._main_optimizers:
             if main.optimizer is getattr(optimizer, "optimizer", optimizer):
                 return main.named_state(named, group_of=self.engine.owners_group)
-        return name_optimizer_state(optimizer, named)
+        return _name_optimizer_state(optimizer, named)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
@@ -144,7 +136,6 @@ class CheckpointingStrategy(RanksStrategy):
 
     @property
     def saver(self) -> Saver:
-        """Writes this rank's part of every checkpoint."""
         if self._saver is None:
             self._saver = Saver(self._exchange())
         return self._saver
@@ -188,7 +179,6 @@ class CheckpointingStrategy(RanksStrategy):
         self.engine.mains.refresh()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the state of this rank's parameters, by name."""
         named = self.engine.named_parameters()
         shares = self._shares({})
         saved = [shares.padded_optimizer(state, named) for state in checkpoint["optimizer_states"]]
@@ -197,7 +187,7 @@ class CheckpointingStrategy(RanksStrategy):
                 main.load(state, named)
         else:
             for optimizer, state in zip(self.optimizers, saved, strict=True):
-                load_optimizer_state(optimizer, state, named)
+                _load_optimizer_state(optimizer, state, named)
         # configure_optimizers() may have asked for the number of steps, which makes the loaders
         # before the loops know where they are. They are made again.
         loop: Any = self._trainer.fit_loop
@@ -211,9 +201,8 @@ class CheckpointingStrategy(RanksStrategy):
             self.saver.remove(Path(filepath))
 
     def _restore_random_state(self) -> None:
-        """Once: the generators of the checkpoint that was loaded."""
         if self._random_state is not None:
-            restore_random_state(self._random_state)
+            _set_random_state(self._random_state)
             self._random_state = None
 
     def _last_checkpoint(self) -> str:
@@ -235,26 +224,8 @@ class CheckpointingStrategy(RanksStrategy):
 
 # -------------------------------------------------------------------------------------- checkpoint
 #
-# Checkpoints as Lightning wants them: one nested dict per rank, under names of the uncut module.
-#
 # Names are those of the uncut module and optimizer state is keyed by them, so a checkpoint of one
-# layout can be read by another. How the tensors come to be on disk, hashed and committed together,
-# is ``strategies.runtime.storage``'s concern.
-
-
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "layout_of",
-    "load",
-    "load_optimizer_state",
-    "load_state_dict",
-    "name_optimizer_state",
-    "owned_state",
-    "remove",
-    "restore_random_state",
-    "save",
-]
+# layout can be read by another.
 
 _HYPER_PARAMETERS = "hyper_parameters"
 _RANDOM = "foldpipe_random_state"
@@ -301,11 +272,12 @@ def save(
             first_replica=coordinates.dp_rank == coordinates.tp_rank == 0,
         )
 
-    saver.save(path, collect, layout=layout_of(coordinates), metadata=metadata, in_thread=in_thread)
+    saver.save(
+        path, collect, layout=_layout_of(coordinates), metadata=metadata, in_thread=in_thread
+    )
 
 
-def layout_of(coordinates: Coordinates) -> dict[str, int]:
-    """Degrees of parallelism as the manifest has them."""
+def _layout_of(coordinates: Coordinates) -> dict[str, int]:
     return {"pp": coordinates.pp, "dp": coordinates.dp, "tp": coordinates.tp}
 
 
@@ -337,8 +309,8 @@ def load(
         path: A committed folder.
         exchange: All ranks; each verifies a share of the files.
         coordinates: Where this process stands, now.
-        state: This rank's module state: names, and the boxes that it wants.
-        parameters: Names of the whole model's parameters.
+        state: Names of this rank's module state, with the boxes that it wants.
+        parameters: Of the whole model.
         optimized: This rank's parameters whose optimizer state it wants.
         strict: Whether the checkpoint may have neither more nor fewer parameters.
 
@@ -356,7 +328,7 @@ def load(
     problems = [said for said in exchange.everyone(problem) if said is not None]
     if problems or opened is None:
         raise CheckpointError(problems[0])
-    now = layout_of(coordinates)
+    now = _layout_of(coordinates)
     same = all(manifest[degree] == size for degree, size in now.items())
     # In another layout: the replica's own, if there was one. What is drawn from its generators
     # (its data) continues; what is drawn inside the model does not depend on them.
@@ -431,7 +403,9 @@ def owned_state(
     return {key: value for key, value in state.items() if key in parameters or stays(key)}
 
 
-def name_optimizer_state(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+def _name_optimizer_state(
+    optimizer: Optimizer, named: Mapping[str, nn.Parameter]
+) -> dict[str, Any]:
     """An optimizer's state keyed by parameter names.
 
     Raises:
@@ -453,7 +427,7 @@ def name_optimizer_state(optimizer: Optimizer, named: Mapping[str, nn.Parameter]
     return {"state": state, "param_groups": groups}
 
 
-def load_optimizer_state(
+def _load_optimizer_state(
     optimizer: Optimizer, saved: Mapping[str, Any], named: Mapping[str, nn.Parameter]
 ) -> None:
     """Puts saved state where this rank's parameters are.
@@ -500,8 +474,7 @@ def _random_state() -> dict[str, Any]:
     return state
 
 
-def restore_random_state(checkpoint: Mapping[str, Any]) -> None:
-    """Continues the global generators where they stood."""
+def _set_random_state(checkpoint: Mapping[str, Any]) -> None:
     state = checkpoint.get(_RANDOM)
     if state is None:
         return

@@ -53,9 +53,10 @@ from strategies.runtime.lightning.refusals import (
 from strategies.runtime.lightning.user_module import stage_model_of
 from strategies.runtime.messages import fingerprint
 from strategies.runtime.messages.fingerprint import compare
-from strategies.runtime.step.microbatch import concatenate, in_order
+from strategies.runtime.step.microbatch import concatenate, count_rows, in_order
 from strategies.runtime.step.rank_engine import Engine, PassResult
 from strategies.runtime.step.recorder import StepStats, gather_timeline
+from strategies.runtime.update.grad_sync import clip_
 from strategies.runtime.update.main_optimizer import MainOptimizer
 from strategies.runtime.update.nan_guard import Finding, NotFiniteStep, first_finding
 from strategies.schedules.schedule import given_group
@@ -244,7 +245,6 @@ class PipelineStrategy(CheckpointingStrategy):
             plugin.scaler = SharedGradScaler.like(scaler, device=self.root_device)
 
     def _settled_options(self) -> Options:
-        """With nothing left open."""
         seed = self._options.seed
         if seed is None:
             seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
@@ -449,11 +449,7 @@ class PipelineStrategy(CheckpointingStrategy):
             result = closure()
             self._last_norm = None
             self.engine.flush()
-            if (
-                self._options.on_nan != "ignore"
-                and not self._clips_by_norm
-                and self.engine.leaves_out()
-            ):
+            if self._looks and not self._clips_by_norm and self.engine.leaves_out():
                 raise NotFiniteStep
             return result
 
@@ -463,11 +459,7 @@ class PipelineStrategy(CheckpointingStrategy):
             self._leave_out()
             return result
         scaler = self._scaler
-        if (
-            self._options.on_nan != "ignore"
-            and isinstance(scaler, SharedGradScaler)
-            and scaler.exhausted
-        ):
+        if self._looks and isinstance(scaler, SharedGradScaler) and scaler.exhausted:
             self._leave_out()  # The scaler's own all-reduce has told all ranks.
             return output
         self.engine.stepped()
@@ -517,14 +509,8 @@ class PipelineStrategy(CheckpointingStrategy):
         return self._last_norm
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        from strategies.runtime.update.grad_sync import clip_
-
         norm = self.gradient_norm()
-        if (
-            self._options.on_nan != "ignore"
-            and self._clips_by_norm
-            and not bool(torch.isfinite(norm))
-        ):
+        if self._looks and self._clips_by_norm and not bool(torch.isfinite(norm)):
             raise NotFiniteStep  # All ranks have the same norm.
         clip_(self.engine.updated_parameters(), norm, float(clip_val))
 
@@ -536,7 +522,6 @@ class PipelineStrategy(CheckpointingStrategy):
             self._evaluate(batch, batch_idx, "validate", dataloader_idx)
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """The forward program with ``test_step``."""
         with self.precision_plugin.test_step_context():
             self._evaluate(batch, batch_idx, "test", dataloader_idx)
 
@@ -567,8 +552,6 @@ class PipelineStrategy(CheckpointingStrategy):
 
     def _repeat_logs(self, result: PassResult, batch: Any) -> None:
         """The user's log calls, on every rank: ModelCheckpoint and EarlyStopping decide alike."""
-        from strategies.runtime.step.microbatch import count_rows
-
         module = self.lightning_module
         assert module is not None
         rows = count_rows(batch)
@@ -597,15 +580,12 @@ class PipelineStrategy(CheckpointingStrategy):
         if op is None:
             op = getattr(dist.ReduceOp, str(reduce_op).upper())
         where = self.coordinates
-        members = where.replicas((where.pp_rank,))
-        # A group of this rank's replicas exists for its stages' gradients.
         total = tensor.detach().clone().cpu()
-        dist.all_reduce(total, op=op, group=self._replica_group(members))
+        # A group of this rank's replicas exists for its stages' gradients.
+        group = self.engine.communicators.get("metrics", where.replicas((where.pp_rank,)))
+        dist.all_reduce(total, op=op, group=group)
         result = total / self.dp if mean else total
         return result.to(tensor.device)
-
-    def _replica_group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
-        return self.engine.communicators.get("metrics", members)
 
     # ------------------------------------------------------------- the end
 

@@ -77,10 +77,7 @@ def program_print(program: Program) -> str:
 def compare(own: Print, *, what: str, partial: bool = False) -> None:
     """Lays this rank's print beside those of all others; collective over all processes.
 
-    Args:
-        own: Names and values.
-        what: What they describe, for the message.
-        partial: Whether a name concerns only the ranks that have it.
+    With ``partial`` a name concerns only the ranks that have it.
 
     Raises:
         MismatchError: On every rank the same, with the names that differ and who has what.
@@ -97,13 +94,7 @@ def compare(own: Print, *, what: str, partial: bool = False) -> None:
 def difference(
     gathered: Sequence[tuple[int, str, Print]], what: str, *, partial: bool = False
 ) -> str | None:
-    """What differs between the ranks, in words; None if nothing does.
-
-    Args:
-        gathered: Rank, host and print of each.
-        what: What they describe.
-        partial: As in ``compare``.
-    """
+    """What differs between the ranks (rank, host and print of each), in words; None if nothing."""
     names = dict.fromkeys(name for _, _, found in gathered for name in found)
     lines = []
     for name in names:

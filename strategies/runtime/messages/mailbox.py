@@ -64,9 +64,8 @@ class _Incoming:
 class Mailbox:
     """All messages of one rank."""
 
-    def __init__(self, transport: Transport | None, rank: int, device: torch.device) -> None:
+    def __init__(self, transport: Transport | None, device: torch.device) -> None:
         self._transport = transport
-        self._rank = rank
         self._device = device
         self._specs: dict[_Key, _Spec] = {}
         self._announced: set[tuple[_Key, int]] = set()  # headers sent, by peer
@@ -83,7 +82,6 @@ class Mailbox:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank has nobody to exchange messages with."""
         return self._transport is None
 
     @property

@@ -31,16 +31,11 @@ _SPECIAL = frozenset(":!")
 
 @dataclass(slots=True)
 class Part:
-    """What a rank has to say.
+    """What a rank has to say."""
 
-    Attributes:
-        tree: Everything that is the rank's own, ready for JSON.
-        pieces: Tensors by their names in the checkpoint.
-        values: What is no tensor in the state of model and optimizers, by name, ready for JSON.
-    """
-
-    tree: Any = None
-    pieces: dict[str, Piece] = field(default_factory=dict)
+    tree: Any = None  # everything that is the rank's own, ready for JSON
+    pieces: dict[str, Piece] = field(default_factory=dict)  # tensors, by name in the checkpoint
+    # What is no tensor in the state of model and optimizers, by name, ready for JSON.
     values: dict[str, Any] = field(default_factory=dict)
 
 
@@ -121,14 +116,7 @@ def _subject(name: str) -> tuple[str, str]:
 def tensors_for(
     names: Iterable[str], *, rank: int, wanted: set[str], optimized: set[str]
 ) -> list[str]:
-    """Those of a checkpoint's tensors that a rank needs.
-
-    Args:
-        names: All names in the checkpoint.
-        rank: The rank whose tree it takes.
-        wanted: Names of its module's state.
-        optimized: Parameters whose optimizer state it wants.
-    """
+    """Those of a checkpoint's tensors that a rank needs, which takes the tree of ``rank``."""
     needed = []
     own = tree_name(rank, "")[:-1]
     for name in names:
@@ -183,8 +171,6 @@ def join(
 
 # ------------------------------------------------------------------------------------------- piece
 #
-# A box of a tensor: what one process holds, writes or wants of it.
-#
 # The unit in which checkpoints are written and read. A whole tensor, a tensor-parallel shard and a
 # share of a sharded optimizer are all boxes, so a checkpoint of any layout loads into any other.
 
@@ -208,12 +194,10 @@ class Piece:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Extent of the box per dimension."""
         return tuple(self.tensor.shape)
 
     @property
     def num_bytes(self) -> int:
-        """What it takes on disk."""
         return self.tensor.numel() * self.tensor.element_size()
 
     @property
@@ -227,9 +211,7 @@ class Piece:
 def as_piece(value: Tensor | Piece, holders: tuple[int, ...] | None = None) -> Piece:
     """What this process holds of a tensor: all of a plain one, its shard of a DTensor.
 
-    Args:
-        value: A piece stays as it is.
-        holders: See ``Piece``; for tensors only.
+    A piece stays as it is, with its own holders.
     """
     if isinstance(value, Piece):
         return value
@@ -289,8 +271,6 @@ def _holds(piece: Piece) -> bool:
 
 
 # ----------------------------------------------------------------------------------------- tree io
-#
-# Nested state as tensors and JSON: nothing in a checkpoint is ever unpickled.
 #
 # Tensors go into a flat mapping under numbered keys; the tree around them is JSON in which a tagged
 # object stands for what JSON lacks (tensors, tuples, dicts with keys that are no strings).

@@ -49,12 +49,8 @@ class Saver:
     ) -> None:
         """Writes a checkpoint; collective.
 
-        Args:
-            path: The folder to be.
-            collect: What this rank holds. Its errors are raised on all ranks.
-            layout: Degrees of parallelism.
-            metadata: For the manifest.
-            in_thread: Return when this rank's state is copied.
+        What ``collect`` raises is raised on all ranks. In a thread it returns when this rank's
+        state is copied.
 
         Raises:
             CheckpointError: This one was not written, or the one before.
@@ -108,11 +104,7 @@ class Saver:
         remove(path)
 
     def check(self) -> None:
-        """Raises what has gone wrong since the last call; waits for nothing.
-
-        Raises:
-            CheckpointError: A checkpoint was not written.
-        """
+        """Raises what has gone wrong since the last call; waits for nothing."""
         if self._thread is not None and not self._thread.is_alive():
             self.finish()
 
@@ -137,8 +129,6 @@ class Saver:
 
 
 # --------------------------------------------------------------------------------------- host copy
-#
-# A copy of pieces in host memory, so that training may go on while they are written.
 
 
 class HostCopy:

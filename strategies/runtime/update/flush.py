@@ -22,12 +22,7 @@ from strategies.runtime.update.rank_gradients import OwnedWeights, RankGradients
 
 
 class Flush:
-    """The end of a rank's training passes; the only place where it waits for reductions.
-
-    Attributes:
-        norm_waits_s: What clipping costs, per step: the only synchronisation between the ranks of
-            a pipeline.
-    """
+    """The end of a rank's training passes; the only place where it waits for reductions."""
 
     def __init__(
         self,
@@ -51,6 +46,7 @@ class Flush:
         self._norm = Fetch(torch.zeros((), dtype=torch.float64))
         self._norm_to_share = False
         self._norm_work: dist.Work | None = None
+        # What clipping costs, per step: the only synchronisation between the ranks of a pipeline.
         self.norm_waits_s: deque[float] = deque(maxlen=1024)
 
     def expect(self, loss_scale: Tensor | None) -> None:

@@ -41,17 +41,11 @@ _State = dict[str, Any]
 
 @dataclass(frozen=True)
 class MainOptimizer:
-    """An optimizer that updates pieces.
+    """An optimizer that updates pieces."""
 
-    Attributes:
-        optimizer: The user's.
-        groups: The model's parameters of each of its groups, in the order that the user gave.
-        mains: What it updates instead.
-    """
-
-    optimizer: Optimizer
-    groups: tuple[tuple[nn.Parameter, ...], ...]
-    mains: AllMainWeights
+    optimizer: Optimizer  # the user's
+    groups: tuple[tuple[nn.Parameter, ...], ...]  # the model's parameters of each of its groups
+    mains: AllMainWeights  # what it updates instead
 
     @classmethod
     def take_over(cls, optimizer: Optimizer, mains: AllMainWeights) -> MainOptimizer:
@@ -94,12 +88,8 @@ class MainOptimizer:
     ) -> dict[str, Any]:
         """The state keyed by names, as of an optimizer that updates whole parameters; collective.
 
-        Args:
-            named: Owned parameters by global name.
-            group_of: A stage's group of processes that talk about it from host memory.
-
-        Returns:
-            Of a sharded weight's state only what the group's first member has to write.
+        Of a sharded weight only what the group's first member has to write is there. ``group_of`` a
+        stage are the processes that talk about it from host memory.
 
         Raises:
             CheckpointError: The optimizer updates a parameter that is not the module's, or keeps
