@@ -67,8 +67,6 @@ def _materialise(module: nn.Module, name: str, device: torch.device | str) -> nn
 
 
 # ------------------------------------------------------------------------------------------- seeds
-#
-# Seeds of their own for every named purpose. Free of torch.
 
 
 def derived_seed(seed: int, name: str) -> int:

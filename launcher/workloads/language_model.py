@@ -141,12 +141,7 @@ class LanguageModel(pl.LightningModule):
         return list(unit_costs(self.shape))
 
     def initialise_unit(self, name: str, *, device: torch.device | str = "cpu") -> None:
-        """Gives one unit its initial weights, creating them on ``device`` if they are on meta.
-
-        Args:
-            name: A global name from ``pipeline_units``.
-            device: Where missing weights are created.
-        """
+        """Gives one of ``pipeline_units`` its initial weights; on ``device`` if it is on meta."""
         unit = self.get_submodule(name)
         assert isinstance(unit, SeededUnit)
         initialise(name, unit, self.seed, device=device)
@@ -160,15 +155,12 @@ class LanguageModel(pl.LightningModule):
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The mean loss per token; logs ``train_loss``."""
         return self._step(batch, batch_idx, "train")
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The mean loss per token; logs ``val_loss``."""
         return self._step(batch, batch_idx, "validate")
 
     def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The mean loss per token; logs ``test_loss``."""
         return self._step(batch, batch_idx, "test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -185,7 +177,6 @@ class LanguageModel(pl.LightningModule):
             self.log("val_perplexity", loss.exp(), sync_dist=True)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Optimizer and per-step schedule for the parameters that this rank holds."""
         options = self.optimizer_options
         optimizer = build_optimizer(self.parameters(), options)
         total = self.trainer.estimated_stepping_batches
@@ -234,8 +225,6 @@ def _predict(logits: Tensor, targets: Tensor | None, share: VocabularyShare | No
 
 
 # ---------------------------------------------------------------------------------------- sampling
-#
-# Continues a prompt token by token with any network that maps ids to logits.
 
 
 @torch.no_grad()

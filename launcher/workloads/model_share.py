@@ -63,9 +63,6 @@ def vocabulary_note(shape: ModelShape, tp: int) -> str | None:
 
 
 # ------------------------------------------------------------------------------------------- specs
-#
-# What the units of a model cost, whichever kind of model it is. Torch-free.
-
 
 ModelShape = TransformerShape | HfShape
 # A traced model is one for planning only: ranks build it, whatever it is.

@@ -50,11 +50,8 @@ def build_scheduler(
 def lr_factor(step: int, *, options: OptimizerConfig, total_steps: float) -> float:
     """The learning rate of ``step`` (from 0) over ``options.lr``.
 
-    Args:
-        step: Optimizer steps already taken; step 0 already moves, by ``lr / warmup_steps``.
-        options: Warm-up and shape of the decay.
-        total_steps: Steps of the whole run; ``inf`` for a run without end, where the cosine never
-            begins to fall.
+    Step 0 already moves, by ``lr / warmup_steps``. In a run without end (``total_steps=inf``) the
+    cosine never begins to fall.
     """
     if step < options.warmup_steps:
         return (step + 1) / options.warmup_steps

@@ -92,7 +92,6 @@ class TransformerShape:
 
     @property
     def head_size(self) -> int:
-        """Width of one attention head."""
         return self.hidden // self.heads
 
     @property
@@ -156,9 +155,6 @@ def unit_specs(shape: TransformerShape, *, fused_norm: bool = False) -> tuple[Un
         shape: The model.
         fused_norm: RMSNorm as one kernel (GPUs), which keeps its input and one number per token.
             The default is the composite one of CPUs, which keeps the normalised input, too.
-
-    Returns:
-        ``2 * layers + 2`` units.
     """
     tokens, width = shape.sequence, shape.hidden
     boundary = tokens * width

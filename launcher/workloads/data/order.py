@@ -98,19 +98,10 @@ class ReplicaOrder(DistributedSampler[int]):
 
 
 # ------------------------------------------------------------------------------------------ blocks
-#
-# Blocks of a token stream as (tokens, targets) pairs.
 
 
 class TokenBlocks(Dataset[dict[str, Tensor]]):
-    """Consecutive, non-overlapping sequences of a stream.
-
-    Args:
-        tokens: The whole stream, maybe memory-mapped.
-        blocks: Which blocks belong to this dataset.
-        sequence: Tokens per block.
-        vocab: Vocabulary of the model; None leaves ids unchecked.
-    """
+    """Consecutive, non-overlapping sequences of a stream; without ``vocab`` ids stay unchecked."""
 
     def __init__(
         self, tokens: Tokens, blocks: range, *, sequence: int, vocab: int | None = None
@@ -151,8 +142,6 @@ def check_ids(ids: Tokens, *, vocab: int | None) -> None:
 
 
 # ------------------------------------------------------------------------------------------ loader
-#
-# A DataLoader for training that can go on in the middle of an epoch.
 
 
 class ResumableLoader(DataLoader[dict[str, Tensor]]):
@@ -184,11 +173,9 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the epoch has got."""
         return {"epoch": self._epoch, "num_blocks_done": self._num_blocks_done}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on behind the sequences that were already handed out."""
         self._epoch, self._num_blocks_done = state_dict["epoch"], state_dict["num_blocks_done"]
         if isinstance(self.sampler, ReplicaOrder):
             self.sampler.resume(epoch=self._epoch, num_blocks_done=self._num_blocks_done)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SourceKind = Literal["stdlib", "text", "tokens"]
 TokenType = Literal["uint16", "uint32"]
 
-BYTES_PER_TOKEN: dict[TokenType, int] = {"uint16": 2, "uint32": 4}
+_BYTES_PER_TOKEN: dict[TokenType, int] = {"uint16": 2, "uint32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,6 @@ class TextSource:
 
     @property
     def label(self) -> str:
-        """How messages name this source."""
         return "data=stdlib" if self.path is None else f"data.path={self.path}"
 
 
@@ -100,13 +99,7 @@ def check_source(
     number of bytes stands in for it, which is never less for real text, and the data module repeats
     the check with the true number.
 
-    Args:
-        source: What to look at.
-        sequence: Tokens per sequence.
-        batch_size: Sequences per batch of one data-parallel replica.
-        num_replicas: Data-parallel replicas.
-        val_fraction: Share of the blocks kept for validation.
-        full_batches: Whether incomplete batches are left out.
+    The arguments are those of ``split_blocks``.
 
     Raises:
         DataError: The source is missing, unreadable, empty, or too short.
@@ -169,7 +162,7 @@ def _count_tokens(source: TextSource, *, up_to: int) -> int:
     if source.kind == "tokens":
         assert source.path is not None
         size = check_file("data.path", source.path).stat().st_size
-        width = BYTES_PER_TOKEN[source.dtype]
+        width = _BYTES_PER_TOKEN[source.dtype]
         if size % width:
             raise DataError(
                 f"{source.label} has {size} bytes, which is no multiple of the {width} bytes of "
@@ -199,8 +192,6 @@ def _enough_tokens(sequence: int, sequences: int, val_fraction: float) -> int:
 
 
 # ------------------------------------------------------------------------------------------- split
-#
-# Cuts a stream of tokens into blocks, and the blocks into training and validation. Torch-free.
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,9 +303,6 @@ class _Request:
 
 
 # -------------------------------------------------------------------------------------- text files
-#
-# Text files below a folder, in an order that depends on their names only.
-
 
 # Not the library itself: what was installed into it, and its tests with their odd encodings.
 _SKIPPED = frozenset(
@@ -381,11 +369,8 @@ def _unreadable(path: Path, error: OSError) -> str:
 
 # -------------------------------------------------------------------------------------- vocabulary
 #
-# How many token ids a source can have, which decides a model's vocabulary.
-#
 # Free of torch, and of numpy for everything but token files: whoever simulates or plans asks this
 # question too.
-
 
 BYTE_VOCAB = 256
 _SCANNED_IDS = 1 << 24

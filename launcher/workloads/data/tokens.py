@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 # Text files hold no NUL byte, so it can part documents without a 257th token.
-SEPARATOR = b"\0"
+_SEPARATOR = b"\0"
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _PIECE_CHARACTERS = 1 << 16
 
@@ -35,7 +35,7 @@ def load_tokens(source: TextSource) -> Tokens:
         return memory_map(source)
     documents = _read(source)
     if source.tokenizer is None:
-        return np.frombuffer(SEPARATOR.join(documents), dtype=np.uint8)
+        return np.frombuffer(_SEPARATOR.join(documents), dtype=np.uint8)
     return _encode(documents, load_tokenizer(source.tokenizer))
 
 
@@ -48,7 +48,7 @@ def _read(source: TextSource) -> list[bytes]:
         document = _read_file(file, left)
         documents.append(document)
         if left is not None:
-            left -= len(document) + len(SEPARATOR)
+            left -= len(document) + len(_SEPARATOR)
     return documents
 
 
@@ -89,8 +89,6 @@ def _pieces(text: str) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------ prompt
-#
-# Text to token ids and back, for prompts and what follows them.
 
 
 def encode(source: TextSource, text: str) -> list[int]:
@@ -119,9 +117,6 @@ def decode(source: TextSource, ids: Sequence[int]) -> str:
 
 
 # -------------------------------------------------------------------------------------- token file
-#
-# A file of token ids, mapped into memory. Free of torch.
-
 
 Tokens = npt.NDArray[np.unsignedinteger]
 

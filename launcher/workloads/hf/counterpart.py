@@ -40,11 +40,7 @@ def counterpart(shape: TransformerShape) -> Counterpart:
 
 
 def config_of(shape: TransformerShape, dtype: str) -> dict[str, Any]:
-    """The content of ``config.json``.
-
-    Args:
-        shape: The built-in transformer.
-        dtype: Type of the weights, e.g. ``float32``.
+    """The content of ``config.json`` for weights of type ``dtype``, e.g. ``float32``.
 
     Raises:
         ModelError: As ``counterpart``.
@@ -120,12 +116,9 @@ def _fixes(shape: TransformerShape, family: Counterpart) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------- destination
-#
-# Where ``mode=export`` writes, and whether it may. Torch-free.
 
 
 def export_folder(config: LaunchConfig, run_dir: Path) -> Path:
-    """The folder to be, absolute."""
     asked = config.export.path
     return run_dir / "export" if asked is None else Path(asked).expanduser().absolute()
 

@@ -64,7 +64,6 @@ class HfLanguageModel(LanguageModel):
                 self.initialise_unit(name, device=device)
 
     def pipeline_units(self) -> list[tuple[str, nn.Module]]:
-        """Embedding, every decoder layer, head, with their global names."""
         return [(NETWORK + name, unit) for name, unit in self.network.named_units()]
 
     def pipeline_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -94,11 +93,7 @@ class HfLanguageModel(LanguageModel):
         return list(self._costs)
 
     def initialise_unit(self, name: str, *, device: torch.device | str = "cpu") -> None:
-        """Gives one unit its weights, from the folder or fresh.
-
-        Args:
-            name: A global name from ``pipeline_units``.
-            device: Where they are created.
+        """Gives one of ``pipeline_units`` its weights, from the folder or fresh.
 
         Raises:
             ModelError: A file of the folder cannot be read.
@@ -109,7 +104,6 @@ class HfLanguageModel(LanguageModel):
         self.network.tie()  # creating real weights for one unit takes the tie apart
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids ``[batch, sequence]`` to logits ``[batch, sequence, vocab]``."""
         logits: Tensor = self.network(tokens)
         return logits
 

@@ -42,7 +42,6 @@ class Part(nn.Module):
         self.held += (name,)
 
     def held_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The library's modules with their names there."""
         for name in self.held:
             yield name, self.get_submodule(name)
 
@@ -118,10 +117,8 @@ class LayerArguments:
     def of(self, index: int, hidden: Tensor, mask: Tensor | None) -> Call:
         """How layer ``index`` is called.
 
-        Args:
-            index: Counted from the first layer of the model.
-            hidden: Only its shape, type and device matter.
-            mask: 1 for tokens, 0 for padding ``[batch, sequence]``; None for no padding.
+        Of ``hidden`` only shape, type and device matter. ``mask`` is 1 for tokens, 0 for padding
+        ``[batch, sequence]``; None for no padding.
         """
         kind = hidden.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
@@ -161,8 +158,6 @@ def _without_stream(call: Call) -> Call:
 
 
 # ----------------------------------------------------------------------------------------- network
-#
-# All units of a Hugging Face model in one module, as ``transformer.Transformer`` is for ours.
 
 
 class HfNetwork(nn.Module):
@@ -181,7 +176,6 @@ class HfNetwork(nn.Module):
         self.train()  # as any new module; the skeleton's parts are not
 
     def named_units(self) -> Iterator[tuple[str, nn.Module]]:
-        """The units in execution order with their names inside this module."""
         yield "embedding", self.embedding
         for index, layer in enumerate(self.layers):
             yield f"layers.{index}", layer
@@ -219,9 +213,6 @@ class HfNetwork(nn.Module):
 
 
 # ------------------------------------------------------------------------------------- tensor plan
-#
-# How layers of the transformers library are cut over tensor-parallel ranks: by its own plans.
-
 
 _LISTED = "layers.*."
 

@@ -23,12 +23,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor in a file.
-
-    Attributes:
-        file: Which one.
-        shape: Its extents.
-    """
+    """One tensor in a file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -44,7 +39,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     if index.is_file():
         return _by_index(index)
     if (folder / SINGLE).is_file():
-        return read_header(folder / SINGLE)
+        return _read_header(folder / SINGLE)
     others = sorted(file.name for file in folder.glob("*.safetensors"))
     pickled = sorted(file.name for file in folder.glob("*.bin"))
     found = ""
@@ -58,7 +53,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     )
 
 
-def read_header(file: Path) -> dict[str, Stored]:
+def _read_header(file: Path) -> dict[str, Stored]:
     """Names and shapes of the tensors in one file, and whether all of it is there.
 
     Raises:
@@ -104,7 +99,7 @@ def _by_index(index: Path) -> dict[str, Stored]:
             raise ModelError(
                 f"{index} names {name}, which is not there. Try a complete copy of the folder."
             )
-        found |= read_header(file)
+        found |= _read_header(file)
     lost = sorted(name for name, file in wanted.items() if name not in found)
     if lost:
         raise ModelError(
@@ -119,9 +114,6 @@ def _damaged(file: Path, why: str) -> ModelError:
 
 
 # ------------------------------------------------------------------------------------------- match
-#
-# Which stored tensor becomes which tensor of the network, and what does not fit. Torch-free.
-
 
 # Constants that older versions of the library stored; today's networks compute them.
 _CONSTANTS = (r"\.rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$")
