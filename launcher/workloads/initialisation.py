@@ -66,9 +66,6 @@ def _materialise(module: nn.Module, name: str, device: torch.device | str) -> nn
     return real
 
 
-# ------------------------------------------------------------------------------------------- seeds
-
-
 def derived_seed(seed: int, name: str) -> int:
     """A 64-bit signed seed from the run's seed and the name of what it is for.
 

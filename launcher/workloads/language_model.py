@@ -224,9 +224,6 @@ def _predict(logits: Tensor, targets: Tensor | None, share: VocabularyShare | No
     return -token_losses(logits, targets, share)
 
 
-# ---------------------------------------------------------------------------------------- sampling
-
-
 @torch.no_grad()
 def sample_tokens(
     logits_of: Callable[[Tensor], Tensor],

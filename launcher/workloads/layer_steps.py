@@ -66,7 +66,6 @@ class Cut:
 
     @property
     def stream(self) -> int:
-        """Elements of a boundary tensor on this rank."""
         return self.rows * self.hidden
 
 
@@ -98,7 +97,6 @@ def norm(cut: Cut, source: str, suffix: str = "") -> tuple[Step, ...]:
 def root_mean_square(
     source: str, elements: int, rows: int, whole: int, *, first: str, result: str
 ) -> tuple[Step, ...]:
-    """RMSNorm, operation by operation."""
     scale = f"scale of {result}"
     return (
         Asked(source, elements),

@@ -29,9 +29,6 @@ def unit_loads(
     """One load per unit, in execution order.
 
     With ``selective`` layers recompute what is cheap, or of the types in ``layers`` those families.
-
-    Raises:
-        PlanError: ``layers`` names a type that the model does not have.
     """
     if isinstance(shape, TracedShape):
         assert tp == 1
@@ -92,9 +89,6 @@ def selective_shares(
     """The units in execution order, on one of ``tp`` ranks.
 
     ``layers`` are types of layers and the families that are computed again there.
-
-    Raises:
-        PlanError: ``layers`` names a type that the model does not have.
     """
     if isinstance(shape, HfShape):
         kinds = type_names(shape)

@@ -17,11 +17,7 @@ from launcher.workloads.transformer_share import (
 
 
 def check_tp(shape: PlannedShape, tp: int, *, sequence_parallel: bool = False) -> None:
-    """Refuses a number of ranks that a model cannot be cut into.
-
-    Raises:
-        PlanError: With the nearest numbers that work.
-    """
+    """Refuses a number of ranks that a model cannot be cut into."""
     if isinstance(shape, TracedShape):
         check_traced_tp(shape, tp)
     elif isinstance(shape, HfShape):
@@ -33,7 +29,6 @@ def check_tp(shape: PlannedShape, tp: int, *, sequence_parallel: bool = False) -
 def model_shares(
     shape: ModelShape, tp: int, *, sequence_parallel: bool = False
 ) -> tuple[UnitShare, ...]:
-    """The units in execution order, on one of ``tp`` ranks."""
     if tp == 1:
         return tuple(
             UnitShare(
@@ -62,8 +57,6 @@ def vocabulary_note(shape: ModelShape, tp: int) -> str | None:
     )
 
 
-# ------------------------------------------------------------------------------------------- specs
-
 ModelShape = TransformerShape | HfShape
 # A traced model is one for planning only: ranks build it, whatever it is.
 PlannedShape = ModelShape | TracedShape
@@ -80,7 +73,6 @@ def model_costs(shape: PlannedShape) -> tuple[float, ...]:
 
 
 def described(shape: ModelShape) -> dict[str, Any]:
-    """What a checkpoint says about its model."""
     return shape.described if isinstance(shape, HfShape) else asdict(shape)
 
 

@@ -77,11 +77,7 @@ class TracedShape:
 
 
 def check_traced_tp(shape: TracedShape, tp: int) -> None:
-    """Refuses tensor-parallel ranks: a trace is one of whole layers.
-
-    Raises:
-        PlanError: tp is larger than 1.
-    """
+    """Refuses tensor-parallel ranks: a trace is one of whole layers."""
     if tp > 1:
         raise PlanError(
             f"tp={tp} with model={shape.name}: a trace knows its layers whole, not a rank's share "

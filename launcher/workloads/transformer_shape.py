@@ -101,7 +101,6 @@ class TransformerShape:
 
     @property
     def biases(self) -> bool:
-        """Whether the linear layers inside the half-blocks have biases."""
         return self.norm == "layernorm"
 
     @property

@@ -29,11 +29,7 @@ class UnitShare:
 def check_transformer_tp(
     shape: TransformerShape, tp: int, *, sequence_parallel: bool = False
 ) -> None:
-    """Refuses a number of ranks that the heads, the MLP or the sequence cannot be cut into.
-
-    Raises:
-        PlanError: With the nearest numbers that work.
-    """
+    """Refuses a number of ranks that the heads, the MLP or the sequence cannot be cut into."""
     sizes = {
         "model.heads": shape.heads,
         "model.kv_heads": shape.kv_heads,
@@ -45,11 +41,7 @@ def check_transformer_tp(
 
 
 def refuse_tp(tp: int, sizes: Mapping[str, int]) -> None:
-    """Refuses a number of ranks that does not divide all sizes.
-
-    Raises:
-        PlanError: With the nearest numbers that do.
-    """
+    """Refuses a number of ranks that does not divide all sizes."""
     wrong = [f"{name}={size}" for name, size in sizes.items() if size % tp]
     if wrong:
         common = math.gcd(*sizes.values())

@@ -97,9 +97,6 @@ class ReplicaOrder(DistributedSampler[int]):
         return torch.randperm(self._num_blocks, generator=generator)
 
 
-# ------------------------------------------------------------------------------------------ blocks
-
-
 class TokenBlocks(Dataset[dict[str, Tensor]]):
     """Consecutive, non-overlapping sequences of a stream; without ``vocab`` ids stay unchecked."""
 
@@ -115,11 +112,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         return len(self._blocks)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``tokens`` and, one token later, ``targets``, both int64 ``[sequence]``.
-
-        Raises:
-            DataError: An id beyond the vocabulary.
-        """
+        """``tokens`` and, one token later, ``targets``, both int64 ``[sequence]``."""
         start = self._blocks[index] * self._sequence
         ids = self._tokens[start : start + self._sequence + 1]
         check_ids(ids, vocab=self._vocab)
@@ -129,19 +122,12 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
 
 
 def check_ids(ids: Tokens, *, vocab: int | None) -> None:
-    """Refuses ids that an embedding of ``vocab`` rows cannot look up.
-
-    Raises:
-        DataError: An id beyond the vocabulary.
-    """
+    """Refuses ids that an embedding of ``vocab`` rows cannot look up."""
     if vocab is not None and len(ids) and (largest := int(ids.max())) >= vocab:
         raise DataError(
             f"the data has a token id {largest}, but model.vocab={vocab} allows 0 to {vocab - 1}. "
             "Try model.vocab=null, which asks the data, or the data.tokenizer of this model."
         )
-
-
-# ------------------------------------------------------------------------------------------ loader
 
 
 class ResumableLoader(DataLoader[dict[str, Tensor]]):
@@ -159,7 +145,6 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
 
     # torch declares its own iterator class; all that is used of one is that it iterates.
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """One epoch, or the rest of it after ``load_state_dict``."""
         order = self.sampler
         if not isinstance(order, ReplicaOrder):
             yield from super().__iter__()

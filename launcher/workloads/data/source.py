@@ -119,11 +119,7 @@ def check_source(
 
 
 def source_files(source: TextSource) -> Iterator[Path]:
-    """The text files of a ``stdlib`` or ``text`` source, in the order they are read.
-
-    Raises:
-        DataError: The path does not exist or is neither a file nor a folder.
-    """
+    """The text files of a ``stdlib`` or ``text`` source, in the order they are read."""
     if source.path is None:
         return stdlib_files()
     path = Path(source.path).expanduser()
@@ -134,11 +130,7 @@ def source_files(source: TextSource) -> Iterator[Path]:
 
 
 def check_file(key: str, name: str) -> Path:
-    """The path of an existing regular file.
-
-    Raises:
-        DataError: There is no such file, or it is something else, a folder or a device.
-    """
+    """The path of an existing regular file."""
     path = Path(name).expanduser()
     try:
         mode = path.stat().st_mode
@@ -189,9 +181,6 @@ def _enough_tokens(sequence: int, sequences: int, val_fraction: float) -> int:
     """A number of tokens that certainly fills one batch on both sides of the split."""
     smaller = min(val_fraction, 1 - val_fraction) if val_fraction > 0 else 1.0
     return int((sequences + 1) / max(smaller, 1e-6) + 2) * sequence + 1
-
-
-# ------------------------------------------------------------------------------------------- split
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +260,6 @@ class _Request:
         return train >= self.need_train and validation >= self.need_validation
 
     def explain(self, sequence: int, share: str) -> str:
-        """What there is too little of."""
         train, validation = self.divide(sequence)
         if not train + validation:
             return (
@@ -301,8 +289,6 @@ class _Request:
             return f"Try model.sequence={shorter}, or a longer text."
         return "Try a longer text, or data=stdlib."
 
-
-# -------------------------------------------------------------------------------------- text files
 
 # Not the library itself: what was installed into it, and its tests with their odd encodings.
 _SKIPPED = frozenset(
@@ -394,11 +380,7 @@ def vocab_size(source: TextSource) -> int:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer in a ``tokenizer.json``.
-
-    Raises:
-        DataError: No such file, or not a tokenizer.
-    """
+    """The tokenizer in a ``tokenizer.json``."""
     from tokenizers import Tokenizer  # not needed for bytes
 
     path = check_file("data.tokenizer", name)

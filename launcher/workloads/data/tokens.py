@@ -88,9 +88,6 @@ def _pieces(text: str) -> list[str]:
     return pieces
 
 
-# ------------------------------------------------------------------------------------------ prompt
-
-
 def encode(source: TextSource, text: str) -> list[int]:
     """Token ids of a text, as the source's own text is encoded.
 
@@ -116,17 +113,11 @@ def decode(source: TextSource, ids: Sequence[int]) -> str:
     return text
 
 
-# -------------------------------------------------------------------------------------- token file
-
 Tokens = npt.NDArray[np.unsignedinteger]
 
 
 def memory_map(source: TextSource) -> Tokens:
-    """The ids of a ``tokens`` source, read from the disk only where they are used.
-
-    Raises:
-        DataError: The file is missing or cannot be read.
-    """
+    """The ids of a ``tokens`` source, read from the disk only where they are used."""
     assert source.path is not None
     path = check_file("data.path", source.path)
     dtype = np.dtype(source.dtype).newbyteorder("<")

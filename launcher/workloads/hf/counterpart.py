@@ -40,11 +40,7 @@ def counterpart(shape: TransformerShape) -> Counterpart:
 
 
 def config_of(shape: TransformerShape, dtype: str) -> dict[str, Any]:
-    """The content of ``config.json`` for weights of type ``dtype``, e.g. ``float32``.
-
-    Raises:
-        ModelError: As ``counterpart``.
-    """
+    """The content of ``config.json`` for weights of type ``dtype``, e.g. ``float32``."""
     family = counterpart(shape)
     common: dict[str, Any] = {
         "model_type": family,
@@ -115,20 +111,13 @@ def _fixes(shape: TransformerShape, family: Counterpart) -> list[str]:
     return fixes
 
 
-# ------------------------------------------------------------------------------------- destination
-
-
 def export_folder(config: LaunchConfig, run_dir: Path) -> Path:
     asked = config.export.path
     return run_dir / "export" if asked is None else Path(asked).expanduser().absolute()
 
 
 def check_destination(folder: Path) -> None:
-    """Refuses to write over anything.
-
-    Raises:
-        PlanError: There is a file, or a folder with something in it.
-    """
+    """Refuses to write over anything."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() or folder.is_symlink():

@@ -57,8 +57,6 @@ def _ties(shape: HfShape) -> bool:
     return "lm_head.weight" in build_skeleton(shape).tied
 
 
-# ------------------------------------------------------------------------------------------ folder
-
 # What belongs to a model besides its weights: text in, text out.
 _COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
@@ -110,8 +108,6 @@ def _sync(path: Path) -> None:
     finally:
         os.close(handle)
 
-
-# ----------------------------------------------------------------------------------------- convert
 
 _UNIT = re.compile(r"^network\.(embedding|layers\.\d+|head)\.")
 

@@ -99,11 +99,7 @@ class Sizes:
 
 
 def read_sizes(config: Mapping[str, Any]) -> Sizes | None:
-    """The numbers of a model, or None for a family that is not known here.
-
-    Raises:
-        ModelError: A number is missing or wrong.
-    """
+    """The numbers of a model, or None for a family that is not known here."""
     model_type = config["model_type"]
     family = FAMILIES.get(model_type)
     if family is None or config.get("add_cross_attention"):
@@ -204,17 +200,11 @@ def _linear(found: Tensors, name: str, outputs: int, inputs: int, *, bias: bool)
         found[f"{name}.bias"] = (outputs,)
 
 
-# ------------------------------------------------------------------------------------- config json
-
 CONFIG = "config.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the model in ``folder``.
-
-    Raises:
-        ModelError: There is no such folder or file, or it is not a transformers configuration.
-    """
+    """The configuration of the model in ``folder``."""
     if not folder.is_dir():
         raise ModelError(
             f"model.path={folder}: no such folder. It must hold {CONFIG} and, unless "

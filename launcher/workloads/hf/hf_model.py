@@ -72,11 +72,7 @@ class HfLanguageModel(LanguageModel):
         return (batch["tokens"],) if mask is None else (batch["tokens"], mask)
 
     def tensor_parallel_plan(self) -> dict[str, Style]:
-        """The library's own plan for the layers; embedding and head by token ids.
-
-        Raises:
-            ModelError: The library has none for this architecture.
-        """
+        """The library's own plan for the layers; embedding and head by token ids."""
         return library_plan(self._skeleton, cast(HfShape, self.shape))
 
     @property
@@ -93,11 +89,7 @@ class HfLanguageModel(LanguageModel):
         return list(self._costs)
 
     def initialise_unit(self, name: str, *, device: torch.device | str = "cpu") -> None:
-        """Gives one of ``pipeline_units`` its weights, from the folder or fresh.
-
-        Raises:
-            ModelError: A file of the folder cannot be read.
-        """
+        """Gives one of ``pipeline_units`` its weights, from the folder or fresh."""
         unit = self.get_submodule(name)
         assert isinstance(unit, Part)
         self._weights.fill(unit, device=device)
@@ -113,11 +105,7 @@ class HfLanguageModel(LanguageModel):
 
 
 def build(config: LaunchConfig) -> HfLanguageModel:
-    """What the registry knows as ``hf``: the model of a resolved configuration, on meta.
-
-    Raises:
-        ModelError: As ``HfLanguageModel``.
-    """
+    """What the registry knows as ``hf``: the model of a resolved configuration, on meta."""
     shape = model_shape(config)
     assert isinstance(shape, HfShape)
     with torch.device("meta"):

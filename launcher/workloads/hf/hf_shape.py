@@ -187,11 +187,7 @@ _CUT_BIASES = ("q_proj.bias", "k_proj.bias", "v_proj.bias", "gate_proj.bias", "u
 
 
 def check_hf_tp(shape: HfShape, tp: int, *, sequence_parallel: bool = False) -> None:
-    """Refuses what the library's layers cannot be cut into.
-
-    Raises:
-        PlanError: With what works.
-    """
+    """Refuses what the library's layers cannot be cut into."""
     if sequence_parallel:
         raise PlanError(
             "sequence_parallel=true: layers of the transformers library take the whole sequence. "
@@ -255,17 +251,11 @@ def hf_shares(shape: HfShape, tp: int) -> tuple[UnitShare, ...]:
     return tuple(found)
 
 
-# ------------------------------------------------------------------------------------------- check
-
 _MAJOR = 5
 
 
 def require_transformers() -> None:
-    """Refuses ``model=hf`` where the library is missing or too old.
-
-    Raises:
-        ModelError: With the command that installs it.
-    """
+    """Refuses ``model=hf`` where the library is missing or too old."""
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(
             "model=hf needs the transformers library, which is not installed. "
@@ -306,11 +296,7 @@ def check_folder(shape: HfShape) -> None:
 
 
 def check_vocabulary(shape: HfShape, needed: int, data: str) -> None:
-    """Refuses token ids that the model has no embedding for.
-
-    Raises:
-        DataError: They are more than the model has.
-    """
+    """Refuses token ids that the model has no embedding for."""
     if needed > shape.vocab:
         raise DataError(
             f"{data} has token ids up to {needed - 1}, but the model in {shape.folder} has "
@@ -323,9 +309,6 @@ def check_same_model(path: Path, written: Any, shape: HfShape) -> None:
     """Refuses a checkpoint of another model than that of the folder.
 
     ``written`` is what it says about its model.
-
-    Raises:
-        CheckpointError: The first differences.
     """
     config = written.get("hf") if isinstance(written, dict) else None
     if not isinstance(config, dict) or "model_type" not in config:

@@ -56,7 +56,6 @@ class EmbeddingPart(Part):
         self._shell = skeleton.shell(dict(self.held_modules()))
 
     def forward(self, tokens: Tensor, *mask: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Runs the library's forward up to its first layer."""
         inputs = {"input_ids": tokens, "attention_mask": mask[0] if mask else None}
         self._shell.run(inputs, training=self.training)
         call = self._shell.layers[0].call
@@ -76,7 +75,6 @@ class LayerPart(Part):
         self._arguments = arguments
 
     def forward(self, hidden: Tensor, *mask: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Calls the layer as the library would."""
         call = self._arguments.of(self._index, hidden, mask[0] if mask else None)
         output = call.on(self.get_submodule(self._name), hidden)
         return (output, *mask) if mask else output
@@ -92,7 +90,6 @@ class HeadPart(Part):
         self._shell = skeleton.shell(dict(self.held_modules()))
 
     def forward(self, hidden: Tensor, *mask: Tensor) -> Tensor:
-        """Runs the library's forward from behind its last layer."""
         self._shell.layers[-1].answer = hidden
         try:
             output = self._shell.run({"inputs_embeds": _blank(hidden)}, training=self.training)
@@ -157,9 +154,6 @@ def _without_stream(call: Call) -> Call:
     return Call(call.hidden.new_empty(()), call.positional, call.args, call.kwargs)
 
 
-# ----------------------------------------------------------------------------------------- network
-
-
 class HfNetwork(nn.Module):
     """Embedding, layers and head of a skeleton, on the meta device."""
 
@@ -211,8 +205,6 @@ class HfNetwork(nn.Module):
         logits: Tensor = tensors[0]
         return logits
 
-
-# ------------------------------------------------------------------------------------- tensor plan
 
 _LISTED = "layers.*."
 

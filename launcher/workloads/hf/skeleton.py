@@ -31,7 +31,6 @@ class Skeleton:
     returns_tuple: bool  # whether a layer's output is a tuple
 
     def part(self, name: str) -> nn.Module:
-        """A copy of one of the modules around the layers, on the meta device."""
         return copy.deepcopy(self.model.get_submodule(name))  # type: ignore[no-any-return]
 
     def shell(self, live: Mapping[str, nn.Module]) -> Shell:
@@ -131,11 +130,7 @@ class _NoChainError(Exception):
 
 
 def _probe(model: Any, layers: Sequence[nn.Module], path: str, folder: str) -> _Order:
-    """Runs a few tokens through the model's own forward, without weights.
-
-    Raises:
-        ModelError: The model is no chain of layers.
-    """
+    """Runs a few tokens through the model's own forward, without weights."""
     reasons = []
     for returns_tuple in (False, True):
         shell = Shell(model, layers, path, {}, returns_tuple=returns_tuple)
@@ -217,9 +212,6 @@ def _run(shell: Shell, **inputs: Tensor) -> tuple[list[str], list[str]]:
     return [str(mark) for mark in seen[:first]], [str(mark) for mark in seen[last + 1 :]]
 
 
-# ------------------------------------------------------------------------------------------- shell
-
-
 class Shell:
     """Runs a copy of ``model``, on the meta device, without its layers, which were at ``path``.
 
@@ -274,7 +266,6 @@ class Shell:
         return self._model(**inputs, use_cache=False)
 
     def forget(self) -> None:
-        """Lets go of the tensors of the last run."""
         for layer in self.layers:
             layer.call = layer.answer = None
 
@@ -330,7 +321,6 @@ class Call:
     kwargs: dict[str, Any]  # all but ``hidden_states``
 
     def on(self, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """The layer's output for another residual stream and the same arguments."""
         if self.positional:
             output = layer(hidden, *self.args, **self.kwargs)
         else:

@@ -30,11 +30,7 @@ class Stored:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """All tensors of a model, one file or many with an index.
-
-    Raises:
-        ModelError: There is none, a file is damaged, or the index does not fit the files.
-    """
+    """All tensors of a model, one file or many with an index."""
     index = folder / INDEX
     if index.is_file():
         return _by_index(index)
@@ -54,11 +50,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def _read_header(file: Path) -> dict[str, Stored]:
-    """Names and shapes of the tensors in one file, and whether all of it is there.
-
-    Raises:
-        ModelError: It is damaged.
-    """
+    """Names and shapes of the tensors in one file, and whether all of it is there."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -112,8 +104,6 @@ def _by_index(index: Path) -> dict[str, Stored]:
 def _damaged(file: Path, why: str) -> ModelError:
     return ModelError(f"{file} is damaged: {why}. Try a fresh copy of it.")
 
-
-# ------------------------------------------------------------------------------------------- match
 
 # Constants that older versions of the library stored; today's networks compute them.
 _CONSTANTS = (r"\.rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$")

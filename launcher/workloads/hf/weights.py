@@ -31,11 +31,7 @@ class Weights(ABC):
         self._skeleton = skeleton
 
     def fill(self, part: Part, *, device: torch.device | str = "cpu") -> None:
-        """Replaces all parameters and buffers of a unit that are on the meta device.
-
-        Raises:
-            ModelError: A file cannot be read.
-        """
+        """Replaces all parameters and buffers of a unit that are on the meta device."""
         for name, module in part.held_modules():
             values = dict(self._values(name, module))
             for leaf in module.modules():

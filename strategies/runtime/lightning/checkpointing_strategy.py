@@ -26,7 +26,7 @@ from strategies.runtime.storage.opened import Opened
 from strategies.runtime.storage.part import Part, Piece, flatten, split
 from strategies.runtime.storage.saver import Saver
 from strategies.runtime.storage.share_pieces import Shares
-from strategies.runtime.update.main_optimizer import MAIN_WEIGHT, MainOptimizer
+from strategies.runtime.update.main_optimizer import MainOptimizer
 
 
 class CheckpointingStrategy(RanksStrategy):
@@ -182,12 +182,9 @@ class CheckpointingStrategy(RanksStrategy):
         named = self.engine.named_parameters()
         shares = self._shares({})
         saved = [shares.padded_optimizer(state, named) for state in checkpoint["optimizer_states"]]
-        if self._main_optimizers:
-            for main, state in zip(self._main_optimizers, saved, strict=True):
-                main.load(state, named)
-        else:
-            for optimizer, state in zip(self.optimizers, saved, strict=True):
-                _load_optimizer_state(optimizer, state, named)
+        mains = self._main_optimizers or [MainOptimizer.plain(each) for each in self.optimizers]
+        for main, state in zip(mains, saved, strict=True):
+            main.load(state, named)
         # configure_optimizers() may have asked for the number of steps, which makes the loaders
         # before the loops know where they are. They are made again.
         loop: Any = self._trainer.fit_loop
@@ -406,11 +403,7 @@ def owned_state(
 def _name_optimizer_state(
     optimizer: Optimizer, named: Mapping[str, nn.Parameter]
 ) -> dict[str, Any]:
-    """An optimizer's state keyed by parameter names.
-
-    Raises:
-        CheckpointError: It updates a parameter that is not the module's.
-    """
+    """An optimizer's state keyed by parameter names."""
     names = {id(parameter): name for name, parameter in named.items()}
     plain = getattr(optimizer, "optimizer", optimizer)
     groups = []
@@ -425,40 +418,6 @@ def _name_optimizer_state(
         groups.append({**rest, "params": [names[id(p)] for p in group["params"]]})
     state = {names[id(parameter)]: dict(entry) for parameter, entry in plain.state.items()}
     return {"state": state, "param_groups": groups}
-
-
-def _load_optimizer_state(
-    optimizer: Optimizer, saved: Mapping[str, Any], named: Mapping[str, nn.Parameter]
-) -> None:
-    """Puts saved state where this rank's parameters are.
-
-    Raises:
-        CheckpointError: The optimizer has another number of parameter groups.
-    """
-    names = {id(parameter): name for name, parameter in named.items()}
-    plain = getattr(optimizer, "optimizer", optimizer)
-    if len(plain.param_groups) != len(saved["param_groups"]):
-        raise CheckpointError(
-            f"the checkpoint's optimizer has {len(saved['param_groups'])} parameter groups, this "
-            f"one has {len(plain.param_groups)}. Use the optimizer it was written with."
-        )
-    positions: dict[int, dict[str, Any]] = {}
-    groups = []
-    index = 0
-    for group, old in zip(plain.param_groups, saved["param_groups"], strict=True):
-        members = []
-        for parameter in group["params"]:
-            entry = dict(saved["state"].get(names[id(parameter)], {}))
-            weight = entry.pop(MAIN_WEIGHT, None)
-            if weight is not None:
-                # Written with 16-bit weights: what they were rounded from.
-                parameter.detach().copy_(weight)
-            if entry:
-                positions[index] = entry
-            members.append(index)
-            index += 1
-        groups.append({**{k: v for k, v in old.items() if k != "params"}, "params": members})
-    plain.load_state_dict({"state": positions, "param_groups": groups})
 
 
 def _random_state() -> dict[str, Any]:

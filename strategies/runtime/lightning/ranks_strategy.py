@@ -171,9 +171,6 @@ class RanksStrategy(ParallelStrategy):
         return bool(value.item())
 
 
-# ------------------------------------------------------------------------------------- device mesh
-
-
 def make_device_mesh(
     where: Coordinates, communicators: Communicators, device: torch.device
 ) -> DeviceMesh:

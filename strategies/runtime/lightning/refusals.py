@@ -23,11 +23,7 @@ from strategies.schedules import find_schedule
 def refuse_module(
     trainer: pl.Trainer, module: pl.LightningModule, plan: Plan, *, compiled: bool
 ) -> None:
-    """Refuses modules and callbacks that decide what the program decides.
-
-    Raises:
-        ModelError: With the reason and what to do.
-    """
+    """Refuses modules and callbacks that decide what the program decides."""
     if not module.automatic_optimization:
         raise ModelError(
             f"{type(module).__name__} uses manual optimization, which decides when backward "
@@ -58,11 +54,7 @@ def refuse_module(
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer], *, world_size: int, on_nan: OnNan) -> None:
-    """Refuses optimizers that run a step as often as each rank likes.
-
-    Raises:
-        ModelError: With the reason and what to do.
-    """
+    """Refuses optimizers that run a step as often as each rank likes."""
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.LBFGS):
             continue

@@ -643,11 +643,7 @@ class PipelineStrategy(CheckpointingStrategy):
 
 
 def _from_keywords(words: Mapping[str, Any]) -> tuple[Plan, Options]:
-    """What people have typed, as a plan and its options.
-
-    Raises:
-        PlanError: There is no such schedule or file, or a value is none of those allowed.
-    """
+    """What people have typed, as a plan and its options."""
     for name in words:
         if name != "pp" and name not in Keywords.__annotations__:
             raise TypeError(

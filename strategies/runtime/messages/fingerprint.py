@@ -52,7 +52,6 @@ def versions_print() -> dict[str, str]:
 
 
 def options_print(prefix: str, options: Any) -> dict[str, str]:
-    """The fields of a plan or of options."""
     return shared_print({f"{prefix}{f.name}": getattr(options, f.name) for f in fields(options)})
 
 

@@ -90,7 +90,6 @@ class Mailbox:
         return self._transport is not None and self._transport.ordered
 
     def begin(self, program: Program, mode: str, signatures: Sequence[_Signature]) -> None:
-        """Starts a pass over ``program`` with one signature per microbatch."""
         if self._program is None or program.boundaries is not self._program.boundaries:
             ends = ((b.source, b.target) for b in program.boundaries)
             self._boundaries = {pair: number for number, pair in enumerate(ends)}
@@ -106,11 +105,7 @@ class Mailbox:
     def describe(
         self, stage: int, target: int, microbatch: int, tensors: tuple[Tensor, ...]
     ) -> None:
-        """Notes what ``stage`` hands to ``target``.
-
-        Raises:
-            ModelError: The shapes differ from those of an earlier microbatch of equal shape.
-        """
+        """Notes what ``stage`` hands to ``target``."""
         spec = _Spec(
             tuple(tuple(tensor.shape) for tensor in tensors),
             tuple(tensor.dtype for tensor in tensors),
@@ -159,7 +154,6 @@ class Mailbox:
             self._post_tensors(item, incoming)
 
     def wait(self, item: Instruction) -> tuple[Tensor, ...]:
-        """The tensors of a posted RECV, arrived."""
         incoming = self._incoming.pop(item, None)
         if incoming is None:
             self.post(item)

@@ -64,11 +64,7 @@ class Coordinates:
 
 
 def check_world(*, pp: int, dp: int, tp: int = 1, world_size: int) -> None:
-    """Refuses a world that the degrees do not fill.
-
-    Raises:
-        PlanError: pp * dp * tp is not the number of processes.
-    """
+    """Refuses a world that the degrees do not fill."""
     wanted = pp * dp * tp
     if wanted != world_size:
         sharers = "" if tp == 1 else f" times tp={tp}"
@@ -145,8 +141,6 @@ def _destroy_gloo(groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]) 
             dist.destroy_process_group(group)
     groups.clear()
 
-
-# ------------------------------------------------------------------------------------------ groups
 
 Wanted = list[tuple[str, tuple[int, ...]]]
 

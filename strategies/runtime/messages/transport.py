@@ -214,9 +214,6 @@ def _work(work: dist.Work | None) -> dist.Work:
     return work
 
 
-# -------------------------------------------------------------------------------- chosen transport
-
-
 def chosen_transport(
     backend: str,
     communicators: Communicators,
@@ -256,9 +253,6 @@ def _whole(
     return StagedTransport(group) if staged else GlooTransport(group)
 
 
-# -------------------------------------------------------------------------------- sliced transport
-
-
 _ROUNDING = 1e-2
 
 
@@ -292,11 +286,7 @@ class SlicedTransport(Transport):
         return _Gathering(self._inner.receive(own, rank, tag), own, tensor, self._ranks)
 
     def check_whole(self, stage: int, tensors: Sequence[Tensor]) -> None:
-        """Compares tensors between ranks: slices of different tensors make no whole.
-
-        Raises:
-            ModelError: They differ by more than rounding.
-        """
+        """Compares tensors between ranks: slices of different tensors make no whole."""
         for tensor in tensors:
             copies = self._ranks.gather(tensor.detach()).double()
             spread = copies.amax(0) - copies.amin(0)

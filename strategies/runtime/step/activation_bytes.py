@@ -57,7 +57,6 @@ class ActivationBytes:
         self._sets: dict[tuple[int, int], dict[State, list[_Stored]]] = {}
 
     def begin(self, length: int, batch: Iterable[Tensor]) -> None:
-        """Starts a pass over a list of ``length`` instructions."""
         self.held = [0] * length
         self._sets.clear()
         own = (*self._module.parameters(), *self._module.buffers(), *batch)
@@ -76,7 +75,6 @@ class ActivationBytes:
         self.note("full", stage, microbatch, (*inputs, *found))
 
     def note(self, state: State, stage: int, microbatch: int, tensors: Iterable[Tensor]) -> None:
-        """Notes what a microbatch holds on a stage, see ``StageBytes``."""
         entries: dict[int, _Stored] = {}
         for tensor in tensors:
             for storage in _storages(tensor):
@@ -166,9 +164,6 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return
-
-
-# -------------------------------------------------------------------------------------- memory use
 
 
 class MemoryUse:

@@ -69,7 +69,6 @@ class BoundaryValues:
         record: StepRecord,
         stamp: Callable[[], Any],
     ) -> tuple[Tensor, ...]:
-        """What one other stage hands to ``item``."""
         assert item.microbatch is not None
         rank_of = self._placement.rank_of
         known = self._values.pop((payload, other, item.stage, item.microbatch), None)

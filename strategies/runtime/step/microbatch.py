@@ -146,9 +146,6 @@ def _checksum(samples: Sequence[tuple[tuple[int, ...], Tensor]]) -> int:
     return value
 
 
-# ------------------------------------------------------------------------------------- predictions
-
-
 def in_order(placement: Placement, gathered: list[list[Any]]) -> list[Any]:
     """Microbatches' results in order, from those of each owner of the last stage."""
     last = placement.num_stages - 1

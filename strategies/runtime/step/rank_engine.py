@@ -219,7 +219,6 @@ class Engine:
         )
 
     def synchronise_weights(self) -> None:
-        """See ``OwnedWeights.synchronise``."""
         self._weights.synchronise(self.communicators, self.tensor_ranks)
 
     @property
@@ -464,7 +463,6 @@ class Engine:
         return self.mains.updated_parameters(self._weights)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Owned parameters by global name."""
         return self._weights.named()
 
     def holders(self, *, share: bool = False) -> dict[str, tuple[int, ...]]:

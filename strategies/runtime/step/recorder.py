@@ -168,9 +168,6 @@ def _cuda_stamp() -> Any:
     return event
 
 
-# -------------------------------------------------------------------------------------- step stats
-
-
 class RankStep(NamedTuple):
     """What one rank says of a step; sent as a JSON list."""
 
@@ -230,9 +227,6 @@ def joined_stats(said: Sequence[Sequence[Any] | None], *, tp: int) -> StepStats 
         exposed_grad_reduce_s=exposed,
         peak_memory_bytes=tuple(max(peaks[i : i + tp]) for i in range(0, len(peaks), tp)),
     )
-
-
-# ---------------------------------------------------------------------------------------- measured
 
 
 def gather_timeline(engine: Engine, *, median: bool) -> Timeline | None:

@@ -242,7 +242,6 @@ class Exchange:
         return [_decode(item, length) for item, length in zip(found, lengths, strict=True)]
 
     def first_says(self, payload: Any) -> Any:
-        """What rank 0 has said."""
         if self._group is None:
             return payload
         data = _encode(payload if self.rank == 0 else None)

@@ -97,7 +97,6 @@ class PieceLoadPlanner(LoadPlanner):
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """The overlaps of each piece with what was written."""
         items: list[ReadItem] = []
         for name, piece in self._pieces.items():
             written = self._metadata.state_dict_metadata[name]

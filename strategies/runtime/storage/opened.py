@@ -105,7 +105,6 @@ class Opened:
         )
 
     def whole_model(self) -> dict[str, Tensor]:
-        """All tensors of the model's state."""
         names = [name for name in self.metadata.state_dict_metadata if name.startswith(_MODEL)]
         pieces = {name: self._target(name, None) for name in names}
         self._fill(pieces)

@@ -202,7 +202,6 @@ class Piece:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """The box in the words of torch.distributed.checkpoint."""
         return ChunkStorageMetadata(
             offsets=torch.Size(self.offsets), sizes=torch.Size(self.tensor.shape)
         )

@@ -35,7 +35,6 @@ class Saver:
 
     @property
     def pending(self) -> Path | None:
-        """What is being written and not yet committed."""
         return self._path
 
     def save(
@@ -109,11 +108,7 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Waits until nothing is being written.
-
-        Raises:
-            CheckpointError: A checkpoint was not written.
-        """
+        """Waits until nothing is being written."""
         if self._thread is None:
             return
         self._thread.join()
@@ -126,9 +121,6 @@ class Saver:
             raise CheckpointError(
                 f"a checkpoint was not written, probably since another rank failed: {problem}"
             ) from problem
-
-
-# --------------------------------------------------------------------------------------- host copy
 
 
 class HostCopy:

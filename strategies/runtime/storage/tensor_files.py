@@ -257,11 +257,7 @@ def make_index(rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The safetensors name of a type.
-
-    Raises:
-        CheckpointError: The format has none.
-    """
+    """The safetensors name of a type."""
     if dtype not in _NAMES:
         raise CheckpointError(f"a checkpoint cannot hold {dtype}: safetensors has no such type.")
     return _NAMES[dtype]
@@ -286,8 +282,6 @@ def _bytes_of(tensor: Tensor) -> Any:
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy()
 
-
-# ----------------------------------------------------------------------------------------- durable
 
 _BLOCK_BYTES = 1 << 22
 

@@ -242,7 +242,6 @@ class StageGradients:
             self._launched(self.stage, bucket, started[-1].work if started else None)
 
     def start(self, bucket: Tensor) -> Reduction:
-        """Starts the reduction of a bucket; all members of the group do."""
         assert self.group is not None
         start = start_reduce_scatter if self.sharded else start_all_reduce
         return start(bucket, self.group, wire=self.wire)
@@ -328,9 +327,6 @@ def clip_(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> Non
             parameter.grad.mul_(factor.to(parameter.grad.dtype))
 
 
-# ------------------------------------------------------------------------------------- flat layout
-
-
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
     """Parts one behind the other, cut into equal buckets, each bucket into equal shares.
@@ -385,7 +381,6 @@ class FlatLayout:
         return tuple((low, high) for low, high in cut if low < high)
 
     def buckets_of(self, start: int, stop: int) -> tuple[int, ...]:
-        """The buckets that hold anything of a range."""
         bounds = self.bounds
         return tuple(
             k for k in range(self.count) if max(bounds[k], start) < min(bounds[k + 1], stop)

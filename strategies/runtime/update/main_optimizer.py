@@ -80,6 +80,13 @@ class MainOptimizer:
             group["params"] = replaced
         return cls(optimizer, tuple(groups), mains)
 
+    @classmethod
+    def plain(cls, optimizer: Optimizer) -> MainOptimizer:
+        """One that updates the model's own parameters, maybe inside a wrapper of Lightning's."""
+        own = getattr(optimizer, "optimizer", optimizer)
+        groups = tuple(tuple(group["params"]) for group in own.param_groups)
+        return cls(own, groups, AllMainWeights())
+
     def named_state(
         self,
         named: Mapping[str, nn.Parameter],
@@ -132,11 +139,7 @@ class MainOptimizer:
         return {"state": state, "param_groups": groups}
 
     def load(self, saved: Mapping[str, Any], named: Mapping[str, nn.Parameter]) -> None:
-        """Cuts saved state to this rank's pieces.
-
-        Raises:
-            CheckpointError: The optimizer has another number of parameter groups.
-        """
+        """Cuts saved state to this rank's pieces."""
         names = {id(parameter): name for name, parameter in named.items()}
         there = self.optimizer.param_groups
         if len(there) != len(saved["param_groups"]):
@@ -155,6 +158,7 @@ class MainOptimizer:
                 pieces = self.mains.pieces_of(parameter)
                 if pieces is None:
                     if weight is not None:
+                        # Written with 16-bit weights: what they were rounded from.
                         parameter.detach().copy_(weight)
                     if entry:
                         positions[index] = entry
@@ -238,11 +242,7 @@ class MainOptimizer:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that a part of a tensor will not do for.
-
-    Raises:
-        ModelError: Its class, or an option of a group, needs whole tensors.
-    """
+    """Refuses an optimizer that a part of a tensor will not do for."""
     kind = type(optimizer)
     # Torch wraps a class's step when it makes the first one.
     known = any(inspect.unwrap(kind.step) is inspect.unwrap(b.step) for b in ELEMENTWISE)
@@ -263,11 +263,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def _spread(value: Any, piece: Piece) -> bool:
-    """Whether it has an element per element of the piece, as opposed to one for all.
-
-    Raises:
-        CheckpointError: It is neither.
-    """
+    """Whether it has an element per element of the piece, as opposed to one for all."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return False
     if value.shape != piece.main.shape:
@@ -279,7 +275,6 @@ def _spread(value: Any, piece: Piece) -> bool:
 
 
 def _cut(entry: Mapping[str, Any], piece: Piece) -> _State:
-    """The piece's part of a whole parameter's state."""
 
     def part(value: Any) -> Any:
         if isinstance(value, Tensor) and value.shape == piece.parameter.shape and value.dim():

@@ -264,11 +264,7 @@ class AllMainWeights:
 
 
 def refuse_freezing(mains: AllMainWeights) -> None:
-    """Parameters were frozen or unfrozen between two steps.
-
-    Raises:
-        ModelError: The optimizer holds parts of other parameters than those that are trained now.
-    """
+    """Parameters were frozen or unfrozen between two steps."""
     if mains:
         why = "overlap=zero1" if mains.sharded else "16-bit weights"
         raise ModelError(

@@ -93,11 +93,7 @@ class RankGradients:
         self.add_hooks()
 
     def check_asynchronous(self, device: torch.device) -> None:
-        """Refuses reductions that wait inside their calls; collective, after ``build``.
-
-        Raises:
-            PlanError: They do.
-        """
+        """Refuses reductions that wait inside their calls; collective, after ``build``."""
         asked = set()
         for stage, gradients in sorted(self.stages.items()):
             group = gradients.group
@@ -231,9 +227,6 @@ def _widen(parameter: nn.Parameter, gradient: Tensor) -> Any:
     return hooked.register_post_accumulate_grad_hook(add)
 
 
-# ----------------------------------------------------------------------------------- owned weights
-
-
 class OwnedWeights:
     """Names of the parameters of this rank's stages, once the model is cut, and who holds them."""
 
@@ -253,7 +246,6 @@ class OwnedWeights:
         return {name: p for named in self.by_stage.values() for name, p in named.items()}
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        """Each parameter once."""
         seen: set[int] = set()
         for named in self.by_stage.values():
             for parameter in named.values():
@@ -277,7 +269,6 @@ class OwnedWeights:
         return {name: named[name] for name in names if named[name].requires_grad}
 
     def sharing(self, name: str) -> tuple[int, ...]:
-        """Global ranks that hold a weight which several stages use."""
         return holders_of(self.shared[name], self._placement, self._where)
 
     def holders(self, *, share: bool) -> dict[str, tuple[int, ...]]:
