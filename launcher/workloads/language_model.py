@@ -83,17 +83,10 @@ class LanguageModel(pl.LightningModule):
     ) -> Tensor:
         """What a step returns, from the last unit's output; logs the loss.
 
-        Args:
-            tensors: The logits ``[batch, sequence, vocab]``, alone in a tuple; this rank's share
-                of them under tensor parallelism.
-            batch: The batch or microbatch that led to them.
-            batch_idx: As Lightning counts.
-            mode: Which step this is.
-
-        Returns:
-            The mean loss per token in nats; for ``predict`` the log-probability of each target
-            ``[batch, sequence]``, or, for a batch without targets, the most probable next token
-            after each position ``[batch, sequence]``.
+        The logits ``[batch, sequence, vocab]`` are alone in a tuple, and this rank's share of them
+        under tensor parallelism. Returned is the mean loss per token in nats; for ``predict`` the
+        log-probability of each target ``[batch, sequence]``, or, for a batch without targets, the
+        most probable next token after each position ``[batch, sequence]``.
         """
         (logits,) = tensors
         if mode == "predict":
@@ -245,9 +238,6 @@ def sample_tokens(
         temperature: 0 takes the most probable token; else logits are divided by it.
         top_k: Draw among the k most probable tokens only.
         seed: Of the draws; the same seed gives the same text, on one kind of device.
-
-    Returns:
-        Ids shaped as ``prompt`` with ``max_new_tokens`` more.
 
     Raises:
         DataError: An empty prompt.

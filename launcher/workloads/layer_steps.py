@@ -167,7 +167,6 @@ def _inner(shape: TransformerShape, cut: Cut, tp: int) -> tuple[Step, ...]:
 
 
 # -------------------------------------------------------------------------------------------- kept
-#
 # The rule of ``strategies.models.selective.region``, on names and sizes instead of tensors: a
 # result is kept if one of the operations that made it is; what a backward asks for and is not kept
 # is computed again, by running the layer up to the last such tensor; products in front of that are

@@ -66,7 +66,6 @@ def unit_loads(
 
 
 # --------------------------------------------------------------------------------------- selective
-#
 # Everything but products with weights is computed again where ``recompute.layers`` does not say
 # otherwise. The loss is no layer; its share stays.
 

@@ -213,12 +213,8 @@ def _rotary_constants(like: Tensor) -> tuple[Tensor, Tensor]:
     They are computed anew in every unit, which costs less than shipping or keeping them, and leaves
     nothing to restore when a unit is built on the meta device.
 
-    Args:
-        like: Queries ``[batch, heads, sequence, head size]``, head size even.
-
-    Returns:
-        Two tensors ``[sequence, head size]`` in the dtype of ``like``, worked out in at least
-        float32.
+    Queries ``[batch, heads, sequence, head size]``, head size even, give two tensors
+    ``[sequence, head size]`` in their dtype, worked out in at least float32.
     """
     sequence, size = like.shape[-2:]
     dtype = torch.promote_types(like.dtype, torch.float32)

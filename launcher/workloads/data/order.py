@@ -27,15 +27,8 @@ class ReplicaOrder(DistributedSampler[int]):
     disjoint, and what a step sees as a whole depends on its global batch size only, not on how
     that is divided. Being a DistributedSampler keeps Lightning from putting its own around it.
 
-    Args:
-        num_blocks: Size of the dataset.
-        batch_size: Blocks per batch of one replica.
-        num_replicas: Data-parallel replicas.
-        replica: Which one this is.
-        seed: Of the whole run.
-        shuffle: Whether epochs are permuted, each differently.
-        full_batches: Leaves out the blocks that fill no batch on every replica. Otherwise they are
-            shared evenly as one smaller batch, and fewer than ``num_replicas`` are left out.
+    Without ``full_batches``, the blocks that fill no batch on every replica are not left out but
+    shared evenly as one smaller batch, and fewer than ``num_replicas`` are left out.
     """
 
     def __init__(

@@ -99,8 +99,6 @@ def check_source(
     number of bytes stands in for it, which is never less for real text, and the data module repeats
     the check with the true number.
 
-    The arguments are those of ``split_blocks``.
-
     Raises:
         DataError: The source is missing, unreadable, empty, or too short.
     """
@@ -209,14 +207,8 @@ def split_blocks(
     The last token of each block's targets is the first of the next block's inputs, hence the one
     token that does not count.
 
-    Args:
-        num_tokens: Length of the stream.
-        sequence: Tokens per block.
-        batch_size: Blocks per batch and replica.
-        num_replicas: Data-parallel replicas.
-        val_fraction: Share of the blocks for validation, rounded, at least one unless 0.
-        full_batches: Whether validation, too, needs one complete batch; training always does.
-        label: How messages name the data.
+    Validation gets ``val_fraction`` of the blocks, rounded, at least one unless 0. With
+    ``full_batches`` it, too, needs one complete batch, as training always does.
 
     Raises:
         DataError: Too few tokens for one block, or too few blocks for one batch of either part.
@@ -354,7 +346,6 @@ def _unreadable(path: Path, error: OSError) -> str:
 
 
 # -------------------------------------------------------------------------------------- vocabulary
-#
 # Free of torch, and of numpy for everything but token files: whoever simulates or plans asks this
 # question too.
 

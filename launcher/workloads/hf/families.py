@@ -30,16 +30,10 @@ class Family:
 
 
 _LLAMA: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
 _MISTRAL = _LLAMA | {
     "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
 }  # fmt: skip
@@ -48,16 +42,9 @@ _QWEN = _LLAMA | {
     "num_key_value_heads": 32,
 }  # fmt: skip
 _GPT2: dict[str, Any] = {
-    "vocab_size": 50257,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_positions": 1024,
-    "attn_pdrop": 0.1,
-    "resid_pdrop": 0.1,
-    "embd_pdrop": 0.1,
-    "tie_word_embeddings": True,
-}
+    "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+    "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def _llama_like(defaults: Mapping[str, Any]) -> Family:

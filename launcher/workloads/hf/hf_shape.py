@@ -178,7 +178,6 @@ def _layer_saved(sizes: Sizes, sequence: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------- share
-#
 # Layers are cut by the library's own plan (heads, inner width), embedding and head by token ids.
 
 

@@ -106,7 +106,6 @@ def _layers_at(model: Any, path: str, shape: HfShape) -> tuple[nn.Module, ...]:
 
 
 # ------------------------------------------------------------------------------------------- probe
-#
 # Whether the layers are a chain: each is given the output of the one before, and otherwise only
 # what every stage can work out for itself.
 
@@ -306,7 +305,6 @@ def fill_constants(model: Any, module: nn.Module) -> None:
 
 
 # ---------------------------------------------------------------------------------------- standins
-#
 # A stage never repeats what the library does between layers (masks, positions, scalings): it runs
 # the library's forward with these in the places of layers and weights, and looks at what comes by.
 

@@ -121,16 +121,9 @@ def match_tensors(
 ) -> dict[str, str]:
     """Name in the network -> name in the files.
 
-    Args:
-        expected: Names and shapes of the network's tensors, tied ones under each name.
-        stored: What the files have.
-        folder: For messages.
-        prefix: What files of the bare network leave out of the names, e.g. ``transformer.``.
-        tied: Name -> the name whose tensor it shares.
-        ignore: Patterns of further stored names that are no parameters.
-
-    Returns:
-        All of ``expected``; a tied name that is not stored goes to that of its partner.
+    A tied name (-> the name whose tensor it shares) that is not stored goes to that of its partner.
+    Files of the bare network leave ``prefix`` out of the names, e.g. ``transformer.``; ``ignore``
+    are patterns of further stored names that are no parameters.
 
     Raises:
         ModelError: Tensors are missing, unexpected, or of another shape; they are named.

@@ -220,7 +220,6 @@ class CheckpointingStrategy(RanksStrategy):
 
 
 # -------------------------------------------------------------------------------------- checkpoint
-#
 # Names are those of the uncut module and optimizer state is keyed by them, so a checkpoint of one
 # layout can be read by another.
 
@@ -241,16 +240,9 @@ def save(
 ) -> None:
     """Writes all ranks' parts and commits them together; collective.
 
-    Args:
-        saver: This rank's.
-        checkpoint: This rank's part, as Lightning collects it. Tensors of model and optimizer may
-            be plain and whole, DTensors, or pieces (``storage.piece.Piece``) of a sharded tensor.
-        path: The folder to be.
-        coordinates: Where this process stands.
-        holders: Per parameter, the global ranks that hold the same of it.
-        optimizer_holders: The same for its optimizer state; {} where the first replica has it all.
-        metadata: Goes into the manifest.
-        in_thread: Return as soon as the state is copied.
+    Tensors in what Lightning has collected may be plain and whole, DTensors, or pieces of a sharded
+    tensor. Per parameter ``holders`` are the global ranks that hold the same of it, and
+    ``optimizer_holders`` of its optimizer state; {} where the first replica has it all.
 
     Raises:
         CheckpointError: Some rank cannot write; nothing is committed then.
@@ -302,14 +294,8 @@ def load(
 ) -> dict[str, Any]:
     """What one rank needs of a checkpoint, read when all of it is verified; collective.
 
-    Args:
-        path: A committed folder.
-        exchange: All ranks; each verifies a share of the files.
-        coordinates: Where this process stands, now.
-        state: Names of this rank's module state, with the boxes that it wants.
-        parameters: Of the whole model.
-        optimized: This rank's parameters whose optimizer state it wants.
-        strict: Whether the checkpoint may have neither more nor fewer parameters.
+    Of the module's ``state`` and the ``optimized`` parameters this rank wants the boxes given. With
+    ``strict`` the checkpoint may have neither more nor fewer ``parameters`` than the whole model.
 
     Raises:
         CheckpointError: It is damaged, or of another model. All ranks raise.

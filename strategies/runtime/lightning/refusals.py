@@ -71,7 +71,6 @@ def refuse_optimizers(optimizers: Iterable[Optimizer], *, world_size: int, on_na
 
 
 # -------------------------------------------------------------------------------------- loss scale
-#
 # A gradient that is not finite on one rank means that no rank may update, or stages and replicas
 # would part; and all must scale alike afterwards. So what the scaler has found on this rank is
 # shared with all processes, at the one place where torch's scaler looks at gradients.
@@ -121,7 +120,6 @@ class SharedGradScaler(torch.amp.GradScaler):
 
 
 # ---------------------------------------------------------------------------------- weight readers
-#
 # With sharded weights a rank holds old values of other replicas' shares from the optimizer's update
 # until the next step's forwards. Lightning runs other people's hooks in between, so this callback
 # stands before all others and makes the weights whole first. At the end of a batch, where that

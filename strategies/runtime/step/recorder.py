@@ -183,25 +183,16 @@ class RankStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """An earlier training step over all ranks of the pipeline, known one step later.
+    """An earlier training step over all ranks of the pipeline, known one step later."""
 
-    Attributes:
-        step: Its number, as given to ``train_pass``.
-        makespan_s: First start to last end over the ranks.
-        busy_s: Compute of all ranks together.
-        bubble_ratio: Idle over P * makespan.
-        gradient_norm: 2-norm of the whole model's gradient, before clipping.
-        exposed_grad_reduce_s: How long the last reduction outlasted the last compute; 0 when
-            hidden, None where nothing is reduced.
-        peak_memory_bytes: Per pipeline rank, of its sharers the largest; since the engine was made.
-    """
-
-    step: int
-    makespan_s: float
-    busy_s: float
-    bubble_ratio: float
-    gradient_norm: float
+    step: int  # as given to ``train_pass``
+    makespan_s: float  # first start to last end over the ranks
+    busy_s: float  # compute of all ranks together
+    bubble_ratio: float  # idle over P * makespan
+    gradient_norm: float  # 2-norm of the whole model's gradient, before clipping
+    # How long the last reduction outlasted the last compute; 0 when hidden, None without any.
     exposed_grad_reduce_s: float | None = None
+    # Per pipeline rank, of its sharers the largest; since the engine was made.
     peak_memory_bytes: tuple[int, ...] = ()
 
 

@@ -206,7 +206,6 @@ def remove(path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------- exchange
-#
 # Nothing else uses its communicator, so a thread may wait on it while training goes on: gloo gives
 # every group threads and connections of its own.
 

@@ -49,14 +49,9 @@ def split(
 ) -> Part:
     """Takes apart what Lightning has collected on a rank; tensors are not copied.
 
-    Args:
-        checkpoint: Model and optimizer state by parameter names; tensors, DTensors or pieces.
-        rank: Its global rank.
-        holders: Per parameter, the ranks that hold the same of it. What no parameter's is (buffers)
-            may differ between replicas: the first one's counts.
-        optimizer_holders: The same for its optimizer state. It lacks a parameter whose state is
-            on the first replica only, or whose state is given as pieces.
-        first_replica: Whether this rank belongs to it.
+    Of ``holders``, the ranks that hold the same of a parameter, ``optimizer_holders`` lacks those
+    whose optimizer state is on the first replica only, or is given as pieces. What no parameter's
+    is (buffers) may differ between replicas: the first one's counts.
 
     Raises:
         CheckpointError: The state holds an object that is neither plain data nor a tensor.
@@ -170,26 +165,19 @@ def join(
 
 
 # ------------------------------------------------------------------------------------------- piece
-#
 # The unit in which checkpoints are written and read. A whole tensor, a tensor-parallel shard and a
 # share of a sharded optimizer are all boxes, so a checkpoint of any layout loads into any other.
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of one tensor.
-
-    Attributes:
-        tensor: Its values, local and plain.
-        global_shape: Shape of the whole tensor.
-        offsets: Where the box begins, an index per dimension.
-        holders: Global ranks that all hold this same box and that all say so with the same tuple;
-            one of them writes it. None: this process writes it.
-    """
+    """A box of one tensor: its values, local and plain, and where in the whole it begins."""
 
     tensor: Tensor
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
+    # Global ranks that all hold this same box and that all say so with the same tuple; one of them
+    # writes it. None: this process writes it.
     holders: tuple[int, ...] | None = None
 
     @property
@@ -270,7 +258,6 @@ def _holds(piece: Piece) -> bool:
 
 
 # ----------------------------------------------------------------------------------------- tree io
-#
 # Tensors go into a flat mapping under numbered keys; the tree around them is JSON in which a tagged
 # object stands for what JSON lacks (tensors, tuples, dicts with keys that are no strings).
 

@@ -47,23 +47,12 @@ _ALIGNMENT = 8
 
 # Names of the safetensors format.
 _DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "I32": torch.int32, "I64": torch.int64, "U16": torch.uint16, "U32": torch.uint32,
+    "U64": torch.uint64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
+    "F64": torch.float64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-}
+}  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -213,12 +202,6 @@ def write_index(folder: Path, rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
     """Writes what all ranks have written, a row per piece, as the folder's index.
 
     A row is ``[name, dtype, shape of the whole, file, key, offsets, sizes]``.
-
-    Returns:
-        Its hash and size.
-
-    Raises:
-        CheckpointError: The pieces do not make up their tensors.
     """
     text = json.dumps(make_index(rows), separators=(",", ":"))
     return write_durably(folder / INDEX, [text.encode()])
@@ -279,25 +262,17 @@ def _key(name: str, chunk: ChunkStorageMetadata, size: torch.Size) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
-    return plain.view(torch.uint8).numpy()
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 _BLOCK_BYTES = 1 << 22
 
 
 def write_durably(path: Path, blocks: Iterable[Any]) -> dict[str, Any]:
-    """Writes a new file and syncs it.
+    """Writes a new file and syncs it; its hash and size, as the manifest has them.
 
     The hash is of what was to be written, taken on the way: the file is not read again, and what a
-    faulty disk makes of it is found out.
-
-    Args:
-        path: Must not exist.
-        blocks: Buffers, which are asked for one at a time.
-
-    Returns:
-        ``{"sha256": hex, "bytes": size}``, as the manifest has it.
+    faulty disk makes of it is found out. Blocks are asked for one at a time.
     """
     digest = hashlib.sha256()
     size = 0

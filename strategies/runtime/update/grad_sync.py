@@ -101,15 +101,8 @@ class StageGradients:
     ) -> StageGradients:
         """Lays out the buffers and hooks the parameters.
 
-        Args:
-            stage: Global stage index.
-            parameters: Those that are trained, in forward order.
-            count: Number of buckets, >= 1.
-            group: Whom to reduce with.
-            launched: Called when a bucket's reduction starts.
-            noted: Called with this rank's own part of a bucket, before others are added.
-            sharded: As in the class; without effect without a group.
-            wire: As in the class.
+        The trained parameters are in forward order. ``noted`` is called with this rank's own part
+        of a bucket, before others are added, ``launched`` when its reduction starts.
         """
         sharded = sharded and group is not None
         gradients = cls(stage, group, count, sharded, wire, _launched=launched, _noted=noted)

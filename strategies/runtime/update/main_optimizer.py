@@ -23,18 +23,10 @@ from strategies.runtime.update.main_weights import AllMainWeights, MainWeights, 
 
 # They treat every element alike and look at no other, so a part of a tensor is as good as all.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.ASGD,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-)
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD,
+    torch.optim.RMSprop, torch.optim.Rprop,
+)  # fmt: skip
 MAIN_WEIGHT = "foldpipe_main_weight"  # the 32-bit copy, among the optimizer's state
 _State = dict[str, Any]
 

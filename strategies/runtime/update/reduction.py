@@ -107,7 +107,6 @@ def _asynchronous(work: dist.Work | None) -> dist.Work:
 
 
 # -------------------------------------------------------------------------------------- asynchrony
-#
 # A reduction that waits inside its call stands in the backward it was to hide under, and nothing in
 # its result tells: the run is only slow. Torch's own ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does that
 # to every collective.
