@@ -290,11 +290,7 @@ _SNIFFED_BYTES = 4096
 
 
 def stdlib_files() -> Iterator[Path]:
-    """The Python sources of the standard library of the running interpreter.
-
-    Raises:
-        DataError: This Python has no library folder with sources (a frozen or zipped one).
-    """
+    """The Python sources of the standard library of the running interpreter."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     if not (folder / "os.py").is_file():
         raise DataError(
@@ -308,9 +304,6 @@ def text_files(folder: Path) -> Iterator[Path]:
     """All files below ``folder`` that are neither hidden nor binary.
 
     A file counts as binary if its beginning holds a NUL byte. Links to folders are not followed.
-
-    Raises:
-        DataError: A folder or file that may not be read.
     """
     return (file for file in _walk(folder, skipped=frozenset()) if not _is_binary(file))
 
@@ -358,9 +351,6 @@ def vocab_size(source: TextSource) -> int:
 
     For a file of token ids, which does not say, it is the largest id in it plus one: a pass over
     the part that is used, about a second per gigabyte.
-
-    Raises:
-        DataError: The tokenizer or the file cannot be read, or the file holds no id.
     """
     if source.kind == "tokens":
         return _largest_id(source) + 1

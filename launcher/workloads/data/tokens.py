@@ -27,9 +27,6 @@ def load_tokens(source: TextSource) -> Tokens:
 
     Without a tokenizer the ids are the bytes of the files, in order, with a NUL byte between two
     files. With one, its end-of-text token stands there, if it has such a token.
-
-    Raises:
-        DataError: A file that is missing or cannot be read, or a tokenizer that cannot be loaded.
     """
     if source.kind == "tokens":
         return memory_map(source)

@@ -120,10 +120,7 @@ def read_sizes(config: Mapping[str, Any]) -> Sizes | None:
 
 
 def tensors_of(sizes: Sizes) -> tuple[Tensors, ...]:
-    """Name and shape of every tensor, per unit: embedding, each layer, head.
-
-    A tied projection is listed with the head although the embedding owns it.
-    """
+    """Tensors of embedding, each layer, head (with the projection, even one that is tied)."""
     if sizes.kind == "gpt2":
         wide = (sizes.vocab, sizes.hidden)
         return (

@@ -101,12 +101,7 @@ class HfShape:
 def read_shape(
     path: str | None, *, pretrained: bool, sequence: int, layers_path: str | None
 ) -> HfShape:
-    """The model in a folder; the arguments are those of ``model``.
-
-    Raises:
-        ModelError: There is no folder, or its ``config.json`` cannot be used.
-        PlanError: The sequence is longer than the model allows.
-    """
+    """The model in a folder; the arguments are those of ``model``."""
     if path is None:
         raise ModelError(
             "model=hf needs the folder of a model: config.json and, unless model.pretrained=false, "
@@ -272,9 +267,6 @@ def check_folder(shape: HfShape) -> None:
     """Looks at the files of a model: all there, undamaged, and those that config.json asks for.
 
     For an architecture whose tensors are not known here, their names are checked on the ranks.
-
-    Raises:
-        ModelError: What is wrong, by file and tensor.
     """
     require_transformers()
     if not shape.pretrained:
@@ -305,10 +297,7 @@ def check_vocabulary(shape: HfShape, needed: int, data: str) -> None:
 
 
 def check_same_model(path: Path, written: Any, shape: HfShape) -> None:
-    """Refuses a checkpoint of another model than that of the folder.
-
-    ``written`` is what it says about its model.
-    """
+    """Refuses a checkpoint that says (``written``) it is of another model than the folder's."""
     config = written.get("hf") if isinstance(written, dict) else None
     if not isinstance(config, dict) or "model_type" not in config:
         raise CheckpointError(

@@ -210,11 +210,7 @@ _LISTED = "layers.*."
 
 
 def library_plan(skeleton: Skeleton, shape: HfShape) -> dict[str, Style]:
-    """Module names of ``HfLanguageModel`` to styles; embedding and head are cut by token ids.
-
-    Raises:
-        ModelError: The library has no plan for this architecture, or one that is not known here.
-    """
+    """Module names of ``HfLanguageModel`` to styles; embedding and head are cut by token ids."""
     config: Any = skeleton.model.config.get_text_config()
     given = getattr(config, "base_model_tp_plan", None)
     own = {key: word for key, word in (given or {}).items() if key.startswith(_LISTED)}

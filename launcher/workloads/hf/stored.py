@@ -124,9 +124,6 @@ def match_tensors(
     A tied name (-> the name whose tensor it shares) that is not stored goes to that of its partner.
     Files of the bare network leave ``prefix`` out of the names, e.g. ``transformer.``; ``ignore``
     are patterns of further stored names that are no parameters.
-
-    Raises:
-        ModelError: Tensors are missing, unexpected, or of another shape; they are named.
     """
     found: dict[str, str] = {}
     for name in expected:

@@ -81,11 +81,7 @@ class FreshWeights(Weights):
 
 
 class StoredWeights(Weights):
-    """Those in the ``*.safetensors`` files of a model folder.
-
-    Raises:
-        ModelError: The files do not fit the model.
-    """
+    """Those in the ``*.safetensors`` files of a model folder."""
 
     borrowed = True  # by the mapped file, which may change during the run
 

@@ -574,7 +574,7 @@ class PipelineStrategy(CheckpointingStrategy):
         """Over the replicas: all ranks of a pipeline hold the same value already."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized() or self.dp == 1:
             return tensor
-        names = {"mean": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM}
+        names = dict.fromkeys(("mean", "avg", "sum"), dist.ReduceOp.SUM)
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         op = names.get(reduce_op.lower()) if isinstance(reduce_op, str) else reduce_op
         if op is None:
@@ -625,11 +625,7 @@ class PipelineStrategy(CheckpointingStrategy):
     def on_validation_end(self) -> None:
         self.engine.drain()
 
-    def on_test_end(self) -> None:
-        self.engine.drain()
-
-    def on_predict_end(self) -> None:
-        self.engine.drain()
+    on_test_end = on_predict_end = on_validation_end
 
     def teardown(self) -> None:
         """Keeps this rank's weights where they are: the base would move them to the CPU."""

@@ -135,18 +135,14 @@ class Mailbox:
     def post(self, item: Instruction) -> None:
         """Starts the RECV (and ends it where the backend matches by order and blocks)."""
         assert self._transport is not None
-        assert self._program is not None
-        assert item.peer is not None
-        assert item.microbatch is not None
-        key = self._key(item.stage, item.peer, item.microbatch)
-        peer = self._program.placement.rank_of(item.peer, item.microbatch)
-        incoming = _Incoming(key, peer, self._tag(item))
+        key, peer, tag = self._address(item)
+        incoming = _Incoming(key, peer, tag)
         self._incoming[item] = incoming
         # A rank may know the shapes already, from the other weight copy; its peer cannot know that.
         if item.payload is Kind.F and (key, peer) not in self._awaited:
             self._awaited.add((key, peer))
             header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=self._device)
-            handle = self._transport.receive(header, peer, incoming.tag + _TENSORS - 1)
+            handle = self._transport.receive(header, peer, tag + _TENSORS - 1)
             incoming.header = (header, handle)
         if self.ordered:
             self._open_header(incoming)
@@ -174,13 +170,8 @@ class Mailbox:
     def send(self, item: Instruction, tensors: tuple[Tensor, ...]) -> None:
         """Starts the SEND; the tensors are kept until it has ended."""
         assert self._transport is not None
-        assert self._program is not None
-        assert item.peer is not None
-        assert item.microbatch is not None
-        peer = self._program.placement.rank_of(item.peer, item.microbatch)
-        tag = self._tag(item)
+        key, peer, tag = self._address(item)
         kept = self._sent.setdefault(item, [])
-        key = self._key(item.stage, item.peer, item.microbatch)
         if item.payload is Kind.F and (key, peer) not in self._announced:
             self._announced.add((key, peer))
             header = self._header(self._specs[key])
@@ -225,13 +216,15 @@ class Mailbox:
     def _key(self, stage: int, peer: int, microbatch: int) -> _Key:
         return min(stage, peer), max(stage, peer), self._shapes[microbatch]
 
-    def _tag(self, item: Instruction) -> int:
+    def _address(self, item: Instruction) -> tuple[_Key, int, int]:
+        """What a message is of, the pipeline rank at its other end, and its first tag."""
         assert self._program is not None
         assert item.peer is not None
         assert item.microbatch is not None
-        boundary = self._boundaries[min(item.stage, item.peer), max(item.stage, item.peer)]
-        message = (boundary * self._program.num_microbatches + item.microbatch) * 2
-        return (message + (item.payload is Kind.B)) * _TENSORS + 1
+        key = self._key(item.stage, item.peer, item.microbatch)
+        peer = self._program.placement.rank_of(item.peer, item.microbatch)
+        message = self._boundaries[key[:2]] * self._program.num_microbatches + item.microbatch
+        return key, peer, (message * 2 + (item.payload is Kind.B)) * _TENSORS + 1
 
     def _header(self, spec: _Spec) -> Tensor:
         data = spec.to_bytes()
@@ -260,13 +253,10 @@ class Mailbox:
             return
         assert self._transport is not None
         spec = self._specs[incoming.key]
-        wanted = [
-            (shape, dtype)
+        incoming.tensors = tuple(
+            torch.empty(shape, dtype=dtype, device=self._device)
             for shape, dtype, flag in zip(spec.shapes, spec.dtypes, spec.flags, strict=True)
             if item.payload is Kind.F or flag
-        ]
-        incoming.tensors = tuple(
-            torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in wanted
         )
         for index, tensor in enumerate(incoming.tensors):
             if tensor.numel():

@@ -93,10 +93,7 @@ class Communicators:
         backends: dict[str, str],
         timeout_s: float,
     ) -> None:
-        """Makes all groups in the order of ``wanted``, which is the same on every process.
-
-        Groups of one process are left out.
-        """
+        """Makes all groups, but for those of one process, in an order equal on every process."""
         for key in dict.fromkeys(wanted):
             purpose, ranks = key
             if len(ranks) > 1 and key not in self._groups:
@@ -106,7 +103,6 @@ class Communicators:
                     backend=backends[purpose],
                     timeout=timedelta(seconds=timeout_s),
                 )
-                assert isinstance(group, dist.ProcessGroup) or group is not None
                 self._groups[key] = group
 
     def get(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -148,10 +144,7 @@ Wanted = list[tuple[str, tuple[int, ...]]]
 def holders_of(
     stages: Iterable[int], placement: Placement, where: Coordinates, sharer: int | None = None
 ) -> tuple[int, ...]:
-    """Global ranks that hold any of some stages, in all replicas.
-
-    The sharers are those of one tp_rank; None for this process's own.
-    """
+    """Global ranks of one tp_rank (None: this process's) that hold any of some stages."""
     owners = sorted({rank for stage in stages for rank in placement.owners(stage)})
     return where.replicas(tuple(owners), sharer)
 

@@ -44,10 +44,7 @@ class Executor:
         step: int,
         forwards_done: Callable[[StepResult], None],
     ) -> StepResult:
-        """Executes a lowered program's list up to its optimizer steps.
-
-        ``forwards_done`` is called after this rank's last forward.
-        """
+        """Executes a lowered list up to its optimizer steps; says when its forwards are done."""
         parts = self._parts
         mailbox = parts.mailbox
         route = self._route_of(program)

@@ -196,10 +196,7 @@ class Piece:
 
 
 def as_piece(value: Tensor | Piece, holders: tuple[int, ...] | None = None) -> Piece:
-    """What this process holds of a tensor: all of a plain one, its shard of a DTensor.
-
-    A piece stays as it is, with its own holders.
-    """
+    """All of a plain tensor, the own shard of a DTensor; a piece as it is, with its own holders."""
     if isinstance(value, Piece):
         return value
     if isinstance(value, DTensor):
