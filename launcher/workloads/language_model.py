@@ -50,11 +50,7 @@ class LanguageModel(pl.LightningModule):
     """
 
     def __init__(
-        self,
-        shape: TransformerShape,
-        *,
-        optimizer: OptimizerConfig | None = None,
-        seed: int = 0,
+        self, shape: TransformerShape, *, optimizer: OptimizerConfig | None = None, seed: int = 0
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -90,7 +86,9 @@ class LanguageModel(pl.LightningModule):
         """
         (logits,) = tensors
         if mode == "predict":
-            return _predict(logits, batch.get("targets"), self._vocabulary)
+            if batch.get("targets") is None:
+                return most_probable(logits, self._vocabulary)
+            return -token_losses(logits, batch["targets"], self._vocabulary)
         targets = batch["targets"]
         loss = token_losses(logits, targets, self._vocabulary).mean()
         size = targets.shape[0]
@@ -209,12 +207,6 @@ class LanguageModel(pl.LightningModule):
         for _, unit in self.pipeline_units():
             tensors = (unit(*tensors),)
         return self.pipeline_result(tensors, batch, batch_idx, mode)
-
-
-def _predict(logits: Tensor, targets: Tensor | None, share: VocabularyShare | None) -> Tensor:
-    if targets is None:
-        return most_probable(logits, share)
-    return -token_losses(logits, targets, share)
 
 
 @torch.no_grad()

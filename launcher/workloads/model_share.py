@@ -31,15 +31,8 @@ def model_shares(
 ) -> tuple[UnitShare, ...]:
     if tp == 1:
         return tuple(
-            UnitShare(
-                spec.parameters,
-                spec.forward_flops,
-                spec.output_elements,
-                spec.saved_elements,
-                forward_sums=0,
-                backward_sums=0,
-            )
-            for spec in model_units(shape)
+            UnitShare(s.parameters, s.forward_flops, s.output_elements, s.saved_elements, 0, 0)
+            for s in model_units(shape)
         )
     if isinstance(shape, HfShape):
         return hf_shares(shape, tp)

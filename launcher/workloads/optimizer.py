@@ -24,14 +24,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
-        {
-            "params": [parameter for parameter in trained if parameter.dim() >= 2],
-            "weight_decay": options.weight_decay,
-        },
-        {
-            "params": [parameter for parameter in trained if parameter.dim() < 2],
-            "weight_decay": 0.0,
-        },
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     if options.name == "sgd":
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum or 0.0)

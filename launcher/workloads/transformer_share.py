@@ -30,11 +30,7 @@ def check_transformer_tp(
     shape: TransformerShape, tp: int, *, sequence_parallel: bool = False
 ) -> None:
     """Refuses a number of ranks that the heads, the MLP or the sequence cannot be cut into."""
-    sizes = {
-        "model.heads": shape.heads,
-        "model.kv_heads": shape.kv_heads,
-        "model.ffn": shape.ffn,
-    }
+    sizes = {"model.heads": shape.heads, "model.kv_heads": shape.kv_heads, "model.ffn": shape.ffn}
     if sequence_parallel:
         sizes["model.sequence"] = shape.sequence
     refuse_tp(tp, sizes)

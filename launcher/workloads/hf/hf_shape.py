@@ -210,9 +210,7 @@ def hf_shares(shape: HfShape, tp: int) -> tuple[UnitShare, ...]:
     boundary = shape.sequence * sizes.hidden
     ids = padded_vocab(sizes.vocab, tp) // tp
     first, *layers, head = specs
-    found = [
-        UnitShare(ids * sizes.hidden, 0, first.output_elements, first.saved_elements, 1, 0),
-    ]
+    found = [UnitShare(ids * sizes.hidden, 0, first.output_elements, first.saved_elements, 1, 0)]
     for spec, tensors in zip(layers, shape.tensors()[1:-1], strict=True):
         cut = sum(
             prod(size)

@@ -244,18 +244,15 @@ class PipelineStrategy(CheckpointingStrategy):
             plugin: Any = self.precision_plugin
             plugin.scaler = SharedGradScaler.like(scaler, device=self.root_device)
 
-    def _settled_options(self) -> Options:
-        seed = self._options.seed
-        if seed is None:
-            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        return replace(self._options, dp=self.dp, backend=self.backend, seed=seed)
-
     def _start_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Cuts the module and makes what runs it; collective."""
         if self._plan.file is not None:
             self._plan = self.broadcast(self._plan)  # It may have changed between two reads.
         self._engine_module = module
-        options = self._settled_options()
+        seed = self._options.seed
+        if seed is None:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        options = replace(self._options, dp=self.dp, backend=self.backend, seed=seed)
         # Before the first group is made: ranks that differ would wait for each other there.
         compare(
             fingerprint.versions_print()
@@ -362,8 +359,7 @@ class PipelineStrategy(CheckpointingStrategy):
         """Gives a replica its share, and continues where a checkpoint was written."""
         if not self._own_sampler:
             return dataloader
-        trainer = self.lightning_module.trainer if self.lightning_module else None
-        assert trainer is not None
+        trainer = self._trainer
         training = trainer.state.fn == TrainerFn.FITTING and trainer.training
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         epochs: Any = trainer.fit_loop.epoch_progress.current

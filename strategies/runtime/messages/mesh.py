@@ -99,9 +99,7 @@ class Communicators:
             if len(ranks) > 1 and key not in self._groups:
                 # Every process takes part in making every group, also in foreign ones.
                 group = dist.new_group(
-                    list(ranks),
-                    backend=backends[purpose],
-                    timeout=timedelta(seconds=timeout_s),
+                    list(ranks), backend=backends[purpose], timeout=timedelta(seconds=timeout_s)
                 )
                 self._groups[key] = group
 
