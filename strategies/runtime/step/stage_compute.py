@@ -111,8 +111,6 @@ class StageCompute:
             return torch.autocast(device, enabled=False)
         return nullcontext()
 
-    # ---------------------------------------------------------------- forwards
-
     def _forward(self, item: Instruction, inputs: tuple[Tensor, ...]) -> None:
         assert item.microbatch is not None
         microbatch = self._microbatches[item.microbatch]
@@ -200,8 +198,6 @@ class StageCompute:
             self.result.loss = value if self.result.loss is None else self.result.loss + value
         if not self._learns:
             self.result.results[microbatch] = result
-
-    # ---------------------------------------------------------------- backwards
 
     def _backward(self, item: Instruction, gradients: tuple[Tensor, ...]) -> None:
         graph, outputs, incoming = self._roots(item, gradients)

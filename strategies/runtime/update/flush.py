@@ -68,8 +68,6 @@ class Flush:
         parts.pulse.phase(Phase.UPDATING)
         self._flushed_at = parts.recorder.stamp()
 
-    # ---------------------------------------------------------------- the norm
-
     def _local_squared_norm(self) -> Tensor:
         shards = self._parts.model.shards
         device = self._parts.recorder.device
@@ -129,8 +127,6 @@ class Flush:
             return self._communicators.get("control", tuple(range(self._where.world_size)))
         return self._communicators.get("control", self._where.replica(self._where.dp_rank))
 
-    # ---------------------------------------------------------------- the verdict
-
     def _sees_not_finite(self) -> bool:
         """Whether this rank alone would leave the step out; reductions have ended."""
         assert self._parts.watch is not None
@@ -170,8 +166,6 @@ class Flush:
         stages = self._weights.by_stage
         reduced = self._gradients.reduced()
         return self._parts.watch.findings(self._where, stages=stages, gradients=reduced)
-
-    # ---------------------------------------------------------------- the update
 
     def end_step(self) -> None:
         """The optimizer has updated this rank's stages, or nobody's: the STEPs have ended."""
