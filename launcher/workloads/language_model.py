@@ -39,11 +39,8 @@ class LanguageModel(pl.LightningModule):
     Batches are dicts of int64 tensors ``[batch, sequence]``: ``tokens``, and ``targets`` (the same
     text one token later), which only prediction can do without.
 
-    Args:
-        shape: The network.
-        optimizer: Update rule and learning rate.
-        seed: Seed of the initial weights. They are the same whatever the layout, and building the
-            model leaves the global generators alone.
+    The initial weights, drawn from ``seed``, are the same whatever the layout, and building the
+    model leaves the global generators alone.
 
     Inside ``with torch.device("meta")`` nothing is allocated: whoever cuts the model calls
     ``initialise_unit`` for the units it keeps.

@@ -27,10 +27,7 @@ class HfLanguageModel(LanguageModel):
     Batches may have an ``attention_mask`` ``[batch, sequence]`` besides ``tokens`` and ``targets``:
     1 for tokens, 0 for padding. The loss is the mean over all targets; those of -100 count as 0.
 
-    Args:
-        shape: The model folder.
-        optimizer: Update rule and learning rate.
-        seed: Seed of fresh weights; those of a folder are what they are.
+    Fresh weights are drawn from ``seed``; those of a folder are what they are.
 
     Inside ``with torch.device("meta")`` nothing is allocated: whoever cuts the model calls
     ``initialise_unit`` for the units it keeps.

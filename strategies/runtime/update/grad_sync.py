@@ -327,13 +327,6 @@ class FlatLayout:
     A share of a bucket belongs to one member of the group, so a member owns a range per bucket and
     a part may belong to several of them. What does not divide is padded at the end.
 
-    Attributes:
-        sizes: Elements of each part.
-        count: Number of buckets, >= 1.
-        shares: Members of the group that share every bucket; 1 where nothing is shared.
-        tail: Elements behind all parts that belong to the last bucket, so that they move no other
-            bucket's end into a part that is ready later; only where nothing is shared.
-
     >>> layout = FlatLayout((5, 2), count=2, shares=2)
     >>> layout.bounds, layout.owned(1)
     ((0, 4, 8), ((2, 4), (6, 8)))
@@ -341,9 +334,11 @@ class FlatLayout:
     (((0, 2), (4, 5)), ((2, 4),), ((6, 7),))
     """
 
-    sizes: tuple[int, ...]
-    count: int
-    shares: int = 1
+    sizes: tuple[int, ...]  # elements of each part
+    count: int  # of buckets, >= 1
+    shares: int = 1  # members of the group that share every bucket; 1 where nothing is shared
+    # Elements behind all parts that belong to the last bucket, so that they move no other bucket's
+    # end into a part that is ready later; only where nothing is shared.
     tail: int = 0
 
     @property
