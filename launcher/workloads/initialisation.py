@@ -32,13 +32,8 @@ def initialise(
     """Gives ``module`` its initial weights, in place, without touching the global generators.
 
     Values are drawn on the CPU in float32 and then converted, so all dtypes and devices start from
-    the same numbers. Peak extra memory is one parameter.
-
-    Args:
-        unit_name: Fully qualified name of the unit in the whole model, e.g. ``net.layers.3.mlp``.
-        module: The unit; parameters on the meta device become real ones on ``device``.
-        seed: The global seed of the run.
-        device: Where parameters that are still on the meta device are created.
+    the same numbers. Parameters on the meta device become real ones on ``device``. Peak extra
+    memory is one parameter. The unit's name is that in the whole model, e.g. ``net.layers.3.mlp``.
     """
     for name, parameter in list(module.named_parameters()):
         if parameter.is_meta:
@@ -64,11 +59,6 @@ def _materialise(module: nn.Module, name: str, device: torch.device | str) -> nn
     real = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
     setattr(owner, leaf, real)
     return real
-
-
-# ------------------------------------------------------------------------------------------- seeds
-#
-# Seeds of their own for every named purpose. Free of torch.
 
 
 def derived_seed(seed: int, name: str) -> int:

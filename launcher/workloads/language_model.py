@@ -39,22 +39,15 @@ class LanguageModel(pl.LightningModule):
     Batches are dicts of int64 tensors ``[batch, sequence]``: ``tokens``, and ``targets`` (the same
     text one token later), which only prediction can do without.
 
-    Args:
-        shape: The network.
-        optimizer: Update rule and learning rate.
-        seed: Seed of the initial weights. They are the same whatever the layout, and building the
-            model leaves the global generators alone.
+    The initial weights, drawn from ``seed``, are the same whatever the layout, and building the
+    model leaves the global generators alone.
 
     Inside ``with torch.device("meta")`` nothing is allocated: whoever cuts the model calls
     ``initialise_unit`` for the units it keeps.
     """
 
     def __init__(
-        self,
-        shape: TransformerShape,
-        *,
-        optimizer: OptimizerConfig | None = None,
-        seed: int = 0,
+        self, shape: TransformerShape, *, optimizer: OptimizerConfig | None = None, seed: int = 0
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -83,21 +76,16 @@ class LanguageModel(pl.LightningModule):
     ) -> Tensor:
         """What a step returns, from the last unit's output; logs the loss.
 
-        Args:
-            tensors: The logits ``[batch, sequence, vocab]``, alone in a tuple; this rank's share
-                of them under tensor parallelism.
-            batch: The batch or microbatch that led to them.
-            batch_idx: As Lightning counts.
-            mode: Which step this is.
-
-        Returns:
-            The mean loss per token in nats; for ``predict`` the log-probability of each target
-            ``[batch, sequence]``, or, for a batch without targets, the most probable next token
-            after each position ``[batch, sequence]``.
+        The logits ``[batch, sequence, vocab]`` are alone in a tuple, and this rank's share of them
+        under tensor parallelism. Returned is the mean loss per token in nats; for ``predict`` the
+        log-probability of each target ``[batch, sequence]``, or, for a batch without targets, the
+        most probable next token after each position ``[batch, sequence]``.
         """
         (logits,) = tensors
         if mode == "predict":
-            return _predict(logits, batch.get("targets"), self._vocabulary)
+            if batch.get("targets") is None:
+                return most_probable(logits, self._vocabulary)
+            return -token_losses(logits, batch["targets"], self._vocabulary)
         targets = batch["targets"]
         loss = token_losses(logits, targets, self._vocabulary).mean()
         size = targets.shape[0]
@@ -141,12 +129,7 @@ class LanguageModel(pl.LightningModule):
         return list(unit_costs(self.shape))
 
     def initialise_unit(self, name: str, *, device: torch.device | str = "cpu") -> None:
-        """Gives one unit its initial weights, creating them on ``device`` if they are on meta.
-
-        Args:
-            name: A global name from ``pipeline_units``.
-            device: Where missing weights are created.
-        """
+        """Gives one of ``pipeline_units`` its initial weights; on ``device`` if it is on meta."""
         unit = self.get_submodule(name)
         assert isinstance(unit, SeededUnit)
         initialise(name, unit, self.seed, device=device)
@@ -160,15 +143,12 @@ class LanguageModel(pl.LightningModule):
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The mean loss per token; logs ``train_loss``."""
         return self._step(batch, batch_idx, "train")
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The mean loss per token; logs ``val_loss``."""
         return self._step(batch, batch_idx, "validate")
 
     def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The mean loss per token; logs ``test_loss``."""
         return self._step(batch, batch_idx, "test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -185,7 +165,6 @@ class LanguageModel(pl.LightningModule):
             self.log("val_perplexity", loss.exp(), sync_dist=True)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Optimizer and per-step schedule for the parameters that this rank holds."""
         options = self.optimizer_options
         optimizer = build_optimizer(self.parameters(), options)
         total = self.trainer.estimated_stepping_batches
@@ -227,17 +206,6 @@ class LanguageModel(pl.LightningModule):
         return self.pipeline_result(tensors, batch, batch_idx, mode)
 
 
-def _predict(logits: Tensor, targets: Tensor | None, share: VocabularyShare | None) -> Tensor:
-    if targets is None:
-        return most_probable(logits, share)
-    return -token_losses(logits, targets, share)
-
-
-# ---------------------------------------------------------------------------------------- sampling
-#
-# Continues a prompt token by token with any network that maps ids to logits.
-
-
 @torch.no_grad()
 def sample_tokens(
     logits_of: Callable[[Tensor], Tensor],
@@ -259,9 +227,6 @@ def sample_tokens(
         temperature: 0 takes the most probable token; else logits are divided by it.
         top_k: Draw among the k most probable tokens only.
         seed: Of the draws; the same seed gives the same text, on one kind of device.
-
-    Returns:
-        Ids shaped as ``prompt`` with ``max_new_tokens`` more.
 
     Raises:
         DataError: An empty prompt.

@@ -55,27 +55,17 @@ def unit_steps(
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Sizes of what lies on the residual stream.
+    """Sizes of what lies on the residual stream."""
 
-    Attributes:
-        tokens: Of a sequence.
-        rows: Of them on this rank, between matrices.
-        hidden: Width.
-        dropout: Whether branches are dropped in training.
-        rms: RMSNorm, else LayerNorm.
-        biases: Whether products with weights add one.
-    """
-
-    tokens: int
-    rows: int
+    tokens: int  # of a sequence
+    rows: int  # of them on this rank, between matrices
     hidden: int
-    dropout: bool
-    rms: bool
-    biases: bool
+    dropout: bool  # whether branches are dropped in training
+    rms: bool  # RMSNorm, else LayerNorm
+    biases: bool  # whether products with weights add one
 
     @property
     def stream(self) -> int:
-        """Elements of a boundary tensor on this rank."""
         return self.rows * self.hidden
 
 
@@ -107,7 +97,6 @@ def norm(cut: Cut, source: str, suffix: str = "") -> tuple[Step, ...]:
 def root_mean_square(
     source: str, elements: int, rows: int, whole: int, *, first: str, result: str
 ) -> tuple[Step, ...]:
-    """RMSNorm, operation by operation."""
     scale = f"scale of {result}"
     return (
         Asked(source, elements),
@@ -129,7 +118,7 @@ def masked(name: str, elements: int) -> tuple[Step, ...]:
     return (made(name, elements), Asked(name))
 
 
-def rotated(name: str, elements: int) -> tuple[Step, ...]:
+def _rotated(name: str, elements: int) -> tuple[Step, ...]:
     """Queries or keys turned by their positions; the tables are asked for."""
     return (Asked("cosines"), Asked("sines"), made(f"rotated {name}", elements, "activation"))
 
@@ -156,7 +145,7 @@ def _mixing(shape: TransformerShape, cut: Cut, tp: int) -> tuple[Step, ...]:
     if shape.position == "rope":
         tables = tokens * shape.head_size
         steps += [made("cosines", tables, "activation"), made("sines", tables, "activation")]
-        steps += [*rotated("query", wide), *rotated("key", narrow)]
+        steps += [*_rotated("query", wide), *_rotated("key", narrow)]
         sources = ("rotated key", "rotated query", "value")
     core = 4.0 * tokens * wide
     return (*steps, *scores(sources, wide, tokens * shape.heads // tp, core))
@@ -178,52 +167,34 @@ def _inner(shape: TransformerShape, cut: Cut, tp: int) -> tuple[Step, ...]:
 
 
 # -------------------------------------------------------------------------------------------- kept
-#
-# What a selectively recomputed layer keeps and computes again, from a list of what it does.
-#
 # The rule of ``strategies.models.selective.region``, on names and sizes instead of tensors: a
 # result is kept if one of the operations that made it is; what a backward asks for and is not kept
 # is computed again, by running the layer up to the last such tensor; products in front of that are
-# kept even where no backward asks for them, so that they need not run again. Torch-free.
+# kept even where no backward asks for them, so that they need not run again.
 
 
 class Made(NamedTuple):
-    """An operation.
+    """An operation."""
 
-    Attributes:
-        families: Of the operation, and of those that hand its result on in the same memory; none
-            for what is changed in place afterwards, which is always computed again.
-        results: (name, elements) of what it makes.
-        flops: Of products.
-    """
-
+    # Of the operation, and of those that hand its result on in the same memory; none for what is
+    # changed in place afterwards, which is always computed again.
     families: tuple[Family, ...]
-    results: tuple[tuple[str, int], ...]
-    flops: float = 0.0
+    results: tuple[tuple[str, int], ...]  # (name, elements) of what it makes
+    flops: float = 0.0  # of products
 
 
 class Asked(NamedTuple):
-    """A tensor that a backward asks for, at the time at which the forward hands it to autograd.
+    """A tensor that a backward asks for, at the time at which the forward hands it to autograd."""
 
-    Attributes:
-        name: Of a result, or of what the layer is given.
-        elements: Of what the layer is given; a result has its own.
-    """
-
-    name: str
-    elements: int = 0
+    name: str  # of a result, or of what the layer is given
+    elements: int = 0  # of what the layer is given; a result has its own
 
 
 Step = Made | Asked
 
 
 def kept(steps: Sequence[Step], recomputed: Collection[Family]) -> tuple[int, float]:
-    """(elements that a layer keeps, FLOPs of products that it runs again).
-
-    Args:
-        steps: What it does, in order.
-        recomputed: Families whose results are not kept.
-    """
+    """(elements that a layer keeps, FLOPs of products that it runs again)."""
     again = frozenset(recomputed)
     sizes: dict[str, int] = {}
     stays: dict[str, bool] = {}

@@ -28,16 +28,7 @@ def unit_loads(
 ) -> tuple[Load, ...]:
     """One load per unit, in execution order.
 
-    Args:
-        shape: The model.
-        tp: Ranks that share its matrices.
-        microbatch_size: Sequences of a microbatch.
-        sequence_parallel: Whether activations are cut between those ranks.
-        selective: Whether layers recompute what is cheap (``recompute=selective``).
-        layers: What they recompute, by type, where that is not the default.
-
-    Raises:
-        PlanError: ``layers`` names a type that the model does not have.
+    With ``selective`` layers recompute what is cheap, or of the types in ``layers`` those families.
     """
     if isinstance(shape, TracedShape):
         assert tp == 1
@@ -63,21 +54,18 @@ def unit_loads(
     )
     if not selective:
         return loads
-    kept = selective_shares(shape, tp, sequence_parallel=sequence_parallel, layers=layers)
+    shares = selective_shares(shape, tp, sequence_parallel=sequence_parallel, layers=layers)
     return tuple(
         replace(
             load,
             saved_elements=share.saved_elements * microbatch_size,
             again_flops=share.again_flops * microbatch_size,
         )
-        for load, share in zip(loads, kept, strict=True)
+        for load, share in zip(loads, shares, strict=True)
     )
 
 
 # --------------------------------------------------------------------------------------- selective
-#
-# What units keep, and compute again, under ``recompute=selective``. Torch-free.
-#
 # Everything but products with weights is computed again where ``recompute.layers`` does not say
 # otherwise. The loss is no layer; its share stays.
 
@@ -88,15 +76,10 @@ Layers = Sequence[tuple[str, tuple[Family, ...]]]
 
 
 class SelectiveShare(NamedTuple):
-    """One unit on one of ``tp`` ranks, per sequence.
+    """One unit on one of ``tp`` ranks, per sequence."""
 
-    Attributes:
-        saved_elements: Kept from forward to backward.
-        again_flops: Of products that a backward computes again.
-    """
-
-    saved_elements: int
-    again_flops: float
+    saved_elements: int  # kept from forward to backward
+    again_flops: float  # of products that a backward computes again
 
 
 def selective_shares(
@@ -104,14 +87,7 @@ def selective_shares(
 ) -> tuple[SelectiveShare, ...]:
     """The units in execution order, on one of ``tp`` ranks.
 
-    Args:
-        shape: The model.
-        tp: Ranks that share its matrices.
-        sequence_parallel: Whether activations are cut between those ranks.
-        layers: Types of layers and the families that are computed again there.
-
-    Raises:
-        PlanError: ``layers`` names a type that the model does not have.
+    ``layers`` are types of layers and the families that are computed again there.
     """
     if isinstance(shape, HfShape):
         kinds = type_names(shape)

@@ -17,11 +17,7 @@ from launcher.workloads.transformer_share import (
 
 
 def check_tp(shape: PlannedShape, tp: int, *, sequence_parallel: bool = False) -> None:
-    """Refuses a number of ranks that a model cannot be cut into.
-
-    Raises:
-        PlanError: With the nearest numbers that work.
-    """
+    """Refuses a number of ranks that a model cannot be cut into."""
     if isinstance(shape, TracedShape):
         check_traced_tp(shape, tp)
     elif isinstance(shape, HfShape):
@@ -33,18 +29,10 @@ def check_tp(shape: PlannedShape, tp: int, *, sequence_parallel: bool = False) -
 def model_shares(
     shape: ModelShape, tp: int, *, sequence_parallel: bool = False
 ) -> tuple[UnitShare, ...]:
-    """The units in execution order, on one of ``tp`` ranks."""
     if tp == 1:
         return tuple(
-            UnitShare(
-                spec.parameters,
-                spec.forward_flops,
-                spec.output_elements,
-                spec.saved_elements,
-                forward_sums=0,
-                backward_sums=0,
-            )
-            for spec in model_units(shape)
+            UnitShare(s.parameters, s.forward_flops, s.output_elements, s.saved_elements, 0, 0)
+            for s in model_units(shape)
         )
     if isinstance(shape, HfShape):
         return hf_shares(shape, tp)
@@ -60,11 +48,6 @@ def vocabulary_note(shape: ModelShape, tp: int) -> str | None:
         f"vocabulary padded from {shape.vocab} to {padded} for tp={tp}; the weights are drawn "
         "unpadded, and padding is never predicted"
     )
-
-
-# ------------------------------------------------------------------------------------------- specs
-#
-# What the units of a model cost, whichever kind of model it is. Torch-free.
 
 
 ModelShape = TransformerShape | HfShape
@@ -83,7 +66,6 @@ def model_costs(shape: PlannedShape) -> tuple[float, ...]:
 
 
 def described(shape: ModelShape) -> dict[str, Any]:
-    """What a checkpoint says about its model."""
     return shape.described if isinstance(shape, HfShape) else asdict(shape)
 
 

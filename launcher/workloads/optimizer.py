@@ -24,14 +24,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
-        {
-            "params": [parameter for parameter in trained if parameter.dim() >= 2],
-            "weight_decay": options.weight_decay,
-        },
-        {
-            "params": [parameter for parameter in trained if parameter.dim() < 2],
-            "weight_decay": 0.0,
-        },
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     if options.name == "sgd":
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum or 0.0)
@@ -50,11 +44,8 @@ def build_scheduler(
 def lr_factor(step: int, *, options: OptimizerConfig, total_steps: float) -> float:
     """The learning rate of ``step`` (from 0) over ``options.lr``.
 
-    Args:
-        step: Optimizer steps already taken; step 0 already moves, by ``lr / warmup_steps``.
-        options: Warm-up and shape of the decay.
-        total_steps: Steps of the whole run; ``inf`` for a run without end, where the cosine never
-            begins to fall.
+    Step 0 already moves, by ``lr / warmup_steps``. In a run without end (``total_steps=inf``) the
+    cosine never begins to fall.
     """
     if step < options.warmup_steps:
         return (step + 1) / options.warmup_steps

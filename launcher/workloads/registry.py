@@ -38,10 +38,7 @@ def names(group: Group) -> tuple[str, ...]:
 def find(group: Group, name: str, *, also: Iterable[str] = ()) -> EntryPoint:
     """The entry point behind ``name``, not loaded.
 
-    Args:
-        group: Models or data.
-        name: What was asked for.
-        also: Names that are valid elsewhere (the YAML files of the group), for the suggestions.
+    Names that are valid elsewhere (``also``: the YAML files of the group) are suggested, too.
 
     Raises:
         ModelError: No model of that name, or several distributions offer different ones.

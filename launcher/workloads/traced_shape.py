@@ -10,24 +10,17 @@ from launcher.workloads.transformer_shape import UnitSpec
 from strategies.costs.analytic import Load
 from strategies.costs.trace_file import TracedModel, TracedUnit
 from strategies.errors import PlanError
-from strategies.planner.unit_graph import Tensor, UnitGraph
+from strategies.planner.unit_graph import Tensor, UnitGraph, handed_on
 
 
 @dataclass(frozen=True, slots=True)
 class TracedShape:
-    """What a trace knows of a model that only its ranks can build.
-
-    Attributes:
-        trace: The figures.
-        name: Of the model, as it was asked for.
-        sequence: Tokens of a sequence; 1 where rows are no text.
-        activation_bytes: Of an activation element: the trace counts bytes, costs count elements.
-    """
+    """What a trace knows of a model that only its ranks can build."""
 
     trace: TracedModel
-    name: str
-    sequence: int
-    activation_bytes: int
+    name: str  # of the model, as it was asked for
+    sequence: int  # tokens; 1 where rows are no text
+    activation_bytes: int  # of an element: the trace counts bytes, costs count elements
 
     @property
     def layers(self) -> int:
@@ -45,7 +38,6 @@ class TracedShape:
         return all(t.consumers == (t.producer + 1,) for t in self.trace.tensors)
 
     def unit_specs(self) -> tuple[UnitSpec, ...]:
-        """The units for one sequence."""
         loads = self.loads(1)
         return tuple(
             UnitSpec(
@@ -85,11 +77,7 @@ class TracedShape:
 
 
 def check_traced_tp(shape: TracedShape, tp: int) -> None:
-    """Refuses tensor-parallel ranks: a trace is one of whole layers.
-
-    Raises:
-        PlanError: tp is larger than 1.
-    """
+    """Refuses tensor-parallel ranks: a trace is one of whole layers."""
     if tp > 1:
         raise PlanError(
             f"tp={tp} with model={shape.name}: a trace knows its layers whole, not a rank's share "
@@ -101,7 +89,5 @@ def stage_handing(
     shape: TracedShape, stages: Sequence[range], rows: int
 ) -> tuple[tuple[int, int, int], ...]:
     """(source, target, elements) of what stages hand to which others."""
-    from strategies.planner.unit_graph import handed_on
-
     assert all(a.stop == b.start for a, b in pairwise(stages))
     return handed_on(shape.graph(rows), tuple(map(len, stages)))

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from launcher.workloads.initialisation import SeededUnit, initialise
+from launcher.workloads.initialisation import SeededUnit
 from launcher.workloads.transformer_shape import TransformerShape
 
-__all__ = ["Attention", "Embedding", "Head", "Mlp", "Transformer", "initialise"]
-
-NORM_EPSILON = 1e-5
-EMBEDDING_DEVIATION = 0.02
+_NORM_EPSILON = 1e-5
+_EMBEDDING_DEVIATION = 0.02
+_ROTARY_BASE = 10_000.0
 
 
 class Embedding(SeededUnit):
@@ -38,8 +37,7 @@ class Embedding(SeededUnit):
         self.dropout = nn.Dropout(shape.dropout)
 
     def initial(self, parameter: str) -> tuple[float, float]:
-        """All tables are drawn alike."""
-        return 0.0, EMBEDDING_DEVIATION
+        return 0.0, _EMBEDDING_DEVIATION
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Looks the tokens up; ``sequence`` may be shorter than the shape's, never longer."""
@@ -88,14 +86,13 @@ class Attention(_HalfBlock):
         self._rotary = shape.position == "rope"
 
     def forward(self, stream: Tensor) -> Tensor:
-        """Adds the attention branch to the residual stream."""
         normed = self.norm(stream)
         query, key, value = (
             self._split(part(normed)) for part in (self.query, self.key, self.value)
         )
         if self._rotary:
-            cosines, sines = rotary_constants(query)
-            query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
+            cosines, sines = _rotary_constants(query)
+            query, key = _rotate(query, cosines, sines), _rotate(key, cosines, sines)
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
         )
@@ -121,7 +118,6 @@ class Mlp(_HalfBlock):
         self.down = linear(shape.ffn, shape.hidden)
 
     def forward(self, stream: Tensor) -> Tensor:
-        """Adds the MLP branch to the residual stream."""
         normed = self.norm(stream)
         inner = self.up(normed)
         if self.gate is not None:
@@ -139,7 +135,7 @@ class Head(SeededUnit):
         self.norm = _norm(shape)
         self.projection = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self._tied = shape.tie_embeddings
-        self._deviation = EMBEDDING_DEVIATION if self._tied else _small_deviation(shape)
+        self._deviation = _EMBEDDING_DEVIATION if self._tied else _small_deviation(shape)
 
     def initial(self, parameter: str) -> tuple[float, float]:
         """The norm starts as identity; a tied projection is drawn as the embedding is."""
@@ -185,7 +181,6 @@ class Transformer(nn.Module):
                 last.weight = first.weight
 
     def named_units(self) -> Iterator[tuple[str, nn.Module]]:
-        """The units in execution order with their names inside this module."""
         yield "embedding", self.embedding
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, nn.ModuleDict)
@@ -203,7 +198,7 @@ class Transformer(nn.Module):
 
 def _norm(shape: TransformerShape) -> nn.Module:
     kind = nn.LayerNorm if shape.norm == "layernorm" else nn.RMSNorm
-    return kind(shape.hidden, eps=NORM_EPSILON)
+    return kind(shape.hidden, eps=_NORM_EPSILON)
 
 
 def _small_deviation(shape: TransformerShape) -> float:
@@ -212,37 +207,25 @@ def _small_deviation(shape: TransformerShape) -> float:
     return math.sqrt(2 / (5 * shape.hidden))
 
 
-# ------------------------------------------------------------------------------------------ rotary
-#
-# Rotary position embedding: queries and keys are turned by their position.
-
-
-BASE = 10_000.0
-
-
-def rotary_constants(like: Tensor) -> tuple[Tensor, Tensor]:
+def _rotary_constants(like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines for the positions and the head size of ``like``.
 
     They are computed anew in every unit, which costs less than shipping or keeping them, and leaves
     nothing to restore when a unit is built on the meta device.
 
-    Args:
-        like: Queries ``[batch, heads, sequence, head size]``, head size even.
-
-    Returns:
-        Two tensors ``[sequence, head size]`` in the dtype of ``like``, worked out in at least
-        float32.
+    Queries ``[batch, heads, sequence, head size]``, head size even, give two tensors
+    ``[sequence, head size]`` in their dtype, worked out in at least float32.
     """
     sequence, size = like.shape[-2:]
     dtype = torch.promote_types(like.dtype, torch.float32)
     exponents = torch.arange(0, size, 2, dtype=dtype, device=like.device) / size
     positions = torch.arange(sequence, dtype=dtype, device=like.device)
-    half = positions[:, None] * BASE ** (-exponents)
+    half = positions[:, None] * _ROTARY_BASE ** (-exponents)
     angles = torch.cat((half, half), dim=-1)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
-def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Turns ``heads`` ``[batch, heads, sequence, head size]``.
 
     Dimension i is paired with i + size/2 (not with i + 1), as in published LLaMA checkpoints for

@@ -26,36 +26,23 @@ class TransformerShape:
     Linear layers have biases exactly where ``norm="layernorm"`` (the GPT family) and none with
     ``rmsnorm`` (the LLaMA family); the projection to the vocabulary never has one.
 
-    Attributes:
-        layers: Blocks of one attention and one MLP half-block each.
-        hidden: Width of the residual stream.
-        heads: Query heads; each is ``hidden / heads`` wide.
-        kv_heads: Key and value heads; fewer than ``heads`` means grouped-query attention.
-        ffn: Inner width of the MLP.
-        vocab: Number of token ids.
-        sequence: Longest sequence in tokens.
-        norm: Normalisation in front of each half-block and of the head.
-        activation: ``swiglu`` has three weight matrices, ``gelu`` (tanh form) two.
-        position: ``rope`` turns queries and keys; ``learned`` adds one vector per position.
-        tie_embeddings: The head projects with the embedding's own weight.
-        dropout: Probability on the embedding and on both residual branches, not on attention
-            probabilities, which would force attention off the fused kernels.
-
     Raises:
         PlanError: A size that is not positive, an unknown word, or sizes that do not fit together.
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    sequence: int
-    norm: Norm = "rmsnorm"
-    activation: Activation = "swiglu"
-    position: Position = "rope"
-    tie_embeddings: bool = False
+    layers: int  # blocks of one attention and one MLP half-block each
+    hidden: int  # width of the residual stream
+    heads: int  # query heads; each is ``hidden / heads`` wide
+    kv_heads: int  # key and value heads; fewer than ``heads`` means grouped-query attention
+    ffn: int  # inner width of the MLP
+    vocab: int  # number of token ids
+    sequence: int  # longest sequence in tokens
+    norm: Norm = "rmsnorm"  # in front of each half-block and of the head
+    activation: Activation = "swiglu"  # three weight matrices; ``gelu`` (tanh form) has two
+    position: Position = "rope"  # turns queries and keys; ``learned`` adds a vector per position
+    tie_embeddings: bool = False  # the head projects with the embedding's own weight
+    # Probability on the embedding and on both residual branches, not on attention probabilities,
+    # which would force attention off the fused kernels.
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -92,7 +79,6 @@ class TransformerShape:
 
     @property
     def head_size(self) -> int:
-        """Width of one attention head."""
         return self.hidden // self.heads
 
     @property
@@ -102,7 +88,6 @@ class TransformerShape:
 
     @property
     def biases(self) -> bool:
-        """Whether the linear layers inside the half-blocks have biases."""
         return self.norm == "layernorm"
 
     @property
@@ -156,9 +141,6 @@ def unit_specs(shape: TransformerShape, *, fused_norm: bool = False) -> tuple[Un
         shape: The model.
         fused_norm: RMSNorm as one kernel (GPUs), which keeps its input and one number per token.
             The default is the composite one of CPUs, which keeps the normalised input, too.
-
-    Returns:
-        ``2 * layers + 2`` units.
     """
     tokens, width = shape.sequence, shape.hidden
     boundary = tokens * width

@@ -16,49 +16,28 @@ from strategies.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class UnitShare:
-    """One unit on one rank, per sequence of full length.
+    """One unit on one rank, per sequence of full length."""
 
-    Attributes:
-        parameters: That the rank holds, padding included.
-        forward_flops: Matrix products of its share.
-        output_elements: Of the whole tensor behind the unit.
-        saved_elements: That the rank keeps from forward to backward.
-        forward_sums: Tensors of the residual stream that the forward adds up over ranks.
-        backward_sums: The same in the backward.
-    """
-
-    parameters: int
-    forward_flops: float
-    output_elements: int
-    saved_elements: int
-    forward_sums: int
-    backward_sums: int
+    parameters: int  # that the rank holds, padding included
+    forward_flops: float  # matrix products of its share
+    output_elements: int  # of the whole tensor behind the unit
+    saved_elements: int  # that the rank keeps from forward to backward
+    forward_sums: int  # tensors of the residual stream that the forward adds up over ranks
+    backward_sums: int  # the same in the backward
 
 
 def check_transformer_tp(
     shape: TransformerShape, tp: int, *, sequence_parallel: bool = False
 ) -> None:
-    """Refuses a number of ranks that the heads, the MLP or the sequence cannot be cut into.
-
-    Raises:
-        PlanError: With the nearest numbers that work.
-    """
-    sizes = {
-        "model.heads": shape.heads,
-        "model.kv_heads": shape.kv_heads,
-        "model.ffn": shape.ffn,
-    }
+    """Refuses a number of ranks that the heads, the MLP or the sequence cannot be cut into."""
+    sizes = {"model.heads": shape.heads, "model.kv_heads": shape.kv_heads, "model.ffn": shape.ffn}
     if sequence_parallel:
         sizes["model.sequence"] = shape.sequence
     refuse_tp(tp, sizes)
 
 
 def refuse_tp(tp: int, sizes: Mapping[str, int]) -> None:
-    """Refuses a number of ranks that does not divide all sizes.
-
-    Raises:
-        PlanError: With the nearest numbers that do.
-    """
+    """Refuses a number of ranks that does not divide all sizes."""
     wrong = [f"{name}={size}" for name, size in sizes.items() if size % tp]
     if wrong:
         common = math.gcd(*sizes.values())

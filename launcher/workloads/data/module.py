@@ -81,11 +81,9 @@ class TextDataModule(pl.LightningDataModule):
         return self._loader(train=False) if self.val_fraction else []
 
     def test_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
-        """The same as for validation."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
-        """The same as for validation."""
         return self.val_dataloader()
 
     def _loader(self, *, train: bool) -> DataLoader[dict[str, Tensor]]:

@@ -27,15 +27,8 @@ class ReplicaOrder(DistributedSampler[int]):
     disjoint, and what a step sees as a whole depends on its global batch size only, not on how
     that is divided. Being a DistributedSampler keeps Lightning from putting its own around it.
 
-    Args:
-        num_blocks: Size of the dataset.
-        batch_size: Blocks per batch of one replica.
-        num_replicas: Data-parallel replicas.
-        replica: Which one this is.
-        seed: Of the whole run.
-        shuffle: Whether epochs are permuted, each differently.
-        full_batches: Leaves out the blocks that fill no batch on every replica. Otherwise they are
-            shared evenly as one smaller batch, and fewer than ``num_replicas`` are left out.
+    Without ``full_batches``, the blocks that fill no batch on every replica are not left out but
+    shared evenly as one smaller batch, and fewer than ``num_replicas`` are left out.
     """
 
     def __init__(
@@ -97,20 +90,8 @@ class ReplicaOrder(DistributedSampler[int]):
         return torch.randperm(self._num_blocks, generator=generator)
 
 
-# ------------------------------------------------------------------------------------------ blocks
-#
-# Blocks of a token stream as (tokens, targets) pairs.
-
-
 class TokenBlocks(Dataset[dict[str, Tensor]]):
-    """Consecutive, non-overlapping sequences of a stream.
-
-    Args:
-        tokens: The whole stream, maybe memory-mapped.
-        blocks: Which blocks belong to this dataset.
-        sequence: Tokens per block.
-        vocab: Vocabulary of the model; None leaves ids unchecked.
-    """
+    """Consecutive, non-overlapping sequences of a stream; without ``vocab`` ids stay unchecked."""
 
     def __init__(
         self, tokens: Tokens, blocks: range, *, sequence: int, vocab: int | None = None
@@ -124,11 +105,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         return len(self._blocks)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``tokens`` and, one token later, ``targets``, both int64 ``[sequence]``.
-
-        Raises:
-            DataError: An id beyond the vocabulary.
-        """
+        """``tokens`` and, one token later, ``targets``, both int64 ``[sequence]``."""
         start = self._blocks[index] * self._sequence
         ids = self._tokens[start : start + self._sequence + 1]
         check_ids(ids, vocab=self._vocab)
@@ -138,21 +115,12 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
 
 
 def check_ids(ids: Tokens, *, vocab: int | None) -> None:
-    """Refuses ids that an embedding of ``vocab`` rows cannot look up.
-
-    Raises:
-        DataError: An id beyond the vocabulary.
-    """
+    """Refuses ids that an embedding of ``vocab`` rows cannot look up."""
     if vocab is not None and len(ids) and (largest := int(ids.max())) >= vocab:
         raise DataError(
             f"the data has a token id {largest}, but model.vocab={vocab} allows 0 to {vocab - 1}. "
             "Try model.vocab=null, which asks the data, or the data.tokenizer of this model."
         )
-
-
-# ------------------------------------------------------------------------------------------ loader
-#
-# A DataLoader for training that can go on in the middle of an epoch.
 
 
 class ResumableLoader(DataLoader[dict[str, Tensor]]):
@@ -170,7 +138,6 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
 
     # torch declares its own iterator class; all that is used of one is that it iterates.
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """One epoch, or the rest of it after ``load_state_dict``."""
         order = self.sampler
         if not isinstance(order, ReplicaOrder):
             yield from super().__iter__()
@@ -184,11 +151,9 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the epoch has got."""
         return {"epoch": self._epoch, "num_blocks_done": self._num_blocks_done}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on behind the sequences that were already handed out."""
         self._epoch, self._num_blocks_done = state_dict["epoch"], state_dict["num_blocks_done"]
         if isinstance(self.sampler, ReplicaOrder):
             self.sampler.resume(epoch=self._epoch, num_blocks_done=self._num_blocks_done)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SourceKind = Literal["stdlib", "text", "tokens"]
 TokenType = Literal["uint16", "uint32"]
 
-BYTES_PER_TOKEN: dict[TokenType, int] = {"uint16": 2, "uint32": 4}
+_BYTES_PER_TOKEN: dict[TokenType, int] = {"uint16": 2, "uint32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,6 @@ class TextSource:
 
     @property
     def label(self) -> str:
-        """How messages name this source."""
         return "data=stdlib" if self.path is None else f"data.path={self.path}"
 
 
@@ -100,14 +99,6 @@ def check_source(
     number of bytes stands in for it, which is never less for real text, and the data module repeats
     the check with the true number.
 
-    Args:
-        source: What to look at.
-        sequence: Tokens per sequence.
-        batch_size: Sequences per batch of one data-parallel replica.
-        num_replicas: Data-parallel replicas.
-        val_fraction: Share of the blocks kept for validation.
-        full_batches: Whether incomplete batches are left out.
-
     Raises:
         DataError: The source is missing, unreadable, empty, or too short.
     """
@@ -126,11 +117,7 @@ def check_source(
 
 
 def source_files(source: TextSource) -> Iterator[Path]:
-    """The text files of a ``stdlib`` or ``text`` source, in the order they are read.
-
-    Raises:
-        DataError: The path does not exist or is neither a file nor a folder.
-    """
+    """The text files of a ``stdlib`` or ``text`` source, in the order they are read."""
     if source.path is None:
         return stdlib_files()
     path = Path(source.path).expanduser()
@@ -141,11 +128,7 @@ def source_files(source: TextSource) -> Iterator[Path]:
 
 
 def check_file(key: str, name: str) -> Path:
-    """The path of an existing regular file.
-
-    Raises:
-        DataError: There is no such file, or it is something else, a folder or a device.
-    """
+    """The path of an existing regular file."""
     path = Path(name).expanduser()
     try:
         mode = path.stat().st_mode
@@ -169,7 +152,7 @@ def _count_tokens(source: TextSource, *, up_to: int) -> int:
     if source.kind == "tokens":
         assert source.path is not None
         size = check_file("data.path", source.path).stat().st_size
-        width = BYTES_PER_TOKEN[source.dtype]
+        width = _BYTES_PER_TOKEN[source.dtype]
         if size % width:
             raise DataError(
                 f"{source.label} has {size} bytes, which is no multiple of the {width} bytes of "
@@ -198,11 +181,6 @@ def _enough_tokens(sequence: int, sequences: int, val_fraction: float) -> int:
     return int((sequences + 1) / max(smaller, 1e-6) + 2) * sequence + 1
 
 
-# ------------------------------------------------------------------------------------------- split
-#
-# Cuts a stream of tokens into blocks, and the blocks into training and validation. Torch-free.
-
-
 @dataclass(frozen=True, slots=True)
 class Split:
     """Block indices of both parts; block i covers tokens ``i * sequence`` to one sequence further.
@@ -229,14 +207,8 @@ def split_blocks(
     The last token of each block's targets is the first of the next block's inputs, hence the one
     token that does not count.
 
-    Args:
-        num_tokens: Length of the stream.
-        sequence: Tokens per block.
-        batch_size: Blocks per batch and replica.
-        num_replicas: Data-parallel replicas.
-        val_fraction: Share of the blocks for validation, rounded, at least one unless 0.
-        full_batches: Whether validation, too, needs one complete batch; training always does.
-        label: How messages name the data.
+    Validation gets ``val_fraction`` of the blocks, rounded, at least one unless 0. With
+    ``full_batches`` it, too, needs one complete batch, as training always does.
 
     Raises:
         DataError: Too few tokens for one block, or too few blocks for one batch of either part.
@@ -280,7 +252,6 @@ class _Request:
         return train >= self.need_train and validation >= self.need_validation
 
     def explain(self, sequence: int, share: str) -> str:
-        """What there is too little of."""
         train, validation = self.divide(sequence)
         if not train + validation:
             return (
@@ -311,11 +282,6 @@ class _Request:
         return "Try a longer text, or data=stdlib."
 
 
-# -------------------------------------------------------------------------------------- text files
-#
-# Text files below a folder, in an order that depends on their names only.
-
-
 # Not the library itself: what was installed into it, and its tests with their odd encodings.
 _SKIPPED = frozenset(
     {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
@@ -324,11 +290,7 @@ _SNIFFED_BYTES = 4096
 
 
 def stdlib_files() -> Iterator[Path]:
-    """The Python sources of the standard library of the running interpreter.
-
-    Raises:
-        DataError: This Python has no library folder with sources (a frozen or zipped one).
-    """
+    """The Python sources of the standard library of the running interpreter."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     if not (folder / "os.py").is_file():
         raise DataError(
@@ -342,9 +304,6 @@ def text_files(folder: Path) -> Iterator[Path]:
     """All files below ``folder`` that are neither hidden nor binary.
 
     A file counts as binary if its beginning holds a NUL byte. Links to folders are not followed.
-
-    Raises:
-        DataError: A folder or file that may not be read.
     """
     return (file for file in _walk(folder, skipped=frozenset()) if not _is_binary(file))
 
@@ -380,12 +339,8 @@ def _unreadable(path: Path, error: OSError) -> str:
 
 
 # -------------------------------------------------------------------------------------- vocabulary
-#
-# How many token ids a source can have, which decides a model's vocabulary.
-#
 # Free of torch, and of numpy for everything but token files: whoever simulates or plans asks this
 # question too.
-
 
 BYTE_VOCAB = 256
 _SCANNED_IDS = 1 << 24
@@ -396,9 +351,6 @@ def vocab_size(source: TextSource) -> int:
 
     For a file of token ids, which does not say, it is the largest id in it plus one: a pass over
     the part that is used, about a second per gigabyte.
-
-    Raises:
-        DataError: The tokenizer or the file cannot be read, or the file holds no id.
     """
     if source.kind == "tokens":
         return _largest_id(source) + 1
@@ -409,11 +361,7 @@ def vocab_size(source: TextSource) -> int:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer in a ``tokenizer.json``.
-
-    Raises:
-        DataError: No such file, or not a tokenizer.
-    """
+    """The tokenizer in a ``tokenizer.json``."""
     from tokenizers import Tokenizer  # not needed for bytes
 
     path = check_file("data.tokenizer", name)

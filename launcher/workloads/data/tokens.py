@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 # Text files hold no NUL byte, so it can part documents without a 257th token.
-SEPARATOR = b"\0"
+_SEPARATOR = b"\0"
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _PIECE_CHARACTERS = 1 << 16
 
@@ -27,15 +27,12 @@ def load_tokens(source: TextSource) -> Tokens:
 
     Without a tokenizer the ids are the bytes of the files, in order, with a NUL byte between two
     files. With one, its end-of-text token stands there, if it has such a token.
-
-    Raises:
-        DataError: A file that is missing or cannot be read, or a tokenizer that cannot be loaded.
     """
     if source.kind == "tokens":
         return memory_map(source)
     documents = _read(source)
     if source.tokenizer is None:
-        return np.frombuffer(SEPARATOR.join(documents), dtype=np.uint8)
+        return np.frombuffer(_SEPARATOR.join(documents), dtype=np.uint8)
     return _encode(documents, load_tokenizer(source.tokenizer))
 
 
@@ -48,7 +45,7 @@ def _read(source: TextSource) -> list[bytes]:
         document = _read_file(file, left)
         documents.append(document)
         if left is not None:
-            left -= len(document) + len(SEPARATOR)
+            left -= len(document) + len(_SEPARATOR)
     return documents
 
 
@@ -88,11 +85,6 @@ def _pieces(text: str) -> list[str]:
     return pieces
 
 
-# ------------------------------------------------------------------------------------------ prompt
-#
-# Text to token ids and back, for prompts and what follows them.
-
-
 def encode(source: TextSource, text: str) -> list[int]:
     """Token ids of a text, as the source's own text is encoded.
 
@@ -118,20 +110,11 @@ def decode(source: TextSource, ids: Sequence[int]) -> str:
     return text
 
 
-# -------------------------------------------------------------------------------------- token file
-#
-# A file of token ids, mapped into memory. Free of torch.
-
-
 Tokens = npt.NDArray[np.unsignedinteger]
 
 
 def memory_map(source: TextSource) -> Tokens:
-    """The ids of a ``tokens`` source, read from the disk only where they are used.
-
-    Raises:
-        DataError: The file is missing or cannot be read.
-    """
+    """The ids of a ``tokens`` source, read from the disk only where they are used."""
     assert source.path is not None
     path = check_file("data.path", source.path)
     dtype = np.dtype(source.dtype).newbyteorder("<")

@@ -29,26 +29,19 @@ def counterpart(shape: TransformerShape) -> Counterpart:
     wrong = {family: _differences(shape, family) for family in _PARTS}
     family = min(wrong, key=lambda name: len(wrong[name]))
     if wrong[family]:
+        reasons, fixes = zip(*wrong[family], strict=True)
         raise ModelError(
-            f"mode=export: {' and '.join(wrong[family])}, and no other architecture of the "
+            f"mode=export: {' and '.join(reasons)}, and no other architecture of the "
             "transformers library comes closer. Exported are models with model.norm=rmsnorm "
             "model.activation=swiglu model.position=rope (as Llama), or model.norm=layernorm "
             "model.activation=gelu model.position=learned model.kv_heads=null (as GPT-2). "
-            f"Try {' '.join(_fixes(shape, family))}, and train anew."
+            f"Try {' '.join(fixes)}, and train anew."
         )
     return family
 
 
 def config_of(shape: TransformerShape, dtype: str) -> dict[str, Any]:
-    """The content of ``config.json``.
-
-    Args:
-        shape: The built-in transformer.
-        dtype: Type of the weights, e.g. ``float32``.
-
-    Raises:
-        ModelError: As ``counterpart``.
-    """
+    """The content of ``config.json`` for weights of type ``dtype``, e.g. ``float32``."""
     family = counterpart(shape)
     common: dict[str, Any] = {
         "model_type": family,
@@ -93,49 +86,30 @@ def config_of(shape: TransformerShape, dtype: str) -> dict[str, Any]:
     }
 
 
-def _differences(shape: TransformerShape, family: Counterpart) -> list[str]:
-    found = [
-        f"model.{name}={getattr(shape, name)} has no counterpart in {_TITLE[family]} "
-        f"(which has {word})"
-        for name, word in _PARTS[family].items()
-        if getattr(shape, name) != word
-    ]
+def _differences(shape: TransformerShape, family: Counterpart) -> list[tuple[str, str]]:
+    """What an architecture lacks, and the option that it has instead."""
+    found = []
+    for name, word in _PARTS[family].items():
+        own = getattr(shape, name)
+        if own != word:
+            reason = f"model.{name}={own} has no counterpart in {_TITLE[family]} (which has {word})"
+            found.append((reason, f"model.{name}={word}"))
     if family == "gpt2" and shape.kv_heads != shape.heads:
-        found.append(
+        reason = (
             f"model.kv_heads={shape.kv_heads} has no counterpart in GPT-2 (which has as many as "
             f"model.heads={shape.heads})"
         )
+        found.append((reason, "model.kv_heads=null"))
     return found
 
 
-def _fixes(shape: TransformerShape, family: Counterpart) -> list[str]:
-    fixes = [
-        f"model.{name}={word}"
-        for name, word in _PARTS[family].items()
-        if getattr(shape, name) != word
-    ]
-    if family == "gpt2" and shape.kv_heads != shape.heads:
-        fixes.append("model.kv_heads=null")
-    return fixes
-
-
-# ------------------------------------------------------------------------------------- destination
-#
-# Where ``mode=export`` writes, and whether it may. Torch-free.
-
-
 def export_folder(config: LaunchConfig, run_dir: Path) -> Path:
-    """The folder to be, absolute."""
     asked = config.export.path
     return run_dir / "export" if asked is None else Path(asked).expanduser().absolute()
 
 
 def check_destination(folder: Path) -> None:
-    """Refuses to write over anything.
-
-    Raises:
-        PlanError: There is a file, or a folder with something in it.
-    """
+    """Refuses to write over anything."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() or folder.is_symlink():

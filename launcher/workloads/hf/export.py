@@ -28,11 +28,6 @@ from strategies.runtime.lightning.checkpointing_strategy import load_state_dict
 def export_checkpoint(checkpoint: Path, shape: ModelShape, target: Path) -> None:
     """Writes the weights of a checkpoint for transformers, in the type they were trained in.
 
-    Args:
-        checkpoint: A committed one, of any layout.
-        shape: Its model.
-        target: The folder to be.
-
     Raises:
         CheckpointError: It is damaged, or has no weights.
         ModelError: The built-in transformer has a shape that the library lacks.
@@ -47,11 +42,11 @@ def export_checkpoint(checkpoint: Path, shape: ModelShape, target: Path) -> None
         folder = Path(shape.folder)
         tied = _ties(shape)
         config = {k: v for k, v in shape.config.items() if k != "torch_dtype"}
-        companions = [folder / name for name in COMPANIONS if (folder / name).is_file()]
-        tensors = library_tensors(state, tied=tied)
+        companions = [folder / name for name in _COMPANIONS if (folder / name).is_file()]
+        tensors = _library_tensors(state, tied=tied)
         write_folder(target, config | {"dtype": floating[0]}, tensors, companions=companions)
         return
-    write_folder(target, config_of(shape, floating[0]), built_in_tensors(shape, state))
+    write_folder(target, config_of(shape, floating[0]), _built_in_tensors(shape, state))
 
 
 def _ties(shape: HfShape) -> bool:
@@ -62,13 +57,8 @@ def _ties(shape: HfShape) -> bool:
     return "lm_head.weight" in build_skeleton(shape).tied
 
 
-# ------------------------------------------------------------------------------------------ folder
-#
-# Writes a folder that transformers loads: config.json and model.safetensors, or nothing at all.
-
-
 # What belongs to a model besides its weights: text in, text out.
-COMPANIONS = (
+_COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json",
     "merges.txt",
@@ -82,13 +72,9 @@ def write_folder(
     *,
     companions: Sequence[Path] = (),
 ) -> None:
-    """Writes beside ``target``, syncs, and renames.
+    """Writes beside ``target``, an empty folder or none, syncs, and renames.
 
-    Args:
-        target: Does not exist, or is an empty folder.
-        config: The content of ``config.json``.
-        tensors: The weights under the library's names.
-        companions: Files that are copied along.
+    The ``tensors`` are under the library's names; ``companions`` are copied along.
 
     Raises:
         RunError: It cannot be written; nothing is left behind.
@@ -123,11 +109,6 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-# ----------------------------------------------------------------------------------------- convert
-#
-# Weights of a checkpoint under the names and in the layout of the transformers library.
-
-
 _UNIT = re.compile(r"^network\.(embedding|layers\.\d+|head)\.")
 
 _LLAMA_LAYER = {
@@ -160,29 +141,15 @@ def library_name(name: str) -> str:
     return _UNIT.sub("", name)
 
 
-def library_tensors(state: Mapping[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
-    """The weights of a checkpoint of ``model=hf``, as the library stores them.
-
-    Args:
-        state: The checkpoint's module state.
-        tied: Whether the head shares the embedding's weight, which is stored once then.
-    """
+def _library_tensors(state: Mapping[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
+    """As the library stores them; a ``tied`` head has the embedding's weight, stored once."""
     found = {library_name(name): value for name, value in state.items()}
     if tied:
         found.pop("lm_head.weight", None)
     return found
 
 
-def built_in_tensors(shape: TransformerShape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a checkpoint of the built-in transformer, as Llama or GPT-2.
-
-    Args:
-        shape: Its shape.
-        state: The checkpoint's module state.
-
-    Raises:
-        ModelError: Neither computes the same function.
-    """
+def _built_in_tensors(shape: TransformerShape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     own = {name.removeprefix(UNIT_PREFIX): value for name, value in state.items()}
     found = _gpt2(shape, own) if counterpart(shape) == "gpt2" else _llama(shape, own)
     if not shape.tie_embeddings:

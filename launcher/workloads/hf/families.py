@@ -21,32 +21,19 @@ Tensors = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture and the values that a ``config.json`` may leave out.
+    """One architecture and the values that a ``config.json`` may leave out."""
 
-    Attributes:
-        kind: ``llama`` (RMSNorm, SwiGLU, rotary) or ``gpt2`` (LayerNorm, GELU, learned positions).
-        layers_path: Where the list of decoder layers is.
-        prefix: The part of tensor names that files of older versions leave out.
-        defaults: Of the transformers library's configuration class.
-    """
-
-    kind: str
-    layers_path: str
-    prefix: str
-    defaults: Mapping[str, Any]
+    kind: str  # llama (RMSNorm, SwiGLU, rotary) or gpt2 (LayerNorm, GELU, learned positions)
+    layers_path: str  # where the list of decoder layers is
+    prefix: str  # the part of tensor names that files of older versions leave out
+    defaults: Mapping[str, Any]  # of the transformers library's configuration class
 
 
 _LLAMA: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
 _MISTRAL = _LLAMA | {
     "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
 }  # fmt: skip
@@ -55,16 +42,9 @@ _QWEN = _LLAMA | {
     "num_key_value_heads": 32,
 }  # fmt: skip
 _GPT2: dict[str, Any] = {
-    "vocab_size": 50257,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_positions": 1024,
-    "attn_pdrop": 0.1,
-    "resid_pdrop": 0.1,
-    "embd_pdrop": 0.1,
-    "tie_word_embeddings": True,
-}
+    "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+    "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def _llama_like(defaults: Mapping[str, Any]) -> Family:
@@ -84,53 +64,29 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The numbers of one model of a known family.
+    """The numbers of one model of a known family."""
 
-    Attributes:
-        kind: As in ``Family``.
-        layers: Decoder layers.
-        hidden: Width of the residual stream.
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        head_size: Width of a head; ``heads * head_size`` need not be ``hidden``.
-        ffn: Inner width of the MLP.
-        vocab: Token ids.
-        positions: Longest sequence.
-        tied: Whether the head projects with the embedding's weight.
-        attention_bias: Whether queries, keys and values have biases.
-        output_bias: Whether the attention's output projection has one.
-        mlp_bias: Whether the MLP has them.
-        head_norm: Whether queries and keys are normalised per head.
-        attention_dropout: Whether attention probabilities are dropped in training.
-        residual_dropout: Whether both branches are.
-        embedding_dropout: Whether the embedding is.
-    """
-
-    kind: str
+    kind: str  # as in ``Family``
     layers: int
     hidden: int
     heads: int
     kv_heads: int
-    head_size: int
+    head_size: int  # ``heads * head_size`` need not be ``hidden``
     ffn: int
     vocab: int
-    positions: int
-    tied: bool
-    attention_bias: bool
-    output_bias: bool
+    positions: int  # longest sequence
+    tied: bool  # whether the head projects with the embedding's weight
+    attention_bias: bool  # of queries, keys and values
+    output_bias: bool  # of the attention's output projection
     mlp_bias: bool
-    head_norm: bool
-    attention_dropout: bool
-    residual_dropout: bool
+    head_norm: bool  # whether queries and keys are normalised per head
+    attention_dropout: bool  # of attention probabilities
+    residual_dropout: bool  # of both branches
     embedding_dropout: bool
 
 
 def read_sizes(config: Mapping[str, Any]) -> Sizes | None:
-    """The numbers of a model, or None for a family that is not known here.
-
-    Raises:
-        ModelError: A number is missing or wrong.
-    """
+    """The numbers of a model, or None for a family that is not known here."""
     model_type = config["model_type"]
     family = FAMILIES.get(model_type)
     if family is None or config.get("add_cross_attention"):
@@ -138,9 +94,9 @@ def read_sizes(config: Mapping[str, Any]) -> Sizes | None:
     full = dict(family.defaults) | {k: v for k, v in config.items() if v is not None}
     hidden = whole_number(full, ("hidden_size", "n_embd"), None)
     heads = whole_number(full, ("num_attention_heads", "n_head"), None)
-    tied = truth(full, "tie_word_embeddings", family.defaults["tie_word_embeddings"])
+    tied = _truth(full, "tie_word_embeddings", family.defaults["tie_word_embeddings"])
     gpt2 = family.kind == "gpt2"
-    bias = gpt2 or (model_type in ("llama", "qwen3") and truth(full, "attention_bias", False))
+    bias = gpt2 or (model_type in ("llama", "qwen3") and _truth(full, "attention_bias", False))
     ffn_names = ("n_inner",) if gpt2 else ("intermediate_size",)
     return Sizes(
         kind=family.kind,
@@ -155,7 +111,7 @@ def read_sizes(config: Mapping[str, Any]) -> Sizes | None:
         tied=tied,
         attention_bias=bias or model_type == "qwen2",
         output_bias=bias,
-        mlp_bias=gpt2 or (model_type == "llama" and truth(full, "mlp_bias", False)),
+        mlp_bias=gpt2 or (model_type == "llama" and _truth(full, "mlp_bias", False)),
         head_norm=model_type == "qwen3",
         attention_dropout=bool(full.get("attn_pdrop" if gpt2 else "attention_dropout")),
         residual_dropout=bool(full.get("resid_pdrop")),
@@ -164,10 +120,7 @@ def read_sizes(config: Mapping[str, Any]) -> Sizes | None:
 
 
 def tensors_of(sizes: Sizes) -> tuple[Tensors, ...]:
-    """Name and shape of every tensor, per unit: embedding, each layer, head.
-
-    A tied projection is listed with the head although the embedding owns it.
-    """
+    """Tensors of embedding, each layer, head (with the projection, even one that is tied)."""
     if sizes.kind == "gpt2":
         wide = (sizes.vocab, sizes.hidden)
         return (
@@ -190,7 +143,6 @@ def tensors_of(sizes: Sizes) -> tuple[Tensors, ...]:
 
 
 def count(tensors: Tensors) -> int:
-    """Elements of all tensors together."""
     return sum(prod(shape) for shape in tensors.values())
 
 
@@ -232,20 +184,11 @@ def _linear(found: Tensors, name: str, outputs: int, inputs: int, *, bias: bool)
         found[f"{name}.bias"] = (outputs,)
 
 
-# ------------------------------------------------------------------------------------- config json
-#
-# ``config.json`` of a model folder, read as what it is: JSON. Free of torch and transformers.
-
-
 CONFIG = "config.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the model in ``folder``.
-
-    Raises:
-        ModelError: There is no such folder or file, or it is not a transformers configuration.
-    """
+    """The configuration of the model in ``folder``."""
     if not folder.is_dir():
         raise ModelError(
             f"model.path={folder}: no such folder. It must hold {CONFIG} and, unless "
@@ -300,12 +243,7 @@ def whole_number(config: Mapping[str, Any], names: Sequence[str], default: int |
     return value
 
 
-def truth(config: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A yes or no.
-
-    Raises:
-        ModelError: It is something else.
-    """
+def _truth(config: Mapping[str, Any], name: str, default: bool) -> bool:
     value = config.get(name)
     if value is None:
         return default

@@ -27,10 +27,7 @@ class HfLanguageModel(LanguageModel):
     Batches may have an ``attention_mask`` ``[batch, sequence]`` besides ``tokens`` and ``targets``:
     1 for tokens, 0 for padding. The loss is the mean over all targets; those of -100 count as 0.
 
-    Args:
-        shape: The model folder.
-        optimizer: Update rule and learning rate.
-        seed: Seed of fresh weights; those of a folder are what they are.
+    Fresh weights are drawn from ``seed``; those of a folder are what they are.
 
     Inside ``with torch.device("meta")`` nothing is allocated: whoever cuts the model calls
     ``initialise_unit`` for the units it keeps.
@@ -64,7 +61,6 @@ class HfLanguageModel(LanguageModel):
                 self.initialise_unit(name, device=device)
 
     def pipeline_units(self) -> list[tuple[str, nn.Module]]:
-        """Embedding, every decoder layer, head, with their global names."""
         return [(NETWORK + name, unit) for name, unit in self.network.named_units()]
 
     def pipeline_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -73,11 +69,7 @@ class HfLanguageModel(LanguageModel):
         return (batch["tokens"],) if mask is None else (batch["tokens"], mask)
 
     def tensor_parallel_plan(self) -> dict[str, Style]:
-        """The library's own plan for the layers; embedding and head by token ids.
-
-        Raises:
-            ModelError: The library has none for this architecture.
-        """
+        """The library's own plan for the layers; embedding and head by token ids."""
         return library_plan(self._skeleton, cast(HfShape, self.shape))
 
     @property
@@ -94,22 +86,13 @@ class HfLanguageModel(LanguageModel):
         return list(self._costs)
 
     def initialise_unit(self, name: str, *, device: torch.device | str = "cpu") -> None:
-        """Gives one unit its weights, from the folder or fresh.
-
-        Args:
-            name: A global name from ``pipeline_units``.
-            device: Where they are created.
-
-        Raises:
-            ModelError: A file of the folder cannot be read.
-        """
+        """Gives one of ``pipeline_units`` its weights, from the folder or fresh."""
         unit = self.get_submodule(name)
         assert isinstance(unit, Part)
         self._weights.fill(unit, device=device)
         self.network.tie()  # creating real weights for one unit takes the tie apart
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids ``[batch, sequence]`` to logits ``[batch, sequence, vocab]``."""
         logits: Tensor = self.network(tokens)
         return logits
 
@@ -119,11 +102,7 @@ class HfLanguageModel(LanguageModel):
 
 
 def build(config: LaunchConfig) -> HfLanguageModel:
-    """What the registry knows as ``hf``: the model of a resolved configuration, on meta.
-
-    Raises:
-        ModelError: As ``HfLanguageModel``.
-    """
+    """What the registry knows as ``hf``: the model of a resolved configuration, on meta."""
     shape = model_shape(config)
     assert isinstance(shape, HfShape)
     with torch.device("meta"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
@@ -34,40 +33,22 @@ HEAD = f"{NETWORK}head"
 _FREE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
 
 
-def layer_name(index: int) -> str:
-    """The unit's name of a decoder layer inside the LightningModule."""
-    return f"{NETWORK}layers.{index}"
-
-
 @dataclass(frozen=True, slots=True)
 class HfShape:
-    """What the launcher knows of a Hugging Face model without importing it.
+    """What the launcher knows of a Hugging Face model without importing it."""
 
-    Attributes:
-        folder: Where ``config.json`` is, absolute.
-        pretrained: Whether the weights are the folder's, or fresh ones.
-        sequence: Tokens per sequence.
-        layers_path: Where its list of decoder layers is, if the user said so.
-        config: The content of ``config.json``.
-        layers: Decoder layers.
-        hidden: Width of the residual stream.
-        vocab: Token ids.
-        sizes: All numbers, for the families that are known; None for others.
-    """
-
-    folder: str
-    pretrained: bool
+    folder: str  # where ``config.json`` is, absolute
+    pretrained: bool  # whether the weights are the folder's, or fresh ones
     sequence: int
-    layers_path: str | None
-    config: Mapping[str, Any] = field(hash=False)
+    layers_path: str | None  # of its list of decoder layers, if the user said so
+    config: Mapping[str, Any] = field(hash=False)  # the content of ``config.json``
     layers: int
     hidden: int
     vocab: int
-    sizes: Sizes | None
+    sizes: Sizes | None  # None for families that are not known
 
     @property
     def model_type(self) -> str:
-        """The family's name in the transformers library."""
         return str(self.config["model_type"])
 
     @property
@@ -77,7 +58,6 @@ class HfShape:
 
     @property
     def described(self) -> dict[str, Any]:
-        """What a checkpoint says about its model."""
         return {"hf": {key: value for key, value in self.config.items() if key not in _FREE}}
 
     def tensors(self) -> tuple[Tensors, ...]:
@@ -99,7 +79,7 @@ class HfShape:
         embedding = UnitSpec(EMBEDDING, count(tensors[0]), 0, boundary, looked_up + dropped)
         layers = (
             UnitSpec(
-                name=layer_name(index),
+                name=f"{NETWORK}layers.{index}",
                 parameters=count(held),
                 forward_flops=_layer_flops(sizes, held, self.sequence),
                 output_elements=boundary,
@@ -121,18 +101,7 @@ class HfShape:
 def read_shape(
     path: str | None, *, pretrained: bool, sequence: int, layers_path: str | None
 ) -> HfShape:
-    """The model in a folder.
-
-    Args:
-        path: ``model.path``.
-        pretrained: ``model.pretrained``.
-        sequence: ``model.sequence``.
-        layers_path: ``model.layers_path``.
-
-    Raises:
-        ModelError: There is no folder, or its ``config.json`` cannot be used.
-        PlanError: The sequence is longer than the model allows.
-    """
+    """The model in a folder; the arguments are those of ``model``."""
     if path is None:
         raise ModelError(
             "model=hf needs the folder of a model: config.json and, unless model.pretrained=false, "
@@ -142,6 +111,7 @@ def read_shape(
     config = read_config(folder)
     sizes = read_sizes(config)
     names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    widths = ("hidden_size", "n_embd", "d_model")
     if sizes is not None and sizes.heads % sizes.kv_heads:
         raise ModelError(
             f"{folder}/config.json: num_attention_heads={sizes.heads} is not divisible by "
@@ -163,14 +133,10 @@ def read_shape(
         layers_path=layers_path,
         config=config,
         layers=whole_number(config, names, 1) if sizes is None else sizes.layers,
-        hidden=_first(config, ("hidden_size", "n_embd", "d_model")) if not sizes else sizes.hidden,
+        hidden=whole_number(config, widths, 1) if sizes is None else sizes.hidden,
         vocab=whole_number(config, ("vocab_size",), sizes.vocab if sizes else None),
         sizes=sizes,
     )
-
-
-def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    return whole_number(config, names, 1)
 
 
 def _layer_flops(sizes: Sizes, tensors: Tensors, sequence: int) -> int:
@@ -207,9 +173,6 @@ def _layer_saved(sizes: Sizes, sequence: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------- share
-#
-# What one of ``tp`` ranks has of a model of the transformers library. Torch-free.
-#
 # Layers are cut by the library's own plan (heads, inner width), embedding and head by token ids.
 
 
@@ -218,11 +181,7 @@ _CUT_BIASES = ("q_proj.bias", "k_proj.bias", "v_proj.bias", "gate_proj.bias", "u
 
 
 def check_hf_tp(shape: HfShape, tp: int, *, sequence_parallel: bool = False) -> None:
-    """Refuses what the library's layers cannot be cut into.
-
-    Raises:
-        PlanError: With what works.
-    """
+    """Refuses what the library's layers cannot be cut into."""
     if sequence_parallel:
         raise PlanError(
             "sequence_parallel=true: layers of the transformers library take the whole sequence. "
@@ -251,12 +210,10 @@ def hf_shares(shape: HfShape, tp: int) -> tuple[UnitShare, ...]:
     boundary = shape.sequence * sizes.hidden
     ids = padded_vocab(sizes.vocab, tp) // tp
     first, *layers, head = specs
-    found = [
-        UnitShare(ids * sizes.hidden, 0, first.output_elements, first.saved_elements, 1, 0),
-    ]
+    found = [UnitShare(ids * sizes.hidden, 0, first.output_elements, first.saved_elements, 1, 0)]
     for spec, tensors in zip(layers, shape.tensors()[1:-1], strict=True):
         cut = sum(
-            math.prod(size)
+            prod(size)
             for name, size in tensors.items()
             if len(size) == 2 or name.endswith(_CUT_BIASES)
         )
@@ -286,20 +243,11 @@ def hf_shares(shape: HfShape, tp: int) -> tuple[UnitShare, ...]:
     return tuple(found)
 
 
-# ------------------------------------------------------------------------------------------- check
-#
-# What can be known to be wrong with a model folder before a process is started. Torch-free.
-
-
 _MAJOR = 5
 
 
 def require_transformers() -> None:
-    """Refuses ``model=hf`` where the library is missing or too old.
-
-    Raises:
-        ModelError: With the command that installs it.
-    """
+    """Refuses ``model=hf`` where the library is missing or too old."""
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(
             "model=hf needs the transformers library, which is not installed. "
@@ -317,9 +265,6 @@ def check_folder(shape: HfShape) -> None:
     """Looks at the files of a model: all there, undamaged, and those that config.json asks for.
 
     For an architecture whose tensors are not known here, their names are checked on the ranks.
-
-    Raises:
-        ModelError: What is wrong, by file and tensor.
     """
     require_transformers()
     if not shape.pretrained:
@@ -340,16 +285,7 @@ def check_folder(shape: HfShape) -> None:
 
 
 def check_vocabulary(shape: HfShape, needed: int, data: str) -> None:
-    """Refuses token ids that the model has no embedding for.
-
-    Args:
-        shape: The model.
-        needed: How many ids the data may have.
-        data: What the data are called.
-
-    Raises:
-        DataError: They are more than the model has.
-    """
+    """Refuses token ids that the model has no embedding for."""
     if needed > shape.vocab:
         raise DataError(
             f"{data} has token ids up to {needed - 1}, but the model in {shape.folder} has "
@@ -359,16 +295,7 @@ def check_vocabulary(shape: HfShape, needed: int, data: str) -> None:
 
 
 def check_same_model(path: Path, written: Any, shape: HfShape) -> None:
-    """Refuses a checkpoint of another model than that of the folder.
-
-    Args:
-        path: The checkpoint.
-        written: What it says about its model.
-        shape: The folder's.
-
-    Raises:
-        CheckpointError: The first differences.
-    """
+    """Refuses a checkpoint that says (``written``) it is of another model than the folder's."""
     config = written.get("hf") if isinstance(written, dict) else None
     if not isinstance(config, dict) or "model_type" not in config:
         raise CheckpointError(

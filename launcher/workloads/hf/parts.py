@@ -42,7 +42,6 @@ class Part(nn.Module):
         self.held += (name,)
 
     def held_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The library's modules with their names there."""
         for name in self.held:
             yield name, self.get_submodule(name)
 
@@ -57,7 +56,6 @@ class EmbeddingPart(Part):
         self._shell = skeleton.shell(dict(self.held_modules()))
 
     def forward(self, tokens: Tensor, *mask: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Runs the library's forward up to its first layer."""
         inputs = {"input_ids": tokens, "attention_mask": mask[0] if mask else None}
         self._shell.run(inputs, training=self.training)
         call = self._shell.layers[0].call
@@ -77,7 +75,6 @@ class LayerPart(Part):
         self._arguments = arguments
 
     def forward(self, hidden: Tensor, *mask: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Calls the layer as the library would."""
         call = self._arguments.of(self._index, hidden, mask[0] if mask else None)
         output = call.on(self.get_submodule(self._name), hidden)
         return (output, *mask) if mask else output
@@ -93,7 +90,6 @@ class HeadPart(Part):
         self._shell = skeleton.shell(dict(self.held_modules()))
 
     def forward(self, hidden: Tensor, *mask: Tensor) -> Tensor:
-        """Runs the library's forward from behind its last layer."""
         self._shell.layers[-1].answer = hidden
         try:
             output = self._shell.run({"inputs_embeds": _blank(hidden)}, training=self.training)
@@ -118,10 +114,8 @@ class LayerArguments:
     def of(self, index: int, hidden: Tensor, mask: Tensor | None) -> Call:
         """How layer ``index`` is called.
 
-        Args:
-            index: Counted from the first layer of the model.
-            hidden: Only its shape, type and device matter.
-            mask: 1 for tokens, 0 for padding ``[batch, sequence]``; None for no padding.
+        Of ``hidden`` only shape, type and device matter. ``mask`` is 1 for tokens, 0 for padding
+        ``[batch, sequence]``; None for no padding.
         """
         kind = hidden.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
@@ -160,11 +154,6 @@ def _without_stream(call: Call) -> Call:
     return Call(call.hidden.new_empty(()), call.positional, call.args, call.kwargs)
 
 
-# ----------------------------------------------------------------------------------------- network
-#
-# All units of a Hugging Face model in one module, as ``transformer.Transformer`` is for ours.
-
-
 class HfNetwork(nn.Module):
     """Embedding, layers and head of a skeleton, on the meta device."""
 
@@ -181,7 +170,6 @@ class HfNetwork(nn.Module):
         self.train()  # as any new module; the skeleton's parts are not
 
     def named_units(self) -> Iterator[tuple[str, nn.Module]]:
-        """The units in execution order with their names inside this module."""
         yield "embedding", self.embedding
         for index, layer in enumerate(self.layers):
             yield f"layers.{index}", layer
@@ -218,20 +206,11 @@ class HfNetwork(nn.Module):
         return logits
 
 
-# ------------------------------------------------------------------------------------- tensor plan
-#
-# How layers of the transformers library are cut over tensor-parallel ranks: by its own plans.
-
-
 _LISTED = "layers.*."
 
 
 def library_plan(skeleton: Skeleton, shape: HfShape) -> dict[str, Style]:
-    """Module names of ``HfLanguageModel`` to styles; embedding and head are cut by token ids.
-
-    Raises:
-        ModelError: The library has no plan for this architecture, or one that is not known here.
-    """
+    """Module names of ``HfLanguageModel`` to styles; embedding and head are cut by token ids."""
     config: Any = skeleton.model.config.get_text_config()
     given = getattr(config, "base_model_tp_plan", None)
     own = {key: word for key, word in (given or {}).items() if key.startswith(_LISTED)}

@@ -1,7 +1,7 @@
 """A transformers model on the meta device, taken apart: what comes before, in and after its layers.
 
 Nothing here knows an architecture: the list of layers is found by its length, what belongs in front
-of it and behind it by running the library's forward once (``probe``).
+of it and behind it by running the library's forward once (``_probe``).
 """
 
 from __future__ import annotations
@@ -20,28 +20,17 @@ from strategies.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """The parts of a model, all weights on the meta device.
+    """The parts of a model, all weights on the meta device."""
 
-    Attributes:
-        model: A ``PreTrainedModel`` without its layers; it is copied, never run.
-        layers: The decoder layers.
-        layers_path: Where they were.
-        embedding: Names of the modules in front of the layers that a stage must own.
-        head: The same behind them.
-        tied: Parameter name -> the name of the parameter that it shares.
-        returns_tuple: Whether a layer's output is a tuple.
-    """
-
-    model: Any
+    model: Any  # a ``PreTrainedModel`` without its layers; it is copied, never run
     layers: tuple[nn.Module, ...]
-    layers_path: str
-    embedding: tuple[str, ...]
-    head: tuple[str, ...]
-    tied: Mapping[str, str]
-    returns_tuple: bool
+    layers_path: str  # where they were
+    embedding: tuple[str, ...]  # names of the modules in front of the layers that a stage must own
+    head: tuple[str, ...]  # the same behind them
+    tied: Mapping[str, str]  # parameter name -> the name of the parameter that it shares
+    returns_tuple: bool  # whether a layer's output is a tuple
 
     def part(self, name: str) -> nn.Module:
-        """A copy of one of the modules around the layers, on the meta device."""
         return copy.deepcopy(self.model.get_submodule(name))  # type: ignore[no-any-return]
 
     def shell(self, live: Mapping[str, nn.Module]) -> Shell:
@@ -63,8 +52,8 @@ def build_skeleton(shape: HfShape) -> Skeleton:
     path = shape.layers_path or _find_layers(model, shape)
     layers = _layers_at(model, path, shape)
     tied = dict(model.all_tied_weights_keys)
-    put(model, path, nn.ModuleList())
-    order = probe(model, layers, path, shape.folder)
+    _put(model, path, nn.ModuleList())
+    order = _probe(model, layers, path, shape.folder)
     return Skeleton(model, layers, path, order.before, order.after, tied, order.returns_tuple)
 
 
@@ -117,10 +106,7 @@ def _layers_at(model: Any, path: str, shape: HfShape) -> tuple[nn.Module, ...]:
 
 
 # ------------------------------------------------------------------------------------------- probe
-#
-# Which modules with weights run before and after the layers of a model, found by running it once.
-#
-# And whether its layers are a chain: each is given the output of the one before, and otherwise only
+# Whether the layers are a chain: each is given the output of the one before, and otherwise only
 # what every stage can work out for itself.
 
 
@@ -128,37 +114,22 @@ _ROWS, _TOKENS = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What a run has shown.
+class _Order:
+    """What a run has shown."""
 
-    Attributes:
-        before: Names of the modules that run in front of the layers and have weights, or only act
-            in training (dropout).
-        after: The same behind them.
-        returns_tuple: Whether a layer's output is a tuple.
-    """
-
+    # Names of the modules that run in front of the layers and have weights, or only act in training
+    # (dropout).
     before: tuple[str, ...]
-    after: tuple[str, ...]
-    returns_tuple: bool
+    after: tuple[str, ...]  # the same behind them
+    returns_tuple: bool  # whether a layer's output is a tuple
 
 
 class _NoChainError(Exception):
     """Why the layers cannot be cut apart."""
 
 
-def probe(model: Any, layers: Sequence[nn.Module], path: str, folder: str) -> Order:
-    """Runs a few tokens through the model's own forward, without weights.
-
-    Args:
-        model: A ``PreTrainedModel`` on the meta device, its layers taken out.
-        layers: Them.
-        path: Where they were.
-        folder: For messages.
-
-    Raises:
-        ModelError: The model is no chain of layers.
-    """
+def _probe(model: Any, layers: Sequence[nn.Module], path: str, folder: str) -> _Order:
+    """Runs a few tokens through the model's own forward, without weights."""
     reasons = []
     for returns_tuple in (False, True):
         shell = Shell(model, layers, path, {}, returns_tuple=returns_tuple)
@@ -169,7 +140,7 @@ def probe(model: Any, layers: Sequence[nn.Module], path: str, folder: str) -> Or
         except Exception as error:  # whatever a forward does when its parts are missing
             reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
         else:
-            return Order(before, after, returns_tuple)
+            return _Order(before, after, returns_tuple)
     raise ModelError(
         f"model.path={folder}: {type(model).__name__} cannot be cut between the layers of {path} "
         f"({reasons[0]}). Try another list, model.layers_path=NAME, or a LightningModule in a "
@@ -196,7 +167,7 @@ def _order(shell: Shell, model: Any, path: str) -> tuple[tuple[str, ...], tuple[
         if wanted is not None:
             raise _NoChainError(f"layer {index} is given {wanted}, which depend on the tokens")
     shell.forget()
-    kept = {name for name, module in sides(model, path).items() if _belongs_to_a_unit(module)}
+    kept = {name for name, module in _sides(model, path).items() if _belongs_to_a_unit(module)}
     return (
         tuple(name for name in dict.fromkeys(before) if name in kept),
         tuple(name for name in dict.fromkeys(after) if name in kept and name not in before),
@@ -229,7 +200,7 @@ def _run(shell: Shell, **inputs: Tensor) -> tuple[list[str], list[str]]:
     if order != list(range(len(shell.layers))):
         raise _NoChainError(f"its {len(shell.layers)} layers are called in the order {order}")
     first, last = seen.index(0), seen.index(len(shell.layers) - 1)
-    weighted = {n for n, m in shell.sides.items() if isinstance(m, WeightStandIn)}
+    weighted = {n for n, m in shell.sides.items() if isinstance(m, _WeightStandIn)}
     between = [mark for mark in seen[first:last] if mark in weighted]
     if between:
         raise _NoChainError(f"{between[0]} runs between its layers")
@@ -240,20 +211,10 @@ def _run(shell: Shell, **inputs: Tensor) -> tuple[list[str], list[str]]:
     return [str(mark) for mark in seen[:first]], [str(mark) for mark in seen[last + 1 :]]
 
 
-# ------------------------------------------------------------------------------------------- shell
-#
-# A model's own forward, with stand-ins for whatever lives on other stages.
-
-
 class Shell:
-    """Runs ``model`` (a ``PreTrainedModel``) without its layers.
+    """Runs a copy of ``model``, on the meta device, without its layers, which were at ``path``.
 
-    Args:
-        model: On the meta device; it is copied.
-        layers: The layers that were taken out of it.
-        path: Where they were.
-        live: Modules around the layers that a unit owns; they are shared, not copied.
-        returns_tuple: Whether a layer's output is a tuple.
+    The ``live`` modules around them, which a unit owns, are shared, not copied.
     """
 
     def __init__(
@@ -267,17 +228,17 @@ class Shell:
     ) -> None:
         copied = copy.deepcopy(model)
         self.width = int(model.get_input_embeddings().weight.shape[-1])
-        self.sides = sides(copied, path)
+        self.sides = _sides(copied, path)
         for name, module in self.sides.items():
             if name in live:
                 self.sides[name] = live[name]
             elif any(True for _ in module.parameters()):
-                self.sides[name] = WeightStandIn(self.width)
+                self.sides[name] = _WeightStandIn(self.width)
             else:
                 fill_constants(copied, module)
-            put(copied, name, self.sides[name])
-        self.layers = tuple(LayerStandIn(layer, returns_tuple=returns_tuple) for layer in layers)
-        put(copied, path, nn.ModuleList(self.layers))
+            _put(copied, name, self.sides[name])
+        self.layers = tuple(_LayerStandIn(layer, returns_tuple=returns_tuple) for layer in layers)
+        _put(copied, path, nn.ModuleList(self.layers))
         steps = path.split(".")
         self._around = [copied.get_submodule(".".join(steps[:end])) for end in range(len(steps))]
         self._model = copied
@@ -286,16 +247,15 @@ class Shell:
     def run(self, inputs: Mapping[str, Tensor | None], *, training: bool = False) -> Any:
         """The forward's output; afterwards each layer's ``call`` is known.
 
-        Args:
-            inputs: As the model takes them, ``input_ids`` or ``inputs_embeds`` first.
-            training: Whether dropout outside of modules of its own acts.
+        ``inputs`` are as the model takes them, ``input_ids`` or ``inputs_embeds`` first. Dropout
+        outside of modules of its own acts in ``training``.
         """
         for module in self._around:
             module.training = training
         first = next(value for value in inputs.values() if value is not None)
         device = first.device
         for name, module in self.sides.items():
-            if isinstance(module, WeightStandIn):
+            if isinstance(module, _WeightStandIn):
                 module.dtype = first.dtype if first.is_floating_point() else torch.float32
             elif name not in self._live:
                 for part in module.modules():
@@ -305,12 +265,11 @@ class Shell:
         return self._model(**inputs, use_cache=False)
 
     def forget(self) -> None:
-        """Lets go of the tensors of the last run."""
         for layer in self.layers:
             layer.call = layer.answer = None
 
 
-def sides(model: nn.Module, path: str) -> dict[str, nn.Module]:
+def _sides(model: nn.Module, path: str) -> dict[str, nn.Module]:
     """All modules around the list of layers at ``path``, each as large as possible, by name."""
     found: dict[str, nn.Module] = {}
     node, prefix = model, ""
@@ -322,8 +281,7 @@ def sides(model: nn.Module, path: str) -> dict[str, nn.Module]:
     return found
 
 
-def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replaces the module called ``name``."""
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
 
@@ -347,31 +305,20 @@ def fill_constants(model: Any, module: nn.Module) -> None:
 
 
 # ---------------------------------------------------------------------------------------- standins
-#
-# What takes the place of modules that a stage does not have, inside transformers' own forward.
-#
 # A stage never repeats what the library does between layers (masks, positions, scalings): it runs
 # the library's forward with these in the places of layers and weights, and looks at what comes by.
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How the forward called one layer.
+    """How the forward called one layer."""
 
-    Attributes:
-        hidden: The residual stream that it was given.
-        positional: Whether that was the first argument, or ``hidden_states=``.
-        args: All further positional arguments.
-        kwargs: All keyword arguments but ``hidden_states``.
-    """
-
-    hidden: Tensor
-    positional: bool
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    hidden: Tensor  # the residual stream that it was given
+    positional: bool  # whether that was the first argument, or ``hidden_states=``
+    args: tuple[Any, ...]  # all further positional arguments
+    kwargs: dict[str, Any]  # all but ``hidden_states``
 
     def on(self, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """The layer's output for another residual stream and the same arguments."""
         if self.positional:
             output = layer(hidden, *self.args, **self.kwargs)
         else:
@@ -390,12 +337,10 @@ class Call:
         return found
 
 
-class LayerStandIn(nn.Module):
+class _LayerStandIn(nn.Module):
     """Stands for a decoder layer: remembers how it was called and hands its input on.
 
-    Args:
-        original: Its plain attributes are copied: some forwards ask a layer for its kind.
-        returns_tuple: Whether the layer's callers expect a tuple.
+    The original's plain attributes are copied: some forwards ask a layer for its kind.
     """
 
     def __init__(self, original: nn.Module, *, returns_tuple: bool) -> None:
@@ -417,12 +362,8 @@ class LayerStandIn(nn.Module):
         return (answer, None) if self._returns_tuple else answer
 
 
-class WeightStandIn(nn.Module):
-    """Stands for an embedding, norm or projection: the right shape, and no weights.
-
-    Args:
-        width: Of the residual stream.
-    """
+class _WeightStandIn(nn.Module):
+    """Stands for an embedding, norm or projection: the right shape, and no weights."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

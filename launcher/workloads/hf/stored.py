@@ -23,28 +23,19 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor in a file.
-
-    Attributes:
-        file: Which one.
-        shape: Its extents.
-    """
+    """One tensor in a file."""
 
     file: Path
     shape: tuple[int, ...]
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """All tensors of a model, one file or many with an index.
-
-    Raises:
-        ModelError: There is none, a file is damaged, or the index does not fit the files.
-    """
+    """All tensors of a model, one file or many with an index."""
     index = folder / INDEX
     if index.is_file():
         return _by_index(index)
     if (folder / SINGLE).is_file():
-        return read_header(folder / SINGLE)
+        return _read_header(folder / SINGLE)
     others = sorted(file.name for file in folder.glob("*.safetensors"))
     pickled = sorted(file.name for file in folder.glob("*.bin"))
     found = ""
@@ -58,12 +49,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     )
 
 
-def read_header(file: Path) -> dict[str, Stored]:
-    """Names and shapes of the tensors in one file, and whether all of it is there.
-
-    Raises:
-        ModelError: It is damaged.
-    """
+def _read_header(file: Path) -> dict[str, Stored]:
+    """Names and shapes of the tensors in one file, and whether all of it is there."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -104,7 +91,7 @@ def _by_index(index: Path) -> dict[str, Stored]:
             raise ModelError(
                 f"{index} names {name}, which is not there. Try a complete copy of the folder."
             )
-        found |= read_header(file)
+        found |= _read_header(file)
     lost = sorted(name for name, file in wanted.items() if name not in found)
     if lost:
         raise ModelError(
@@ -116,11 +103,6 @@ def _by_index(index: Path) -> dict[str, Stored]:
 
 def _damaged(file: Path, why: str) -> ModelError:
     return ModelError(f"{file} is damaged: {why}. Try a fresh copy of it.")
-
-
-# ------------------------------------------------------------------------------------------- match
-#
-# Which stored tensor becomes which tensor of the network, and what does not fit. Torch-free.
 
 
 # Constants that older versions of the library stored; today's networks compute them.
@@ -139,19 +121,9 @@ def match_tensors(
 ) -> dict[str, str]:
     """Name in the network -> name in the files.
 
-    Args:
-        expected: Names and shapes of the network's tensors, tied ones under each name.
-        stored: What the files have.
-        folder: For messages.
-        prefix: What files of the bare network leave out of the names, e.g. ``transformer.``.
-        tied: Name -> the name whose tensor it shares.
-        ignore: Patterns of further stored names that are no parameters.
-
-    Returns:
-        All of ``expected``; a tied name that is not stored goes to that of its partner.
-
-    Raises:
-        ModelError: Tensors are missing, unexpected, or of another shape; they are named.
+    A tied name (-> the name whose tensor it shares) that is not stored goes to that of its partner.
+    Files of the bare network leave ``prefix`` out of the names, e.g. ``transformer.``; ``ignore``
+    are patterns of further stored names that are no parameters.
     """
     found: dict[str, str] = {}
     for name in expected:

@@ -6,6 +6,7 @@ those that are kept.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,15 +31,7 @@ class Weights(ABC):
         self._skeleton = skeleton
 
     def fill(self, part: Part, *, device: torch.device | str = "cpu") -> None:
-        """Replaces all parameters and buffers of a unit that are on the meta device.
-
-        Args:
-            part: The unit; its types decide those of the weights.
-            device: Where they are created.
-
-        Raises:
-            ModelError: A file cannot be read.
-        """
+        """Replaces all parameters and buffers of a unit that are on the meta device."""
         for name, module in part.held_modules():
             values = dict(self._values(name, module))
             for leaf in module.modules():
@@ -78,7 +71,7 @@ class FreshWeights(Weights):
             yield key, value
 
     def _draw(self, name: str, module: nn.Module) -> dict[str, Tensor]:
-        copied = _empty_copy(module)
+        copied = copy.deepcopy(module).to(torch.float32).to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             # Children first, as the library does it: parents may redraw what they know better.
             for key, part in reversed(list(copied.named_modules())):
@@ -88,11 +81,7 @@ class FreshWeights(Weights):
 
 
 class StoredWeights(Weights):
-    """Those in the ``*.safetensors`` files of a model folder.
-
-    Raises:
-        ModelError: The files do not fit the model.
-    """
+    """Those in the ``*.safetensors`` files of a model folder."""
 
     borrowed = True  # by the mapped file, which may change during the run
 
@@ -158,12 +147,6 @@ def expected_tensors(skeleton: Skeleton) -> dict[str, tuple[int, ...]]:
         for name, module in modules
         for key, value in module.state_dict().items()
     }
-
-
-def _empty_copy(module: nn.Module) -> nn.Module:
-    import copy
-
-    return copy.deepcopy(module).to(torch.float32).to_empty(device="cpu")
 
 
 def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -16,28 +16,21 @@ from torch.optim import Optimizer
 
 from strategies.errors import CheckpointError
 from strategies.heartbeat import Heartbeat, Phase
-from strategies.manifest import FORMAT, MANIFEST, committed, find_damage, read_manifest
+from strategies.manifest import MANIFEST, committed, find_damage, read_manifest
 from strategies.plan import Options, Plan
 from strategies.runtime.lightning.ranks_strategy import RanksStrategy
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
-from strategies.runtime.storage.commit import Exchange, remove
+from strategies.runtime.storage.commit import Exchange
 from strategies.runtime.storage.opened import Opened
 from strategies.runtime.storage.part import Part, Piece, flatten, split
 from strategies.runtime.storage.saver import Saver
 from strategies.runtime.storage.share_pieces import Shares
-from strategies.runtime.update.main_optimizer import MAIN_WEIGHT, MainOptimizer
+from strategies.runtime.update.main_optimizer import MainOptimizer
 
 
 class CheckpointingStrategy(RanksStrategy):
-    """Lightning's hooks for checkpoints, answered by the parts that ranks hold.
-
-    Args:
-        plan: What is run; its schedule's name is written into the manifest.
-        options: How.
-        metadata: Written into the manifest, too.
-        heartbeat: See ``RanksStrategy``.
-    """
+    """Lightning's hooks for checkpoints; ``metadata`` is written into their manifests."""
 
     def __init__(
         self,
@@ -73,7 +66,6 @@ class CheckpointingStrategy(RanksStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Yes: by parameter names, in ``load_optimizer_state_dict``."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -104,7 +96,7 @@ class CheckpointingStrategy(RanksStrategy):
         for main in self._main_optimizers:
             if main.optimizer is getattr(optimizer, "optimizer", optimizer):
                 return main.named_state(named, group_of=self.engine.owners_group)
-        return name_optimizer_state(optimizer, named)
+        return _name_optimizer_state(optimizer, named)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
@@ -144,7 +136,6 @@ class CheckpointingStrategy(RanksStrategy):
 
     @property
     def saver(self) -> Saver:
-        """Writes this rank's part of every checkpoint."""
         if self._saver is None:
             self._saver = Saver(self._exchange())
         return self._saver
@@ -188,16 +179,12 @@ class CheckpointingStrategy(RanksStrategy):
         self.engine.mains.refresh()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the state of this rank's parameters, by name."""
         named = self.engine.named_parameters()
         shares = self._shares({})
         saved = [shares.padded_optimizer(state, named) for state in checkpoint["optimizer_states"]]
-        if self._main_optimizers:
-            for main, state in zip(self._main_optimizers, saved, strict=True):
-                main.load(state, named)
-        else:
-            for optimizer, state in zip(self.optimizers, saved, strict=True):
-                load_optimizer_state(optimizer, state, named)
+        mains = self._main_optimizers or [MainOptimizer.plain(each) for each in self.optimizers]
+        for main, state in zip(mains, saved, strict=True):
+            main.load(state, named)
         # configure_optimizers() may have asked for the number of steps, which makes the loaders
         # before the loops know where they are. They are made again.
         loop: Any = self._trainer.fit_loop
@@ -211,9 +198,8 @@ class CheckpointingStrategy(RanksStrategy):
             self.saver.remove(Path(filepath))
 
     def _restore_random_state(self) -> None:
-        """Once: the generators of the checkpoint that was loaded."""
         if self._random_state is not None:
-            restore_random_state(self._random_state)
+            _set_random_state(self._random_state)
             self._random_state = None
 
     def _last_checkpoint(self) -> str:
@@ -234,27 +220,8 @@ class CheckpointingStrategy(RanksStrategy):
 
 
 # -------------------------------------------------------------------------------------- checkpoint
-#
-# Checkpoints as Lightning wants them: one nested dict per rank, under names of the uncut module.
-#
 # Names are those of the uncut module and optimizer state is keyed by them, so a checkpoint of one
-# layout can be read by another. How the tensors come to be on disk, hashed and committed together,
-# is ``strategies.runtime.storage``'s concern.
-
-
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "layout_of",
-    "load",
-    "load_optimizer_state",
-    "load_state_dict",
-    "name_optimizer_state",
-    "owned_state",
-    "remove",
-    "restore_random_state",
-    "save",
-]
+# layout can be read by another.
 
 _HYPER_PARAMETERS = "hyper_parameters"
 _RANDOM = "foldpipe_random_state"
@@ -273,16 +240,9 @@ def save(
 ) -> None:
     """Writes all ranks' parts and commits them together; collective.
 
-    Args:
-        saver: This rank's.
-        checkpoint: This rank's part, as Lightning collects it. Tensors of model and optimizer may
-            be plain and whole, DTensors, or pieces (``storage.piece.Piece``) of a sharded tensor.
-        path: The folder to be.
-        coordinates: Where this process stands.
-        holders: Per parameter, the global ranks that hold the same of it.
-        optimizer_holders: The same for its optimizer state; {} where the first replica has it all.
-        metadata: Goes into the manifest.
-        in_thread: Return as soon as the state is copied.
+    Tensors in what Lightning has collected may be plain and whole, DTensors, or pieces of a sharded
+    tensor. Per parameter ``holders`` are the global ranks that hold the same of it, and
+    ``optimizer_holders`` of its optimizer state; {} where the first replica has it all.
 
     Raises:
         CheckpointError: Some rank cannot write; nothing is committed then.
@@ -301,11 +261,12 @@ def save(
             first_replica=coordinates.dp_rank == coordinates.tp_rank == 0,
         )
 
-    saver.save(path, collect, layout=layout_of(coordinates), metadata=metadata, in_thread=in_thread)
+    saver.save(
+        path, collect, layout=_layout_of(coordinates), metadata=metadata, in_thread=in_thread
+    )
 
 
-def layout_of(coordinates: Coordinates) -> dict[str, int]:
-    """Degrees of parallelism as the manifest has them."""
+def _layout_of(coordinates: Coordinates) -> dict[str, int]:
     return {"pp": coordinates.pp, "dp": coordinates.dp, "tp": coordinates.tp}
 
 
@@ -333,14 +294,8 @@ def load(
 ) -> dict[str, Any]:
     """What one rank needs of a checkpoint, read when all of it is verified; collective.
 
-    Args:
-        path: A committed folder.
-        exchange: All ranks; each verifies a share of the files.
-        coordinates: Where this process stands, now.
-        state: This rank's module state: names, and the boxes that it wants.
-        parameters: Names of the whole model's parameters.
-        optimized: This rank's parameters whose optimizer state it wants.
-        strict: Whether the checkpoint may have neither more nor fewer parameters.
+    Of the module's ``state`` and the ``optimized`` parameters this rank wants the boxes given. With
+    ``strict`` the checkpoint may have neither more nor fewer ``parameters`` than the whole model.
 
     Raises:
         CheckpointError: It is damaged, or of another model. All ranks raise.
@@ -356,7 +311,7 @@ def load(
     problems = [said for said in exchange.everyone(problem) if said is not None]
     if problems or opened is None:
         raise CheckpointError(problems[0])
-    now = layout_of(coordinates)
+    now = _layout_of(coordinates)
     same = all(manifest[degree] == size for degree, size in now.items())
     # In another layout: the replica's own, if there was one. What is drawn from its generators
     # (its data) continues; what is drawn inside the model does not depend on them.
@@ -431,12 +386,10 @@ def owned_state(
     return {key: value for key, value in state.items() if key in parameters or stays(key)}
 
 
-def name_optimizer_state(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """An optimizer's state keyed by parameter names.
-
-    Raises:
-        CheckpointError: It updates a parameter that is not the module's.
-    """
+def _name_optimizer_state(
+    optimizer: Optimizer, named: Mapping[str, nn.Parameter]
+) -> dict[str, Any]:
+    """An optimizer's state keyed by parameter names."""
     names = {id(parameter): name for name, parameter in named.items()}
     plain = getattr(optimizer, "optimizer", optimizer)
     groups = []
@@ -453,40 +406,6 @@ def name_optimizer_state(optimizer: Optimizer, named: Mapping[str, nn.Parameter]
     return {"state": state, "param_groups": groups}
 
 
-def load_optimizer_state(
-    optimizer: Optimizer, saved: Mapping[str, Any], named: Mapping[str, nn.Parameter]
-) -> None:
-    """Puts saved state where this rank's parameters are.
-
-    Raises:
-        CheckpointError: The optimizer has another number of parameter groups.
-    """
-    names = {id(parameter): name for name, parameter in named.items()}
-    plain = getattr(optimizer, "optimizer", optimizer)
-    if len(plain.param_groups) != len(saved["param_groups"]):
-        raise CheckpointError(
-            f"the checkpoint's optimizer has {len(saved['param_groups'])} parameter groups, this "
-            f"one has {len(plain.param_groups)}. Use the optimizer it was written with."
-        )
-    positions: dict[int, dict[str, Any]] = {}
-    groups = []
-    index = 0
-    for group, old in zip(plain.param_groups, saved["param_groups"], strict=True):
-        members = []
-        for parameter in group["params"]:
-            entry = dict(saved["state"].get(names[id(parameter)], {}))
-            weight = entry.pop(MAIN_WEIGHT, None)
-            if weight is not None:
-                # Written with 16-bit weights: what they were rounded from.
-                parameter.detach().copy_(weight)
-            if entry:
-                positions[index] = entry
-            members.append(index)
-            index += 1
-        groups.append({**{k: v for k, v in old.items() if k != "params"}, "params": members})
-    plain.load_state_dict({"state": positions, "param_groups": groups})
-
-
 def _random_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -500,8 +419,7 @@ def _random_state() -> dict[str, Any]:
     return state
 
 
-def restore_random_state(checkpoint: Mapping[str, Any]) -> None:
-    """Continues the global generators where they stood."""
+def _set_random_state(checkpoint: Mapping[str, Any]) -> None:
     state = checkpoint.get(_RANDOM)
     if state is None:
         return

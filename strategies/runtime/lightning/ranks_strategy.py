@@ -22,13 +22,7 @@ from strategies.runtime.messages.mesh import Communicators, Coordinates, check_w
 
 
 class RanksStrategy(ParallelStrategy):
-    """Processes in a grid of pipeline, replica and tensor-parallel ranks.
-
-    Args:
-        plan: What is run.
-        options: How.
-        heartbeat: Where this rank says what it is doing; None for nobody.
-    """
+    """Processes in a grid of pipeline, replica and tensor-parallel ranks."""
 
     def __init__(self, plan: Plan, options: Options, *, heartbeat: Heartbeat | None) -> None:
         # The base sets the devices, for which these are needed.
@@ -86,7 +80,6 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def dp(self) -> int:
-        """Replicas."""
         if self._options.dp != "auto":
             return self._options.dp
         return max(1, self._num_nodes * self.num_processes // self._pipeline)
@@ -109,7 +102,6 @@ class RanksStrategy(ParallelStrategy):
         return {"num_replicas": self.dp, "rank": self.coordinates.dp_rank}
 
     def set_world_ranks(self) -> None:
-        """Called by the Trainer before processes start."""
         environment = self.cluster_environment
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -163,7 +155,6 @@ class RanksStrategy(ParallelStrategy):
         return "staged" if self.num_processes > len(self._parallel_devices or []) else "nccl"
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """One object to all processes."""
         if not dist.is_initialized():
             return obj
         box = [obj]
@@ -180,11 +171,6 @@ class RanksStrategy(ParallelStrategy):
         return bool(value.item())
 
 
-# ------------------------------------------------------------------------------------- device mesh
-#
-# The ranks as torch's ``DeviceMesh``, for code of users that speaks it (DTensor, collectives).
-
-
 def make_device_mesh(
     where: Coordinates, communicators: Communicators, device: torch.device
 ) -> DeviceMesh:
@@ -192,11 +178,6 @@ def make_device_mesh(
 
     No rank waits for another, and no group of several processes is made. The pipeline's own traffic
     goes over the same groups: use them between steps, on all members alike.
-
-    Args:
-        where: This process.
-        communicators: Its groups.
-        device: Where its stages run.
     """
     replicas = where.replicas((where.pp_rank,))
     # Those of gradients are on the fast backend, but stages with two owners reduce over both.

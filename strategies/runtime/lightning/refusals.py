@@ -23,17 +23,7 @@ from strategies.schedules import find_schedule
 def refuse_module(
     trainer: pl.Trainer, module: pl.LightningModule, plan: Plan, *, compiled: bool
 ) -> None:
-    """Refuses modules and callbacks that decide what the program decides.
-
-    Args:
-        trainer: With the user's callbacks.
-        module: The user's.
-        plan: What is to be run.
-        compiled: Whether units go through ``torch.compile``.
-
-    Raises:
-        ModelError: With the reason and what to do.
-    """
+    """Refuses modules and callbacks that decide what the program decides."""
     if not module.automatic_optimization:
         raise ModelError(
             f"{type(module).__name__} uses manual optimization, which decides when backward "
@@ -64,11 +54,7 @@ def refuse_module(
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer], *, world_size: int, on_nan: OnNan) -> None:
-    """Refuses optimizers that run a step as often as each rank likes.
-
-    Raises:
-        ModelError: With the reason and what to do.
-    """
+    """Refuses optimizers that run a step as often as each rank likes."""
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.LBFGS):
             continue
@@ -85,26 +71,18 @@ def refuse_optimizers(optimizers: Iterable[Optimizer], *, world_size: int, on_na
 
 
 # -------------------------------------------------------------------------------------- loss scale
-#
-# Loss scaling for 16-bit floats over a whole pipeline.
-#
 # A gradient that is not finite on one rank means that no rank may update, or stages and replicas
 # would part; and all must scale alike afterwards. So what the scaler has found on this rank is
 # shared with all processes, at the one place where torch's scaler looks at gradients.
 
 
 class SharedGradScaler(torch.amp.GradScaler):
-    """A scaler that skips a step, and changes its scale, on all ranks or on none.
+    """A scaler that skips a step, and changes its scale, on all ranks or on none."""
 
-    Attributes:
-        overflowed: Whether the step before was skipped; the same on all ranks.
-    """
-
-    overflowed: Tensor | None = None
+    overflowed: Tensor | None = None  # whether the step before was skipped; the same on all ranks
 
     @classmethod
     def like(cls, scaler: torch.amp.GradScaler, *, device: torch.device) -> SharedGradScaler:
-        """One with the options and the state of a user's scaler."""
         made = cls(
             device.type,
             init_scale=scaler.get_scale(),
@@ -142,33 +120,24 @@ class SharedGradScaler(torch.amp.GradScaler):
 
 
 # ---------------------------------------------------------------------------------- weight readers
-#
-# Whole weights for whoever looks at them between two steps.
-#
 # With sharded weights a rank holds old values of other replicas' shares from the optimizer's update
 # until the next step's forwards. Lightning runs other people's hooks in between, so this callback
 # stands before all others and makes the weights whole first. At the end of a batch, where that
 # would put the gather into the open at every step, it does so only for callbacks and modules that
 # may read weights there.
 
-
 _BETWEEN = ("on_train_batch_end", "on_train_batch_start")
 
 
 class WholeWeights(pl.Callback):
-    """Completes the weights before other hooks.
-
-    Args:
-        complete: Makes them whole; collective, and of no cost if they are.
-    """
+    """Completes the weights before other hooks; of no cost where they are whole."""
 
     def __init__(self, complete: Callable[[], None]) -> None:
         self._complete = complete
         self._each_batch = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Finds out who looks at weights between batches."""
-        readers = weight_readers(trainer, pl_module)
+        readers = _weight_readers(trainer, pl_module)
         self._each_batch = bool(readers)
         if readers:
             rank_zero_warn(
@@ -188,7 +157,7 @@ class WholeWeights(pl.Callback):
     on_sanity_check_start = on_validation_start = _now
 
 
-def weight_readers(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
+def _weight_readers(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
     """Names of callbacks and modules whose hooks between two batches may read weights.
 
     Lightning's own do not, those of others unless they say ``reads_weights = False``.

@@ -53,9 +53,10 @@ from strategies.runtime.lightning.refusals import (
 from strategies.runtime.lightning.user_module import stage_model_of
 from strategies.runtime.messages import fingerprint
 from strategies.runtime.messages.fingerprint import compare
-from strategies.runtime.step.microbatch import concatenate, in_order
+from strategies.runtime.step.microbatch import concatenate, count_rows, in_order
 from strategies.runtime.step.rank_engine import Engine, PassResult
 from strategies.runtime.step.recorder import StepStats, gather_timeline
+from strategies.runtime.update.grad_sync import clip_
 from strategies.runtime.update.main_optimizer import MainOptimizer
 from strategies.runtime.update.nan_guard import Finding, NotFiniteStep, first_finding
 from strategies.schedules.schedule import given_group
@@ -243,19 +244,15 @@ class PipelineStrategy(CheckpointingStrategy):
             plugin: Any = self.precision_plugin
             plugin.scaler = SharedGradScaler.like(scaler, device=self.root_device)
 
-    def _settled_options(self) -> Options:
-        """With nothing left open."""
-        seed = self._options.seed
-        if seed is None:
-            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        return replace(self._options, dp=self.dp, backend=self.backend, seed=seed)
-
     def _start_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Cuts the module and makes what runs it; collective."""
         if self._plan.file is not None:
             self._plan = self.broadcast(self._plan)  # It may have changed between two reads.
         self._engine_module = module
-        options = self._settled_options()
+        seed = self._options.seed
+        if seed is None:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        options = replace(self._options, dp=self.dp, backend=self.backend, seed=seed)
         # Before the first group is made: ranks that differ would wait for each other there.
         compare(
             fingerprint.versions_print()
@@ -362,8 +359,7 @@ class PipelineStrategy(CheckpointingStrategy):
         """Gives a replica its share, and continues where a checkpoint was written."""
         if not self._own_sampler:
             return dataloader
-        trainer = self.lightning_module.trainer if self.lightning_module else None
-        assert trainer is not None
+        trainer = self._trainer
         training = trainer.state.fn == TrainerFn.FITTING and trainer.training
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         epochs: Any = trainer.fit_loop.epoch_progress.current
@@ -449,11 +445,7 @@ class PipelineStrategy(CheckpointingStrategy):
             result = closure()
             self._last_norm = None
             self.engine.flush()
-            if (
-                self._options.on_nan != "ignore"
-                and not self._clips_by_norm
-                and self.engine.leaves_out()
-            ):
+            if self._looks and not self._clips_by_norm and self.engine.leaves_out():
                 raise NotFiniteStep
             return result
 
@@ -463,11 +455,7 @@ class PipelineStrategy(CheckpointingStrategy):
             self._leave_out()
             return result
         scaler = self._scaler
-        if (
-            self._options.on_nan != "ignore"
-            and isinstance(scaler, SharedGradScaler)
-            and scaler.exhausted
-        ):
+        if self._looks and isinstance(scaler, SharedGradScaler) and scaler.exhausted:
             self._leave_out()  # The scaler's own all-reduce has told all ranks.
             return output
         self.engine.stepped()
@@ -517,14 +505,8 @@ class PipelineStrategy(CheckpointingStrategy):
         return self._last_norm
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        from strategies.runtime.update.grad_sync import clip_
-
         norm = self.gradient_norm()
-        if (
-            self._options.on_nan != "ignore"
-            and self._clips_by_norm
-            and not bool(torch.isfinite(norm))
-        ):
+        if self._looks and self._clips_by_norm and not bool(torch.isfinite(norm)):
             raise NotFiniteStep  # All ranks have the same norm.
         clip_(self.engine.updated_parameters(), norm, float(clip_val))
 
@@ -536,7 +518,6 @@ class PipelineStrategy(CheckpointingStrategy):
             self._evaluate(batch, batch_idx, "validate", dataloader_idx)
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """The forward program with ``test_step``."""
         with self.precision_plugin.test_step_context():
             self._evaluate(batch, batch_idx, "test", dataloader_idx)
 
@@ -567,8 +548,6 @@ class PipelineStrategy(CheckpointingStrategy):
 
     def _repeat_logs(self, result: PassResult, batch: Any) -> None:
         """The user's log calls, on every rank: ModelCheckpoint and EarlyStopping decide alike."""
-        from strategies.runtime.step.microbatch import count_rows
-
         module = self.lightning_module
         assert module is not None
         rows = count_rows(batch)
@@ -591,21 +570,18 @@ class PipelineStrategy(CheckpointingStrategy):
         """Over the replicas: all ranks of a pipeline hold the same value already."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized() or self.dp == 1:
             return tensor
-        names = {"mean": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM}
+        names = dict.fromkeys(("mean", "avg", "sum"), dist.ReduceOp.SUM)
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         op = names.get(reduce_op.lower()) if isinstance(reduce_op, str) else reduce_op
         if op is None:
             op = getattr(dist.ReduceOp, str(reduce_op).upper())
         where = self.coordinates
-        members = where.replicas((where.pp_rank,))
-        # A group of this rank's replicas exists for its stages' gradients.
         total = tensor.detach().clone().cpu()
-        dist.all_reduce(total, op=op, group=self._replica_group(members))
+        # A group of this rank's replicas exists for its stages' gradients.
+        group = self.engine.communicators.get("metrics", where.replicas((where.pp_rank,)))
+        dist.all_reduce(total, op=op, group=group)
         result = total / self.dp if mean else total
         return result.to(tensor.device)
-
-    def _replica_group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
-        return self.engine.communicators.get("metrics", members)
 
     # ------------------------------------------------------------- the end
 
@@ -645,11 +621,7 @@ class PipelineStrategy(CheckpointingStrategy):
     def on_validation_end(self) -> None:
         self.engine.drain()
 
-    def on_test_end(self) -> None:
-        self.engine.drain()
-
-    def on_predict_end(self) -> None:
-        self.engine.drain()
+    on_test_end = on_predict_end = on_validation_end
 
     def teardown(self) -> None:
         """Keeps this rank's weights where they are: the base would move them to the CPU."""
@@ -663,11 +635,7 @@ class PipelineStrategy(CheckpointingStrategy):
 
 
 def _from_keywords(words: Mapping[str, Any]) -> tuple[Plan, Options]:
-    """What people have typed, as a plan and its options.
-
-    Raises:
-        PlanError: There is no such schedule or file, or a value is none of those allowed.
-    """
+    """What people have typed, as a plan and its options."""
     for name in words:
         if name != "pp" and name not in Keywords.__annotations__:
             raise TypeError(

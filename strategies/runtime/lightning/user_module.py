@@ -17,35 +17,23 @@ def stage_model_of(
 ) -> StageModel:
     """A module that declares units as it is; any other after its step was run on shapes.
 
-    Args:
-        trainer: Whose loader gives the batch for that.
-        module: The user's.
-        layers: Where its layers are (``net.layers``); None to find them.
+    Its layers are found unless ``layers`` says where they are (``net.layers``).
     """
     if isinstance(module, HasUnits):
         return UnitModel(module)
     from strategies.models.replay.replay_model import ReplayModel
 
-    modes: dict[Any, Mode] = {
-        TrainerFn.FITTING: "train",
-        TrainerFn.VALIDATING: "validate",
-        TrainerFn.TESTING: "test",
-        TrainerFn.PREDICTING: "predict",
+    modes: dict[Any, tuple[Mode, Any]] = {
+        TrainerFn.FITTING: ("train", trainer.fit_loop),
+        TrainerFn.VALIDATING: ("validate", trainer.validate_loop),
+        TrainerFn.TESTING: ("test", trainer.test_loop),
+        TrainerFn.PREDICTING: ("predict", trainer.predict_loop),
     }
-    function = trainer.state.fn
-    loops = {
-        TrainerFn.FITTING: trainer.fit_loop,
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
-    }
-    assert function is not None
-    loop: Any = loops[function]
-    source = loop._data_source
-    loader = source.dataloader()
+    mode, loop = modes[trainer.state.fn]
+    loader = loop._data_source.dataloader()
     while isinstance(loader, list | tuple):
         loader = loader[0]
     plugin = trainer.precision_plugin
     batch = plugin.convert_input(first_batch(loader))
     with plugin.forward_context():  # The types are those of the steps that will run.
-        return ReplayModel.probe(module, batch, mode=modes[function], chain=layers)
+        return ReplayModel.probe(module, batch, mode=mode, chain=layers)

@@ -52,7 +52,6 @@ def versions_print() -> dict[str, str]:
 
 
 def options_print(prefix: str, options: Any) -> dict[str, str]:
-    """The fields of a plan or of options."""
     return shared_print({f"{prefix}{f.name}": getattr(options, f.name) for f in fields(options)})
 
 
@@ -77,10 +76,7 @@ def program_print(program: Program) -> str:
 def compare(own: Print, *, what: str, partial: bool = False) -> None:
     """Lays this rank's print beside those of all others; collective over all processes.
 
-    Args:
-        own: Names and values.
-        what: What they describe, for the message.
-        partial: Whether a name concerns only the ranks that have it.
+    With ``partial`` a name concerns only the ranks that have it.
 
     Raises:
         MismatchError: On every rank the same, with the names that differ and who has what.
@@ -97,13 +93,7 @@ def compare(own: Print, *, what: str, partial: bool = False) -> None:
 def difference(
     gathered: Sequence[tuple[int, str, Print]], what: str, *, partial: bool = False
 ) -> str | None:
-    """What differs between the ranks, in words; None if nothing does.
-
-    Args:
-        gathered: Rank, host and print of each.
-        what: What they describe.
-        partial: As in ``compare``.
-    """
+    """What differs between the ranks (rank, host and print of each), in words; None if nothing."""
     names = dict.fromkeys(name for _, _, found in gathered for name in found)
     lines = []
     for name in names:

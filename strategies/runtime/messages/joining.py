@@ -26,15 +26,7 @@ def join(
     Where whoever has started the ranks keeps a store (torchrun's agent, or a parent that gives its
     store's token in ``FOLDPIPE_STORE``), that one is used; otherwise rank 0 makes it.
 
-    Args:
-        rank: This process.
-        world_size: All of them.
-        address: Where the store is.
-        port: Likewise.
-        timeout_s: How long to wait for the others.
-
-    Returns:
-        The store, under a name of its own for this attempt; and on which host each rank is.
+    Returned are the store, under a name of its own for this attempt, and each rank's host.
 
     Raises:
         PlanError: The port is taken; names the holder.

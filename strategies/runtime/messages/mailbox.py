@@ -64,9 +64,8 @@ class _Incoming:
 class Mailbox:
     """All messages of one rank."""
 
-    def __init__(self, transport: Transport | None, rank: int, device: torch.device) -> None:
+    def __init__(self, transport: Transport | None, device: torch.device) -> None:
         self._transport = transport
-        self._rank = rank
         self._device = device
         self._specs: dict[_Key, _Spec] = {}
         self._announced: set[tuple[_Key, int]] = set()  # headers sent, by peer
@@ -83,7 +82,6 @@ class Mailbox:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank has nobody to exchange messages with."""
         return self._transport is None
 
     @property
@@ -92,7 +90,6 @@ class Mailbox:
         return self._transport is not None and self._transport.ordered
 
     def begin(self, program: Program, mode: str, signatures: Sequence[_Signature]) -> None:
-        """Starts a pass over ``program`` with one signature per microbatch."""
         if self._program is None or program.boundaries is not self._program.boundaries:
             ends = ((b.source, b.target) for b in program.boundaries)
             self._boundaries = {pair: number for number, pair in enumerate(ends)}
@@ -108,11 +105,7 @@ class Mailbox:
     def describe(
         self, stage: int, target: int, microbatch: int, tensors: tuple[Tensor, ...]
     ) -> None:
-        """Notes what ``stage`` hands to ``target``.
-
-        Raises:
-            ModelError: The shapes differ from those of an earlier microbatch of equal shape.
-        """
+        """Notes what ``stage`` hands to ``target``."""
         spec = _Spec(
             tuple(tuple(tensor.shape) for tensor in tensors),
             tuple(tensor.dtype for tensor in tensors),
@@ -142,18 +135,14 @@ class Mailbox:
     def post(self, item: Instruction) -> None:
         """Starts the RECV (and ends it where the backend matches by order and blocks)."""
         assert self._transport is not None
-        assert self._program is not None
-        assert item.peer is not None
-        assert item.microbatch is not None
-        key = self._key(item.stage, item.peer, item.microbatch)
-        peer = self._program.placement.rank_of(item.peer, item.microbatch)
-        incoming = _Incoming(key, peer, self._tag(item))
+        key, peer, tag = self._address(item)
+        incoming = _Incoming(key, peer, tag)
         self._incoming[item] = incoming
         # A rank may know the shapes already, from the other weight copy; its peer cannot know that.
         if item.payload is Kind.F and (key, peer) not in self._awaited:
             self._awaited.add((key, peer))
             header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=self._device)
-            handle = self._transport.receive(header, peer, incoming.tag + _TENSORS - 1)
+            handle = self._transport.receive(header, peer, tag + _TENSORS - 1)
             incoming.header = (header, handle)
         if self.ordered:
             self._open_header(incoming)
@@ -161,7 +150,6 @@ class Mailbox:
             self._post_tensors(item, incoming)
 
     def wait(self, item: Instruction) -> tuple[Tensor, ...]:
-        """The tensors of a posted RECV, arrived."""
         incoming = self._incoming.pop(item, None)
         if incoming is None:
             self.post(item)
@@ -182,13 +170,8 @@ class Mailbox:
     def send(self, item: Instruction, tensors: tuple[Tensor, ...]) -> None:
         """Starts the SEND; the tensors are kept until it has ended."""
         assert self._transport is not None
-        assert self._program is not None
-        assert item.peer is not None
-        assert item.microbatch is not None
-        peer = self._program.placement.rank_of(item.peer, item.microbatch)
-        tag = self._tag(item)
+        key, peer, tag = self._address(item)
         kept = self._sent.setdefault(item, [])
-        key = self._key(item.stage, item.peer, item.microbatch)
         if item.payload is Kind.F and (key, peer) not in self._announced:
             self._announced.add((key, peer))
             header = self._header(self._specs[key])
@@ -233,13 +216,15 @@ class Mailbox:
     def _key(self, stage: int, peer: int, microbatch: int) -> _Key:
         return min(stage, peer), max(stage, peer), self._shapes[microbatch]
 
-    def _tag(self, item: Instruction) -> int:
+    def _address(self, item: Instruction) -> tuple[_Key, int, int]:
+        """What a message is of, the pipeline rank at its other end, and its first tag."""
         assert self._program is not None
         assert item.peer is not None
         assert item.microbatch is not None
-        boundary = self._boundaries[min(item.stage, item.peer), max(item.stage, item.peer)]
-        message = (boundary * self._program.num_microbatches + item.microbatch) * 2
-        return (message + (item.payload is Kind.B)) * _TENSORS + 1
+        key = self._key(item.stage, item.peer, item.microbatch)
+        peer = self._program.placement.rank_of(item.peer, item.microbatch)
+        message = self._boundaries[key[:2]] * self._program.num_microbatches + item.microbatch
+        return key, peer, (message * 2 + (item.payload is Kind.B)) * _TENSORS + 1
 
     def _header(self, spec: _Spec) -> Tensor:
         data = spec.to_bytes()
@@ -268,13 +253,10 @@ class Mailbox:
             return
         assert self._transport is not None
         spec = self._specs[incoming.key]
-        wanted = [
-            (shape, dtype)
+        incoming.tensors = tuple(
+            torch.empty(shape, dtype=dtype, device=self._device)
             for shape, dtype, flag in zip(spec.shapes, spec.dtypes, spec.flags, strict=True)
             if item.payload is Kind.F or flag
-        ]
-        incoming.tensors = tuple(
-            torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in wanted
         )
         for index, tensor in enumerate(incoming.tensors):
             if tensor.numel():

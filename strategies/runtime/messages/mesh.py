@@ -19,16 +19,7 @@ from strategies.ir.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where a process stands.
-
-    Attributes:
-        pp: Number of pipeline ranks.
-        dp: Number of replicas.
-        pp_rank: Pipeline rank of this process.
-        dp_rank: Replica of this process.
-        tp: Ranks that share the matrices of a stage.
-        tp_rank: This process among them.
-    """
+    """Where a process stands among pipeline ranks, replicas, and sharers of a stage's matrices."""
 
     pp: int
     dp: int
@@ -39,13 +30,11 @@ class Coordinates:
 
     @classmethod
     def of(cls, global_rank: int, *, pp: int, dp: int, tp: int = 1) -> Coordinates:
-        """Coordinates of a global rank; tp is innermost, pp outermost."""
         rest, tp_rank = divmod(global_rank, tp)
         return cls(pp, dp, rest // dp, rest % dp, tp, tp_rank)
 
     @property
     def world_size(self) -> int:
-        """Number of processes, pp * dp * tp."""
         return self.pp * self.dp * self.tp
 
     def global_rank(self, pp_rank: int, dp_rank: int, tp_rank: int | None = None) -> int:
@@ -75,11 +64,7 @@ class Coordinates:
 
 
 def check_world(*, pp: int, dp: int, tp: int = 1, world_size: int) -> None:
-    """Refuses a world that the degrees do not fill.
-
-    Raises:
-        PlanError: pp * dp * tp is not the number of processes.
-    """
+    """Refuses a world that the degrees do not fill."""
     wanted = pp * dp * tp
     if wanted != world_size:
         sharers = "" if tp == 1 else f" times tp={tp}"
@@ -108,23 +93,14 @@ class Communicators:
         backends: dict[str, str],
         timeout_s: float,
     ) -> None:
-        """Makes all groups in the order of ``wanted``, which is the same on every process.
-
-        Args:
-            wanted: (purpose, global ranks); groups of one process are left out.
-            backends: Backend per purpose.
-            timeout_s: How long an operation of theirs waits.
-        """
+        """Makes all groups, but for those of one process, in an order equal on every process."""
         for key in dict.fromkeys(wanted):
             purpose, ranks = key
             if len(ranks) > 1 and key not in self._groups:
                 # Every process takes part in making every group, also in foreign ones.
                 group = dist.new_group(
-                    list(ranks),
-                    backend=backends[purpose],
-                    timeout=timedelta(seconds=timeout_s),
+                    list(ranks), backend=backends[purpose], timeout=timedelta(seconds=timeout_s)
                 )
-                assert isinstance(group, dist.ProcessGroup) or group is not None
                 self._groups[key] = group
 
     def get(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -132,7 +108,6 @@ class Communicators:
         return None if len(ranks) < 2 else self._groups[purpose, ranks]
 
     def has(self, purpose: str, ranks: tuple[int, ...]) -> bool:
-        """Whether ``get`` would give a group."""
         return (purpose, ranks) in self._groups
 
     def alone(self) -> dist.ProcessGroup:
@@ -161,25 +136,13 @@ def _destroy_gloo(groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]) 
     groups.clear()
 
 
-# ------------------------------------------------------------------------------------------ groups
-#
-# Which process groups a layout needs, in one order on all processes.
-
-
 Wanted = list[tuple[str, tuple[int, ...]]]
 
 
 def holders_of(
     stages: Iterable[int], placement: Placement, where: Coordinates, sharer: int | None = None
 ) -> tuple[int, ...]:
-    """Global ranks that hold any of some stages, in all replicas.
-
-    Args:
-        stages: Of the model.
-        placement: Stages to pipeline ranks.
-        where: This process, for the degrees.
-        sharer: Of which tensor-parallel rank; None for this process's own.
-    """
+    """Global ranks of one tp_rank (None: this process's) that hold any of some stages."""
     owners = sorted({rank for stage in stages for rank in placement.owners(stage)})
     return where.replicas(tuple(owners), sharer)
 
@@ -200,12 +163,8 @@ def running_groups(
 ) -> Wanted:
     """All groups that any rank's program needs.
 
-    Args:
-        where: This process, for the degrees.
-        placement: Stages to pipeline ranks.
-        shared: Per weight that several stages use, those stages.
-        shards: Whether weights are sharded over the replicas.
-        pairs: Whether every ordered pair of a pipeline's ranks talks in a group of its own.
+    Per weight that several stages use, ``shared`` has those stages. With ``pairs`` every ordered
+    pair of a pipeline's ranks talks in a group of its own.
     """
     shared = tuple(shared)
     wanted: Wanted = [("control", where.replica(replica)) for replica in range(where.dp)]
@@ -235,14 +194,7 @@ def checkpoint_groups(where: Coordinates) -> Wanted:
 
 
 def create(communicators: Communicators, wanted: Wanted, *, backend: str, timeout_s: float) -> None:
-    """Makes groups; collective over all processes.
-
-    Args:
-        communicators: Where they are kept.
-        wanted: The same list on all processes.
-        backend: What carries boundary tensors; what is small or waits for a disk goes by gloo.
-        timeout_s: How long an operation waits.
-    """
+    """Makes groups, the same on all processes; what is small or waits for a disk goes by gloo."""
     if communicators.coordinates.world_size > 1:
         fast = "nccl" if backend == "nccl" else "gloo"
         backends = {

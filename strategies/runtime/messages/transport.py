@@ -34,15 +34,10 @@ class Handle(Protocol):
 
 
 class Transport(ABC):
-    """Point-to-point messages inside one pipeline.
+    """Point-to-point messages inside one pipeline."""
 
-    Attributes:
-        ordered: Whether messages are matched by their order alone.
-        slices: In how many ranks' messages a tensor travels.
-    """
-
-    ordered: bool
-    slices: int = 1
+    ordered: bool  # whether messages are matched by their order alone
+    slices: int = 1  # in how many ranks' messages a tensor travels
 
     @abstractmethod
     def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
@@ -70,11 +65,9 @@ class GlooTransport(Transport):
         self._calls = _thread("messages", self)
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        """Never waits."""
         return self._later(partial(dist.isend, tensor, group=self._group, group_dst=rank, tag=tag))
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        """Never waits."""
         return self._later(partial(dist.irecv, tensor, group=self._group, group_src=rank, tag=tag))
 
     def _later(self, call: Callable[[], dist.Work | None]) -> Handle:
@@ -95,14 +88,11 @@ class StrictTransport(Transport):
         self._group = group
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        """Returns when the peer has received."""
-        work = _work(dist.isend(tensor, group=self._group, group_dst=rank, tag=0))
-        work.wait()
+        _work(dist.isend(tensor, group=self._group, group_dst=rank, tag=0)).wait()
         return _Ended()
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        work = _work(dist.irecv(tensor, group=self._group, group_src=rank, tag=0))
-        work.wait()
+        _work(dist.irecv(tensor, group=self._group, group_src=rank, tag=0)).wait()
         return _Ended()
 
 
@@ -124,7 +114,6 @@ class NcclTransport(Transport):
         return _work(dist.isend(tensor, group=group, group_dst=int(self._rank < rank)))
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        """Enqueued on the pair's stream."""
         group = self._pair(rank, self._rank)
         return _work(dist.irecv(tensor, group=group, group_src=int(self._rank < rank)))
 
@@ -150,7 +139,6 @@ class StagedTransport(Transport):
         return later
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        """Copies to the device when the data is there."""
         staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return _Landing(self._gloo.receive(staged, rank, tag), staged, tensor)
 
@@ -169,7 +157,6 @@ class _Later:
         self._started.acquire()
 
     def start(self) -> None:
-        """Makes the call, in the thread."""
         assert self._call is not None
         try:
             self._work = self._call()
@@ -227,11 +214,6 @@ def _work(work: dist.Work | None) -> dist.Work:
     return work
 
 
-# -------------------------------------------------------------------------------- chosen transport
-#
-# What carries this rank's boundary tensors.
-
-
 def chosen_transport(
     backend: str,
     communicators: Communicators,
@@ -271,23 +253,14 @@ def _whole(
     return StagedTransport(group) if staged else GlooTransport(group)
 
 
-# -------------------------------------------------------------------------------- sliced transport
-#
-# Boundary tensors between tensor-parallel ranks: each sends its slice, arrivals are gathered.
-#
-# Every rank of the sending group holds the whole tensor. So each sends one slice to its
-# counterpart, and the receiving ranks complete it over their own, faster links.
-
-
 _ROUNDING = 1e-2
 
 
 class SlicedTransport(Transport):
     """Another transport's messages, a slice of the flattened tensor each.
 
-    Args:
-        inner: What carries the slices.
-        ranks: Who has the others.
+    Every rank of the sending group holds the whole tensor. So each sends one slice to its
+    counterpart, and the receiving ranks complete it over their own, faster links.
     """
 
     def __init__(self, inner: Transport, ranks: TensorRanks) -> None:
@@ -297,7 +270,6 @@ class SlicedTransport(Transport):
         self.slices = ranks.size
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        """Sends this rank's slice."""
         width = self._width(tensor)
         start = min(self._ranks.rank * width, tensor.numel())
         own = tensor.view(-1)[start : start + width]
@@ -314,11 +286,7 @@ class SlicedTransport(Transport):
         return _Gathering(self._inner.receive(own, rank, tag), own, tensor, self._ranks)
 
     def check_whole(self, stage: int, tensors: Sequence[Tensor]) -> None:
-        """Compares tensors between ranks: slices of different tensors make no whole.
-
-        Raises:
-            ModelError: They differ by more than rounding.
-        """
+        """Compares tensors between ranks: slices of different tensors make no whole."""
         for tensor in tensors:
             copies = self._ranks.gather(tensor.detach()).double()
             spread = copies.amax(0) - copies.amin(0)

@@ -26,17 +26,11 @@ from strategies.models.split_backward.autograd_graph import Kind, Node, walk
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """What one microbatch holds on one stage.
+    """What one microbatch holds on one stage."""
 
-    Attributes:
-        full: From its forward, or its R, until its backward.
-        waiting: Between its I and its W; 0 where no backward is split.
-        inputs: From a checkpointed forward until its R; 0 where no forward is.
-    """
-
-    full: int = 0
-    waiting: int = 0
-    inputs: int = 0
+    full: int = 0  # from its forward, or its R, until its backward
+    waiting: int = 0  # between its I and its W; 0 where no backward is split
+    inputs: int = 0  # from a checkpointed forward until its R; 0 where no forward is
 
 
 State = Literal["full", "waiting", "inputs"]
@@ -53,21 +47,16 @@ class _Stored:
 
 
 class ActivationBytes:
-    """Measures the passes of one rank.
-
-    Attributes:
-        held: For each place of the rank's list in the latest pass, the bytes held after it.
-    """
+    """Measures the passes of one rank."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.held: list[int] = []
+        self.held: list[int] = []  # after each place of the rank's list, in the latest pass
         self._excluded: set[int] = set()
         self._stored: dict[int, _Stored] = {}
         self._sets: dict[tuple[int, int], dict[State, list[_Stored]]] = {}
 
     def begin(self, length: int, batch: Iterable[Tensor]) -> None:
-        """Starts a pass over a list of ``length`` instructions."""
         self.held = [0] * length
         self._sets.clear()
         own = (*self._module.parameters(), *self._module.buffers(), *batch)
@@ -86,7 +75,6 @@ class ActivationBytes:
         self.note("full", stage, microbatch, (*inputs, *found))
 
     def note(self, state: State, stage: int, microbatch: int, tensors: Iterable[Tensor]) -> None:
-        """Notes what a microbatch holds on a stage, see ``StageBytes``."""
         entries: dict[int, _Stored] = {}
         for tensor in tensors:
             for storage in _storages(tensor):
@@ -176,11 +164,6 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return
-
-
-# -------------------------------------------------------------------------------------- memory use
-#
-# What a rank's memory has peaked at so far, from the best source that its device has.
 
 
 class MemoryUse:

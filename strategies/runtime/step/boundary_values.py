@@ -31,7 +31,7 @@ class BoundaryValues:
         self._placement = program.placement
         self._mailbox = mailbox
         self._beat = pulse.words
-        self._links = Links.of(program)
+        self._links = _Links.of(program)
         self._values: dict[tuple[Kind, int, int, int], tuple[Tensor, ...]] = {}
         self._places: dict[Instruction, int] = {}
         self._releasable: dict[Instruction, list[Instruction]] = {}
@@ -69,7 +69,6 @@ class BoundaryValues:
         record: StepRecord,
         stamp: Callable[[], Any],
     ) -> tuple[Tensor, ...]:
-        """What one other stage hands to ``item``."""
         assert item.microbatch is not None
         rank_of = self._placement.rank_of
         known = self._values.pop((payload, other, item.stage, item.microbatch), None)
@@ -114,7 +113,6 @@ class BoundaryValues:
             )
 
     def send(self, item: Instruction) -> None:
-        """Gives a value to the mailbox."""
         assert item.payload is not None
         assert item.microbatch is not None
         assert item.peer is not None
@@ -122,26 +120,15 @@ class BoundaryValues:
         self._mailbox.send(item, tensors)
 
 
-# ------------------------------------------------------------------------------------------- links
-#
-# Between which stages tensors travel, from both ends.
-
-
 @dataclass(frozen=True, slots=True)
-class Links:
-    """A program's boundaries.
-
-    Attributes:
-        sources: Per stage the stages that hand it tensors, the earliest first.
-        targets: Per stage those that it hands tensors to, the earliest first.
-    """
+class _Links:
+    """Between which stages of a program tensors travel, from both ends; the earliest first."""
 
     sources: tuple[tuple[int, ...], ...]
     targets: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, program: Program) -> Links:
-        """Reads them off."""
+    def of(cls, program: Program) -> _Links:
         stages = range(program.placement.num_stages)
         ends = sorted((boundary.source, boundary.target) for boundary in program.boundaries)
         return cls(

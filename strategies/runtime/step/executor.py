@@ -32,7 +32,7 @@ class Executor:
     def __init__(self, rank: int, parts: RankParts) -> None:
         self._rank = rank
         self._parts = parts
-        self._routes: dict[int, tuple[Program, Route]] = {}
+        self._routes: dict[int, tuple[Program, _Route]] = {}
         self._places: dict[tuple[int, int | None], int] = {}
 
     def run(
@@ -44,22 +44,18 @@ class Executor:
         step: int,
         forwards_done: Callable[[StepResult], None],
     ) -> StepResult:
-        """Executes the list up to its optimizer steps.
-
-        Args:
-            program: Lowered; its number of microbatches is ``len(microbatches)``.
-            microbatches: This replica's batch, the same on every rank of the pipeline.
-            options: Of this pass.
-            step: Counts passes, for the recorder.
-            forwards_done: Called after this rank's last forward.
-        """
+        """Executes a lowered list up to its optimizer steps; says when its forwards are done."""
         parts = self._parts
         mailbox = parts.mailbox
         route = self._route_of(program)
         values = BoundaryValues(program, mailbox, parts.pulse)
         compute = StageCompute(parts, values, program, microbatches, options, route.recomputed)
         record = parts.recorder.begin(step, program)
-        self._index_channel(route.row)
+        self._places = {
+            (item.stage, item.bucket): place
+            for place, item in enumerate(route.row)
+            if item.kind in CHANNEL_KINDS
+        }
         stamp = parts.recorder.stamp
         start, end = record.start, record.end
         mailbox.begin(program, options.mode, [m.signature for m in microbatches])
@@ -141,50 +137,28 @@ class Executor:
         if work is not None:
             recorder.stamp_end_of(work, record, place)
 
-    def _index_channel(self, row: Sequence[Instruction]) -> None:
-        self._places = {
-            (item.stage, item.bucket): place
-            for place, item in enumerate(row)
-            if item.kind in CHANNEL_KINDS
-        }
-
-    def _route_of(self, program: Program) -> Route:
+    def _route_of(self, program: Program) -> _Route:
         # Keyed by identity: programs are immutable and kept alive here.
         known = self._routes.get(id(program))
         if known is None:
-            known = (program, Route.of(program, self._rank))
+            known = (program, _Route.of(program, self._rank))
             self._routes[id(program)] = known
         return known[1]
 
 
-# ------------------------------------------------------------------------------------------- route
-#
-# One rank's list of a program, with what the executor derives from it once.
-
-
 @dataclass(frozen=True)
-class Route:
-    """A rank's list, and the places in it that mean something to the executor.
-
-    Attributes:
-        row: The instructions.
-        receives: Places of the RECVs, in order.
-        release: Place of a RECV -> the SENDs that have arrived when it has.
-        arming: (place, stage) of last gradients, where REDUCE overlaps.
-        last_forward: Place of the last F; -1 without one.
-        recomputed: (stage, microbatch) whose forward keeps its input only.
-    """
+class _Route:
+    """One rank's list of a program, with what the executor derives from it once."""
 
     row: tuple[Instruction, ...]
-    receives: tuple[int, ...]
-    release: dict[int, tuple[Instruction, ...]]
-    arming: frozenset[tuple[int, int]]
-    last_forward: int
-    recomputed: frozenset[tuple[int, int | None]]
+    receives: tuple[int, ...]  # places of the RECVs, in order
+    release: dict[int, tuple[Instruction, ...]]  # place of a RECV -> SENDs that have arrived then
+    arming: frozenset[tuple[int, int]]  # (place, stage) of last gradients, where REDUCE overlaps
+    last_forward: int  # place of the last F; -1 without one
+    recomputed: frozenset[tuple[int, int | None]]  # (stage, microbatch) that keep their input only
 
     @classmethod
-    def of(cls, program: Program, rank: int) -> Route:
-        """The route of a pipeline rank through a lowered program."""
+    def of(cls, program: Program, rank: int) -> _Route:
         row = program.ranks[rank]
         last: dict[int, int] = {}
         overlapped: set[int] = set()

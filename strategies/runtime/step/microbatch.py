@@ -23,16 +23,11 @@ _SAMPLE = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """A share of one rank's batch.
+    """A share of one rank's batch."""
 
-    Attributes:
-        data: As the user's loader made it, tensors cut along dimension 0.
-        share: Its rows over the batch's rows.
-        signature: Shapes and types of its tensors; equal signatures give equal boundary shapes.
-    """
-
-    data: Any
-    share: float
+    data: Any  # as the user's loader made it, tensors cut along dimension 0
+    share: float  # its rows over the batch's rows
+    # Shapes and types of its tensors; equal signatures give equal boundary shapes.
     signature: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
@@ -117,7 +112,6 @@ def list_tensors(batch: Any) -> list[Tensor]:
 
 
 def signature(batch: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Shapes and types of all tensors."""
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in list_tensors(batch))
 
 
@@ -152,11 +146,6 @@ def _checksum(samples: Sequence[tuple[tuple[int, ...], Tensor]]) -> int:
     return value
 
 
-# ------------------------------------------------------------------------------------- predictions
-#
-# Predictions of microbatches, as one batch.
-
-
 def in_order(placement: Placement, gathered: list[list[Any]]) -> list[Any]:
     """Microbatches' results in order, from those of each owner of the last stage."""
     last = placement.num_stages - 1
@@ -168,7 +157,6 @@ def in_order(placement: Placement, gathered: list[list[Any]]) -> list[Any]:
 
 
 def concatenate(results: list[Any]) -> Any:
-    """Predictions of the microbatches as one batch; lists stay lists."""
     if results and all(isinstance(item, Tensor) and item.dim() > 0 for item in results):
         return torch.cat([item.cpu() for item in results])
     if not results or all(item is None for item in results):

@@ -17,11 +17,7 @@ from strategies.runtime.messages.mesh import Coordinates
 
 
 class Pulse:
-    """A heartbeat, in the words of the programs that this rank runs.
-
-    Attributes:
-        words: See ``strategies.heartbeat``.
-    """
+    """A heartbeat, in the words of the programs that this rank runs."""
 
     def __init__(
         self,
@@ -29,13 +25,6 @@ class Pulse:
         coordinates: Coordinates | None = None,
         hosts: Mapping[int, str] | None = None,
     ) -> None:
-        """Makes one.
-
-        Args:
-            heartbeat: Where it is written.
-            coordinates: Of this rank.
-            hosts: Of all ranks, if known.
-        """
         self._heartbeat = heartbeat
         self._where = coordinates
         self._hosts = dict(hosts or {})
@@ -43,7 +32,6 @@ class Pulse:
         self.words = heartbeat.words
 
     def begin(self, program: Program) -> None:
-        """A pass over a program begins."""
         known = self._known.get(id(program))
         fresh = known is None
         if known is None:
@@ -52,7 +40,6 @@ class Pulse:
         self._heartbeat.begin(known[1], fresh=fresh)
 
     def phase(self, phase: Phase) -> None:
-        """The rank is outside a program."""
         self._heartbeat.phase(phase)
 
     def _names(self, program: Program) -> list[tuple[str, tuple[int, ...], str]]:

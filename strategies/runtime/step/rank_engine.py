@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.compiler import Programs, compile_plan, compile_short, resolve_shape, schedule_of
+from strategies.compiler import compile_plan, compile_short, resolve_shape, schedule_of
 from strategies.errors import DataError
 from strategies.heartbeat import Heartbeat, Phase
 from strategies.ir.placement import Placement
@@ -50,21 +50,14 @@ _SAVING_S = 3600.0
 
 @dataclass
 class PassResult:
-    """A pass as all ranks of the pipeline see it.
+    """A pass as all ranks of the pipeline see it."""
 
-    Attributes:
-        loss: Mean over the batch's rows; None when the step returned none.
-        logs: One call per logged name.
-        results: Return values per microbatch; on the last stage's rank only.
-    """
-
-    loss: float | None
-    logs: list[LogCall]
-    results: list[Any]
+    loss: float | None  # mean over the batch's rows; None when the step returned none
+    logs: list[LogCall]  # one call per logged name
+    results: list[Any]  # return values per microbatch; on the last stage's rank only
 
 
 def resolve_placement(plan: Plan) -> Placement:
-    """Stages to ranks, before any program is made."""
     return schedule_of(plan).place(resolve_shape(plan))
 
 
@@ -84,14 +77,8 @@ class Engine:
     ) -> None:
         """Collective: all processes call it with the same arguments.
 
-        Args:
-            model: The uncut model.
-            plan: What to compile; buckets that it leaves open are made from the stages' sizes.
-            options: How it is run; ``backend`` is not ``auto``.
-            coordinates: Where this process stands.
-            device: Where its stages run.
-            heartbeat: Where this rank says what it is doing; None to say it to nobody.
-            hosts: Where all ranks are, for what it says.
+        Buckets that the plan leaves open are made from the stages' sizes; ``options.backend`` is
+        not ``auto``.
         """
         self.model = model
         self.options = options
@@ -119,7 +106,7 @@ class Engine:
         transport = chosen_transport(
             options.backend, self.communicators, coordinates, device, self.tensor_ranks
         )
-        self.mailbox = Mailbox(transport, coordinates.pp_rank, device)
+        self.mailbox = Mailbox(transport, device)
         self.recorder = Recorder(
             coordinates.pp_rank, device, collectives_on_device=options.backend == "nccl"
         )
@@ -232,11 +219,6 @@ class Engine:
         )
 
     def synchronise_weights(self) -> None:
-        """Gives all copies of a weight the value of the first; collective.
-
-        Modules that nobody seeded start differently in every process. Call when parameters are on
-        their device.
-        """
         self._weights.synchronise(self.communicators, self.tensor_ranks)
 
     @property
@@ -264,11 +246,9 @@ class Engine:
             self._asynchronous = True
 
     def add_hooks(self) -> None:
-        """Follows the parameters' gradients (again), after ``build_gradients``."""
         self._gradients.add_hooks()
 
     def remove_hooks(self) -> None:
-        """Leaves the parameters alone, until ``add_hooks``."""
         self._gradients.remove_hooks()
 
     def _follow_freezing(self) -> None:
@@ -333,15 +313,12 @@ class Engine:
         options = PassOptions(batch_idx, mode, 1.0, None, None, dataloader_idx)
         return self._run(batch, options, step=batch_idx, update=False)
 
-    def _programs_for(self, count: int) -> Programs:
-        if count == self.plan.num_microbatches:
-            return self.programs
-        return compile_short(self.plan, count)
-
     def _run(self, batch: Any, options: PassOptions, *, step: int, update: bool) -> PassResult:
         train = options.mode == "train"
         microbatches = split_batch(batch, self.plan.num_microbatches)
-        programs = self._programs_for(len(microbatches))
+        count = len(microbatches)
+        full = count == self.plan.num_microbatches
+        programs = self.programs if full else compile_short(self.plan, count)
         if train and not self._compared and self.coordinates.world_size > 1:
             self._compared = True
             self._compare_shapes(microbatches)
@@ -403,12 +380,9 @@ class Engine:
     def _check_same(self, marks: list[int]) -> None:
         if len(set(marks)) > 1:
             tp = self.coordinates.tp
-            names = [
-                f"rank {place // tp}" + (f" tp {place % tp}" if tp > 1 else "")
-                for place in range(len(marks))
-            ]
             listing = ", ".join(
-                f"{name}: {mark:08x}" for name, mark in zip(names, marks, strict=True)
+                f"rank {place // tp}" + (f" tp {place % tp}" if tp > 1 else "") + f": {mark:08x}"
+                for place, mark in enumerate(marks)
             )
             raise DataError(
                 "the ranks of one pipeline see different batches (checksums "
@@ -489,7 +463,6 @@ class Engine:
         return self.mains.updated_parameters(self._weights)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Owned parameters by global name."""
         return self._weights.named()
 
     def holders(self, *, share: bool = False) -> dict[str, tuple[int, ...]]:
@@ -503,7 +476,6 @@ class Engine:
     # ---------------------------------------------------------------- the end
 
     def drain(self) -> None:
-        """Ends all sends; before a barrier or the end of a loop."""
         self.mailbox.drain()
 
     def close(self) -> None:

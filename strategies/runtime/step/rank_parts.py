@@ -18,30 +18,17 @@ from strategies.runtime.update.nan_guard import NanWatch
 
 @dataclass
 class RankParts:
-    """The parts of one rank; each pass uses them, none of them belongs to a pass.
-
-    Attributes:
-        model: The rank's stages.
-        mailbox: Boundary tensors, in and out.
-        gradients: By stage; filled when training begins.
-        mains: What the optimizer updates.
-        recorder: When instructions ran.
-        pulse: What the rank is doing, for whoever watches it.
-        recomputation: Checkpointed forwards.
-        tensor_ranks: Who shares the matrices; None alone.
-        watch: Notes what is not finite; None to look at nothing.
-        activations: Measures what is held for backwards; None to measure nothing.
-        begins_in_place: Stages whose first operation changes its input, found while running.
-    """
+    """The parts of one rank; each pass uses them, none of them belongs to a pass."""
 
     model: StageModel
     mailbox: Mailbox
-    gradients: dict[int, StageGradients]
+    gradients: dict[int, StageGradients]  # by stage; filled when training begins
     mains: AllMainWeights
     recorder: Recorder
     pulse: Pulse
     recomputation: Recomputation
     tensor_ranks: TensorRanks | None = None
-    watch: NanWatch | None = None
+    watch: NanWatch | None = None  # of what is not finite
     activations: ActivationBytes | None = None
+    # Stages whose first operation changes its input, found while running.
     begins_in_place: set[int] = field(default_factory=set)

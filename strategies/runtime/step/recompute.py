@@ -27,21 +27,13 @@ Forward = Callable[[tuple[Tensor, ...], Any], StageOutput]
 
 @dataclass(frozen=True, slots=True)
 class KeptForward:
-    """What a checkpointed forward leaves for its R.
-
-    Attributes:
-        stage: Global stage index.
-        inputs: The stage's input leaves, as they came.
-        data: The microbatch.
-        generators: As the forward found them.
-        state: What else it found and changed.
-    """
+    """What a checkpointed forward leaves for its R."""
 
     stage: int
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]  # leaves, as they came
     data: Any
-    generators: Generators
-    state: Before
+    generators: Generators  # as the forward found them
+    state: Before  # what else it found and changed
 
 
 class Recomputation:
@@ -54,13 +46,7 @@ class Recomputation:
     def forward(
         self, stage: int, inputs: tuple[Tensor, ...], data: Any, run: Forward
     ) -> tuple[KeptForward, StageOutput]:
-        """A checkpointed forward.
-
-        Args:
-            stage: Global stage index.
-            inputs: Leaves; stay untouched.
-            data: The microbatch; stays untouched.
-            run: The stage.
+        """A checkpointed forward; inputs and data stay untouched.
 
         Raises:
             ModelError: The forward takes gradients itself, or changes buffers now and then.

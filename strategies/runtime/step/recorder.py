@@ -26,20 +26,14 @@ from strategies.ir.program import Program
 if TYPE_CHECKING:
     from strategies.runtime.step.rank_engine import Engine
 
-
 _KEPT_STEPS = 32
 
 
 class Anchor(NamedTuple):
-    """One moment on two clocks.
+    """One moment on two clocks."""
 
-    Attributes:
-        event: On the device's.
-        seen_s: On the host's.
-    """
-
-    event: Any
-    seen_s: float
+    event: Any  # on the device's
+    seen_s: float  # on the host's
 
     def on_host(self, stamp: Any) -> float:
         """When an event was, on the host's clock; what is on it already stays."""
@@ -62,39 +56,25 @@ class StepRecord:
 
 
 class Spans(NamedTuple):
-    """A step of one rank in short, on the host clock.
+    """A step of one rank in short, on the host clock."""
 
-    Attributes:
-        begun: When the step began; on CUDA for the device, which may be behind.
-        finished: When it ended, likewise.
-        busy: Seconds of compute.
-        computed: When the last compute ended.
-        reduced: When the last reduction ended; None where nothing was reduced.
-    """
-
-    begun: float
+    begun: float  # on CUDA when the device began and ended it, which may be behind
     finished: float
-    busy: float
-    computed: float
-    reduced: float | None
+    busy: float  # seconds of compute
+    computed: float  # when the last compute ended
+    reduced: float | None  # when the last reduction ended; None where nothing was reduced
 
 
 @dataclass
 class Recorder:
-    """Stamps instructions of the running step and keeps the last few steps.
+    """Stamps instructions of the running step and keeps the last few steps."""
 
-    Attributes:
-        rank: Pipeline rank, whose list is stamped.
-        device: Where the compute runs.
-        collectives_on_device: Whether collectives end on a stream of the device (NCCL), not in a
-            thread of the host (gloo).
-    """
-
-    rank: int
+    rank: int  # pipeline rank, whose list is stamped
     device: torch.device
+    # Whether collectives end on a stream of the device (NCCL), not in a thread of the host (gloo).
     collectives_on_device: bool = False
     kept: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
-    _current: StepRecord | None = None
+    current: StepRecord | None = None
     _side: Any = None
     _idle: Any = None
 
@@ -103,14 +83,13 @@ class Recorder:
         return _cuda_stamp if self.device.type == "cuda" else time.perf_counter
 
     def begin(self, step: int, program: Program) -> StepRecord:
-        """Starts a step."""
         length = len(program.ranks[self.rank])
-        self._current = StepRecord(
+        self.current = StepRecord(
             step, program, [0.0] * length, [0.0] * length, time.perf_counter()
         )
         if self.device.type == "cuda":
-            self._current.anchor = self._anchor()
-        return self._current
+            self.current.anchor = self._anchor()
+        return self.current
 
     def _anchor(self) -> Anchor:
         if self._idle is None:
@@ -123,20 +102,14 @@ class Recorder:
 
     def finish(self, *, keep: bool = True) -> None:
         """Ends the step, and keeps it among the last few if it is to be looked at."""
-        if self._current is not None:
-            self._current.finished = time.perf_counter()
+        if self.current is not None:
+            self.current.finished = time.perf_counter()
             if keep:
-                self.kept.append(self._current)
-            self._current = None
+                self.kept.append(self.current)
+            self.current = None
 
     def stamp_end_of(self, work: Any, record: StepRecord, place: int) -> None:
-        """Stamps a collective when it ends; nobody waits for that.
-
-        Args:
-            work: Its handle; whoever needs the result waits for it as well.
-            record: The step that it belongs to.
-            place: Of its instruction.
-        """
+        """Stamps a collective when it ends; nobody waits for that."""
         if not self.collectives_on_device:
 
             def ended(_: Any) -> None:
@@ -151,10 +124,6 @@ class Recorder:
             work.wait()
             record.end[place] = _cuda_stamp()
 
-    @property
-    def current(self) -> StepRecord | None:
-        return self._current
-
     def seconds(self, record: StepRecord) -> tuple[list[float], list[float]]:
         """A step's stamps on the host clock (on CUDA waits for that step, not for the device)."""
         if record.anchor is None:
@@ -166,7 +135,6 @@ class Recorder:
         return list(map(on_host, record.start)), list(map(on_host, record.end))
 
     def spans(self, record: StepRecord) -> Spans:
-        """How long a step computed, and when compute and reductions ended."""
         start, end = self.seconds(record)
         row = record.program.ranks[self.rank]
         computed = [
@@ -200,65 +168,38 @@ def _cuda_stamp() -> Any:
     return event
 
 
-# -------------------------------------------------------------------------------------- step stats
-#
-# Figures of a training step over all ranks of a pipeline.
-
-
 class RankStep(NamedTuple):
-    """What one rank says of a step; sent as a JSON list.
+    """What one rank says of a step; sent as a JSON list."""
 
-    Attributes:
-        step: Its number, as given to ``train_pass``.
-        begun: First start, seconds on the host's clock.
-        finished: Last end.
-        squared_norm: This rank's part of the squared norm of the gradient, before clipping.
-        busy_s: Compute.
-        computed: When the last compute ended.
-        reduced: When the last reduction ended; None where nothing is reduced.
-        peak_bytes: Peak memory since the engine was made.
-    """
-
-    step: int
-    begun: float
-    finished: float
-    squared_norm: float
+    step: int  # as given to ``train_pass``
+    begun: float  # first start, seconds on the host's clock
+    finished: float  # last end
+    squared_norm: float  # this rank's part of that of the gradient, before clipping
     busy_s: float
-    computed: float
-    reduced: float | None
-    peak_bytes: int
+    computed: float  # when the last compute ended
+    reduced: float | None  # when the last reduction ended; None where nothing is reduced
+    peak_bytes: int  # since the engine was made
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """An earlier training step over all ranks of the pipeline, known one step later.
+    """An earlier training step over all ranks of the pipeline, known one step later."""
 
-    Attributes:
-        step: Its number, as given to ``train_pass``.
-        makespan_s: First start to last end over the ranks.
-        busy_s: Compute of all ranks together.
-        bubble_ratio: Idle over P * makespan.
-        gradient_norm: 2-norm of the whole model's gradient, before clipping.
-        exposed_grad_reduce_s: How long the last reduction outlasted the last compute; 0 when
-            hidden, None where nothing is reduced.
-        peak_memory_bytes: Per pipeline rank, of its sharers the largest; since the engine was made.
-    """
-
-    step: int
-    makespan_s: float
-    busy_s: float
-    bubble_ratio: float
-    gradient_norm: float
+    step: int  # as given to ``train_pass``
+    makespan_s: float  # first start to last end over the ranks
+    busy_s: float  # compute of all ranks together
+    bubble_ratio: float  # idle over P * makespan
+    gradient_norm: float  # 2-norm of the whole model's gradient, before clipping
+    # How long the last reduction outlasted the last compute; 0 when hidden, None without any.
     exposed_grad_reduce_s: float | None = None
+    # Per pipeline rank, of its sharers the largest; since the engine was made.
     peak_memory_bytes: tuple[int, ...] = ()
 
 
 def joined_stats(said: Sequence[Sequence[Any] | None], *, tp: int) -> StepStats | None:
     """What the ranks of a replica say together; None unless all speak of the same step.
 
-    Args:
-        said: ``RankStep`` per rank of the replica (pipeline ranks, each with its sharers).
-        tp: Sharers of each pipeline rank.
+    ``said`` has a ``RankStep`` per rank of the replica: pipeline ranks, each with its tp sharers.
     """
     ranks = [RankStep(*entry) for entry in said if entry is not None]
     if len(ranks) < len(said) or len({rank.step for rank in ranks}) != 1:
@@ -279,19 +220,11 @@ def joined_stats(said: Sequence[Sequence[Any] | None], *, tp: int) -> StepStats 
     )
 
 
-# ---------------------------------------------------------------------------------------- measured
-#
-# From the recorders of all ranks to one timeline, of the same type that the simulator makes.
-
-
 def gather_timeline(engine: Engine, *, median: bool) -> Timeline | None:
     """One recorded training step over the ranks of this replica's pipeline; collective.
 
-    The ranks of one machine share a clock. Steps are told by their number, which all ranks count
-    alike.
-
-    Returns:
-        None when no full training step was recorded.
+    None when no full one was recorded. The ranks of one machine share a clock; steps are told by
+    their number, which all ranks count alike.
     """
     full = [r for r in engine.recorder.kept if r.program is engine.programs.train]
     chosen = None

@@ -27,39 +27,25 @@ from strategies.runtime.step.recompute import KeptForward
 
 @dataclass
 class StepResult:
-    """What one pass leaves on this rank.
+    """What one pass leaves on this rank."""
 
-    Attributes:
-        loss: Mean loss over the microbatches whose last stage ran here, in 64 bits and still on the
-            device, so that nobody waits for it before the forwards are done; None elsewhere.
-        logs: The user's log calls.
-        results: Microbatch -> return value of the user's step, on the last stage's rank.
-    """
-
+    # Mean over the microbatches whose last stage ran here, in 64 bits and still on the device, so
+    # that nobody waits for it before the forwards are done; None elsewhere.
     loss: Tensor | None = None
     logs: list[LogEntry] = field(default_factory=list)
-    results: dict[int, Any] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)  # by microbatch, on the last stage's rank
 
 
 @dataclass(frozen=True)
 class PassOptions:
-    """What all instructions of a pass have in common.
-
-    Attributes:
-        batch_idx: Lightning's batch index.
-        mode: Which of the user's steps runs.
-        scale: Factor on every gradient: 1 / (accumulation * dp).
-        loss_scale: Another one, on the device; None for 1.
-        seed: Seed of the pass; every (microbatch, unit) draws from its own. None draws anew.
-        dataloader_idx: Which of several evaluation loaders the batch is from.
-    """
+    """What all instructions of a pass have in common."""
 
     batch_idx: int
     mode: Mode
-    scale: float
-    loss_scale: Tensor | None
-    seed: int | None
-    dataloader_idx: int
+    scale: float  # factor on every gradient: 1 / (accumulation * dp)
+    loss_scale: Tensor | None  # another one, on the device; None for 1
+    seed: int | None  # every (microbatch, unit) draws from its own; None draws anew
+    dataloader_idx: int  # which of several evaluation loaders the batch is from
 
 
 @dataclass
@@ -97,12 +83,9 @@ class StageCompute:
         self._pending: dict[tuple[int, int], PendingWeights] = {}
 
     def run(self, item: Instruction, inputs: tuple[Tensor, ...], *, final: bool) -> None:
-        """Runs one F, B, I, W or R.
+        """Runs one F, B, I, W or R, no fused pair.
 
-        Args:
-            item: No fused pair.
-            inputs: The boundary tensors that it consumes.
-            final: Whether it completes its stage's gradient, so that ready buckets may go.
+        The ``final`` one completes its stage's gradient, so that ready buckets may go.
         """
         if item.kind is Kind.F:
             self._forward(item, inputs)
@@ -127,8 +110,6 @@ class StageCompute:
         if torch.is_autocast_enabled(device):
             return torch.autocast(device, enabled=False)
         return nullcontext()
-
-    # ---------------------------------------------------------------- forwards
 
     def _forward(self, item: Instruction, inputs: tuple[Tensor, ...]) -> None:
         assert item.microbatch is not None
@@ -217,8 +198,6 @@ class StageCompute:
             self.result.loss = value if self.result.loss is None else self.result.loss + value
         if not self._learns:
             self.result.results[microbatch] = result
-
-    # ---------------------------------------------------------------- backwards
 
     def _backward(self, item: Instruction, gradients: tuple[Tensor, ...]) -> None:
         graph, outputs, incoming = self._roots(item, gradients)

@@ -36,21 +36,13 @@ VALUES = "values.json"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One checkpoint to be written.
+    """One checkpoint to be written."""
 
-    Attributes:
-        path: The folder to be, the same on all ranks.
-        part: What this rank writes, or why it cannot.
-        left: Names of what it holds and leaves to other ranks.
-        layout: Degrees of parallelism, for the manifest.
-        metadata: For the manifest, plain data.
-    """
-
-    path: Path
-    part: Part | Exception
-    left: frozenset[str]
-    layout: Mapping[str, int]
-    metadata: Mapping[str, Any]
+    path: Path  # the folder to be, the same on all ranks
+    part: Part | Exception  # what this rank writes, or why it cannot
+    left: frozenset[str]  # names of what it holds and leaves to other ranks
+    layout: Mapping[str, int]  # degrees of parallelism, for the manifest
+    metadata: Mapping[str, Any]  # for the manifest, plain data
 
 
 def tree_file(rank: int) -> str:
@@ -214,15 +206,12 @@ def remove(path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------- exchange
-#
-# Small JSON messages between all ranks, on a communicator of their own.
-#
-# Nothing else uses that communicator, so a thread may wait on it while training goes on: gloo gives
+# Nothing else uses its communicator, so a thread may wait on it while training goes on: gloo gives
 # every group threads and connections of its own.
 
 
 class Exchange:
-    """Collective calls, made by all ranks in the same order."""
+    """Collective calls, made by all ranks in the same order: small JSON messages between them."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Args: group: All ranks, over gloo; None for a single process."""
@@ -252,7 +241,6 @@ class Exchange:
         return [_decode(item, length) for item, length in zip(found, lengths, strict=True)]
 
     def first_says(self, payload: Any) -> Any:
-        """What rank 0 has said."""
         if self._group is None:
             return payload
         data = _encode(payload if self.rank == 0 else None)

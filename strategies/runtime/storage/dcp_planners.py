@@ -45,7 +45,6 @@ class PieceSavePlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Takes name -> Piece."""
         self._pieces: dict[str, Piece] = state_dict
 
     def create_local_plan(self) -> SavePlan:
@@ -93,13 +92,11 @@ class PieceLoadPlanner(LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Takes name -> Piece, whose tensors are filled."""
         assert metadata is not None
         self._pieces: Mapping[str, Piece] = state_dict
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """The overlaps of each piece with what was written."""
         items: list[ReadItem] = []
         for name, piece in self._pieces.items():
             written = self._metadata.state_dict_metadata[name]
@@ -119,7 +116,6 @@ class PieceLoadPlanner(LoadPlanner):
         raise TypeError(f"{read_item.dest_index.fqn} is no tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of a piece that one read fills."""
         part = self._pieces[read_item.dest_index.fqn].tensor
         for axis, start in enumerate(read_item.dest_offsets):
             part = part.narrow(axis, start, read_item.lengths[axis])

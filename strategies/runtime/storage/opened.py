@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,39 +24,24 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A checkpoint whose files have been verified.
-
-    Attributes:
-        path: Its folder.
-        manifest: Its manifest.
-        reader: Of its tensors.
-        metadata: Which tensors there are.
-        values: What is no tensor in the state of model and optimizers.
-    """
+    """A checkpoint whose files have been verified."""
 
     path: Path
     manifest: Mapping[str, Any]
     reader: TensorReader
-    metadata: Metadata
-    values: Mapping[str, Any]
+    metadata: Metadata  # which tensors there are
+    values: Mapping[str, Any]  # what is no tensor in the state of model and optimizers
 
     @classmethod
     def of(cls, path: Path, manifest: Mapping[str, Any]) -> Opened:
-        """Opens a folder.
-
-        Raises:
-            CheckpointError: A file cannot be read.
-        """
         reader = TensorReader(path)
         return cls(path, manifest, reader, reader.read_metadata(), _json(path / VALUES))
 
     def misfit(self, state: Mapping[str, Any], *, parameters: set[str], strict: bool) -> str | None:
         """Why this is the checkpoint of another model, with the names that differ; None if not.
 
-        Args:
-            state: What this rank wants.
-            parameters: Names of the whole model.
-            strict: Whether names must agree; shapes must in any case.
+        ``state`` is what this rank wants, ``parameters`` are names of the whole model. With
+        ``strict`` names must agree; shapes must in any case.
         """
         written = self.manifest["metadata"].get("parameters")
         if strict and written is not None and not set(written) <= parameters:
@@ -65,7 +50,8 @@ class Opened:
                 f"{self.path} is a checkpoint of another model: it has {len(more)} parameters that "
                 f"this one lacks: {_some(more)}. Use the model it was written with."
             )
-        names = self._written()
+        there = (*self.metadata.state_dict_metadata, *self.values)
+        names = {name.removeprefix(_MODEL) for name in there if name.startswith(_MODEL)}
         missing = sorted(set(state) - names)
         if missing and strict:
             return (
@@ -96,20 +82,19 @@ class Opened:
             state: Names of the module's state, with the boxes that are wanted.
             optimized: Parameters whose optimizer state is wanted.
         """
+
+        def model_of(name: str) -> Any:
+            return (state if name.startswith(_MODEL) else optimized).get(name.partition(":")[2])
+
         wanted, known = set(state), set(optimized)
         names = tensors_for(
             self.metadata.state_dict_metadata, rank=rank, wanted=wanted, optimized=known
         )
-        pieces: dict[str, Piece] = {}
-        for name in names:
-            owner = name.partition(":")[2]
-            source = state if name.startswith(_MODEL) else optimized
-            pieces[name] = self._target(name, source.get(owner))
+        pieces = {name: self._target(name, model_of(name)) for name in names}
         self._fill(pieces)
         tensors = {}
         for name, piece in pieces.items():
-            owner = name.partition(":")[2]
-            model = (state if name.startswith(_MODEL) else optimized).get(owner)
+            model = model_of(name)
             if isinstance(model, Tensor) and tuple(model.shape) == piece.global_shape:
                 tensors[name] = like(model, piece.tensor)
             else:
@@ -120,7 +105,6 @@ class Opened:
         )
 
     def whole_model(self) -> dict[str, Tensor]:
-        """All tensors of the model's state."""
         names = [name for name in self.metadata.state_dict_metadata if name.startswith(_MODEL)]
         pieces = {name: self._target(name, None) for name in names}
         self._fill(pieces)
@@ -144,10 +128,6 @@ class Opened:
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         plan = self.reader.prepare_local_plan(planner.create_local_plan())
         self.reader.read_data(planner.finish_plan(plan), planner).wait()
-
-    def _written(self) -> set[str]:
-        names: Iterable[str] = (*self.metadata.state_dict_metadata, *self.values)
-        return {name.removeprefix(_MODEL) for name in names if name.startswith(_MODEL)}
 
 
 def _some(names: list[str]) -> str:

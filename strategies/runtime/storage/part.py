@@ -31,16 +31,11 @@ _SPECIAL = frozenset(":!")
 
 @dataclass(slots=True)
 class Part:
-    """What a rank has to say.
+    """What a rank has to say."""
 
-    Attributes:
-        tree: Everything that is the rank's own, ready for JSON.
-        pieces: Tensors by their names in the checkpoint.
-        values: What is no tensor in the state of model and optimizers, by name, ready for JSON.
-    """
-
-    tree: Any = None
-    pieces: dict[str, Piece] = field(default_factory=dict)
+    tree: Any = None  # everything that is the rank's own, ready for JSON
+    pieces: dict[str, Piece] = field(default_factory=dict)  # tensors, by name in the checkpoint
+    # What is no tensor in the state of model and optimizers, by name, ready for JSON.
     values: dict[str, Any] = field(default_factory=dict)
 
 
@@ -54,14 +49,9 @@ def split(
 ) -> Part:
     """Takes apart what Lightning has collected on a rank; tensors are not copied.
 
-    Args:
-        checkpoint: Model and optimizer state by parameter names; tensors, DTensors or pieces.
-        rank: Its global rank.
-        holders: Per parameter, the ranks that hold the same of it. What no parameter's is (buffers)
-            may differ between replicas: the first one's counts.
-        optimizer_holders: The same for its optimizer state. It lacks a parameter whose state is
-            on the first replica only, or whose state is given as pieces.
-        first_replica: Whether this rank belongs to it.
+    Of ``holders``, the ranks that hold the same of a parameter, ``optimizer_holders`` lacks those
+    whose optimizer state is on the first replica only, or is given as pieces. What no parameter's
+    is (buffers) may differ between replicas: the first one's counts.
 
     Raises:
         CheckpointError: The state holds an object that is neither plain data nor a tensor.
@@ -121,14 +111,7 @@ def _subject(name: str) -> tuple[str, str]:
 def tensors_for(
     names: Iterable[str], *, rank: int, wanted: set[str], optimized: set[str]
 ) -> list[str]:
-    """Those of a checkpoint's tensors that a rank needs.
-
-    Args:
-        names: All names in the checkpoint.
-        rank: The rank whose tree it takes.
-        wanted: Names of its module's state.
-        optimized: Parameters whose optimizer state it wants.
-    """
+    """Those of a checkpoint's tensors that a rank needs, which takes the tree of ``rank``."""
     needed = []
     own = tree_name(rank, "")[:-1]
     for name in names:
@@ -182,55 +165,38 @@ def join(
 
 
 # ------------------------------------------------------------------------------------------- piece
-#
-# A box of a tensor: what one process holds, writes or wants of it.
-#
 # The unit in which checkpoints are written and read. A whole tensor, a tensor-parallel shard and a
 # share of a sharded optimizer are all boxes, so a checkpoint of any layout loads into any other.
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of one tensor.
-
-    Attributes:
-        tensor: Its values, local and plain.
-        global_shape: Shape of the whole tensor.
-        offsets: Where the box begins, an index per dimension.
-        holders: Global ranks that all hold this same box and that all say so with the same tuple;
-            one of them writes it. None: this process writes it.
-    """
+    """A box of one tensor: its values, local and plain, and where in the whole it begins."""
 
     tensor: Tensor
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
+    # Global ranks that all hold this same box and that all say so with the same tuple; one of them
+    # writes it. None: this process writes it.
     holders: tuple[int, ...] | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Extent of the box per dimension."""
         return tuple(self.tensor.shape)
 
     @property
     def num_bytes(self) -> int:
-        """What it takes on disk."""
         return self.tensor.numel() * self.tensor.element_size()
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """The box in the words of torch.distributed.checkpoint."""
         return ChunkStorageMetadata(
             offsets=torch.Size(self.offsets), sizes=torch.Size(self.tensor.shape)
         )
 
 
 def as_piece(value: Tensor | Piece, holders: tuple[int, ...] | None = None) -> Piece:
-    """What this process holds of a tensor: all of a plain one, its shard of a DTensor.
-
-    Args:
-        value: A piece stays as it is.
-        holders: See ``Piece``; for tensors only.
-    """
+    """All of a plain tensor, the own shard of a DTensor; a piece as it is, with its own holders."""
     if isinstance(value, Piece):
         return value
     if isinstance(value, DTensor):
@@ -289,9 +255,6 @@ def _holds(piece: Piece) -> bool:
 
 
 # ----------------------------------------------------------------------------------------- tree io
-#
-# Nested state as tensors and JSON: nothing in a checkpoint is ever unpickled.
-#
 # Tensors go into a flat mapping under numbered keys; the tree around them is JSON in which a tagged
 # object stands for what JSON lacks (tensors, tuples, dicts with keys that are no strings).
 

@@ -35,7 +35,6 @@ class Saver:
 
     @property
     def pending(self) -> Path | None:
-        """What is being written and not yet committed."""
         return self._path
 
     def save(
@@ -49,12 +48,8 @@ class Saver:
     ) -> None:
         """Writes a checkpoint; collective.
 
-        Args:
-            path: The folder to be.
-            collect: What this rank holds. Its errors are raised on all ranks.
-            layout: Degrees of parallelism.
-            metadata: For the manifest.
-            in_thread: Return when this rank's state is copied.
+        What ``collect`` raises is raised on all ranks. In a thread it returns when this rank's
+        state is copied.
 
         Raises:
             CheckpointError: This one was not written, or the one before.
@@ -108,20 +103,12 @@ class Saver:
         remove(path)
 
     def check(self) -> None:
-        """Raises what has gone wrong since the last call; waits for nothing.
-
-        Raises:
-            CheckpointError: A checkpoint was not written.
-        """
+        """Raises what has gone wrong since the last call; waits for nothing."""
         if self._thread is not None and not self._thread.is_alive():
             self.finish()
 
     def finish(self) -> None:
-        """Waits until nothing is being written.
-
-        Raises:
-            CheckpointError: A checkpoint was not written.
-        """
+        """Waits until nothing is being written."""
         if self._thread is None:
             return
         self._thread.join()
@@ -134,11 +121,6 @@ class Saver:
             raise CheckpointError(
                 f"a checkpoint was not written, probably since another rank failed: {problem}"
             ) from problem
-
-
-# --------------------------------------------------------------------------------------- host copy
-#
-# A copy of pieces in host memory, so that training may go on while they are written.
 
 
 class HostCopy:

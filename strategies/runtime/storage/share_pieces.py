@@ -21,12 +21,8 @@ _Whole = TypeVar("_Whole", bound=Tensor)
 class Shares:
     """What one of the ranks that share matrices writes and reads.
 
-    Args:
-        shards: Name -> how it is cut; the others are whole on every rank.
-        rank: This process among the sharers.
-        holders: Per name, the global ranks that hold the same share; a name that is missing here is
-            written by the first replica.
-        first_replica: Whether this process belongs to it.
+    A name that ``shards`` lacks is whole on every rank; one that ``holders`` lacks, the global
+    ranks that hold the same share of each, is written by the first replica.
     """
 
     def __init__(

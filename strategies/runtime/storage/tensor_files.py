@@ -47,37 +47,21 @@ _ALIGNMENT = 8
 
 # Names of the safetensors format.
 _DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "I32": torch.int32, "I64": torch.int64, "U16": torch.uint16, "U32": torch.uint32,
+    "U64": torch.uint64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
+    "F64": torch.float64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-}
+}  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class TensorWriter(StorageWriter):
-    """Writes one rank's pieces into one file.
-
-    Attributes:
-        entry: Hash and size of the file, once it is written.
-    """
+    """Writes one rank's pieces into one file."""
 
     def __init__(self, path: Path) -> None:
-        """Args: path: The file to be."""
         self._path = path
-        self.entry: dict[str, Any] | None = None
+        self.entry: dict[str, Any] | None = None  # hash and size of the file, once it is written
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept between saves."""
@@ -92,17 +76,16 @@ class TensorWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes header and values, one tensor in memory at a time."""
         header: dict[str, Any] = {}
         results = []
         begin = 0
         # Wide types first: then every tensor of the file is aligned.
-        items = sorted(plan.items, key=lambda item: -_width(_data(item).properties.dtype))
+        items = sorted(plan.items, key=lambda item: -_data(item).properties.dtype.itemsize)
         for item in items:
             data = _data(item)
             sizes = list(data.chunk.sizes)
             key = _key(item.index.fqn, data.chunk, data.size)
-            size = math.prod(sizes) * _width(data.properties.dtype)
+            size = math.prod(sizes) * data.properties.dtype.itemsize
             header[key] = {
                 "dtype": dtype_name(data.properties.dtype),
                 "shape": sizes,
@@ -131,11 +114,6 @@ class TensorWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the index of all ranks' pieces beside the files.
-
-        Raises:
-            CheckpointError: The pieces do not make up their tensors.
-        """
         rows = [result.storage_data for rank in results for result in rank]
         write_index(self._path.parent, rows)
 
@@ -149,7 +127,6 @@ class TensorReader(StorageReader):
     """Reads slices of a committed checkpoint's files, which somebody has verified."""
 
     def __init__(self, folder: Path) -> None:
-        """Args: folder: The checkpoint."""
         self._folder = folder
         self._files: Mapping[MetadataIndex, tuple[str, str]] = {}
 
@@ -157,11 +134,6 @@ class TensorReader(StorageReader):
         """Nothing is kept between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index.
-
-        Raises:
-            CheckpointError: It cannot be read.
-        """
         path = self._folder / INDEX
         try:
             tensors = json.loads(path.read_text())
@@ -182,7 +154,6 @@ class TensorReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Notes which piece is where."""
         self._files = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -192,11 +163,6 @@ class TensorReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what is asked for, file by file.
-
-        Raises:
-            CheckpointError: A file cannot be read.
-        """
         by_file: dict[str, list[tuple[str, ReadItem]]] = defaultdict(list)
         for item in plan.items:
             file, key = self._files[item.storage_index]
@@ -215,7 +181,6 @@ class TensorReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Folders of a file system."""
         return TensorWriter.validate_checkpoint_id(checkpoint_id)
 
 
@@ -236,15 +201,7 @@ def _read(opened: Any, key: str, item: ReadItem, planner: LoadPlanner) -> None:
 def write_index(folder: Path, rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
     """Writes what all ranks have written, a row per piece, as the folder's index.
 
-    Args:
-        folder: The checkpoint to be.
-        rows: ``[name, dtype, shape of the whole, file, key, offsets, sizes]``.
-
-    Returns:
-        Hash and size of the index.
-
-    Raises:
-        CheckpointError: The pieces do not make up their tensors.
+    A row is ``[name, dtype, shape of the whole, file, key, offsets, sizes]``.
     """
     text = json.dumps(make_index(rows), separators=(",", ":"))
     return write_durably(folder / INDEX, [text.encode()])
@@ -283,28 +240,15 @@ def make_index(rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The safetensors name of a type.
-
-    Raises:
-        CheckpointError: The format has none.
-    """
+    """The safetensors name of a type."""
     if dtype not in _NAMES:
         raise CheckpointError(f"a checkpoint cannot hold {dtype}: safetensors has no such type.")
     return _NAMES[dtype]
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """The inverse of ``dtype_name``."""
-    return _DTYPES[name]
-
-
 def _data(item: Any) -> Any:
     assert item.tensor_data is not None
     return item.tensor_data
-
-
-def _width(dtype: torch.dtype) -> int:
-    return dtype.itemsize
 
 
 def _key(name: str, chunk: ChunkStorageMetadata, size: torch.Size) -> str:
@@ -318,30 +262,17 @@ def _key(name: str, chunk: ChunkStorageMetadata, size: torch.Size) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
-    return plain.view(torch.uint8).numpy()
-
-
-# ----------------------------------------------------------------------------------------- durable
-#
-# Files that are on disk, and hashed, when they are closed; all writing of checkpoints is here.
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 _BLOCK_BYTES = 1 << 22
 
 
 def write_durably(path: Path, blocks: Iterable[Any]) -> dict[str, Any]:
-    """Writes a new file and syncs it.
+    """Writes a new file and syncs it; its hash and size, as the manifest has them.
 
     The hash is of what was to be written, taken on the way: the file is not read again, and what a
-    faulty disk makes of it is found out.
-
-    Args:
-        path: Must not exist.
-        blocks: Buffers, which are asked for one at a time.
-
-    Returns:
-        ``{"sha256": hex, "bytes": size}``, as the manifest has it.
+    faulty disk makes of it is found out. Blocks are asked for one at a time.
     """
     digest = hashlib.sha256()
     size = 0

@@ -22,12 +22,7 @@ from strategies.runtime.update.rank_gradients import OwnedWeights, RankGradients
 
 
 class Flush:
-    """The end of a rank's training passes; the only place where it waits for reductions.
-
-    Attributes:
-        norm_waits_s: What clipping costs, per step: the only synchronisation between the ranks of
-            a pipeline.
-    """
+    """The end of a rank's training passes; the only place where it waits for reductions."""
 
     def __init__(
         self,
@@ -51,6 +46,7 @@ class Flush:
         self._norm = Fetch(torch.zeros((), dtype=torch.float64))
         self._norm_to_share = False
         self._norm_work: dist.Work | None = None
+        # What clipping costs, per step: the only synchronisation between the ranks of a pipeline.
         self.norm_waits_s: deque[float] = deque(maxlen=1024)
 
     def expect(self, loss_scale: Tensor | None) -> None:
@@ -71,8 +67,6 @@ class Flush:
         self._note_norm()
         parts.pulse.phase(Phase.UPDATING)
         self._flushed_at = parts.recorder.stamp()
-
-    # ---------------------------------------------------------------- the norm
 
     def _local_squared_norm(self) -> Tensor:
         shards = self._parts.model.shards
@@ -133,8 +127,6 @@ class Flush:
             return self._communicators.get("control", tuple(range(self._where.world_size)))
         return self._communicators.get("control", self._where.replica(self._where.dp_rank))
 
-    # ---------------------------------------------------------------- the verdict
-
     def _sees_not_finite(self) -> bool:
         """Whether this rank alone would leave the step out; reductions have ended."""
         assert self._parts.watch is not None
@@ -174,8 +166,6 @@ class Flush:
         stages = self._weights.by_stage
         reduced = self._gradients.reduced()
         return self._parts.watch.findings(self._where, stages=stages, gradients=reduced)
-
-    # ---------------------------------------------------------------- the update
 
     def end_step(self) -> None:
         """The optimizer has updated this rank's stages, or nobody's: the STEPs have ended."""

@@ -37,22 +37,14 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass
 class Buffer:
-    """All gradients of one dtype of one stage.
-
-    Attributes:
-        layout: Where what lies.
-        parameters: Whose gradients, in the order of the layout.
-        flat: The gradients, then the marks (unless sharded) and padding.
-        marks: One element per parameter: not 0 if any member of the group has a gradient.
-    """
+    """All gradients of one dtype of one stage."""
 
     layout: FlatLayout
-    parameters: tuple[nn.Parameter, ...]
-    flat: Tensor
-    marks: Tensor
+    parameters: tuple[nn.Parameter, ...]  # whose gradients, in the order of the layout
+    flat: Tensor  # the gradients, then the marks (unless sharded) and padding
+    marks: Tensor  # one per parameter: not 0 if any member of the group has a gradient
 
     def bucket(self, index: int) -> Tensor:
-        """A view of one bucket."""
         bounds = self.layout.bounds
         return self.flat[bounds[index] : bounds[index + 1]]
 
@@ -69,31 +61,21 @@ class _Share:
 
     @property
     def widened(self) -> bool:
-        """Whether the sum has another type than the parameter."""
         return self.view.dtype != self.parameter.dtype
 
 
 @dataclass
 class StageGradients:
-    """The gradient buffer of one stage on one rank.
-
-    Attributes:
-        stage: Global stage index.
-        group: Owners x dp; None when there is nobody to reduce with.
-        count: Number of buckets.
-        sharded: Whether each member gets the sum of its share only.
-        wire: Type in which gradients travel; None for their own.
-        buffers: One per type of parameter.
-        targets: By the id of a parameter that the optimizer does not update itself: what it
-            updates instead, with the part of the buffer that is its gradient.
-    """
+    """The gradient buffer of one stage on one rank."""
 
     stage: int
-    group: dist.ProcessGroup | None
-    count: int
-    sharded: bool = False
-    wire: torch.dtype | None = None
-    buffers: list[Buffer] = field(default_factory=list)
+    group: dist.ProcessGroup | None  # owners x dp; None when there is nobody to reduce with
+    count: int  # of buckets
+    sharded: bool = False  # whether each member gets the sum of its share only
+    wire: torch.dtype | None = None  # type in which gradients travel; None for their own
+    buffers: list[Buffer] = field(default_factory=list)  # one per type of parameter
+    # By the id of a parameter that the optimizer does not update itself: what it updates instead,
+    # with the part of the buffer that is its gradient.
     targets: dict[int, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
     _shares: list[_Share] = field(default_factory=list)
     _pending: list[int] = field(default_factory=list)
@@ -119,15 +101,8 @@ class StageGradients:
     ) -> StageGradients:
         """Lays out the buffers and hooks the parameters.
 
-        Args:
-            stage: Global stage index.
-            parameters: Those that are trained, in forward order.
-            count: Number of buckets, >= 1.
-            group: Whom to reduce with.
-            launched: Called when a bucket's reduction starts.
-            noted: Called with this rank's own part of a bucket, before others are added.
-            sharded: Give each member the sum of its share only; needs a group.
-            wire: Type in which gradients travel; None for their own.
+        The trained parameters are in forward order. ``noted`` is called with this rank's own part
+        of a bucket, before others are added, ``launched`` when its reduction starts.
         """
         sharded = sharded and group is not None
         gradients = cls(stage, group, count, sharded, wire, _launched=launched, _noted=noted)
@@ -214,8 +189,7 @@ class StageGradients:
     def arm(self, awaited: Iterable[Tensor] | None = None) -> None:
         """The next backward of this stage is its last: buckets may go as they get ready.
 
-        Args:
-            awaited: Parameters that it will touch; None for all. The others are ready now.
+        It will touch the parameters ``awaited``, None for all; the others are ready now.
         """
         self._armed = True
         self._next = 0
@@ -261,7 +235,6 @@ class StageGradients:
             self._launched(self.stage, bucket, started[-1].work if started else None)
 
     def start(self, bucket: Tensor) -> Reduction:
-        """Starts the reduction of a bucket; all members of the group do."""
         assert self.group is not None
         start = start_reduce_scatter if self.sharded else start_all_reduce
         return start(bucket, self.group, wire=self.wire)
@@ -287,8 +260,7 @@ class StageGradients:
     def taint(self, nothing: Tensor) -> None:
         """Lets all members of the group know of a NaN, without a message of its own.
 
-        Args:
-            nothing: A scalar, 0 or NaN, which stays on its device.
+        ``nothing`` is a scalar, 0 or NaN, which stays on its device.
         """
         if self.buffers:
             self.buffers[0].marks[:1].add_(nothing.to(self.buffers[0].marks.dtype))
@@ -303,7 +275,6 @@ class StageGradients:
         return ((share.parameter, share.view) for share in self._shares)
 
     def remove_hooks(self) -> None:
-        """Leaves the parameters alone from now on."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -311,11 +282,7 @@ class StageGradients:
     def squared_norm(self, counts: Callable[[Tensor], bool] | None = None) -> Tensor:
         """Sum of squares of the stage's gradient, or of this member's share.
 
-        Args:
-            counts: Which parameters belong to the sum; None for all.
-
-        Returns:
-            A float64 scalar, on the gradients' device still.
+        Of the parameters that ``counts`` takes; a float64 scalar, on the gradients' device still.
         """
         device = self.buffers[0].flat.device if self.buffers else None
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -353,24 +320,12 @@ def clip_(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> Non
             parameter.grad.mul_(factor.to(parameter.grad.dtype))
 
 
-# ------------------------------------------------------------------------------------- flat layout
-#
-# Where parameters, buckets and replicas' shares lie in one flat buffer; arithmetic only.
-
-
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
     """Parts one behind the other, cut into equal buckets, each bucket into equal shares.
 
     A share of a bucket belongs to one member of the group, so a member owns a range per bucket and
     a part may belong to several of them. What does not divide is padded at the end.
-
-    Attributes:
-        sizes: Elements of each part.
-        count: Number of buckets, >= 1.
-        shares: Members of the group that share every bucket; 1 where nothing is shared.
-        tail: Elements behind all parts that belong to the last bucket, so that they move no other
-            bucket's end into a part that is ready later; only where nothing is shared.
 
     >>> layout = FlatLayout((5, 2), count=2, shares=2)
     >>> layout.bounds, layout.owned(1)
@@ -379,14 +334,15 @@ class FlatLayout:
     (((0, 2), (4, 5)), ((2, 4),), ((6, 7),))
     """
 
-    sizes: tuple[int, ...]
-    count: int
-    shares: int = 1
+    sizes: tuple[int, ...]  # elements of each part
+    count: int  # of buckets, >= 1
+    shares: int = 1  # members of the group that share every bucket; 1 where nothing is shared
+    # Elements behind all parts that belong to the last bucket, so that they move no other bucket's
+    # end into a part that is ready later; only where nothing is shared.
     tail: int = 0
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """First element of each part."""
         return tuple(accumulate(self.sizes, initial=0))[:-1]
 
     @property
@@ -399,9 +355,8 @@ class FlatLayout:
 
     def owned(self, member: int) -> tuple[tuple[int, int], ...]:
         """The member's (start, stop) in each bucket."""
-        bounds = self.bounds
         found = []
-        for low, high in pairwise(bounds):
+        for low, high in pairwise(self.bounds):
             share = (high - low) // self.shares
             found.append((low + member * share, low + (member + 1) * share))
         return tuple(found)
@@ -414,7 +369,6 @@ class FlatLayout:
         return tuple((low, high) for low, high in cut if low < high)
 
     def buckets_of(self, start: int, stop: int) -> tuple[int, ...]:
-        """The buckets that hold anything of a range."""
         bounds = self.bounds
         return tuple(
             k for k in range(self.count) if max(bounds[k], start) < min(bounds[k + 1], stop)

@@ -23,35 +23,21 @@ from strategies.runtime.update.main_weights import AllMainWeights, MainWeights, 
 
 # They treat every element alike and look at no other, so a part of a tensor is as good as all.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.ASGD,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-)
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD,
+    torch.optim.RMSprop, torch.optim.Rprop,
+)  # fmt: skip
 MAIN_WEIGHT = "foldpipe_main_weight"  # the 32-bit copy, among the optimizer's state
 _State = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class MainOptimizer:
-    """An optimizer that updates pieces.
+    """An optimizer that updates pieces."""
 
-    Attributes:
-        optimizer: The user's.
-        groups: The model's parameters of each of its groups, in the order that the user gave.
-        mains: What it updates instead.
-    """
-
-    optimizer: Optimizer
-    groups: tuple[tuple[nn.Parameter, ...], ...]
-    mains: AllMainWeights
+    optimizer: Optimizer  # the user's
+    groups: tuple[tuple[nn.Parameter, ...], ...]  # the model's parameters of each of its groups
+    mains: AllMainWeights  # what it updates instead
 
     @classmethod
     def take_over(cls, optimizer: Optimizer, mains: AllMainWeights) -> MainOptimizer:
@@ -86,6 +72,13 @@ class MainOptimizer:
             group["params"] = replaced
         return cls(optimizer, tuple(groups), mains)
 
+    @classmethod
+    def plain(cls, optimizer: Optimizer) -> MainOptimizer:
+        """One that updates the model's own parameters, maybe inside a wrapper of Lightning's."""
+        own = getattr(optimizer, "optimizer", optimizer)
+        groups = tuple(tuple(group["params"]) for group in own.param_groups)
+        return cls(own, groups, AllMainWeights())
+
     def named_state(
         self,
         named: Mapping[str, nn.Parameter],
@@ -94,12 +87,8 @@ class MainOptimizer:
     ) -> dict[str, Any]:
         """The state keyed by names, as of an optimizer that updates whole parameters; collective.
 
-        Args:
-            named: Owned parameters by global name.
-            group_of: A stage's group of processes that talk about it from host memory.
-
-        Returns:
-            Of a sharded weight's state only what the group's first member has to write.
+        Of a sharded weight only what the group's first member has to write is there. ``group_of`` a
+        stage are the processes that talk about it from host memory.
 
         Raises:
             CheckpointError: The optimizer updates a parameter that is not the module's, or keeps
@@ -142,11 +131,7 @@ class MainOptimizer:
         return {"state": state, "param_groups": groups}
 
     def load(self, saved: Mapping[str, Any], named: Mapping[str, nn.Parameter]) -> None:
-        """Cuts saved state to this rank's pieces.
-
-        Raises:
-            CheckpointError: The optimizer has another number of parameter groups.
-        """
+        """Cuts saved state to this rank's pieces."""
         names = {id(parameter): name for name, parameter in named.items()}
         there = self.optimizer.param_groups
         if len(there) != len(saved["param_groups"]):
@@ -165,6 +150,7 @@ class MainOptimizer:
                 pieces = self.mains.pieces_of(parameter)
                 if pieces is None:
                     if weight is not None:
+                        # Written with 16-bit weights: what they were rounded from.
                         parameter.detach().copy_(weight)
                     if entry:
                         positions[index] = entry
@@ -248,11 +234,7 @@ class MainOptimizer:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that a part of a tensor will not do for.
-
-    Raises:
-        ModelError: Its class, or an option of a group, needs whole tensors.
-    """
+    """Refuses an optimizer that a part of a tensor will not do for."""
     kind = type(optimizer)
     # Torch wraps a class's step when it makes the first one.
     known = any(inspect.unwrap(kind.step) is inspect.unwrap(b.step) for b in ELEMENTWISE)
@@ -273,11 +255,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def _spread(value: Any, piece: Piece) -> bool:
-    """Whether it has an element per element of the piece, as opposed to one for all.
-
-    Raises:
-        CheckpointError: It is neither.
-    """
+    """Whether it has an element per element of the piece, as opposed to one for all."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return False
     if value.shape != piece.main.shape:
@@ -289,7 +267,6 @@ def _spread(value: Any, piece: Piece) -> bool:
 
 
 def _cut(entry: Mapping[str, Any], piece: Piece) -> _State:
-    """The piece's part of a whole parameter's state."""
 
     def part(value: Any) -> Any:
         if isinstance(value, Tensor) and value.shape == piece.parameter.shape and value.dim():

@@ -26,25 +26,17 @@ Gathered = Callable[[int, dist.Work | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a parameter that this rank updates.
-
-    Attributes:
-        parameter: The model's.
-        start: First element of it.
-        stop: Behind the last one.
-        main: What the optimizer updates; the parameter's shape if it is all of it.
-        weights: Where the new values go in the parameter's own type; None if ``main`` lies there.
-    """
+    """A part of a parameter that this rank updates."""
 
     parameter: nn.Parameter
-    start: int
-    stop: int
-    main: nn.Parameter
+    start: int  # its first element
+    stop: int  # behind the last one
+    main: nn.Parameter  # what the optimizer updates; the parameter's shape if it is all of it
+    # Where the new values go in the parameter's own type; None if ``main`` lies there.
     weights: Tensor | None
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of the parameter."""
         return self.stop - self.start == self.parameter.numel()
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -73,17 +65,11 @@ def widened_piece(parameter: nn.Parameter) -> Piece:
 
 @dataclass
 class MainWeights:
-    """The weights of one stage as its optimizer sees them.
-
-    Attributes:
-        stage: Global stage index.
-        group: Whom to gather with; None if the weights are not sharded.
-        pieces: By the parameter's id: what this rank updates of it, maybe nothing.
-    """
+    """The weights of one stage as its optimizer sees them."""
 
     stage: int
-    group: dist.ProcessGroup | None
-    pieces: dict[int, tuple[Piece, ...]]
+    group: dist.ProcessGroup | None  # whom to gather with; None if the weights are not sharded
+    pieces: dict[int, tuple[Piece, ...]]  # by the parameter's id: what this rank updates, if any
     _flats: list[tuple[Buffer, Tensor]] = field(default_factory=list)
     _works: list[dist.Work] = field(default_factory=list)
     _sources: list[Tensor | None] = field(default_factory=list)
@@ -91,11 +77,7 @@ class MainWeights:
 
     @classmethod
     def build(cls, gradients: StageGradients) -> MainWeights | None:
-        """Makes them where the model's own parameters will not do.
-
-        Args:
-            gradients: Of the stage; told of what the optimizer updates.
-        """
+        """Makes them, and tells the gradients, where the model's own parameters will not do."""
         widened = any(
             parameter.dtype != buffer.flat.dtype
             for buffer in gradients.buffers
@@ -162,8 +144,7 @@ class MainWeights:
     def gather(self, started: Gathered | None = None) -> None:
         """Starts the all-gather unless the weights are whole or on their way.
 
-        Args:
-            started: Called with the stage and the work that ends last, None if nothing is to do.
+        ``started`` hears of the stage and the work that ends last, None if nothing is to do.
         """
         if self._stale:
             assert self.group is not None
@@ -227,7 +208,6 @@ class AllMainWeights:
         return (self._stages[stage] for stage in sorted(self._stages))
 
     def add_stage(self, mains: MainWeights) -> None:
-        """Adds one of this rank's stages."""
         self._stages[mains.stage] = mains
 
     def add_shared(self, piece: Piece) -> None:
@@ -254,7 +234,6 @@ class AllMainWeights:
             started(stage, None)
 
     def wait(self, stage: int) -> None:
-        """Returns when a stage's weights are whole."""
         if stage in self._stages:
             self._stages[stage].wait()
 
@@ -273,12 +252,10 @@ class AllMainWeights:
                 piece.publish()
 
     def relink(self) -> None:
-        """Before a step: parameters lie where they belong."""
         for mains in self._stages.values():
             mains.relink()
 
     def refresh(self) -> None:
-        """Takes over weights that were written into the model."""
         for mains in self._stages.values():
             mains.refresh()
         for pieces in self._shared.values():
@@ -287,11 +264,7 @@ class AllMainWeights:
 
 
 def refuse_freezing(mains: AllMainWeights) -> None:
-    """Parameters were frozen or unfrozen between two steps.
-
-    Raises:
-        ModelError: The optimizer holds parts of other parameters than those that are trained now.
-    """
+    """Parameters were frozen or unfrozen between two steps."""
     if mains:
         why = "overlap=zero1" if mains.sharded else "16-bit weights"
         raise ModelError(

@@ -30,37 +30,22 @@ class NotFiniteStep(Exception):  # noqa: N818 - no error but the way out of an o
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is not finite on one rank, and first there.
+    """What is not finite on one rank, and first there."""
 
-    Attributes:
-        kind: ``weight``, ``output``, ``loss``, ``gradient`` or ``norm``.
-        value: ``nan`` or ``inf``.
-        rank: Global rank.
-        host: Where it runs.
-        where: Its coordinates.
-        stage: Global stage index.
-        microbatch: Of an output or a loss.
-        parameter: The module's own name of the first parameter concerned, in the order of the
-            backward; None if there is none.
-        count: Parameters of the rank that are concerned.
-        own: Whether it was there before gradients were added up over replicas.
-        position: Sorts findings of one kind by time.
-    """
-
-    kind: str
-    value: str
-    rank: int
+    kind: str  # weight, output, loss, gradient or norm
+    value: str  # nan or inf
+    rank: int  # global
     host: str
     where: Coordinates
     stage: int
-    microbatch: int | None = None
+    microbatch: int | None = None  # of an output or a loss
+    # The module's own name of the first one concerned, in the order of the backward.
     parameter: str | None = None
-    count: int = 0
-    own: bool = True
-    position: int = 0
+    count: int = 0  # parameters of the rank that are concerned
+    own: bool = True  # whether it was there before gradients were added up over replicas
+    position: int = 0  # sorts findings of one kind by time
 
     def sentence(self) -> str:
-        """Says what and where."""
         where = self.where
         place = f"stage {self.stage} on rank {self.rank} (pp {where.pp_rank}, dp {where.dp_rank}"
         place += f", tp {where.tp_rank}, {self.host})" if where.tp > 1 else f", {self.host})"
@@ -82,13 +67,9 @@ class Finding:
 
 @dataclass
 class NanWatch:
-    """What one rank notes from the first forward after an update to the next.
+    """What one rank notes from the first forward after an update to the next."""
 
-    Attributes:
-        loss: The sum of x - x over this rank's losses: 0, or NaN.
-    """
-
-    loss: Tensor | None = None
+    loss: Tensor | None = None  # the sum of x - x over this rank's losses: 0, or NaN
     _outputs: list[tuple[int, int, Tensor]] = field(default_factory=list)
     _losses: list[tuple[int, int, Tensor]] = field(default_factory=list)
     _buckets: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -129,10 +110,8 @@ class NanWatch:
     ) -> list[Finding]:
         """What is not finite on this rank; waits for the device.
 
-        Args:
-            where: This process.
-            stages: Stage -> name -> parameter, in the order of the forward.
-            gradients: Name -> what is left of its gradient after the reduction.
+        ``stages`` have their parameters in the order of the forward, ``gradients`` are what is left
+        after the reduction.
         """
         rank = where.global_rank(where.pp_rank, where.dp_rank, where.tp_rank)
         host = socket.gethostname()

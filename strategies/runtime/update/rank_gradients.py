@@ -33,12 +33,7 @@ class _Shared:
 
 
 class RankGradients:
-    """Lays gradients out, keeps them out of Lightning's reach, and ends their reductions.
-
-    Attributes:
-        stages: By stage; empty until ``build``.
-        mains: What the optimizer updates.
-    """
+    """Lays gradients out, keeps them out of Lightning's reach, and ends their reductions."""
 
     def __init__(
         self,
@@ -51,7 +46,7 @@ class RankGradients:
         self._placement = placement
         self._where = where
         self._communicators = communicators
-        self.stages: dict[int, StageGradients] = {}
+        self.stages: dict[int, StageGradients] = {}  # empty until ``build``
         self.mains = AllMainWeights()
         self._shared: list[_Shared] = []
         self._hooks: list[Any] = []
@@ -67,12 +62,7 @@ class RankGradients:
     ) -> None:
         """Lays out gradient buffers; parameters are on their device.
 
-        Args:
-            buckets: Per stage; 0 where nothing is reduced.
-            sharded: Whether each replica updates its share alone.
-            wire: Type in which gradients travel; None for that of their sum.
-            launched: Called with stage, bucket and work when a reduction starts.
-            noted: Called with stage, bucket and gradients before it does; None for nobody.
+        ``buckets`` are per stage, 0 where nothing is reduced; for the rest see ``StageGradients``.
         """
         self.remove_hooks()
         for old in self.stages.values():
@@ -103,11 +93,7 @@ class RankGradients:
         self.add_hooks()
 
     def check_asynchronous(self, device: torch.device) -> None:
-        """Refuses reductions that wait inside their calls; collective, after ``build``.
-
-        Raises:
-            PlanError: They do.
-        """
+        """Refuses reductions that wait inside their calls; collective, after ``build``."""
         asked = set()
         for stage, gradients in sorted(self.stages.items()):
             group = gradients.group
@@ -117,7 +103,6 @@ class RankGradients:
                 check_asynchronous(group, members, gradients.start, device)
 
     def add_hooks(self) -> None:
-        """Follows the parameters' gradients (again), after ``build``."""
         for gradients in self.stages.values():
             gradients.add_hooks()
         if not self._hooks:
@@ -136,11 +121,7 @@ class RankGradients:
         self._hooks.clear()
 
     def attach(self, *, zero: bool) -> None:
-        """Puts gradients where autograd and optimizers look for them.
-
-        Args:
-            zero: Begin a new sum.
-        """
+        """Puts gradients where autograd and optimizers look for them; ``zero`` begins a new sum."""
         for gradients in self.stages.values():
             gradients.attach(zero=zero)
         for shared in self._shared:
@@ -207,12 +188,8 @@ class RankGradients:
     def squared_norm(self, device: torch.device, shards: Callable[[str], bool]) -> Tensor:
         """This rank's share of the squared norm; weights on several ranks count on the first.
 
-        Args:
-            device: Of the gradients.
-            shards: Whether a weight, by name, is cut between the tensor-parallel ranks.
-
-        Returns:
-            A float64 scalar, on that device still.
+        ``shards`` says by name whether a weight is cut between the tensor-parallel ranks. A float64
+        scalar, on the device of the gradients still.
         """
         total = torch.zeros((), dtype=torch.float64, device=device)
         where = self._where
@@ -250,24 +227,15 @@ def _widen(parameter: nn.Parameter, gradient: Tensor) -> Any:
     return hooked.register_post_accumulate_grad_hook(add)
 
 
-# ----------------------------------------------------------------------------------- owned weights
-#
-# The parameters of this rank's stages: their names, and who else holds them.
-
-
 class OwnedWeights:
-    """Parameters by stage and name, once the model is cut.
-
-    Attributes:
-        by_stage: Of this rank's stages, under the names of the uncut module.
-        shared: Name of a weight that several stages use -> those stages, on all ranks alike.
-    """
+    """Names of the parameters of this rank's stages, once the model is cut, and who holds them."""
 
     def __init__(self, model: StageModel, placement: Placement, where: Coordinates) -> None:
         self._placement = placement
         self._where = where
         self._model = model
-        self.shared = {name: stages for name, stages in model.shared_parameters()}
+        # Name of a weight that several stages use -> those stages, on all ranks alike.
+        self.shared = dict(model.shared_parameters())
         self.by_stage = {
             stage: dict(model.stage_parameters(stage))
             for stage in placement.stages_of(where.pp_rank)
@@ -278,7 +246,6 @@ class OwnedWeights:
         return {name: p for named in self.by_stage.values() for name, p in named.items()}
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        """Each parameter once."""
         seen: set[int] = set()
         for named in self.by_stage.values():
             for parameter in named.values():
@@ -302,17 +269,13 @@ class OwnedWeights:
         return {name: named[name] for name in names if named[name].requires_grad}
 
     def sharing(self, name: str) -> tuple[int, ...]:
-        """Global ranks that hold a weight which several stages use."""
         return holders_of(self.shared[name], self._placement, self._where)
 
     def holders(self, *, share: bool) -> dict[str, tuple[int, ...]]:
         """Global ranks that hold the same of a parameter and of its optimizer state.
 
-        Of a parameter that several stages share, only those of the first one: the others may hold
-        less of it, under fewer names.
-
-        Args:
-            share: Those that hold the same share of it, instead of the same whole.
+        less of it, under fewer names. With ``share`` those that hold the same share of it, not the
+        same whole.
         """
         where = self._where
         sharers = (where.tp_rank,) if share else range(where.tp)
@@ -322,10 +285,9 @@ class OwnedWeights:
             return tuple(rank for sharer in sharers for rank in where.replicas(owners, sharer))
 
         found = {name: ranks_of(stage) for stage, named in self.by_stage.items() for name in named}
-        shared = {
+        return found | {
             name: ranks_of(min(stages)) for name, stages in self.shared.items() if name in found
         }
-        return found | shared
 
     def synchronise(self, communicators: Communicators, tensor_ranks: TensorRanks | None) -> None:
         """Gives all copies of a weight the value of the first; collective.

@@ -24,13 +24,9 @@ from strategies.models.tensor_parallel.tensor_ranks import all_gather_single, re
 
 @dataclass
 class Reduction:
-    """A started reduction.
+    """A started reduction."""
 
-    Attributes:
-        work: Ends when the data has arrived.
-    """
-
-    work: dist.Work
+    work: dist.Work  # ends when the data has arrived
     _result: Callable[[], object] | None = None
     _sent: Tensor | None = None  # A backend may not keep what it still reads.
 
@@ -48,12 +44,9 @@ class Reduction:
 def start_all_reduce(
     bucket: Tensor, group: dist.ProcessGroup, *, wire: torch.dtype | None = None
 ) -> Reduction:
-    """Sums a bucket over the group, in place.
+    """Sums a bucket over the group, in place; all members call it.
 
-    Args:
-        bucket: Left alone until ``finish``.
-        group: All members call this.
-        wire: Type that travels; None for the bucket's own.
+    The bucket is left alone until ``finish``; it travels in type ``wire``, None for its own.
     """
     if wire is None or wire == bucket.dtype:
         return Reduction(_asynchronous(dist.all_reduce(bucket, group=group, async_op=True)))
@@ -67,10 +60,7 @@ def start_reduce_scatter(
 ) -> Reduction:
     """Sums a bucket over the group; each member's share of it ends up summed, the rest undefined.
 
-    Args:
-        bucket: Its length is a multiple of the group's size. Left alone until ``finish``.
-        group: All members call this.
-        wire: Type that travels; None for the bucket's own.
+    As ``start_all_reduce``; the bucket's length is a multiple of the group's size.
     """
     members = group.size()
     own = bucket.chunk(members)[group.rank()]
@@ -117,15 +107,12 @@ def _asynchronous(work: dist.Work | None) -> dist.Work:
 
 
 # -------------------------------------------------------------------------------------- asynchrony
-#
-# Do reductions really go on by themselves? Asked once, before the first step.
-#
 # A reduction that waits inside its call stands in the backward it was to hide under, and nothing in
 # its result tells: the run is only slow. Torch's own ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does that
 # to every collective.
 
 
-_PATIENCE_S = 30.0  # for a call that takes microseconds
+_PATIENCE_S = 30.0  # how long the last member waits for word of a call that takes microseconds
 
 
 def check_asynchronous(
@@ -140,13 +127,6 @@ def check_asynchronous(
 
     If the call waited for the last member, that one would wait for word in vain. Collective over
     the group; its members' clocks do not matter.
-
-    Args:
-        group: Of the reductions.
-        members: Its global ranks.
-        start: What starts a reduction over the group.
-        device: Where gradients are.
-        patience_s: How long the last member waits for word.
 
     Raises:
         PlanError: A reduction has become synchronous; the last member sees it.
