@@ -279,7 +279,6 @@ def _lower(program: Program, costs: Costs | None) -> Program:
 
 
 def _choose_group(plan: Plan) -> GroupChoice:
-    """The group of least peak whose time is minimal under the plan's costs."""
     costs = plan.costs or UniformCosts()
     if plan.recompute.policy in ("mario", "optimal"):
         # These passes search; the groups differ in what they are applied to.

@@ -11,7 +11,6 @@ from strategies.costs.table import Costs
 from strategies.errors import PlanError
 
 # ---------------------------------------------------------------------------------- compiled units
-#
 # What ``compile=true`` asks of a schedule. Torch-free, so that the parent can refuse in time.
 
 
@@ -55,9 +54,7 @@ def refuse_selective(policy: Policy) -> None:
 
 
 # --------------------------------------------------------------------------------------- recompute
-#
 # Which forwards keep only their input and are run again before their backward.
-
 
 Policy = Literal["none", "full", "selective", "mario", "optimal"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -249,13 +246,11 @@ def num_buckets(num_bytes: int, bucket_mb: float) -> int:
 
 
 # ----------------------------------------------------------------------------------- schedule file
-#
 # A schedule that somebody wrote down, as a value: hashable, and free of the file it came from.
 #
 # Ranks compile the same plan as their parent, so a plan carries the text and not a path: what is
 # read once is what runs, whatever becomes of the file. ``strategies.schedules.custom`` reads the
 # text.
-
 
 # A row of a million instructions; a mistyped path to a data set or device ends here.
 _MAX_BYTES = 1 << 24

@@ -104,7 +104,6 @@ def _one_machine(jobs: Sequence[tuple[float, float, float]]) -> float:
 
 
 # ------------------------------------------------------------------------------------ memory bound
-#
 # LB2: how fast any order could be that holds no more full activations than allowed.
 #
 # A pair (stage, microbatch) that keeps its activation occupies a place in memory at least as long
@@ -135,10 +134,8 @@ class _Lane(NamedTuple):
 def memory_bound(program: Program, table: CostTable, caps: Sequence[float]) -> Bound:
     """The largest memory-time bound over all ranks; of equal ones the lowest rank.
 
-    Args:
-        program: A training program, with or without messages and R.
-        table: What its instructions take.
-        caps: Per rank, full activations that it may hold, in full-rank microbatches.
+    ``program`` trains, with or without messages and R; ``caps`` are per rank, in full-rank
+    microbatches.
     """
     share = 1.0 / program.placement.stages_per_microbatch
     values = [

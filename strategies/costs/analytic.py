@@ -101,8 +101,6 @@ class AnalyticCosts:
 
     Attributes:
         stages: One load per stage, of one rank.
-        hardware: The machine.
-        dp: Replicas.
         element_bytes: Bytes of a weight, a gradient and an activation element.
         sizes: Each of them by itself, for mixed precision; None for ``element_bytes``.
         optimizer_elements: Elements of optimizer state per parameter (2 for Adam).
@@ -157,11 +155,8 @@ class AnalyticCosts:
     ) -> CostTable:
         """The table of a program that has no reductions yet: a search does not make them.
 
-        Args:
-            program: Its placement and boundaries count.
-            buckets: That it will have, per stage.
-            gathered: Stages whose weights will be gathered.
-            breakdown: Whether the table tells what stages hold by what it is for.
+        ``buckets`` it will have per stage, and the weights of ``gathered`` stages will be gathered;
+        with ``breakdown`` the table tells what stages hold by what it is for.
         """
         forward, backward, inputs, weights = self._durations()
         links = [self._link(program, b.source, b.target) for b in program.boundaries]

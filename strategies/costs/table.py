@@ -96,7 +96,6 @@ class Costs(Protocol):
 
 
 # ------------------------------------------------------------------------------------ stage memory
-#
 # What each stage holds on a rank, in bytes and by what it is for.
 
 

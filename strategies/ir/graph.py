@@ -270,9 +270,7 @@ def _walk(
 
 
 # -------------------------------------------------------------------------------------------- grid
-#
 # Programs as grids for error messages: where every rank stands, and what it waits for.
-
 
 _AROUND = 4
 

@@ -107,7 +107,6 @@ def chain(num_stages: int) -> tuple[Boundary, ...]:
 
 
 # -------------------------------------------------------------------------------------- recomputed
-#
 # Which forwards of a program keep their input only: those whose pair has an R.
 
 

@@ -136,9 +136,7 @@ def parse_rows(text: str) -> tuple[tuple[Instruction, ...], ...]:
 
 
 # ------------------------------------------------------------------------------------------ spoken
-#
 # Instructions in words, for reports that people read when a run has failed.
-
 
 _PAYLOADS = {Kind.F: "act", Kind.B: "grad"}
 

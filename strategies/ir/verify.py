@@ -278,9 +278,7 @@ def _check_reductions(program: Program) -> None:
 
 
 # -------------------------------------------------------------------------------- verify recompute
-#
 # The verifier's rules for R: once per checkpointed pair, after its F, before its first reader.
-
 
 _READERS = BACKWARD_KINDS | GRADIENT_KINDS
 

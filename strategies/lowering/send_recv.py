@@ -145,7 +145,6 @@ def _duration(item: Instruction, table: CostTable | None) -> float:
 
 
 # ------------------------------------------------------------------------------------ remote edges
-#
 # Edges to instructions of other ranks become edges to the messages that tell of them.
 #
 # A rank sees what it computes itself and what it receives. An R that waits for its gradient names
@@ -169,7 +168,6 @@ def _seen(item: Instruction, edge: Instruction, placement: Placement) -> Instruc
 
 
 # ----------------------------------------------------------------------------------------- release
-#
 # When a sent buffer may go: the point from which its send must have ended.
 #
 # Waiting for a send inline stalls the sender until its peer has posted the receive. But once a rank

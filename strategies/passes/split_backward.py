@@ -42,10 +42,7 @@ def split_backward(program: Program, durations: Durations) -> Program:
                     "split_backward on a program of F, B, I, W, R and fused pairs."
                 )
     whole = frozenset(
-        (item.stage, item.microbatch)
-        for row in program.ranks
-        for item in row
-        if item.kind is Kind.B
+        (i.stage, i.microbatch) for row in program.ranks for i in row if i.kind is Kind.B
     )
     if not whole:
         return program

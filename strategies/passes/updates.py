@@ -44,7 +44,6 @@ def _first_uses(program: Program) -> dict[int, tuple[int, int]]:
 
 
 # ------------------------------------------------------------------------------------- reduce grad
-#
 # Adds each stage's gradient reduction and optimizer step.
 #
 # With overlap, a stage's REDUCE instructions stand right after its last gradient on that rank:
@@ -124,7 +123,6 @@ def _bare(item: Instruction) -> tuple[Instruction, ...]:
 
 
 # ---------------------------------------------------------------------------------------- variants
-#
 # The other programs that come with a training program: accumulation, and forward only.
 
 
@@ -170,7 +168,6 @@ def _kept(item: Instruction, count: int) -> tuple[Instruction, ...]:
 
 
 # ------------------------------------------------------------------------------------- fused pairs
-#
 # Runs the halves of fused pairs one after the other, where fusing them gains nothing.
 #
 # A pair waits for the inputs of both its halves and hands on both results at its end. That pays

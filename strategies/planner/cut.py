@@ -241,7 +241,6 @@ class _Extents:
 
 
 # ------------------------------------------------------------------------------------- unit ranges
-#
 # Cuts as ranges of units: by cost alone, or as set by hand.
 
 

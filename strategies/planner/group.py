@@ -22,14 +22,8 @@ class Group:
     """Candidates of one layout that differ in their schedules only.
 
     Attributes:
-        layout: Ranks and batches.
-        placement: Stages to ranks.
         overlap: When gradients are reduced.
-        recompute: The policy.
-        split_backward: Whether a pass splits all backwards.
         units: Units per stage.
-        orders: The schedules.
-        costs: Of this cut.
         table: Durations and bytes, reductions included.
         buckets: Per stage.
         bound: None of them is faster.
@@ -54,7 +48,6 @@ class Group:
 
 
 def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Group]:
-    """All groups of a layout and a policy."""
     by_placement: dict[tuple[Placement, bool], list[Order]] = {}
     for order in orders(space, problem, layout):
         schedule = find_schedule(order.schedule)
@@ -190,13 +183,11 @@ def _least_bytes(placement: Placement, table: CostTable) -> int:
 
 
 # ----------------------------------------------------------------------------------- expected peak
-#
 # What zero-bubble orders hold by their papers: enough to leave some out before making them.
 #
 # Making such an order takes up to seconds; that most of them do not fit is known beforehand. Only
 # O2 goes by it, and only where the formula misses the memory by a margin, because an order made for
 # given costs may hold somewhat less.
-
 
 _MARGIN = 0.85
 

@@ -69,7 +69,6 @@ def _rank_bytes(outcome: Outcome) -> tuple[int, ...]:
 
 
 # ------------------------------------------------------------------------------------------ search
-#
 # The best plans of a space, without simulating most of it.
 #
 # Three kinds of things wait in one queue, ordered by a proven lower bound of their step time:
@@ -77,7 +76,6 @@ def _rank_bytes(outcome: Outcome) -> tuple[int, ...]:
 # reductions), and what they are made of. The search ends when the least bound exceeds the k-th best
 # time that was simulated: nothing left can be among the first k. A test compares it with simulating
 # everything.
-
 
 # Bounds and times are sums of the same figures in another order: closer is equal.
 _SAME = 1e-9

@@ -33,7 +33,6 @@ class Machine:
     """What ranks are and how numbers are kept.
 
     Attributes:
-        hardware: Peaks and links.
         memory_bytes: Limit per rank.
         sizes: Bytes of an element of each kind.
         optimizer_elements: Of optimizer state per parameter.
@@ -59,9 +58,6 @@ class Problem:
     """What is planned for, with the figures that many candidates share.
 
     Attributes:
-        machine: Ranks and links.
-        loads: Figures of the model's units.
-        num_units: How many there are.
         refuse_tp: Why the model cannot be cut into so many tensor-parallel ranks; None if it can.
         graph: What goes from unit to unit, in elements, for so many sequences; None for a chain.
         measured: What units take on the machine, where it was measured; else it is computed.
@@ -80,7 +76,6 @@ class Problem:
         return 1 if self.measured is None else self.measured.sizes[0]
 
     def units(self, layout: Layout, *, selective: bool = False) -> tuple[Load, ...]:
-        """One load per unit of one rank."""
         key = (layout.tp, layout.microbatch_size, selective)
         if key not in self._units:
             self._units[key] = self.loads(*key)
@@ -236,9 +231,6 @@ def _draft(num_stages: int) -> Program:
 
 
 # ---------------------------------------------------------------------------------------- measured
-#
-# A profile in the planner's terms: which units it has figures for, under which conditions.
-
 
 PlannedCosts = AnalyticCosts | ProfiledCosts
 """What a candidate's cut takes, computed or measured."""
@@ -249,7 +241,6 @@ class Measured:
     """Measured layers and links.
 
     Attributes:
-        profile: The measurement.
         classes: Per unit of the model, its class: an index into ``profile.classes``.
         tp: Ranks that shared matrices when it was made; no other degree is known.
         selective: Whether layers recomputed parts of themselves.
@@ -279,13 +270,9 @@ class Measured:
         *,
         fixed: bool = True,
     ) -> ProfiledCosts:
-        """The costs of a cut.
+        """The costs of a cut; ``assumed`` are computed ones of it, for what was not measured.
 
-        Args:
-            assumed: Of the same cut, for what was not measured.
-            stages: Ranges of units.
-            microbatch_size: Sequences.
-            fixed: Whether stages take something by themselves; not for comparing units.
+        Without ``fixed`` stages take nothing by themselves: for comparing units.
         """
         classes = tuple(tuple(self.classes[unit] for unit in stage) for stage in stages)
         profile = self.profile if fixed else _units_alone(self.profile)
@@ -301,8 +288,6 @@ def _units_alone(profile: Profile) -> Profile:
 
 
 # ------------------------------------------------------------------------------------------ layout
-#
-# What a plan decides: how many ranks of each kind, how a batch is cut, and who runs what when.
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,9 +296,8 @@ class Layout:
 
     Attributes:
         tp: Ranks that share the matrices of a stage.
-        pp: Pipeline ranks.
         dp: Replicas.
-        microbatch_size: Sequences of a microbatch.
+        microbatch_size: Sequences.
         num_microbatches: M per step and replica.
     """
 
@@ -329,7 +313,6 @@ class Order:
     """A schedule with everything that decides its instructions.
 
     Attributes:
-        schedule: Registry name.
         stages_per_rank: V.
         group: Microbatches per round; None for the schedule's default.
     """
@@ -344,8 +327,6 @@ class Candidate:
     """One plan that may be simulated.
 
     Attributes:
-        layout: Ranks and batches.
-        order: The schedule.
         overlap: ``grad_reduce``, ``none`` or ``zero1``.
         units: Units of each stage.
         recompute: Which forwards keep only their input.

@@ -221,7 +221,6 @@ def _refusal_key(refusal: Refusal) -> tuple[object, ...]:
 
 
 # ----------------------------------------------------------------------------------------- longest
-#
 # The largest whole number that still fits, where each trial is expensive.
 
 

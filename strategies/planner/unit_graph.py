@@ -94,7 +94,6 @@ def crossing_bytes(graph: UnitGraph, stage_of: Sequence[int]) -> float:
 
 
 # ------------------------------------------------------------------------------------------ routes
-#
 # What the stages of a graph hand to which others, as the runtime does it.
 #
 # A tensor goes from the stage that makes it to the first stage that uses it, from there to the next

@@ -194,7 +194,6 @@ def _full_groups(pp: int, num_microbatches: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------ warmup
-#
 # The one frame that all 1F1B-like schedules share: warm up, alternate, drain.
 
 

@@ -129,7 +129,6 @@ def _nearest_even(asked: int, least: int) -> list[int]:
 
 
 # -------------------------------------------------------------------------------------- dual steps
-#
 # The eight steps of DualPipe on one rank; two opposed pipes and a V share them.
 #
 # DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437; https://github.com/deepseek-ai/DualPipe.

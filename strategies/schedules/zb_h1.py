@@ -61,7 +61,6 @@ ZB_H1 = Schedule("zb_h1", order, cost_aware=True, splits_backward=True)
 
 
 # -------------------------------------------------------------------------------------- split 1f1b
-#
 # 1F1B with a split backward: what ZB-H1 and ZB-H2 share; they differ in two numbers per rank.
 
 

@@ -115,9 +115,7 @@ def compute_times(
 
 
 # ------------------------------------------------------------------------------------ the one pass
-#
 # Steps are the tuples of ``ir.walk``, told apart by their length; or tuples like them.
-
 
 Sent = tuple[int, int, int, int]
 """Like ``Message``: its SEND, its RECV, source rank * P + target rank, its boundary. As a step it

@@ -96,9 +96,6 @@ def _mario(program: Program, passes: int, costs: Costs) -> Program:
 
 
 # -------------------------------------------------------------------------------------------- room
-#
-# How many full activations each rank may hold: from a cap, or from the bytes that a rank has.
-
 
 # Caps are typed as decimals: 0.3 * 10 is 3.
 _ROUNDING = 1e-6
@@ -108,13 +105,7 @@ Within = Callable[[tuple[int, ...]], Program]  # Room per rank, in pairs -> a pr
 
 
 def within_cap(program: Program, table: CostTable, cap: float, within: Within) -> Program:
-    """A program that holds at most ``cap`` full activations per rank.
-
-    Args:
-        program: Without recomputation.
-        table: What its instructions take.
-        cap: In full-rank microbatches.
-        within: Makes it.
+    """A program that holds at most ``cap`` full activations, in full-rank microbatches, per rank.
 
     Raises:
         PlanError: The cap is smaller than what one backward reads.
@@ -138,17 +129,10 @@ def within_cap(program: Program, table: CostTable, cap: float, within: Within) -
 def within_memory(
     program: Program, table: CostTable, limit: int, within: Within, held: Held
 ) -> Program:
-    """A program of which every rank fits into ``limit`` bytes.
-
-    Args:
-        program: Without recomputation.
-        table: With bytes.
-        limit: Per rank.
-        within: Makes it.
-        held: What the ranks hold, state and communication included.
+    """A program of which every rank fits into ``limit`` bytes, state and communication included.
 
     Raises:
-        PlanError: No choice fits, or the costs know no bytes.
+        PlanError: No choice fits.
     """
     assert table.activation_bytes is not None
     plain = held(program)

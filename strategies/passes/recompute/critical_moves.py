@@ -34,12 +34,9 @@ def improve(
 ) -> Program:
     """The program, or a faster one that holds no more full activations than there is room for.
 
-    Args:
-        program: Compute only: F, R, and B or I and W of every pair; no fused pairs.
-        table: What its instructions take.
-        room: Per rank, in (stage, microbatch) pairs.
-        goal: No order is faster; the search ends when it finds one of that makespan.
-        seed: Which of the ways to go.
+    ``program`` has F, R, and B or I and W of every pair, no fused pairs; ``room`` is per rank, in
+    pairs. The search ends at an order of makespan ``goal``: none is faster. ``seed`` says which of
+    the ways to go.
     """
     if not is_short(program) or any(item.halves for row in program.ranks for item in row):
         return program

@@ -60,7 +60,6 @@ class ListClock:
 
     @property
     def makespan(self) -> float:
-        """When the last rank ends."""
         return max((self.end(row[-1]) for row in self.rows if row), default=0.0)
 
     @property
@@ -81,7 +80,6 @@ class ListClock:
         return self.end(self.rows[self._rank[node]][place - 1]) if place else 0.0
 
     def place(self, node: int) -> int:
-        """Index of an instruction in its rank's list."""
         return self._place[node]
 
     def hoist(self, node: int, place: int) -> dict[int, float] | None:

@@ -170,7 +170,6 @@ def _rounded(figures: tuple[float, float], durations: Durations) -> tuple[float,
 
 
 # ---------------------------------------------------------------------------------- building block
-#
 # Guides made of one microbatch's times, repeated once per period.
 #
 # Qi et al., 2024, "Pipeline Parallelism with Controllable Memory",

@@ -161,7 +161,6 @@ class _Filler:
 
 
 # ------------------------------------------------------------------------------------------- clock
-#
 # When the instructions of a program without messages end: what generators compare programs by.
 #
 # The simulator's model, for programs that are not lowered: lists in order, a message leaves when
