@@ -42,6 +42,7 @@ from strategies.passes.updates import (
 from strategies.plan import NO_RECOMPUTE, Overlap, Plan, Recompute, ScheduleFile
 from strategies.schedules import Durations, Rows, Schedule, Shape, find_schedule
 from strategies.schedules.schedule import given_group
+from strategies.schedules.search.best_order import equal_durations
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ def compile_compute(plan: Plan) -> Program:
                 f"schedule.split_backward=true: {schedule.name} splits its backwards by itself. "
                 "Remove schedule.split_backward."
             )
-        compute = verify(split_backward(compute, durations or _equal(compute.placement)))
+        compute = verify(split_backward(compute, durations or equal_durations(compute.placement)))
     if plan.recompute.rewrites:
         compute = add_recompute(
             _paired(compute, plan),
@@ -324,15 +325,5 @@ def _check_compute_only(program: Program) -> None:
 
 
 def _durations(table: CostTable) -> Durations:
-    hops = zip(table.latency, table.occupancy, strict=True)
-    return Durations(
-        table.forward,
-        table.backward_input,
-        table.backward_weight,
-        max((latency + occupancy for latency, occupancy in hops), default=0.0),
-    )
-
-
-def _equal(placement: Placement) -> Durations:
-    ones = (1.0,) * placement.num_stages
-    return Durations(ones, ones, ones)
+    latency = max(table.hops, default=0.0)
+    return Durations(table.forward, table.backward_input, table.backward_weight, latency)

@@ -48,8 +48,8 @@ def _jobs(program: Program, table: CostTable) -> list[list[tuple[float, float, f
     """Per rank: (head, duration, tail) of every compute instruction of a microbatch."""
     graph = program.graph
     hop = {
-        frozenset((b.source, b.target)): table.latency[i] + table.occupancy[i]
-        for i, b in enumerate(program.boundaries)
+        frozenset((b.source, b.target)): hop
+        for b, hop in zip(program.boundaries, table.hops, strict=True)
     }
     duration = [0.0] * len(graph.nodes)
     for node, item in enumerate(graph.nodes):
@@ -191,9 +191,8 @@ def _lanes(program: Program, table: CostTable) -> list[list[_Lane]]:
             continue
         hops: dict[int, list[tuple[int, float]]] = {s: [] for s in stages}
         sources: dict[int, list[tuple[int, float]]] = {s: [] for s in stages}
-        for index, boundary in enumerate(program.boundaries):
-            near = ranks[boundary.source] == ranks[boundary.target]
-            hop = 0.0 if near else table.latency[index] + table.occupancy[index]
+        for boundary, took in zip(program.boundaries, table.hops, strict=True):
+            hop = 0.0 if ranks[boundary.source] == ranks[boundary.target] else took
             hops[boundary.source].append((boundary.target, hop))
             sources[boundary.target].append((boundary.source, hop))
         head, after, there = [0.0] * len(stages), [0.0] * len(stages), [0.0] * len(stages)

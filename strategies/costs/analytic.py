@@ -203,13 +203,12 @@ class AnalyticCosts:
                 self._state_bytes(program, stage, sharded=stage in gathered)
                 for stage in range(len(self.stages))
             ),
-            memory=self.memory(program, gathered) if breakdown else None,
+            memory=self._memory(program, gathered) if breakdown else None,
         )
 
-    def memory(self, program: Program, gathered: frozenset[int] | None = None) -> StageMemory:
+    def _memory(self, program: Program, gathered: frozenset[int]) -> StageMemory:
         """What stages hold; temporaries are a stage's result and the gradients at its ends."""
         sizes, count = self._sizes, len(self.stages)
-        gathered = gathered_stages(program) if gathered is None else gathered
         weights = [load.parameters for load in self.stages]
         states = [self._state_bytes(program, s, sharded=s in gathered) for s in range(count)]
         saved = tuple(load.saved_elements * sizes.activation for load in self.stages)
@@ -277,8 +276,13 @@ class AnalyticCosts:
         return ElementSizes.all(self.element_bytes) if self.sizes is None else self.sizes
 
     def _forward(self, load: Load) -> float:
+        return self._pass(load, load.forward_flops)
+
+    def _pass(self, load: Load, flops: float) -> float:
+        """With what launching kernels and walking lists takes, of a stage and its units."""
         moved = 2 * load.output_elements * self._sizes.activation / self.hardware.memory_bandwidth
-        return max(self._computing(load.forward_flops), moved) + self._overhead(load)
+        overhead = self.hardware.stage_overhead_s + load.num_units * self.hardware.unit_overhead_s
+        return max(self._computing(flops), moved) + overhead
 
     def _durations(self) -> tuple[tuple[float, ...], ...]:
         """Per stage of F, B, I and W; stages that are one object are looked at once."""
@@ -297,17 +301,12 @@ class AnalyticCosts:
         found = [known[id(load)] for load in self.stages]
         return tuple(zip(*found, strict=True)) if found else ((), (), (), ())
 
-    def _overhead(self, load: Load) -> float:
-        """Of a stage and its units: launching kernels, walking lists."""
-        return self.hardware.stage_overhead_s + load.num_units * self.hardware.unit_overhead_s
-
     def _backward(self, load: Load, part: int) -> float:
         """Of the inputs' gradients (0), or the weights' (1)."""
         if load.backward_flops is None:
             return self._forward(load)
         flops = load.backward_flops[part]
-        moved = 2 * load.output_elements * self._sizes.activation / self.hardware.memory_bandwidth
-        return max(self._computing(flops), moved) + self._overhead(load) if flops else 0.0
+        return self._pass(load, flops) if flops else 0.0
 
     def _computing(self, flops: float) -> float:
         took = flops / (self.hardware.peak_flops * self.hardware.efficiency)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from strategies.ir.instruction import Instruction
@@ -62,6 +63,11 @@ class CostTable:
     stage_input: tuple[float, ...] = ()
     memory: StageMemory | None = None
     one_link: bool = False
+
+    @property
+    def hops(self) -> tuple[float, ...]:
+        """Per boundary of the program: from the end of what makes a message to its arrival."""
+        return tuple(map(add, self.latency, self.occupancy))
 
     def on_channel(self, stage: int, bucket: int) -> float:
         """How long a bucket's reduction takes, or with bucket -1 the stage's gather."""

@@ -71,11 +71,10 @@ class _Walk:
         self._made: dict[int, float] = {}  # compute node -> end
         self._outgoing: dict[int, list[Message]] = defaultdict(list)
         self._missing: dict[int, int] = defaultdict(int)  # node -> messages not arrived
-        hop = {
-            frozenset((b.source, b.target)): table.latency[i] + table.occupancy[i]
-            for i, b in enumerate(program.boundaries)
+        self._hop = {
+            frozenset((b.source, b.target)): hop
+            for b, hop in zip(program.boundaries, table.hops, strict=True)
         }
-        self._hop = hop
         for message in messages(program):
             self._outgoing[message.producer].append(message)
             self._missing[message.consumer] += 1

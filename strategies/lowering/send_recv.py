@@ -119,10 +119,7 @@ def messages(program: Program) -> list[Message]:
 def end_times(program: Program, table: CostTable | None) -> list[float]:
     """When each node ends if messages hold up nobody."""
     graph = program.graph
-    hop = 0.0
-    if table is not None:
-        hops = zip(table.latency, table.occupancy, strict=True)
-        hop = max((latency + occupancy for latency, occupancy in hops), default=0.0)
+    hop = 0.0 if table is None else max(table.hops, default=0.0)
     lasts = [_duration(item, table) for item in graph.nodes]
     # An empty stage takes no time, but its messages still go before and after it.
     shortest = 1e-6 * max(lasts, default=1.0)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import GRADIENT_KINDS, UPDATE_KINDS, Kind
-from strategies.ir.program import LoopState, Program
+from strategies.ir.kinds import UPDATE_KINDS, Kind
+from strategies.ir.program import LoopState, Program, last_gradients
 
 
 def add_gathers(program: Program, buckets: Sequence[int]) -> Program:
@@ -66,7 +66,7 @@ def add_grad_reduce(program: Program, buckets: Sequence[int], *, overlap: bool) 
     turn = _gradient_turns(program)
     rows = []
     for rank, row in enumerate(program.ranks):
-        last = _last_gradients(row)
+        last = last_gradients(row)
         behind: dict[int, list[Instruction]] = {}
         place = -1
         for stage in sorted(program.placement.stages_of(rank), key=turn.__getitem__):
@@ -91,20 +91,10 @@ def add_steps(program: Program) -> Program:
     """Appends STEP(stage) for every stage of a rank, in the order in which gradients get ready."""
     rows = []
     for rank, row in enumerate(program.ranks):
-        last = _last_gradients(row)
+        last = last_gradients(row)
         stages = sorted(program.placement.stages_of(rank), key=lambda stage: last.get(stage, -1))
         rows.append(row + tuple(Instruction(Kind.STEP, stage) for stage in stages))
     return program.with_ranks(tuple(rows))
-
-
-def _last_gradients(row: Sequence[Instruction]) -> dict[int, int]:
-    """Stage -> place of its last B or W."""
-    return {
-        part.stage: place
-        for place, item in enumerate(row)
-        for part in item.parts
-        if part.kind in GRADIENT_KINDS
-    }
 
 
 def _gradient_turns(program: Program) -> dict[int, int]:
@@ -113,7 +103,7 @@ def _gradient_turns(program: Program) -> dict[int, int]:
     offsets = program.graph.offsets
     turn = dict.fromkeys(range(program.placement.num_stages), -1)
     for rank, row in enumerate(program.ranks):
-        for stage, place in _last_gradients(row).items():
+        for stage, place in last_gradients(row).items():
             turn[stage] = max(turn[stage], position[offsets[rank] + place])
     return turn
 

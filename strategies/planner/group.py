@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from strategies.costs.table import CostTable
 from strategies.ir.placement import Placement
-from strategies.ir.program import Program, chain
 from strategies.plan import Overlap, Recompute
 from strategies.planner.cut import Room, cut_chain, even_ranks
 from strategies.planner.ilp import cut_by_ilp
@@ -66,7 +65,6 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
     for (placement, splits), members in by_placement.items():
         if placement not in cuts:
             cuts[placement] = _cuts(problem, space, layout, placement, recompute)
-        draft = Program("draft", placement, 1, ((),) * layout.pp, chain(placement.num_stages))
         rules = Rules(
             layout.num_microbatches,
             splits or space.split_backward,
@@ -79,7 +77,7 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
                 key2 = (layout, placement, units, overlap, selective)
                 if key2 not in tables:
                     made = made or problem.costs(layout, units, selective=selective)
-                    tables[key2] = made, *problem.table(made, draft, zero1=overlap == "zero1")
+                    tables[key2] = made, *problem.table(made, placement, zero1=overlap == "zero1")
                 costs, table, buckets = tables[key2]
                 found.append(
                     Group(
@@ -96,11 +94,8 @@ def under(group: Group, problem: Problem, recompute: Recompute) -> Group:
     selective = recompute.policy == "selective"
     if (group.recompute.policy == "selective") == selective:
         return replace(group, recompute=recompute)
-    draft = Program(
-        "draft", group.placement, 1, ((),) * group.layout.pp, chain(group.placement.num_stages)
-    )
     costs = problem.costs(group.layout, group.units, selective=selective)
-    table, buckets = problem.table(costs, draft, zero1=group.overlap == "zero1")
+    table, buckets = problem.table(costs, group.placement, zero1=group.overlap == "zero1")
     return replace(group, recompute=recompute, costs=costs, table=table, buckets=buckets)
 
 

@@ -13,7 +13,7 @@ from strategies.costs.hardware import ElementSizes, Hardware
 from strategies.costs.profile_costs import ProfiledCosts
 from strategies.costs.profile_file import Profile, Seconds, SizeProfile
 from strategies.costs.table import CostTable, Transport
-from strategies.ir.placement import loop
+from strategies.ir.placement import Placement, loop
 from strategies.ir.program import Program, chain
 from strategies.plan import NO_RECOMPUTE, Overlap, Recompute, num_buckets
 from strategies.planner.unit_graph import UnitGraph, handed_on
@@ -94,18 +94,18 @@ class Problem:
         return replace(self._costs(layout, handing(loads, handed)), handed=handed)
 
     def table(
-        self, costs: PlannedCosts, draft: Program, *, zero1: bool
+        self, costs: PlannedCosts, placement: Placement, *, zero1: bool
     ) -> tuple[CostTable, tuple[int, ...]]:
         """Durations and bytes of a program that has no reductions yet, and its buckets."""
         assumed = costs if isinstance(costs, AnalyticCosts) else costs.assumed
-        reduces = assumed.dp > 1 or draft.placement.weight_copies > 1
+        reduces = assumed.dp > 1 or placement.weight_copies > 1
         wire = self.machine.sizes.wire
         buckets = tuple(
             num_buckets(load.parameters * wire, self.machine.bucket_mb) if reduces else 0
             for load in assumed.stages
         )
         shared = frozenset(stage for stage, n in enumerate(buckets) if n) if zero1 else frozenset()
-        return costs.table_for(draft, buckets, shared, breakdown=False), buckets
+        return costs.table_for(draft(placement), buckets, shared, breakdown=False), buckets
 
     def unit_table(self, layout: Layout, *, selective: bool = False) -> CostTable:
         """Each unit as a stage of its own: what a cut goes by."""
@@ -113,10 +113,8 @@ class Problem:
         if key not in self._unit_tables:
             alone = [range(unit, unit + 1) for unit in range(self.num_units)]
             costs = self._cut(layout, alone, selective=selective, fixed=False)
-            draft = _draft(self.num_units)
-            self._unit_tables[key] = costs.table_for(
-                draft, (0,) * self.num_units, frozenset(), breakdown=False
-            )
+            alike, none = draft(loop(1, self.num_units)), (0,) * self.num_units
+            self._unit_tables[key] = costs.table_for(alike, none, frozenset(), breakdown=False)
         return self._unit_tables[key]
 
     def whole_table(
@@ -129,7 +127,7 @@ class Problem:
             shared = frozenset({0}) if shares else frozenset()
             everything = [range(self.num_units)]
             costs = self._cut(layout, everything, selective=selective, sends=False)
-            self._whole[key] = costs.table_for(_draft(1), (0,), shared, breakdown=False)
+            self._whole[key] = costs.table_for(draft(loop(1, 1)), (0,), shared, breakdown=False)
         return self._whole[key]
 
     def _cut(
@@ -225,9 +223,10 @@ def handing(stages: list[Load], handed: tuple[tuple[int, int, int], ...]) -> tup
     )
 
 
-def _draft(num_stages: int) -> Program:
-    placement = loop(1, num_stages)
-    return Program("draft", placement, 1, ((),), chain(num_stages))
+def draft(placement: Placement) -> Program:
+    """A program without lists, of which costs want to know placement and boundaries."""
+    rows = ((),) * placement.num_ranks
+    return Program("draft", placement, 1, rows, chain(placement.num_stages))
 
 
 # ---------------------------------------------------------------------------------------- measured

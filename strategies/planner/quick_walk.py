@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from strategies.analysis.memory import vector
@@ -203,9 +204,7 @@ def flatten(program: Program) -> Structure:
     forward_end: dict[tuple[int, int], int] = {}
     gradient_end: dict[tuple[int, int], int] = {}
     rows = program.ranks
-    offsets = [0]
-    for row in rows:
-        offsets.append(offsets[-1] + len(row))
+    offsets = list(accumulate(map(len, rows), initial=0))
     count = offsets[-1]
     first, last = _first_and_last(program, offsets)
     place = [0] * num_ranks

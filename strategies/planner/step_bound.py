@@ -82,10 +82,9 @@ def _chain_bound(placement: Placement, table: CostTable, rules: Rules) -> float:
         min(g, b) + (r if rules.recomputes else 0.0)
         for g, b, r in zip(gradient, table.backward, table.recompute, strict=True)
     ]
-    way_in, way_back = [0.0], [0.0]
+    hops, way_in, way_back = table.hops, [0.0], [0.0]
     for stage in range(len(owner) - 1):
-        hop = table.latency[stage] + table.occupancy[stage]
-        hop = 0.0 if owner[stage] == owner[stage + 1] else hop
+        hop = 0.0 if owner[stage] == owner[stage + 1] else hops[stage]
         way_in.append(way_in[-1] + table.forward[stage] + hop)
         way_back.append(way_back[-1] + back[stage] + hop)
     compute = [0.0] * placement.num_ranks

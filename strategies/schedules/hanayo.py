@@ -28,6 +28,7 @@ from strategies.errors import PlanError
 from strategies.ir.placement import Placement, v
 from strategies.ir.program import Program, chain
 from strategies.schedules.schedule import Durations, Rows, Schedule, Shape
+from strategies.schedules.search.best_order import equal_durations
 from strategies.schedules.search.justify import Chain, justified_rows
 from strategies.schedules.search.weight_gaps import makespan
 
@@ -35,8 +36,7 @@ from strategies.schedules.search.weight_gaps import makespan
 def order(shape: Shape) -> Rows:
     """The fastest order found on the zigzag with P microbatches' memory per rank."""
     placement = v(shape.pp, shape.stages_per_rank)
-    ones = (1.0,) * placement.num_stages
-    equal = Durations(ones, ones, ones)
+    equal = equal_durations(placement)
     durations = shape.durations or equal
     rows = _searched(placement, shape.num_microbatches, durations)
     if durations.equal:

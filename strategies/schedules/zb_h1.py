@@ -22,31 +22,20 @@ The paper's own generator (an integer program and heuristics) is not used.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from strategies.ir.instruction import forward, input_gradient, weight_gradient
 from strategies.ir.placement import loop
 from strategies.schedules.schedule import Rows, Schedule, Shape
-from strategies.schedules.search.best_order import best_order, blocks, by_makespan, equal_durations
+from strategies.schedules.search.best_order import blocks, by_makespan, zero_bubble_order
 
 _RECIPES = blocks([(3.0, 3.0), (1.5, 1.5)], turns=[0.0], spares=[0, 1], patiences=[0.5])
 
 
 def order(shape: Shape) -> Rows:
     """The paper's order for equal costs and enough microbatches, else the best one found."""
-    pp, num_microbatches = shape.pp, shape.num_microbatches
-    equal = shape.durations is None or shape.durations.equal
-    if equal and num_microbatches >= 2 * pp - 1:
-        return _regular(pp, num_microbatches)
-    placement = loop(pp, 1)
-    return best_order(
-        placement,
-        num_microbatches,
-        shape.durations or equal_durations(placement),
-        caps=(pp,) * pp,
-        regular=partial(_regular, pp),
-        recipes=_RECIPES,
-        goal=by_makespan,
+    pp = shape.pp
+    return zero_bubble_order(
+        shape, loop(pp, 1), _regular, cap=pp, recipes=_RECIPES, goal=by_makespan
     )
 
 

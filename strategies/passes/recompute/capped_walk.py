@@ -22,7 +22,7 @@ from math import ceil
 from random import Random
 from typing import NamedTuple
 
-from strategies.schedules.search.lanes import F, I, Lanes, StepRows, W, next_of
+from strategies.schedules.search.lanes import F, I, Lanes, StepRows, W, first_arrivals, routes
 
 R = 3  # After F, I and W of ``lanes``; an I is the whole backward where none is split.
 
@@ -91,14 +91,8 @@ class _Walk:
         self.size = lanes.size
         count = len(lanes.rank)
         self.tolerance = 1e-9 * max(map(max, work.took))
-        self.arrival = (
-            [
-                [_NEVER if stage else 0.0] * size
-                for stage, size in zip(lanes.stage, lanes.size, strict=True)
-            ],
-            [[_NEVER] * size for size in lanes.size],
-        )
-        self.goes_to = [[next_of(lanes, kind, lane) for lane in range(count)] for kind in (F, I)]
+        self.arrival = first_arrivals(lanes, _NEVER)
+        self.goes_to = routes(lanes)
         # Whether the graph of a pair is there; before its F, False.
         self.graph = [[False] * size for size in lanes.size]
         self.done = [[0] * count for _ in (F, I, W, R)]

@@ -87,8 +87,7 @@ class _Moves:
         # What each needs from other stages, and how long that travels; its own stage's list keeps
         # F, R, B, W in order.
         self.needs: list[tuple[tuple[int, float], ...]] = [()] * len(self.took)
-        for index, boundary in enumerate(program.boundaries):
-            hop = table.latency[index] + table.occupancy[index]
+        for boundary, hop in zip(program.boundaries, table.hops, strict=True):
             for microbatch in range(count):
                 low = boundary.source * count + microbatch
                 high = boundary.target * count + microbatch

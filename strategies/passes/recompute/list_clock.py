@@ -177,11 +177,9 @@ def _arrivals(program: Program, table: CostTable) -> list[list[tuple[int, float]
     graph = program.graph
     rank, nodes = graph.rank, graph.nodes
     hops: dict[tuple[int, int], float] = {}
-    for boundary, latency, occupancy in zip(
-        program.boundaries, table.latency, table.occupancy, strict=True
-    ):
+    for boundary, took in zip(program.boundaries, table.hops, strict=True):
         ends = (boundary.source, boundary.target)
-        hops[ends] = hops[ends[::-1]] = latency + occupancy
+        hops[ends] = hops[ends[::-1]] = took
 
     def hop(need: int, node: int) -> float:
         """Of a message between two instructions' stages; an edge arrives with its message."""

@@ -140,7 +140,7 @@ def _generated(
     share = _SHARE if short or others else 1.0
     if short and placement.weight_copies == 1 and placement.num_stages > placement.num_ranks:
         turns.append(_oldest_first(program))
-    hops = [table.latency[i] + table.occupancy[i] for i in range(len(neighbours))]
+    hops = table.hops[: len(neighbours)]
 
     backward = table.backward_input if split else table.backward
     kinds = (table.forward, backward, table.backward_weight, table.recompute)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 from strategies.ir.placement import Placement
-from strategies.schedules.schedule import Durations, Rows
+from strategies.schedules.schedule import Durations, Rows, Shape
 from strategies.schedules.search.greedy import Guide, Policy, walk
 from strategies.schedules.search.lanes import (
     F,
@@ -79,6 +80,34 @@ def best_order(
     recipes = (*_following(placement, regular), *recipes)
     orders = [steps, *_finalists(placement, lanes, durations, caps, recipes, goal)]
     return lanes.rows(_best(orders, lanes, durations, goal))
+
+
+def zero_bubble_order(
+    shape: Shape,
+    placement: Placement,
+    regular: Callable[[int, int], Rows],
+    *,
+    cap: int,
+    recipes: tuple[Recipe, ...],
+    goal: Goal,
+) -> Rows:
+    """The paper's order for equal costs and M >= 2P-1, else the best one found.
+
+    ``regular`` takes P and M; ``cap`` is that of every rank, else as for ``best_order``.
+    """
+    pp, num_microbatches = shape.pp, shape.num_microbatches
+    equal = shape.durations is None or shape.durations.equal
+    if equal and num_microbatches >= 2 * pp - 1:
+        return regular(pp, num_microbatches)
+    return best_order(
+        placement,
+        num_microbatches,
+        shape.durations or equal_durations(placement),
+        caps=(cap,) * pp,
+        regular=partial(regular, pp),
+        recipes=recipes,
+        goal=goal,
+    )
 
 
 def generated_order(

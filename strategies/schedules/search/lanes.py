@@ -42,7 +42,6 @@ class Lanes:
 
     @property
     def num_microbatches(self) -> int:
-        """M."""
         return sum(self.size[:: self.num_stages])
 
     def rows(self, steps: StepRows) -> Rows:
@@ -115,12 +114,9 @@ def replay(lanes: Lanes, durations: Durations, rows: StepRows) -> Replay:
     """Runs the lists of all ranks, each instruction as early as it can."""
     parts = (durations.forward, durations.backward_input, durations.backward_weight)
     took = [[part[stage] for stage in lanes.stage] for part in parts]
-    goes_to = [[next_of(lanes, kind, lane) for lane in range(len(lanes.rank))] for kind in (F, I)]
+    goes_to = routes(lanes)
     # When the input of the next instruction is there, per kind, lane and index; then its start.
-    times = [[[_UNKNOWN] * n for n in lanes.size] for _ in (F, I)]
-    for lane, stage in enumerate(lanes.stage):
-        if stage == 0:
-            times[F][lane] = [0.0] * lanes.size[lane]
+    times = first_arrivals(lanes, _UNKNOWN)
     position = [0] * len(rows)
     now = [0.0] * len(rows)
     first = [_UNKNOWN] * len(rows)
@@ -159,6 +155,17 @@ def replay(lanes: Lanes, durations: Durations, rows: StepRows) -> Replay:
         tuple(map(tuple, times[F])),
         tuple(map(tuple, times[I])),
     )
+
+
+def routes(lanes: Lanes) -> list[list[tuple[int, int]]]:
+    """``next_of`` of F and I, per lane."""
+    return [[next_of(lanes, kind, lane) for lane in range(len(lanes.rank))] for kind in (F, I)]
+
+
+def first_arrivals(lanes: Lanes, never: float) -> list[list[list[float]]]:
+    """When the inputs of F and I are there, per lane and index, before anything has run."""
+    forward = [[never if s else 0.0] * n for s, n in zip(lanes.stage, lanes.size, strict=True)]
+    return [forward, [[never] * n for n in lanes.size]]
 
 
 def next_of(lanes: Lanes, kind: int, lane: int) -> tuple[int, int]:
