@@ -24,11 +24,7 @@ class CostTable:
     Attributes:
         name: ``uniform``, ``analytic`` or ``profiled``.
         time_unit: ``F`` or ``s``.
-        forward: F of one microbatch, per stage.
-        backward: B, per stage.
-        backward_input: I, per stage.
-        backward_weight: W, per stage.
-        recompute: R, per stage.
+        forward: F of one microbatch, per stage; likewise B, I, W and R.
         step: The optimizer on each stage.
         reduce: Per stage, each bucket's reduction on the rank's collective channel.
         latency: Per boundary of the program: what a message takes beside its transfer.
@@ -102,7 +98,6 @@ class Costs(Protocol):
 
 
 # ------------------------------------------------------------------------------------ stage memory
-# What each stage holds on a rank, in bytes and by what it is for.
 
 
 @dataclass(frozen=True, slots=True)

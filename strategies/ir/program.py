@@ -85,7 +85,6 @@ class Program:
 
     @cached_property
     def walk(self) -> Walk:
-        """The program flattened for replay, derived once."""
         from strategies.ir.walk import flatten
 
         return flatten(self)
@@ -95,14 +94,12 @@ class Program:
         return replace(self, ranks=ranks)
 
     def compute_rows(self) -> tuple[tuple[Instruction, ...], ...]:
-        """The lists without SEND and RECV."""
         return tuple(
             tuple(item for item in row if item.kind not in MESSAGE_KINDS) for row in self.ranks
         )
 
 
 def chain(num_stages: int) -> tuple[Boundary, ...]:
-    """Each stage feeds the next."""
     return tuple(Boundary(stage, stage + 1) for stage in range(num_stages - 1))
 
 

@@ -41,8 +41,6 @@ _PATTERN = re.compile(
     r"(?:#(?P<version>\d+))?"
     r"(?:@(?P<after>.+))?"
 )
-
-
 _FUSED = re.compile(r"\((?P<first>[^;()]+);(?P<second>[^;()]+)\)OVERLAP_F_B(?:@(?P<after>.+))?")
 
 

@@ -24,19 +24,13 @@ _WALKS = tuple((patience, ahead) for patience in (0.0, 0.3, 0.6, 1.1) for ahead 
 
 
 def order_messages(program: Program, table: CostTable) -> Program:
-    """The fastest lowering found for a table whose sends wait for their receives.
-
-    Args:
-        program: Not lowered.
-        table: With ``transport="rendezvous"``.
-    """
+    """The fastest lowering found for a table whose sends wait for their receives."""
     end = end_times(program, table)
     best = place_messages(program, end, lambda message: end[message.producer])
     shortest = _makespan(best, table)
     tried = set()
     for patience, ahead in _WALKS:
-        walk = _Walk(program, table, patience, ahead)
-        places, when = walk.run()
+        places, when = _Walk(program, table, patience, ahead).run()
         if tuple(when.values()) in tried:
             continue
         tried.add(tuple(when.values()))

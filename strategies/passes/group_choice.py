@@ -42,24 +42,17 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class GroupChoice:
-    """What was chosen, and why.
-
-    Attributes:
-        chosen: The candidate taken.
-        candidates: All that were simulated, by N.
-    """
+    """What was chosen, and why."""
 
     chosen: Candidate
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]  # All that were simulated, by N.
 
     @property
     def group(self) -> int:
-        """N."""
         return self.chosen.group
 
     @property
     def reason(self) -> str:
-        """One line for people."""
         chosen = self.chosen
         fitting = [c for c in self.candidates if c.fits]
         text = (

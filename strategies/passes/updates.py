@@ -19,9 +19,7 @@ from strategies.ir.program import LoopState, Program, last_gradients
 def add_gathers(program: Program, buckets: Sequence[int]) -> Program:
     """Inserts GATHER(stage) on every owner of every stage whose gradient is reduced.
 
-    Args:
-        program: A training program, not lowered.
-        buckets: Number of reduction buckets per stage; 0 where there is nothing to reduce.
+    ``buckets`` are per stage, 0 where there is nothing to reduce.
     """
     turn = _first_uses(program)
     rows = []
@@ -44,8 +42,6 @@ def _first_uses(program: Program) -> dict[int, tuple[int, int]]:
 
 
 # ------------------------------------------------------------------------------------- reduce grad
-# Adds each stage's gradient reduction and optimizer step.
-#
 # With overlap, a stage's REDUCE instructions stand right after its last gradient on that rank:
 # bucket after bucket is released inside that backward, and the channel works under the compute that
 # follows. Without, they carry an edge from the rank's last compute and start at the flush.
@@ -58,10 +54,8 @@ def _first_uses(program: Program) -> dict[int, tuple[int, int]]:
 def add_grad_reduce(program: Program, buckets: Sequence[int], *, overlap: bool) -> Program:
     """Inserts REDUCE(stage, bucket) on every owner of every stage.
 
-    Args:
-        program: A training program without reductions, not lowered.
-        buckets: Number of buckets per stage; 0 where there is nothing to reduce.
-        overlap: Release the buckets inside the stage's last backward, or all at the end.
+    ``buckets`` are per stage, 0 where there is nothing to reduce. They are released inside the
+    stage's last backward, or without ``overlap`` all at the end.
     """
     turn = _gradient_turns(program)
     rows = []
@@ -74,7 +68,7 @@ def add_grad_reduce(program: Program, buckets: Sequence[int], *, overlap: bool) 
             place = max(place, own) if overlap else len(row) - 1
             held_back = not overlap or place != own
             # An edge names its instruction, no more. An OVERLAP is named by its backward.
-            edge = _bare(row[place]) if held_back and place >= 0 else ()
+            edge = (replace(row[place].parts[-1], after=()),) if held_back and place >= 0 else ()
             behind.setdefault(place, []).extend(
                 Instruction(Kind.REDUCE, stage, bucket=bucket, after=edge)
                 for bucket in range(buckets[stage])
@@ -106,10 +100,6 @@ def _gradient_turns(program: Program) -> dict[int, int]:
         for stage, place in last_gradients(row).items():
             turn[stage] = max(turn[stage], position[offsets[rank] + place])
     return turn
-
-
-def _bare(item: Instruction) -> tuple[Instruction, ...]:
-    return (replace(item.parts[-1], after=()),)
 
 
 # ---------------------------------------------------------------------------------------- variants

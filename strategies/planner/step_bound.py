@@ -21,7 +21,6 @@ class Rules:
     """What is known of an order before it is made.
 
     Attributes:
-        num_microbatches: M.
         splits: Whether backwards may be split into I and W.
         recomputes: Whether every forward runs twice, the second time after its gradient came.
         waits_at_flush: Whether the makespan counts, else the period.
@@ -46,13 +45,7 @@ def ideal_time(problem: Problem, layout: Layout, recompute: Recompute) -> float:
 
 
 def step_bound(placement: Placement, table: CostTable, rules: Rules) -> float:
-    """A lower bound of the step time of every order of one cut.
-
-    Args:
-        placement: Any.
-        table: Of the cut, with reductions.
-        rules: What is known of the order.
-    """
+    """A lower bound of the step time of every order of one cut; the table has reductions."""
     copies = placement.copies
     whole = [
         f + min(b, i + w) + (r if rules.recomputes else 0.0)

@@ -213,7 +213,6 @@ def _refusal_key(refusal: Refusal) -> tuple[object, ...]:
 
 
 # ----------------------------------------------------------------------------------------- longest
-# The largest whole number that still fits, where each trial is expensive.
 
 
 def longest(
@@ -221,15 +220,9 @@ def longest(
 ) -> int | None:
     """The largest of ``start + k * step`` that fits; None if none does.
 
-    Strides double from the start until they leave what fits, then halve: as many trials as the
-    logarithm of the distance, so a good guess costs two.
-
-    Args:
-        fits: True up to some number, False beyond it.
-        start: A guess, between ``least`` and ``most``.
-        step: Of the numbers that are tried.
-        least: No smaller one is tried.
-        most: No larger one is tried.
+    Strides double from the start, a guess between ``least`` and ``most``, until they leave what
+    fits, then halve: as many trials as the logarithm of the distance, so a good guess costs two.
+    ``fits`` is True up to some number.
 
     >>> longest(lambda n: n <= 1000, start=64, step=8, least=1, most=4096)
     1000

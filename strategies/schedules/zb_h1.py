@@ -60,12 +60,6 @@ def split_1f1b(
 
     Rank r holds at most warmup(r) + lag(r) + 1 activations: a W runs right after the I that is
     ``lag(r)`` microbatches younger.
-
-    Args:
-        pp: P.
-        num_microbatches: M.
-        warmup: Rank -> forwards before the first F, I pair.
-        lag: Rank -> how many more I than W the rank has run in its steady state.
     """
     rows = []
     for rank in range(pp):

@@ -199,7 +199,6 @@ def run_lists(
 def _spans(
     program: Program, table: CostTable, *, steps: int, cores: float | None
 ) -> list[tuple[list[float], list[float]]]:
-    """Start and end of every node, per iteration."""
     items = _items(program, table)
     durations = flat_durations(table, program.walk.fused)
     if cores is not None and cores >= len(program.ranks):

@@ -65,15 +65,9 @@ def best_order(
 ) -> Rows:
     """The regular order, or a generated one that is better by the goal and keeps the caps.
 
-    Args:
-        placement: Stages to ranks.
-        num_microbatches: M.
-        durations: Per stage.
-        caps: Per rank, (stage, microbatch) pairs it may hold; the regular order keeps them.
-        regular: M -> the order to beat.
-        recipes: What to generate orders with, the most promising first; those that follow the
-            regular order are added.
-        goal: What is to be small.
+    ``caps`` are per rank, (stage, microbatch) pairs it may hold; the regular order (of M) keeps
+    them. ``recipes`` come with the most promising first; those that follow the regular order are
+    added. ``goal`` is what is to be small.
     """
     lanes = lanes_of(placement, num_microbatches)
     steps = lanes.steps(regular(num_microbatches))
@@ -187,7 +181,6 @@ def _finalists(
 
 
 def _best(orders: list[StepRows], lanes: Lanes, durations: Durations, goal: Goal) -> StepRows:
-    """The first of the best ones."""
     return min(orders, key=lambda o: _rounded(goal(replay(lanes, durations, o)), durations))
 
 
@@ -199,11 +192,9 @@ def _rounded(figures: tuple[float, float], durations: Durations) -> tuple[float,
 
 
 # ---------------------------------------------------------------------------------- building block
-# Guides made of one microbatch's times, repeated once per period.
-#
-# Qi et al., 2024, "Pipeline Parallelism with Controllable Memory",
-# https://arxiv.org/abs/2405.15362: how long a microbatch stays on a rank, counted in periods, is
-# what the rank must hold.
+# Guides made of one microbatch's times, repeated once per period. Qi et al., 2024, "Pipeline
+# Parallelism with Controllable Memory", https://arxiv.org/abs/2405.15362: how long a microbatch
+# stays on a rank, counted in periods, is what the rank must hold.
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +214,7 @@ class Block:
 def repeat(block: Block, lanes: Lanes, durations: Durations) -> Guide:
     """The guide by which one microbatch enters per period, the work of the slowest rank.
 
-    Args:
-        block: Of as many rows as a rank has stages.
-        lanes: Of a placement with one weight copy.
-        durations: Per stage.
+    The block has as many rows as a rank has stages.
     """
     assert lanes.num_copies == 1
     num_ranks = len(lanes.of_rank)

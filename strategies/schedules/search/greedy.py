@@ -52,7 +52,6 @@ class Policy:
     """How a rank decides.
 
     Attributes:
-        guide: What it would like to run next.
         spare: A forward fills idle time only while more than this many pairs are free.
         patience: An instruction may fill idle time if no more than this share of it delays the
             guide's choice, as far as the arrival of that is known.

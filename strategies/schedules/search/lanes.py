@@ -25,8 +25,6 @@ class Lanes:
     """Lanes of one placement and number of microbatches, in the order a microbatch crosses them.
 
     Attributes:
-        rank: Rank of each lane.
-        stage: Stage of each lane.
         size: Microbatches that run on each lane.
         of_rank: Lanes of each rank, lowest stage first.
         num_stages: S; the lanes of weight copy c are c * S to c * S + S - 1.
@@ -45,7 +43,6 @@ class Lanes:
         return sum(self.size[:: self.num_stages])
 
     def rows(self, steps: StepRows) -> Rows:
-        """The instructions of an order."""
         return tuple(tuple(self._instruction(*step) for step in row) for row in steps)
 
     def _instruction(self, kind: int, lane: int, index: int) -> Instruction:
