@@ -22,7 +22,6 @@ from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError, ProgramError
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import MICROBATCH_KINDS
-from strategies.ir.placement import Placement
 from strategies.ir.program import Boundary, Program, chain
 from strategies.ir.verify import verify
 from strategies.lowering.rendezvous_order import order_messages
@@ -223,12 +222,18 @@ def _ordered(plan: Plan) -> tuple[Program, Durations | None]:
     placement = schedule.place(shape)
     assert all(a + 1 < b < placement.num_stages for a, b in plan.skips)
     links = chain(placement.num_stages) + tuple(Boundary(*ends) for ends in plan.skips)
-    draft = _program(schedule, placement, shape, links, ranks=((),) * placement.num_ranks)
+    rows: Rows = ((),) * placement.num_ranks
+    draft = Program(schedule.name, placement, shape.num_microbatches, rows, links)
     durations = None if plan.costs is None else _durations(plan.costs.table(draft))
     if schedule.cost_aware:
         shape = replace(shape, durations=durations)
-    compute = _program(schedule, placement, shape, links, ranks=schedule.order(shape))
-    return compute, durations
+    rows = schedule.order(shape)
+    if not isinstance(rows, list | tuple) or not all(isinstance(r, list | tuple) for r in rows):
+        raise ProgramError(
+            f"{schedule.name}: its order is no list of instructions per rank. Return a tuple with "
+            f"{placement.num_ranks} tuples."
+        )
+    return draft.with_ranks(tuple(map(tuple, rows))), durations
 
 
 def _train(compute: Program, plan: Plan) -> Program:
@@ -290,27 +295,6 @@ def _choose_group(plan: Plan) -> GroupChoice:
 
     groups = group_candidates(min(plan.pp, plan.num_microbatches), plan.num_microbatches)
     return choose_group(groups, build, costs, memory_bytes=plan.memory_bytes)
-
-
-def _program(
-    schedule: Schedule,
-    placement: Placement,
-    shape: Shape,
-    links: tuple[Boundary, ...],
-    ranks: Rows,
-) -> Program:
-    if not isinstance(ranks, list | tuple) or not all(isinstance(r, list | tuple) for r in ranks):
-        raise ProgramError(
-            f"{schedule.name}: its order is no list of instructions per rank. Return a tuple with "
-            f"{placement.num_ranks} tuples."
-        )
-    return Program(
-        schedule=schedule.name,
-        placement=placement,
-        num_microbatches=shape.num_microbatches,
-        ranks=tuple(tuple(row) for row in ranks),
-        boundaries=links,
-    )
 
 
 def _check_compute_only(program: Program) -> None:

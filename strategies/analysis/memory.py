@@ -269,10 +269,10 @@ class _Walk:
         self._memory = memory
         self._again = recomputed_pairs(program)
         self._takes, self._frees = _split(program, memory)
+        nothing = (0,) * program.placement.num_stages
         self._temporaries: dict[Kind, tuple[int, ...]] = {
-            kind: getattr(memory, facts.temporaries)
+            kind: getattr(memory, facts.temporaries) if facts.temporaries else nothing
             for kind, facts in KINDS.items()
-            if facts.temporaries
         }
 
     def moments(self, rank: int) -> Iterator[_Moment]:
@@ -298,7 +298,7 @@ class _Walk:
                 inputs, activations = inputs + more[0], activations + more[1]
                 rebuilt, results = rebuilt + more[2], results + more[3]
             messages = results + sum(links.values()) + received[place]
-            needs = max(self._needs(part) for part in parts)
+            needs = max(self._temporaries[part.kind][part.stage] for part in parts)
             yield _Moment(place, inputs, activations, rebuilt, messages, needs)
             for part in parts:
                 less = frees[part.kind, (part.stage, part.microbatch) in again][part.stage]
@@ -322,10 +322,6 @@ class _Walk:
             used = uses.get((item.payload, item.stage, item.microbatch), len(row))
             changes[used] -= _size(item, self._memory)
         return list(accumulate(changes))
-
-    def _needs(self, part: Instruction) -> int:
-        rows = self._temporaries.get(part.kind)
-        return rows[part.stage] if rows else 0
 
 
 _Bytes = tuple[int, ...]  # stage inputs, activations, recompute, results

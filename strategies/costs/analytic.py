@@ -160,7 +160,7 @@ class AnalyticCosts:
         """
         forward, backward, inputs, weights = self._durations()
         links = [self._link(program, b.source, b.target) for b in program.boundaries]
-        sent = self._sent(program)
+        sent, sizes, stages = self._sent(program), self._sizes, range(len(self.stages))
         return CostTable(
             name="analytic",
             time_unit="s",
@@ -169,40 +169,27 @@ class AnalyticCosts:
             backward_input=inputs,
             backward_weight=weights,
             recompute=forward,
-            step=tuple(
-                self._step(program, stage, sharded=stage in gathered)
-                for stage in range(len(self.stages))
-            ),
+            step=tuple(self._step(program, s, sharded=s in gathered) for s in stages),
             reduce=tuple(
-                (
-                    self._once_round(program, stage, count, self._sizes.wire)
-                    * (1 if stage in gathered else 2),
-                )
-                * count
-                for stage, count in enumerate(buckets)
+                (self._once_round(program, s, n, sizes.wire) * (1 if s in gathered else 2),) * n
+                for s, n in enumerate(buckets)
             ),
             gather=tuple(
-                self._once_round(program, stage, 1, self._sizes.weight) if stage in gathered else 0
-                for stage in range(len(self.stages))
+                self._once_round(program, s, 1, sizes.weight) if s in gathered else 0
+                for s in stages
             ),
             latency=tuple(
-                latency + self._gather(count)
-                for count, (_, latency) in zip(sent, links, strict=True)
+                latency + self._gather(n) for n, (_, latency) in zip(sent, links, strict=True)
             ),
             occupancy=tuple(
-                count * self._sizes.activation / self.tp / bandwidth
-                for count, (bandwidth, _) in zip(sent, links, strict=True)
+                n * sizes.activation / self.tp / bandwidth
+                for n, (bandwidth, _) in zip(sent, links, strict=True)
             ),
             transport=self.transport,
             one_link=self.one_link,
-            activation_bytes=tuple(
-                load.saved_elements * self._sizes.activation for load in self.stages
-            ),
+            activation_bytes=tuple(load.saved_elements * sizes.activation for load in self.stages),
             stage_input=self._stage_inputs(program),
-            state_bytes=tuple(
-                self._state_bytes(program, stage, sharded=stage in gathered)
-                for stage in range(len(self.stages))
-            ),
+            state_bytes=tuple(self._state_bytes(program, s, sharded=s in gathered) for s in stages),
             memory=self._memory(program, gathered) if breakdown else None,
         )
 

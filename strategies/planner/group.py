@@ -61,7 +61,7 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
     found = []
     selective = recompute.policy == "selective"
     cuts: dict[Placement, list[tuple[int, ...]]] = {}
-    tables = problem.tables
+    tables = problem.found.tables
     for (placement, splits), members in by_placement.items():
         if placement not in cuts:
             cuts[placement] = _cuts(problem, space, layout, placement, recompute)
@@ -110,11 +110,11 @@ def _cuts(
     shared = placement.weight_copies > 1 or num_stages > placement.num_ranks
     selective = recompute.policy == "selective"
     key = (layout.tp, selective, owner)
-    if key not in problem.fastest_cuts:
-        problem.fastest_cuts[key] = _fastest(
+    if key not in problem.found.fastest_cuts:
+        problem.found.fastest_cuts[key] = _fastest(
             problem, space, layout, owner, shared=shared, selective=selective
         )
-    fastest = problem.fastest_cuts[key]
+    fastest = problem.found.fastest_cuts[key]
     found = [fastest]
     if shared or recompute.rewrites:
         return found

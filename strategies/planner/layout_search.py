@@ -141,7 +141,7 @@ def search(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
 
 def _search(problem: Problem, space: Space, top_k: int) -> Answer:
     rejected = Rejected()
-    evaluator = Evaluator(problem.machine.waits_at_flush, structures=problem.structures)
+    evaluator = Evaluator(problem.machine.waits_at_flush, structures=problem.found.structures)
     number = count()
     queue: list[tuple[float, int, Group | tuple[Layout, Recompute]]] = []
     num_candidates = 0
@@ -183,9 +183,9 @@ def _search(problem: Problem, space: Space, top_k: int) -> Answer:
 def _groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Group]:
     """Made once: a search for more plans begins with those of the one before."""
     key = (space, layout, recompute)
-    if key not in problem.groups:
-        problem.groups[key] = groups(problem, space, layout, recompute)
-    return problem.groups[key]
+    if key not in problem.found.groups:
+        problem.found.groups[key] = groups(problem, space, layout, recompute)
+    return problem.found.groups[key]
 
 
 def rank_key(outcome: Outcome) -> tuple[object, ...]:

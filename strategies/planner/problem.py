@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -53,6 +52,26 @@ class Machine:
     waits_at_flush: bool = False
 
 
+@dataclass(slots=True)
+class Found:
+    """What has been computed so far, by all that decides it; searches of a problem share it."""
+
+    fastest_cuts: dict[tuple[int, bool, tuple[int, ...]], tuple[int, ...]] = field(
+        default_factory=dict
+    )
+    structures: dict[object, Structure] = field(default_factory=dict)
+    # Policies that rerun whole stages share costs, durations and buckets of a cut.
+    tables: dict[object, tuple[PlannedCosts, CostTable, tuple[int, ...]]] = field(
+        default_factory=dict
+    )
+    groups: dict[object, list[Group]] = field(default_factory=dict)
+    units: dict[tuple[int, int, bool], tuple[Load, ...]] = field(default_factory=dict)
+    stage_loads: dict[tuple[int, int, bool, int, int], Load] = field(default_factory=dict)
+    equal_loads: dict[Load, Load] = field(default_factory=dict)
+    unit_tables: dict[tuple[int, int, bool], CostTable] = field(default_factory=dict)
+    whole: dict[tuple[int, int, int, bool, bool], CostTable] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is planned for, with the figures that many candidates share.
@@ -69,6 +88,7 @@ class Problem:
     refuse_tp: Callable[[int], str | None] = lambda tp: None
     graph: Callable[[int], UnitGraph] | None = None
     measured: Measured | None = None
+    found: Found = field(default_factory=Found, init=False, repr=False, compare=False)
 
     @property
     def least_size(self) -> int:
@@ -77,9 +97,9 @@ class Problem:
 
     def units(self, layout: Layout, *, selective: bool = False) -> tuple[Load, ...]:
         key = (layout.tp, layout.microbatch_size, selective)
-        if key not in self._units:
-            self._units[key] = self.loads(*key)
-        return self._units[key]
+        if key not in self.found.units:
+            self.found.units[key] = self.loads(*key)
+        return self.found.units[key]
 
     def costs(
         self, layout: Layout, units_per_stage: tuple[int, ...], *, selective: bool = False
@@ -110,12 +130,12 @@ class Problem:
     def unit_table(self, layout: Layout, *, selective: bool = False) -> CostTable:
         """Each unit as a stage of its own: what a cut goes by."""
         key = (layout.tp, layout.microbatch_size, selective)
-        if key not in self._unit_tables:
+        if key not in self.found.unit_tables:
             alone = [range(unit, unit + 1) for unit in range(self.num_units)]
             costs = self._cut(layout, alone, selective=selective, fixed=False)
             alike, none = draft(loop(1, self.num_units)), (0,) * self.num_units
-            self._unit_tables[key] = costs.table_for(alike, none, frozenset(), breakdown=False)
-        return self._unit_tables[key]
+            self.found.unit_tables[key] = costs.table_for(alike, none, frozenset(), breakdown=False)
+        return self.found.unit_tables[key]
 
     def whole_table(
         self, layout: Layout, *, zero1: bool = False, selective: bool = False
@@ -123,12 +143,14 @@ class Problem:
         """The whole model as one stage that sends nothing."""
         shares = zero1 and layout.dp > 1
         key = (layout.tp, layout.dp, layout.microbatch_size, shares, selective)
-        if key not in self._whole:
+        if key not in self.found.whole:
             shared = frozenset({0}) if shares else frozenset()
             everything = [range(self.num_units)]
             costs = self._cut(layout, everything, selective=selective, sends=False)
-            self._whole[key] = costs.table_for(draft(loop(1, 1)), (0,), shared, breakdown=False)
-        return self._whole[key]
+            self.found.whole[key] = costs.table_for(
+                draft(loop(1, 1)), (0,), shared, breakdown=False
+            )
+        return self.found.whole[key]
 
     def _cut(
         self,
@@ -151,11 +173,11 @@ class Problem:
     def _stage_load(self, layout: Layout, stage: range, *, selective: bool) -> Load:
         """The sum of a stage's units: one object for equal sums, which costs look for."""
         key = (layout.tp, layout.microbatch_size, selective, stage.start, stage.stop)
-        if key not in self._stage_loads:
+        if key not in self.found.stage_loads:
             units = self.units(layout, selective=selective)
             load = sum_loads([units[unit] for unit in stage])
-            self._stage_loads[key] = self._equal_loads.setdefault(load, load)
-        return self._stage_loads[key]
+            self.found.stage_loads[key] = self.found.equal_loads.setdefault(load, load)
+        return self.found.stage_loads[key]
 
     def _costs(self, layout: Layout, stages: tuple[Load, ...]) -> AnalyticCosts:
         machine = self.machine
@@ -169,46 +191,6 @@ class Problem:
             tp=layout.tp,
             sequence_parallel=machine.sequence_parallel,
         )
-
-    @cached_property
-    def fastest_cuts(self) -> dict[tuple[int, bool, tuple[int, ...]], tuple[int, ...]]:
-        """Cuts found so far, by tp, selective recomputation and the rank of each stage."""
-        return {}
-
-    @cached_property
-    def structures(self) -> dict[object, Structure]:
-        """Orders walked so far, by all that decides them."""
-        return {}
-
-    @cached_property
-    def tables(self) -> dict[object, tuple[PlannedCosts, CostTable, tuple[int, ...]]]:
-        """Costs, durations and buckets of cuts so far; policies that rerun whole stages share."""
-        return {}
-
-    @cached_property
-    def groups(self) -> dict[object, list[Group]]:
-        """Groups of candidates made so far, by space, layout and policy."""
-        return {}
-
-    @cached_property
-    def _units(self) -> dict[tuple[int, int, bool], tuple[Load, ...]]:
-        return {}
-
-    @cached_property
-    def _stage_loads(self) -> dict[tuple[int, int, bool, int, int], Load]:
-        return {}
-
-    @cached_property
-    def _equal_loads(self) -> dict[Load, Load]:
-        return {}
-
-    @cached_property
-    def _unit_tables(self) -> dict[tuple[int, int, bool], CostTable]:
-        return {}
-
-    @cached_property
-    def _whole(self) -> dict[tuple[int, int, int, bool, bool], CostTable]:
-        return {}
 
 
 def handing(stages: list[Load], handed: tuple[tuple[int, int, int], ...]) -> tuple[Load, ...]:

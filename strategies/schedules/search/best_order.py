@@ -76,22 +76,23 @@ def best_order(
     return lanes.rows(_best(orders, lanes, durations, goal))
 
 
-def zero_bubble_order(
+def regular_or_best(
     shape: Shape,
     placement: Placement,
     regular: Callable[[int, int], Rows],
     *,
+    least: int = 1,
     cap: int,
     recipes: tuple[Recipe, ...],
     goal: Goal,
 ) -> Rows:
-    """The paper's order for equal costs and M >= 2P-1, else the best one found.
+    """The regular order for equal costs and M >= ``least``, else the best one found.
 
     ``regular`` takes P and M; ``cap`` is that of every rank, else as for ``best_order``.
     """
     pp, num_microbatches = shape.pp, shape.num_microbatches
     equal = shape.durations is None or shape.durations.equal
-    if equal and num_microbatches >= 2 * pp - 1:
+    if equal and num_microbatches >= least:
         return regular(pp, num_microbatches)
     return best_order(
         placement,
