@@ -79,12 +79,7 @@ def compile_plan(plan: Plan) -> Programs:
 
 @lru_cache(maxsize=256)
 def compile_short(plan: Plan, num_microbatches: int) -> Programs:
-    """The plan's programs for a batch that gives fewer microbatches (a short last one).
-
-    Args:
-        plan: As for ``compile_plan``.
-        num_microbatches: 1 to ``plan.num_microbatches``.
-    """
+    """The plan's programs for a batch that gives fewer microbatches (a short last one)."""
     choice = compile_plan(plan).choice
     if choice is not None:
         plan = replace(plan, group=choice.group)

@@ -109,9 +109,7 @@ class Heartbeat:
     def names(self, names: Sequence[tuple[str, tuple[int, ...], str]]) -> tuple[int, int]:
         """Lays the names of a program's instructions behind the page; ``begin`` wants the result.
 
-        Args:
-            names: Per place the instruction in words, the global ranks at its other end, and
-                these in words.
+        Per place the instruction in words, the global ranks at its other end, and these in words.
         """
         return self._lay(json.dumps(names))
 

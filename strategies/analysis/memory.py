@@ -116,12 +116,9 @@ class Holding:
 def peak_activations(program: Program, table: CostTable | None = None) -> tuple[float, ...]:
     """Peak per rank in full-rank microbatches: (stage, microbatch) pairs over V.
 
-    Peaks are not divided where a microbatch crosses one stage of a rank (two weight copies).
-
-    Args:
-        program: Any.
-        table: Says what share of a full activation a stage's input is; None for nothing, which
-            counts full activations alone.
+    Peaks are not divided where a microbatch crosses one stage of a rank (two weight copies). The
+    table says what share of a full activation a stage's input is; without one, full activations
+    alone count.
     """
     count = program.placement.num_stages
     share = 1.0 / program.placement.stages_per_microbatch

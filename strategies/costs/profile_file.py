@@ -132,7 +132,6 @@ class Profile:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """Of the microbatch sizes that have one."""
         return tuple(each.error for _, each in self.sizes if each.error is not None)
 
     def at(self, microbatch_size: int) -> SizeProfile:

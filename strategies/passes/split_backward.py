@@ -27,10 +27,6 @@ def split_backward(program: Program, durations: Durations) -> Program:
     whole. An ``after`` edge to a B goes to its W, the later part: an edge names what must have
     ended.
 
-    Args:
-        program: Compute only: no messages, no updates.
-        durations: Per stage of the program.
-
     Raises:
         ProgramError: The program has messages or updates already.
     """

@@ -199,8 +199,7 @@ def flatten(program: Program) -> Structure:
     assert placement.weight_copies == 1
     owner = placement.copies[0]
     num_ranks, num_stages = placement.num_ranks, placement.num_stages
-    ends_of = [(b.source, b.target) for b in program.boundaries]
-    boundary = [ends_of.index((stage, stage + 1)) for stage in range(num_stages - 1)]
+    boundary = {(b.source, b.target): index for index, b in enumerate(program.boundaries)}
     # Where the result is known: the node itself, or its message.
     forward_end: dict[tuple[int, int], int] = {}
     gradient_end: dict[tuple[int, int], int] = {}
@@ -210,6 +209,7 @@ def flatten(program: Program) -> Structure:
     first, last = _first_and_last(program, offsets)
     place = [0] * num_ranks
     steps: list[ComputeStep] = []
+    last_stage = num_stages - 1
     waiting = list(range(num_ranks))
     while waiting:
         progressed = False
@@ -224,25 +224,34 @@ def flatten(program: Program) -> Structure:
                 node = offsets[rank] + index
                 needs: tuple[int, ...] = ()
                 messages: tuple[Sent, ...] = ()
-                if kind is Kind.F or kind is Kind.B or kind is Kind.I:
-                    forward = kind is Kind.F
-                    ends = forward_end if forward else gradient_end
-                    way = 1 if forward else -1
-                    if 0 <= stage - way < num_stages:
-                        need = ends.get((stage - way, microbatch), -1)
+                if kind is Kind.F:
+                    if stage:
+                        need = forward_end.get((stage - 1, microbatch), -1)
                         if need < 0:
                             break
                         needs = (need,)
-                    if forward and node == first[stage]:
+                    if node == first[stage]:
                         needs = (*needs, 2 * count + stage)
-                    if 0 <= stage + way < num_stages:
+                    if stage < last_stage:
                         known = node
-                        there = owner[stage + way]
-                        if there != rank:
+                        if owner[stage + 1] != rank:
                             known = count + node
-                            crossed = boundary[min(stage, stage + way)]
-                            messages = ((known, known, rank * num_ranks + there, crossed),)
-                        ends[stage, microbatch] = known
+                            link = rank * num_ranks + owner[stage + 1]
+                            messages = ((known, known, link, boundary[stage, stage + 1]),)
+                        forward_end[stage, microbatch] = known
+                elif kind is Kind.B or kind is Kind.I:
+                    if stage < last_stage:
+                        need = gradient_end.get((stage + 1, microbatch), -1)
+                        if need < 0:
+                            break
+                        needs = (need,)
+                    if stage:
+                        known = node
+                        if owner[stage - 1] != rank:
+                            known = count + node
+                            link = rank * num_ranks + owner[stage - 1]
+                            messages = ((known, known, link, boundary[stage - 1, stage]),)
+                        gradient_end[stage, microbatch] = known
                 elif item.after:
                     # An R that waits for its gradient.
                     need = gradient_end.get((stage + 1, microbatch), -1)

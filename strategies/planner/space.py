@@ -176,7 +176,6 @@ def _possible(
     space: Space, problem: Problem, schedule: Schedule, layout: Layout, stages: int,
     group: int | None,
 ) -> bool:  # fmt: skip
-    """Whether the schedule's own rules and the number of units allow it."""
     try:
         shape = schedule.resolve(
             pp=layout.pp,

@@ -67,10 +67,6 @@ CellRows = tuple[tuple[Cell, ...], ...]
 def parse_cells(text: str, *, name: str) -> CellRows:
     r"""The rows of a schedule's CSV, bubbles left out; every row computes something.
 
-    Args:
-        text: The content of the file.
-        name: What messages call it.
-
     Raises:
         ProgramError: A cell is no instruction, or a line has none.
 
@@ -182,11 +178,7 @@ _Key = tuple[Kind, Kind, int, int]
 def check_messages(rows: CellRows, index: Index, placement: Placement, *, name: str) -> None:
     """Refuses messages that are missing, repeated, of no use, or at the wrong place.
 
-    Args:
-        rows: As ``parse_cells`` gives them.
-        index: As ``check_cells`` gives it.
-        placement: Stages to ranks, as all cells of ``index`` have it.
-        name: What messages call the file.
+    Rows and index are as ``parse_cells`` and ``check_cells`` give them.
 
     Raises:
         ProgramError: The first rule that is broken, at its line and column.
@@ -292,10 +284,6 @@ Index = dict[tuple[Kind, int, int], tuple[Cell, int]]
 
 def check_cells(rows: CellRows, *, name: str) -> Index:
     """Where each computation stands; stages and microbatches count from 0 without a gap.
-
-    Args:
-        rows: As ``parse_cells`` gives them.
-        name: What messages call the file.
 
     Raises:
         ProgramError: The first rule that is broken.

@@ -22,8 +22,6 @@ M >= P the search gets there with one wave, and within 30 % of it with two (P=4,
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from strategies.errors import PlanError
 from strategies.ir.placement import Placement, v
 from strategies.ir.program import Program, chain
@@ -42,14 +40,9 @@ def order(shape: Shape) -> Rows:
     if durations.equal:
         return rows
     # Regular orders stand up well to irregular costs, and the search does not always find them.
-    searched = Program(
-        schedule="hanayo",
-        placement=placement,
-        num_microbatches=shape.num_microbatches,
-        ranks=rows,
-        boundaries=chain(placement.num_stages),
-    )
-    regular = replace(searched, ranks=_searched(placement, shape.num_microbatches, equal))
+    links = chain(placement.num_stages)
+    searched = Program("hanayo", placement, shape.num_microbatches, rows, links)
+    regular = searched.with_ranks(_searched(placement, shape.num_microbatches, equal))
     return min(regular, searched, key=lambda program: makespan(program, durations)).ranks
 
 

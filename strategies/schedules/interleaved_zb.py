@@ -41,13 +41,8 @@ def order(shape: Shape) -> Rows:
     if shape.durations is None or shape.durations.equal:
         return rows
     placement = loop(shape.pp, shape.stages_per_rank)
-    program = Program(
-        schedule="interleaved_zb",
-        placement=placement,
-        num_microbatches=shape.num_microbatches,
-        ranks=rows,
-        boundaries=chain(placement.num_stages),
-    )
+    links = chain(placement.num_stages)
+    program = Program("interleaved_zb", placement, shape.num_microbatches, rows, links)
     return fill_gaps(program, shape.durations).ranks
 
 

@@ -27,7 +27,7 @@ from itertools import count
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
 from strategies.ir.placement import v
-from strategies.schedules.schedule import Rows, Schedule, Shape
+from strategies.schedules.schedule import Rows, Schedule, Shape, existing
 from strategies.schedules.search.best_order import blocks, by_period, regular_or_best
 
 _RECIPES = (
@@ -48,14 +48,8 @@ def order(shape: Shape) -> Rows:
 def _regular(pp: int, num_microbatches: int) -> Rows:
     """The paper's phases, written for at least 2P-1 microbatches; of those, the first M."""
     whole = max(num_microbatches, 2 * pp - 1)
-    return tuple(
-        tuple(
-            item
-            for item in _row(pp, rank, whole)
-            if item.microbatch is not None and item.microbatch < num_microbatches
-        )
-        for rank in range(pp)
-    )
+    shape = Shape(pp, num_microbatches, stages_per_rank=2)
+    return tuple(existing(_row(pp, rank, whole), shape) for rank in range(pp))
 
 
 def _row(pp: int, rank: int, num_microbatches: int) -> list[Instruction]:

@@ -84,11 +84,8 @@ def compute_times(
 ) -> tuple[list[float], list[float]]:
     """Start and end of every node of a program without messages.
 
-    Args:
-        program: Not lowered.
-        durations: How long each node occupies its rank.
-        arrivals: Per node, (node that must have ended, how long after its end that is known here);
-            those of the same rank are known at once.
+    ``arrivals`` are per node, (node that must have ended, how long after its end that is known
+    here); those of the same rank are known at once.
     """
     graph = program.graph
     rank, count = graph.rank, len(graph.nodes)

@@ -153,9 +153,7 @@ class _Walk:
             return I, backward, now
         if again >= 0 and not pace.ahead:
             return R, again, now
-        if wait_for_room >= 0 and weight >= 0:
-            return W, weight, now
-        if weight >= 0 and pace.weights == 1:
+        if weight >= 0 and (wait_for_room >= 0 or pace.weights == 1):
             return W, weight, now
         best, best_turn = -1, _NEVER
         for lane in own:
@@ -172,14 +170,9 @@ class _Walk:
                 self.filling[lane] = True
             if self.filling[lane] and self.work.turn[lane][index] < best_turn:
                 best, best_turn = lane, self.work.turn[lane][index]
-        if best >= 0:
-            return F, best, now
-        if backward >= 0:
-            return I, backward, now
-        if again >= 0:
-            return R, again, now
-        if weight >= 0:
-            return W, weight, now
+        for kind, lane in ((F, best), (I, backward), (R, again), (W, weight)):
+            if lane >= 0:
+                return kind, lane, now
         return -1, -1, later
 
     def to_rebuild(self, lane: int, soon: float) -> int:

@@ -207,9 +207,8 @@ class _Moves:
     def times(self, places: list[int], since: float) -> tuple[float, float] | None:
         """(makespan, makespan and a little of all ranks' ends); None if the lists cannot run.
 
-        Args:
-            places: Per rank, where its list begins to be new; it is changed.
-            since: What began earlier is known.
+        ``places`` are where each rank's list begins to be new, and are changed; what began before
+        ``since`` is known.
         """
         self.trial += 1
         trial, made, needs, took = self.trial, self.made, self.needs, self.took

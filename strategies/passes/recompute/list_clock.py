@@ -83,15 +83,10 @@ class ListClock:
         return self._place[node]
 
     def hoist(self, node: int, place: int) -> dict[int, float] | None:
-        """Moves an instruction forwards in its list and updates all times.
+        """Moves an instruction to a smaller index in its list and updates all times.
 
-        Args:
-            node: What to move.
-            place: Its new index in its rank's list, smaller than its own.
-
-        Returns:
-            What ``put_back`` needs to undo it; None, with nothing changed, if the lists cannot run
-            in that order.
+        What ``put_back`` needs to undo it; None, with nothing changed, if the lists cannot run in
+        that order.
         """
         row, old = self.rows[self._rank[node]], self._place[node]
         assert place < old

@@ -43,11 +43,9 @@ def recompute_within(
 ) -> Program:
     """The fastest program found that holds no more full activations than there is room for.
 
-    Args:
-        program: Compute only: no messages, no updates, no R. Its own order is one candidate.
-        table: What its instructions take.
-        room: Per rank, full activations it may hold, in (stage, microbatch) pairs; at least 1.
-        reorder: Whether the order may change, or only what is recomputed.
+    The program has no messages, no updates, no R; its own order is one candidate. ``room`` is per
+    rank, in (stage, microbatch) pairs, at least 1. Without ``reorder`` only what is recomputed may
+    change.
 
     Raises:
         PlanError: ``reorder`` is off and the order itself needs more room.
