@@ -7,9 +7,8 @@ folder of every run has, too. The file says how many microbatches there are and 
 which stage; any placement goes. A stage may stand on two ranks, which then hold a copy of its
 weights each: even microbatches on the one, odd ones on the other, as in Chimera and DualPipe.
 
-What is checked, at line and column: notation (``csv_file``), completeness (``csv_rules``),
-placement (here), messages if there are any (``csv_messages``), and that the order can run. An order
-that cannot is shown as a grid with the step that every rank is stuck at and what it waits for.
+What is checked, at line and column: notation, completeness and messages if there are any
+(``csv_file``), placement (here), and that the order can run. An order that cannot is shown as a grid with the step that every rank is stuck at and what it waits for.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _nearest_even(asked: int, least: int) -> list[int]:
 # DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437; https://github.com/deepseek-ai/DualPipe.
 #
 # Cut between its middle ranks, DualPipe on P ranks is a V on P/2 ranks: what the opposed pipe does
-# on rank r is the V's way back. The steps know neither stages nor microbatches, see ``two_way.py``.
+# on rank r is the V's way back. The steps know neither stages nor microbatches.
 
 
 def dual_steps(*, rank: int, num_ranks: int, per_way: int) -> list[str]:

@@ -4,7 +4,7 @@ Generated orders follow rules; the last few percent are exceptions to them. Agai
 instruction of the longest chain moves a few places towards the front of its list, or one before it
 towards the end, or a pair begins or ceases to be recomputed. What is not slower and keeps within
 the room stays, and now and then something a little slower. Bounded by a count and always the same,
-as in ``pace_search``; worth it for programs of a few hundred instructions only: of 26 steps of 3
+as in ``capped_walk``; worth it for programs of a few hundred instructions only: of 26 steps of 3
 and 4 ranks (B = 2F, one to three full activations) 9 are 2 to 7 % shorter with it, most of them of
 ``interleaved_1f1b`` and ``zb_h1``.
 """

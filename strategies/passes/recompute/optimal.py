@@ -1,8 +1,8 @@
 """Recomputes no more than a memory limit demands, in an order made for it.
 
 Three kinds of orders are timed: the schedule's own, with as few pairs recomputed as fit
-(``kept_intervals``), those of other schedules on the same placement (``sibling_orders``), and
-generated ones that know the limit from the start (``pace_search``). In short programs small moves
+(``keep_what_fits``), those of other schedules on the same placement (``sibling_orders``), and
+generated ones that know the limit from the start (``capped_walk``). In short programs small moves
 improve the best of them. The fastest one wins, of equal ones the one with less recomputation.
 """
 
