@@ -8,7 +8,8 @@ which stage; any placement goes. A stage may stand on two ranks, which then hold
 weights each: even microbatches on the one, odd ones on the other, as in Chimera and DualPipe.
 
 What is checked, at line and column: notation, completeness and messages if there are any
-(``csv_file``), placement (here), and that the order can run. An order that cannot is shown as a grid with the step that every rank is stuck at and what it waits for.
+(``csv_file``), placement (here), and that the order can run. An order that cannot is shown as a
+grid with the step that every rank is stuck at and what it waits for.
 """
 
 from __future__ import annotations
