@@ -170,9 +170,14 @@ class _Walk:
                 self.filling[lane] = True
             if self.filling[lane] and self.work.turn[lane][index] < best_turn:
                 best, best_turn = lane, self.work.turn[lane][index]
-        for kind, lane in ((F, best), (I, backward), (R, again), (W, weight)):
-            if lane >= 0:
-                return kind, lane, now
+        if best >= 0:
+            return F, best, now
+        if backward >= 0:
+            return I, backward, now
+        if again >= 0:
+            return R, again, now
+        if weight >= 0:
+            return W, weight, now
         return -1, -1, later
 
     def to_rebuild(self, lane: int, soon: float) -> int:
