@@ -22,7 +22,6 @@ from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError, ProgramError
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import MICROBATCH_KINDS
-from strategies.ir.placement import Placement
 from strategies.ir.program import Boundary, Program, chain
 from strategies.ir.verify import verify
 from strategies.lowering.rendezvous_order import order_messages
@@ -42,6 +41,7 @@ from strategies.passes.updates import (
 from strategies.plan import NO_RECOMPUTE, Overlap, Plan, Recompute, ScheduleFile
 from strategies.schedules import Durations, Rows, Schedule, Shape, find_schedule
 from strategies.schedules.schedule import given_group
+from strategies.schedules.search.best_order import equal_durations
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,7 @@ def compile_plan(plan: Plan) -> Programs:
 
 @lru_cache(maxsize=256)
 def compile_short(plan: Plan, num_microbatches: int) -> Programs:
-    """The plan's programs for a batch that gives fewer microbatches (a short last one).
-
-    Args:
-        plan: As for ``compile_plan``.
-        num_microbatches: 1 to ``plan.num_microbatches``.
-    """
+    """The plan's programs for a batch that gives fewer microbatches (a short last one)."""
     choice = compile_plan(plan).choice
     if choice is not None:
         plan = replace(plan, group=choice.group)
@@ -110,7 +105,7 @@ def compile_compute(plan: Plan) -> Program:
                 f"schedule.split_backward=true: {schedule.name} splits its backwards by itself. "
                 "Remove schedule.split_backward."
             )
-        compute = verify(split_backward(compute, durations or _equal(compute.placement)))
+        compute = verify(split_backward(compute, durations or equal_durations(compute.placement)))
     if plan.recompute.rewrites:
         compute = add_recompute(
             _paired(compute, plan),
@@ -222,12 +217,18 @@ def _ordered(plan: Plan) -> tuple[Program, Durations | None]:
     placement = schedule.place(shape)
     assert all(a + 1 < b < placement.num_stages for a, b in plan.skips)
     links = chain(placement.num_stages) + tuple(Boundary(*ends) for ends in plan.skips)
-    draft = _program(schedule, placement, shape, links, ranks=((),) * placement.num_ranks)
+    rows: Rows = ((),) * placement.num_ranks
+    draft = Program(schedule.name, placement, shape.num_microbatches, rows, links)
     durations = None if plan.costs is None else _durations(plan.costs.table(draft))
     if schedule.cost_aware:
         shape = replace(shape, durations=durations)
-    compute = _program(schedule, placement, shape, links, ranks=schedule.order(shape))
-    return compute, durations
+    rows = schedule.order(shape)
+    if not isinstance(rows, list | tuple) or not all(isinstance(r, list | tuple) for r in rows):
+        raise ProgramError(
+            f"{schedule.name}: its order is no list of instructions per rank. Return a tuple with "
+            f"{placement.num_ranks} tuples."
+        )
+    return draft.with_ranks(tuple(map(tuple, rows))), durations
 
 
 def _train(compute: Program, plan: Plan) -> Program:
@@ -279,7 +280,6 @@ def _lower(program: Program, costs: Costs | None) -> Program:
 
 
 def _choose_group(plan: Plan) -> GroupChoice:
-    """The group of least peak whose time is minimal under the plan's costs."""
     costs = plan.costs or UniformCosts()
     if plan.recompute.policy in ("mario", "optimal"):
         # These passes search; the groups differ in what they are applied to.
@@ -290,27 +290,6 @@ def _choose_group(plan: Plan) -> GroupChoice:
 
     groups = group_candidates(min(plan.pp, plan.num_microbatches), plan.num_microbatches)
     return choose_group(groups, build, costs, memory_bytes=plan.memory_bytes)
-
-
-def _program(
-    schedule: Schedule,
-    placement: Placement,
-    shape: Shape,
-    links: tuple[Boundary, ...],
-    ranks: Rows,
-) -> Program:
-    if not isinstance(ranks, list | tuple) or not all(isinstance(r, list | tuple) for r in ranks):
-        raise ProgramError(
-            f"{schedule.name}: its order is no list of instructions per rank. Return a tuple with "
-            f"{placement.num_ranks} tuples."
-        )
-    return Program(
-        schedule=schedule.name,
-        placement=placement,
-        num_microbatches=shape.num_microbatches,
-        ranks=tuple(tuple(row) for row in ranks),
-        boundaries=links,
-    )
 
 
 def _check_compute_only(program: Program) -> None:
@@ -325,15 +304,5 @@ def _check_compute_only(program: Program) -> None:
 
 
 def _durations(table: CostTable) -> Durations:
-    hops = zip(table.latency, table.occupancy, strict=True)
-    return Durations(
-        table.forward,
-        table.backward_input,
-        table.backward_weight,
-        max((latency + occupancy for latency, occupancy in hops), default=0.0),
-    )
-
-
-def _equal(placement: Placement) -> Durations:
-    ones = (1.0,) * placement.num_stages
-    return Durations(ones, ones, ones)
+    latency = max(table.hops, default=0.0)
+    return Durations(table.forward, table.backward_input, table.backward_weight, latency)

@@ -63,7 +63,6 @@ class NotFiniteError(RunError):
 
 
 # ---------------------------------------------------------------------------------- ranks in words
-#
 # Ranks and hosts as messages name them.
 
 
@@ -89,7 +88,6 @@ def by_host(hosts: Mapping[int, str]) -> str:
 
 
 # -------------------------------------------------------------------------- synchronous reductions
-#
 # What to say where reductions wait inside their calls. Torch-free: the parent can say it first.
 
 

@@ -96,18 +96,10 @@ class Beat:
 
 
 class Heartbeat:
-    """The page of one rank, as the rank writes it.
-
-    Attributes:
-        words: The page; hot loops write ``words[STATE]`` themselves.
-    """
+    """The page of one rank, as the rank writes it; hot loops write ``words[STATE]`` themselves."""
 
     def __init__(self, file: int | None = None) -> None:
-        """Maps a page.
-
-        Args:
-            file: Descriptor from ``new_page``; None for a page that nobody reads.
-        """
+        """Maps a page: a descriptor from ``new_page``; None for a page that nobody reads."""
         self._file = file
         memory: bytearray | mmap.mmap = bytearray(PAGE) if file is None else mmap.mmap(file, PAGE)
         self.words = memoryview(memory).cast("Q")
@@ -115,31 +107,20 @@ class Heartbeat:
             self.phase(Phase.STARTING)
 
     def names(self, names: Sequence[tuple[str, tuple[int, ...], str]]) -> tuple[int, int]:
-        """Lays the names of a program's instructions behind the page.
+        """Lays the names of a program's instructions behind the page; ``begin`` wants the result.
 
-        Args:
-            names: Per place the instruction in words, the global ranks at its other end, and
-                these in words.
-
-        Returns:
-            What ``begin`` wants to hear.
+        Per place the instruction in words, the global ranks at its other end, and these in words.
         """
         return self._lay(json.dumps(names))
 
     def begin(self, where: tuple[int, int], *, fresh: bool) -> None:
-        """A pass begins.
-
-        Args:
-            where: From ``names``.
-            fresh: Whether it is the program's first.
-        """
+        """A pass begins: where its names lie, and whether it is the program's first."""
         words = self.words
         words[NAMES_AT], words[NAMES_BYTES] = where
         words[FRESH] = int(fresh)
         words[PASSES] += 1
 
     def phase(self, phase: Phase) -> None:
-        """The rank is outside a program."""
         self.words[STATE] = PHASE | phase
 
     def step(self, step: int) -> None:
@@ -162,7 +143,6 @@ class Heartbeat:
         return bool(self.words[LEAVE])
 
     def beat(self) -> Beat:
-        """What the page says of this rank itself."""
         return _beat(self.words, self._file)
 
     def _lay(self, text: str) -> tuple[int, int]:

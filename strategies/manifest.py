@@ -74,7 +74,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as stream:
         while block := stream.read(_BLOCK_BYTES):
@@ -85,13 +84,7 @@ def file_hash(path: Path) -> str:
 def find_damage(
     path: Path, manifest: Mapping[str, Any], names: Collection[str] | None = None
 ) -> str | None:
-    """The first file that is not what was written, as a message; None if all are.
-
-    Args:
-        path: The folder.
-        manifest: What ``read_manifest`` returned.
-        names: Which files to read; all by default.
-    """
+    """The first file (of ``names``) that is not what was written, as a message; None if all are."""
     files: dict[str, dict[str, Any]] = manifest["files"]
     for name, entry in files.items():
         if names is not None and name not in names:
@@ -123,7 +116,6 @@ def find_misfit(path: Path, manifest: Mapping[str, Any]) -> str | None:
 
 
 def total_bytes(manifest: Mapping[str, Any]) -> int:
-    """Size of all files that the manifest names."""
     return sum(int(entry["bytes"]) for entry in manifest["files"].values())
 
 

@@ -11,7 +11,6 @@ from strategies.costs.table import Costs
 from strategies.errors import PlanError
 
 # ---------------------------------------------------------------------------------- compiled units
-#
 # What ``compile=true`` asks of a schedule. Torch-free, so that the parent can refuse in time.
 
 
@@ -22,13 +21,8 @@ def refuse_split_backward(schedule: str, *, own: bool, asked: bool) -> None:
     with the inputs', so I would do all of the work and W none, which is neither what the schedule
     was made for nor what was simulated.
 
-    Args:
-        schedule: Its name.
-        own: Whether it splits backwards by itself.
-        asked: Whether the user wants them split.
-
     Raises:
-        PlanError: Either.
+        PlanError: The schedule splits by itself (``own``), or the user has asked for it.
     """
     if own or asked:
         what = f"schedule={schedule}" if own else "schedule.split_backward=true"
@@ -55,9 +49,7 @@ def refuse_selective(policy: Policy) -> None:
 
 
 # --------------------------------------------------------------------------------------- recompute
-#
 # Which forwards keep only their input and are run again before their backward.
-
 
 Policy = Literal["none", "full", "selective", "mario", "optimal"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -200,7 +192,6 @@ class Plan:
             )
 
     def stage_buckets(self, num_stages: int) -> tuple[int, ...]:
-        """Buckets of each stage."""
         counts = 1 if self.buckets is None else self.buckets
         return (counts,) * num_stages if isinstance(counts, int) else counts
 
@@ -249,13 +240,9 @@ def num_buckets(num_bytes: int, bucket_mb: float) -> int:
 
 
 # ----------------------------------------------------------------------------------- schedule file
-#
-# A schedule that somebody wrote down, as a value: hashable, and free of the file it came from.
-#
 # Ranks compile the same plan as their parent, so a plan carries the text and not a path: what is
 # read once is what runs, whatever becomes of the file. ``strategies.schedules.custom`` reads the
 # text.
-
 
 # A row of a million instructions; a mistyped path to a data set or device ends here.
 _MAX_BYTES = 1 << 24
@@ -277,11 +264,7 @@ class ScheduleFile:
 
 
 def read_schedule_file(path: str, *, placement: str | None = None) -> ScheduleFile:
-    """Reads a schedule's CSV.
-
-    Args:
-        path: Relative to the working directory, or absolute.
-        placement: As in ``ScheduleFile``.
+    """Reads a schedule's CSV; a relative path is one of the working directory.
 
     Raises:
         PlanError: There is no such file, or it is not text.

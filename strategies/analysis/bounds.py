@@ -48,8 +48,8 @@ def _jobs(program: Program, table: CostTable) -> list[list[tuple[float, float, f
     """Per rank: (head, duration, tail) of every compute instruction of a microbatch."""
     graph = program.graph
     hop = {
-        frozenset((b.source, b.target)): table.latency[i] + table.occupancy[i]
-        for i, b in enumerate(program.boundaries)
+        frozenset((b.source, b.target)): hop
+        for b, hop in zip(program.boundaries, table.hops, strict=True)
     }
     duration = [0.0] * len(graph.nodes)
     for node, item in enumerate(graph.nodes):
@@ -104,7 +104,6 @@ def _one_machine(jobs: Sequence[tuple[float, float, float]]) -> float:
 
 
 # ------------------------------------------------------------------------------------ memory bound
-#
 # LB2: how fast any order could be that holds no more full activations than allowed.
 #
 # A pair (stage, microbatch) that keeps its activation occupies a place in memory at least as long
@@ -135,10 +134,8 @@ class _Lane(NamedTuple):
 def memory_bound(program: Program, table: CostTable, caps: Sequence[float]) -> Bound:
     """The largest memory-time bound over all ranks; of equal ones the lowest rank.
 
-    Args:
-        program: A training program, with or without messages and R.
-        table: What its instructions take.
-        caps: Per rank, full activations that it may hold, in full-rank microbatches.
+    ``program`` trains, with or without messages and R; ``caps`` are per rank, in full-rank
+    microbatches.
     """
     share = 1.0 / program.placement.stages_per_microbatch
     values = [
@@ -194,9 +191,8 @@ def _lanes(program: Program, table: CostTable) -> list[list[_Lane]]:
             continue
         hops: dict[int, list[tuple[int, float]]] = {s: [] for s in stages}
         sources: dict[int, list[tuple[int, float]]] = {s: [] for s in stages}
-        for index, boundary in enumerate(program.boundaries):
-            near = ranks[boundary.source] == ranks[boundary.target]
-            hop = 0.0 if near else table.latency[index] + table.occupancy[index]
+        for boundary, took in zip(program.boundaries, table.hops, strict=True):
+            hop = 0.0 if ranks[boundary.source] == ranks[boundary.target] else took
             hops[boundary.source].append((boundary.target, hop))
             sources[boundary.target].append((boundary.source, hop))
         head, after, there = [0.0] * len(stages), [0.0] * len(stages), [0.0] * len(stages)

@@ -29,10 +29,8 @@ def vector(kind: Kind, *, again: bool, keeps: bool = True) -> tuple[Amounts, Amo
 
     All that is said of memory is a sum over these vectors, in one unit or another.
 
-    Args:
-        kind: Of a part, not of a fused pair.
-        again: Whether its (stage, microbatch) pair has an R.
-        keeps: False in forward programs, where nothing outlasts the instruction that took it.
+    Of a part, not of a fused pair; ``again``: its (stage, microbatch) pair has an R; ``keeps`` is
+    False in forward programs, where nothing outlasts the instruction that took it.
     """
     facts = KINDS[kind]
     takes = facts.checkpointed if again and facts.checkpointed is not None else facts.takes
@@ -93,15 +91,12 @@ class Holding:
         return sum(self.taken(forward(*pair)) for pair in pairs if rank_of(*pair) == rank)
 
     def taken(self, item: Instruction) -> float:
-        """What an instruction takes when it starts."""
         return self._sum(self._takes, item)
 
     def freed(self, item: Instruction) -> float:
-        """What it gives back when it ends."""
         return self._sum(self._frees, item)
 
     def peak(self, rank: int) -> float:
-        """What a rank holds at its worst moment."""
         return max(self._over_time(rank))
 
     def _over_time(self, rank: int) -> Iterator[float]:
@@ -121,12 +116,9 @@ class Holding:
 def peak_activations(program: Program, table: CostTable | None = None) -> tuple[float, ...]:
     """Peak per rank in full-rank microbatches: (stage, microbatch) pairs over V.
 
-    Peaks are not divided where a microbatch crosses one stage of a rank (two weight copies).
-
-    Args:
-        program: Any.
-        table: Says what share of a full activation a stage's input is; None for nothing, which
-            counts full activations alone.
+    Peaks are not divided where a microbatch crosses one stage of a rank (two weight copies). The
+    table says what share of a full activation a stage's input is; without one, full activations
+    alone count.
     """
     count = program.placement.num_stages
     share = 1.0 / program.placement.stages_per_microbatch
@@ -152,10 +144,7 @@ def peak_bytes(program: Program, table: CostTable) -> tuple[int | None, ...]:
 
 
 # ------------------------------------------------------------------------------------ memory model
-#
-# What each rank holds over a step, by what it is for, and at its worst moment.
-#
-# Read off the program's order, instruction by instruction. A forward keeps its activations and its
+# What each rank holds over a step, by what it is for. A forward keeps its activations and its
 # result until the backward; a checkpointed one keeps its stage's input, until its R rebuilds the
 # rest. After I a microbatch keeps what W needs. Receives are posted a few ahead of their use, as
 # the runtime does, and of what a rank has sent the latest message per link counts: the one before
@@ -163,7 +152,6 @@ def peak_bytes(program: Program, table: CostTable) -> tuple[int | None, ...]:
 #
 # Not counted: the allocator's own losses, the batch, and what the processes need before they have a
 # model.
-
 
 RECEIVED_AHEAD = 4
 """Messages that a rank may have posted receives for before their turn."""
@@ -174,8 +162,6 @@ class RankMemory:
     """Bytes that one rank holds at one moment.
 
     Attributes:
-        parameters: Weights.
-        gradients: Their sums.
         optimizer: Its state and its own copy of the weights.
         stage_inputs: What checkpointed forwards have kept.
         activations: What other forwards have kept for their backwards.
@@ -280,10 +266,10 @@ class _Walk:
         self._memory = memory
         self._again = recomputed_pairs(program)
         self._takes, self._frees = _split(program, memory)
+        nothing = (0,) * program.placement.num_stages
         self._temporaries: dict[Kind, tuple[int, ...]] = {
-            kind: getattr(memory, facts.temporaries)
+            kind: getattr(memory, facts.temporaries) if facts.temporaries else nothing
             for kind, facts in KINDS.items()
-            if facts.temporaries
         }
 
     def moments(self, rank: int) -> Iterator[_Moment]:
@@ -309,7 +295,7 @@ class _Walk:
                 inputs, activations = inputs + more[0], activations + more[1]
                 rebuilt, results = rebuilt + more[2], results + more[3]
             messages = results + sum(links.values()) + received[place]
-            needs = max(self._needs(part) for part in parts)
+            needs = max(self._temporaries[part.kind][part.stage] for part in parts)
             yield _Moment(place, inputs, activations, rebuilt, messages, needs)
             for part in parts:
                 less = frees[part.kind, (part.stage, part.microbatch) in again][part.stage]
@@ -333,10 +319,6 @@ class _Walk:
             used = uses.get((item.payload, item.stage, item.microbatch), len(row))
             changes[used] -= _size(item, self._memory)
         return list(accumulate(changes))
-
-    def _needs(self, part: Instruction) -> int:
-        rows = self._temporaries.get(part.kind)
-        return rows[part.stage] if rows else 0
 
 
 _Bytes = tuple[int, ...]  # stage inputs, activations, recompute, results

@@ -63,13 +63,9 @@ class Metrics:
 
 
 def measure(timeline: Timeline, costs: Costs, *, cap: float | None = None) -> Metrics:
-    """Figures of a timeline, with the bounds that its costs imply.
+    """Figures of a training program's timeline, with the bounds that its costs imply.
 
-    Args:
-        timeline: Of a training program.
-        costs: What its program's instructions take.
-        cap: Full activations that a rank may hold, in full-rank microbatches; None for what each
-            rank of the program holds at most.
+    ``cap`` is what a rank may hold, in full-rank microbatches; None for what each holds at most.
     """
     program = timeline.program
     table = costs.table(program)

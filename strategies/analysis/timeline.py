@@ -65,7 +65,6 @@ class Timeline:
         return max((e.end for e in own), default=0.0) - min((e.start for e in own), default=0.0)
 
     def events(self, rank: int) -> Iterator[Event]:
-        """All events of a rank in list order."""
         row = self.program.ranks[rank]
         for item, start, end in zip(row, self.start[rank], self.end[rank], strict=True):
             yield Event(rank, item, start, end)

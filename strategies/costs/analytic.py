@@ -101,8 +101,6 @@ class AnalyticCosts:
 
     Attributes:
         stages: One load per stage, of one rank.
-        hardware: The machine.
-        dp: Replicas.
         element_bytes: Bytes of a weight, a gradient and an activation element.
         sizes: Each of them by itself, for mixed precision; None for ``element_bytes``.
         optimizer_elements: Elements of optimizer state per parameter (2 for Adam).
@@ -157,15 +155,12 @@ class AnalyticCosts:
     ) -> CostTable:
         """The table of a program that has no reductions yet: a search does not make them.
 
-        Args:
-            program: Its placement and boundaries count.
-            buckets: That it will have, per stage.
-            gathered: Stages whose weights will be gathered.
-            breakdown: Whether the table tells what stages hold by what it is for.
+        ``buckets`` it will have per stage, and the weights of ``gathered`` stages will be gathered;
+        with ``breakdown`` the table tells what stages hold by what it is for.
         """
         forward, backward, inputs, weights = self._durations()
         links = [self._link(program, b.source, b.target) for b in program.boundaries]
-        sent = self._sent(program)
+        sent, sizes, stages = self._sent(program), self._sizes, range(len(self.stages))
         return CostTable(
             name="analytic",
             time_unit="s",
@@ -174,47 +169,33 @@ class AnalyticCosts:
             backward_input=inputs,
             backward_weight=weights,
             recompute=forward,
-            step=tuple(
-                self._step(program, stage, sharded=stage in gathered)
-                for stage in range(len(self.stages))
-            ),
+            step=tuple(self._step(program, s, sharded=s in gathered) for s in stages),
             reduce=tuple(
-                (
-                    self._once_round(program, stage, count, self._sizes.wire)
-                    * (1 if stage in gathered else 2),
-                )
-                * count
-                for stage, count in enumerate(buckets)
+                (self._once_round(program, s, n, sizes.wire) * (1 if s in gathered else 2),) * n
+                for s, n in enumerate(buckets)
             ),
             gather=tuple(
-                self._once_round(program, stage, 1, self._sizes.weight) if stage in gathered else 0
-                for stage in range(len(self.stages))
+                self._once_round(program, s, 1, sizes.weight) if s in gathered else 0
+                for s in stages
             ),
             latency=tuple(
-                latency + self._gather(count)
-                for count, (_, latency) in zip(sent, links, strict=True)
+                latency + self._gather(n) for n, (_, latency) in zip(sent, links, strict=True)
             ),
             occupancy=tuple(
-                count * self._sizes.activation / self.tp / bandwidth
-                for count, (bandwidth, _) in zip(sent, links, strict=True)
+                n * sizes.activation / self.tp / bandwidth
+                for n, (bandwidth, _) in zip(sent, links, strict=True)
             ),
             transport=self.transport,
             one_link=self.one_link,
-            activation_bytes=tuple(
-                load.saved_elements * self._sizes.activation for load in self.stages
-            ),
+            activation_bytes=tuple(load.saved_elements * sizes.activation for load in self.stages),
             stage_input=self._stage_inputs(program),
-            state_bytes=tuple(
-                self._state_bytes(program, stage, sharded=stage in gathered)
-                for stage in range(len(self.stages))
-            ),
-            memory=self.memory(program, gathered) if breakdown else None,
+            state_bytes=tuple(self._state_bytes(program, s, sharded=s in gathered) for s in stages),
+            memory=self._memory(program, gathered) if breakdown else None,
         )
 
-    def memory(self, program: Program, gathered: frozenset[int] | None = None) -> StageMemory:
+    def _memory(self, program: Program, gathered: frozenset[int]) -> StageMemory:
         """What stages hold; temporaries are a stage's result and the gradients at its ends."""
         sizes, count = self._sizes, len(self.stages)
-        gathered = gathered_stages(program) if gathered is None else gathered
         weights = [load.parameters for load in self.stages]
         states = [self._state_bytes(program, s, sharded=s in gathered) for s in range(count)]
         saved = tuple(load.saved_elements * sizes.activation for load in self.stages)
@@ -282,8 +263,13 @@ class AnalyticCosts:
         return ElementSizes.all(self.element_bytes) if self.sizes is None else self.sizes
 
     def _forward(self, load: Load) -> float:
+        return self._pass(load, load.forward_flops)
+
+    def _pass(self, load: Load, flops: float) -> float:
+        """With what launching kernels and walking lists takes, of a stage and its units."""
         moved = 2 * load.output_elements * self._sizes.activation / self.hardware.memory_bandwidth
-        return max(self._computing(load.forward_flops), moved) + self._overhead(load)
+        overhead = self.hardware.stage_overhead_s + load.num_units * self.hardware.unit_overhead_s
+        return max(self._computing(flops), moved) + overhead
 
     def _durations(self) -> tuple[tuple[float, ...], ...]:
         """Per stage of F, B, I and W; stages that are one object are looked at once."""
@@ -302,17 +288,12 @@ class AnalyticCosts:
         found = [known[id(load)] for load in self.stages]
         return tuple(zip(*found, strict=True)) if found else ((), (), (), ())
 
-    def _overhead(self, load: Load) -> float:
-        """Of a stage and its units: launching kernels, walking lists."""
-        return self.hardware.stage_overhead_s + load.num_units * self.hardware.unit_overhead_s
-
     def _backward(self, load: Load, part: int) -> float:
         """Of the inputs' gradients (0), or the weights' (1)."""
         if load.backward_flops is None:
             return self._forward(load)
         flops = load.backward_flops[part]
-        moved = 2 * load.output_elements * self._sizes.activation / self.hardware.memory_bandwidth
-        return max(self._computing(flops), moved) + self._overhead(load) if flops else 0.0
+        return self._pass(load, flops) if flops else 0.0
 
     def _computing(self, flops: float) -> float:
         took = flops / (self.hardware.peak_flops * self.hardware.efficiency)

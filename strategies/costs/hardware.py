@@ -65,8 +65,6 @@ class Hardware:
 
 
 # ----------------------------------------------------------------------------------- element sizes
-#
-# Bytes per element of everything that precision decides.
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.hardware import Hardware
-from strategies.costs.profile_file import Link, Profile, Seconds, SizeProfile
+from strategies.costs.profile_file import Link, Profile, SizeProfile
 from strategies.costs.table import CostTable, StageMemory, Transport
 from strategies.costs.uniform import count_buckets, gathered_stages
 from strategies.errors import CostError
@@ -25,7 +24,6 @@ class ProfiledCosts:
     """A profile, cut into stages.
 
     Attributes:
-        profile: The measurement.
         stages: Per stage the classes of its units, as indices into ``profile.classes``.
         microbatch_size: Sequences.
         assumed: Everything that the profile does not know.
@@ -70,7 +68,9 @@ class ProfiledCosts:
         memory = self._memory(figures, links.memory)
 
         def sums(name: str) -> tuple[float, ...]:
-            return _sums(figures, self.stages, name)
+            fixed: float = getattr(figures.fixed, name)
+            each: list[float] = [getattr(unit.seconds, name) for unit in figures.units]
+            return tuple(fixed + sum(each[kind] for kind in stage) for stage in self.stages)
 
         return replace(
             links,
@@ -93,17 +93,14 @@ class ProfiledCosts:
 
     @property
     def handed(self) -> tuple[tuple[int, int, int], ...]:
-        """As of the assumed costs."""
         return self.assumed.handed
 
     @property
     def hardware(self) -> Hardware:
-        """The machine as far as it is assumed."""
         return self.assumed.hardware
 
     @property
     def transport(self) -> Transport:
-        """Whether sends wait for their receives."""
         return self.assumed.transport
 
     def _with(self, link: Link | None) -> AnalyticCosts:
@@ -111,9 +108,7 @@ class ProfiledCosts:
         if link is None:
             return self.assumed
         hardware = replace(
-            self.assumed.hardware,
-            intra_bandwidth=link.bandwidth,
-            intra_latency_s=link.latency_s,
+            self.assumed.hardware, intra_bandwidth=link.bandwidth, intra_latency_s=link.latency_s
         )
         return replace(self.assumed, hardware=hardware)
 
@@ -132,8 +127,8 @@ class ProfiledCosts:
 
     def _memory(self, figures: SizeProfile, assumed: StageMemory) -> StageMemory:
         def of(name: str) -> list[list[int]]:
-            get = attrgetter(name)
-            return [[int(get(figures.units[kind])) for kind in stage] for stage in self.stages]
+            each = [int(getattr(unit, name)) for unit in figures.units]
+            return [[each[kind] for kind in stage] for stage in self.stages]
 
         made = [sizes[-1] if sizes else 0 for sizes in of("output_bytes")]
         # An empty stage hands on what it is given.
@@ -154,12 +149,7 @@ class ProfiledCosts:
 def stage_classes(
     profile: Profile, classes: Sequence[str], stages: Sequence[range]
 ) -> tuple[tuple[int, ...], ...]:
-    """The cut of a model in terms of a profile.
-
-    Args:
-        profile: The measurement.
-        classes: Of all units of the model, in order.
-        stages: Ranges of units.
+    """The cut of a model, whose units have these classes in order, in terms of a profile.
 
     Raises:
         CostError: The profile lacks a class.
@@ -172,16 +162,3 @@ def stage_classes(
             f"{', '.join(profile.classes)}. Try mode=profile with this model."
         )
     return tuple(tuple(known[classes[unit]] for unit in stage) for stage in stages)
-
-
-def _sums(
-    figures: SizeProfile, stages: tuple[tuple[int, ...], ...], name: str
-) -> tuple[float, ...]:
-    fixed: float = getattr(figures.fixed, name)
-    each: list[float] = [_column(unit.seconds, name) for unit in figures.units]
-    return tuple(fixed + sum(each[kind] for kind in stage) for stage in stages)
-
-
-def _column(seconds: Seconds, name: str) -> float:
-    value: float = getattr(seconds, name)
-    return value

@@ -30,23 +30,14 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """What each kind of instruction takes, of one unit or of a stage itself.
-
-    Attributes:
-        forward: F.
-        backward: B.
-        backward_input: I.
-        backward_weight: W.
-        recompute: R.
-        step: The optimizer's update, clearing of gradients included.
-    """
+    """What each kind of instruction takes, of one unit or of a stage itself."""
 
     forward: float = 0.0
     backward: float = 0.0
     backward_input: float = 0.0
     backward_weight: float = 0.0
     recompute: float = 0.0
-    step: float = 0.0
+    step: float = 0.0  # The optimizer's update, clearing of gradients included.
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +59,10 @@ class UnitProfile:
     output_bytes: int
     forward_temporaries: int
     backward_temporaries: int
+
+
+_PARTS = tuple(entry.name for entry in fields(Seconds))
+_COUNTS = tuple(entry.name for entry in fields(UnitProfile))[1:]  # All but the seconds.
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +97,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What decides how fast a rank computes.
-
-    Attributes:
-        processor: Name of the CPU.
-        accelerator: Name of the GPU; None where ranks run on the CPU.
-        cores: CPU cores.
-        threads: Per rank.
-        torch: Version.
-    """
+    """What decides how fast a rank computes."""
 
     processor: str
-    accelerator: str | None
+    accelerator: str | None  # None where ranks run on the CPU.
     cores: int
-    threads: int
-    torch: str
+    threads: int  # Per rank.
+    torch: str  # Version.
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +111,6 @@ class Profile:
     """A measurement.
 
     Attributes:
-        machine: Where it was made.
         model: Names and values of all that decides a unit's costs.
         classes: Names of the units that were measured, one per class.
         sizes: (microbatch size, figures), ascending.
@@ -146,7 +132,6 @@ class Profile:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """Of the microbatch sizes that have one."""
         return tuple(each.error for _, each in self.sizes if each.error is not None)
 
     def at(self, microbatch_size: int) -> SizeProfile:
@@ -173,8 +158,7 @@ class Profile:
 def unit_classes(units: Iterable[tuple[str, object]]) -> tuple[str, ...]:
     """The class of every unit: its name without numbers, and another for each other size.
 
-    Args:
-        units: Name, and whatever tells units of one name apart.
+    ``units``: name, and whatever tells units of one name apart.
 
     >>> unit_classes([("net.a", 1), ("net.layers.0.b", 2), ("net.layers.1.b", 2)])
     ('net.a', 'net.layers.*.b', 'net.layers.*.b')
@@ -194,7 +178,6 @@ def unit_classes(units: Iterable[tuple[str, object]]) -> tuple[str, ...]:
 
 
 def dump_profile(profile: Profile) -> str:
-    """The file's content."""
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -205,19 +188,15 @@ def dump_profile(profile: Profile) -> str:
         "rest_s": profile.rest_s,
         "lockstep_loss": profile.lockstep_loss,
         "links": {
-            "messages": None if profile.messages is None else asdict(profile.messages),
-            "reductions": None if profile.reductions is None else asdict(profile.reductions),
+            name: None if link is None else asdict(link)
+            for name, link in (("messages", profile.messages), ("reductions", profile.reductions))
         },
     }
     return json.dumps(content, indent=1) + "\n"
 
 
 def parse_profile(text: str, *, label: str) -> Profile:
-    """What ``dump_profile`` wrote.
-
-    Args:
-        text: The file's content.
-        label: Its name, for messages.
+    """What ``dump_profile`` wrote; ``label`` is the file's name, for messages.
 
     Raises:
         CostError: It is no profile, or one of another version.
@@ -272,19 +251,15 @@ def _profile(content: Mapping[str, Any]) -> Profile:
 def _size(content: Mapping[str, Any]) -> SizeProfile:
     units = []
     for unit in content["units"]:
-        counts = {
-            entry.name: int(unit[entry.name])
-            for entry in fields(UnitProfile)
-            if entry.name != "seconds"
-        }
-        units.append(UnitProfile(_seconds(unit["seconds"]), **counts))
+        counts = [int(unit[name]) for name in _COUNTS]
+        units.append(UnitProfile(_seconds(unit["seconds"]), *counts))
     error = content.get("error")
     fixed = _seconds(content["fixed"])
     return SizeProfile(fixed, tuple(units), None if error is None else float(error))
 
 
 def _seconds(content: Mapping[str, Any]) -> Seconds:
-    return Seconds(**{entry.name: float(content[entry.name]) for entry in fields(Seconds)})
+    return Seconds(*(float(content[name]) for name in _PARTS))
 
 
 def _link(content: Mapping[str, Any] | None) -> Link | None:
@@ -296,16 +271,11 @@ def _between(low: SizeProfile, high: SizeProfile, share: float) -> SizeProfile:
         return first + share * (second - first)
 
     def seconds(first: Seconds, second: Seconds) -> Seconds:
-        names = [entry.name for entry in fields(Seconds)]
-        return Seconds(*(mixed(getattr(first, name), getattr(second, name)) for name in names))
+        return Seconds(*(mixed(getattr(first, name), getattr(second, name)) for name in _PARTS))
 
     units = []
     for first, second in zip(low.units, high.units, strict=True):
-        counts = [
-            int(mixed(getattr(first, entry.name), getattr(second, entry.name)))
-            for entry in fields(UnitProfile)
-            if entry.name != "seconds"
-        ]
+        counts = [int(mixed(getattr(first, name), getattr(second, name))) for name in _COUNTS]
         units.append(UnitProfile(seconds(first.seconds, second.seconds), *counts))
     errors = [each.error for each in (low, high) if each.error is not None]
     return SizeProfile(seconds(low.fixed, high.fixed), tuple(units), max(errors, default=None))

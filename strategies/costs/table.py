@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from strategies.ir.instruction import Instruction
@@ -23,11 +24,7 @@ class CostTable:
     Attributes:
         name: ``uniform``, ``analytic`` or ``profiled``.
         time_unit: ``F`` or ``s``.
-        forward: F of one microbatch, per stage.
-        backward: B, per stage.
-        backward_input: I, per stage.
-        backward_weight: W, per stage.
-        recompute: R, per stage.
+        forward: F of one microbatch, per stage; likewise B, I, W and R.
         step: The optimizer on each stage.
         reduce: Per stage, each bucket's reduction on the rank's collective channel.
         latency: Per boundary of the program: what a message takes beside its transfer.
@@ -63,6 +60,11 @@ class CostTable:
     memory: StageMemory | None = None
     one_link: bool = False
 
+    @property
+    def hops(self) -> tuple[float, ...]:
+        """Per boundary of the program: from the end of what makes a message to its arrival."""
+        return tuple(map(add, self.latency, self.occupancy))
+
     def on_channel(self, stage: int, bucket: int) -> float:
         """How long a bucket's reduction takes, or with bucket -1 the stage's gather."""
         if bucket >= 0:
@@ -96,8 +98,6 @@ class Costs(Protocol):
 
 
 # ------------------------------------------------------------------------------------ stage memory
-#
-# What each stage holds on a rank, in bytes and by what it is for.
 
 
 @dataclass(frozen=True, slots=True)

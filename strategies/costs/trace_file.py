@@ -27,14 +27,9 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A figure that depends on the rows of a microbatch.
+    """A figure that depends on the rows of a microbatch."""
 
-    Attributes:
-        fixed: Whatever the rows.
-        per_row: For each of them.
-    """
-
-    fixed: float = 0.0
+    fixed: float = 0.0  # Whatever the rows.
     per_row: float = 0.0
 
     def at(self, rows: float) -> float:
@@ -78,19 +73,12 @@ class TracedUnit:
 
     @property
     def tied_parameters(self) -> int:
-        """That it uses and units before it have."""
         return sum(count for _, count in self.tied)
 
 
 @dataclass(frozen=True, slots=True)
 class TracedTensor:
-    """What one unit makes and later ones use.
-
-    Attributes:
-        producer: Number of the unit.
-        consumers: Numbers of units, all larger, ascending.
-        num_bytes: Its size.
-    """
+    """What one unit (by number) makes and later ones, ascending, use."""
 
     producer: int
     consumers: tuple[int, ...]

@@ -80,7 +80,6 @@ class UniformCosts:
             )
 
     def table(self, program: Program) -> CostTable:
-        """Spreads the figures over the program's stages."""
         placement = program.placement
         share = 1.0 / placement.stages_per_microbatch
         count = placement.num_stages
@@ -113,7 +112,6 @@ class UniformCosts:
 
 
 def count_buckets(program: Program) -> tuple[int, ...]:
-    """How many REDUCE buckets each stage has."""
     counts = [0] * program.placement.num_stages
     for row in program.ranks:
         for item in row:

@@ -8,8 +8,8 @@ walk is a linear extension of all events, and every rank's list is its projectio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from strategies.errors import DeadlockError, ProgramError
 from strategies.ir.instruction import Instruction
@@ -52,14 +52,12 @@ def build_graph(program: Program) -> Graph:
     """
     nodes = tuple(item for row in program.ranks for item in row)
     rank = tuple(r for r, row in enumerate(program.ranks) for _ in row)
-    offsets = [0]
-    for row in program.ranks:
-        offsets.append(offsets[-1] + len(row))
+    offsets = tuple(accumulate(map(len, program.ranks), initial=0))
     resolver = _Resolver(program, nodes, rank)
     needs = tuple(resolver.needs(node) for node in range(len(nodes)))
     partner = tuple(resolver.partner(node) for node in range(len(nodes)))
-    order = _walk(program, nodes, rank, tuple(offsets), needs, partner)
-    return Graph(nodes, rank, tuple(offsets), needs, partner, order)
+    graph = Graph(nodes, rank, offsets, needs, partner, order=())
+    return replace(graph, order=_walk(program, graph))
 
 
 class _Resolver:
@@ -72,7 +70,8 @@ class _Resolver:
         self._nodes = nodes
         self._rank = rank
         self._made: dict[tuple[Kind, int, int], int] = {}
-        self._messages: dict[tuple[Kind, Kind, int, int, int], int] = {}
+        # (kind, payload, stage, peer, microbatch) of SENDs and RECVs.
+        self._messages: dict[tuple[object, ...], int] = {}
         # Per (rank, stage): what completes its gradient, reductions, the gather and its user.
         self._last: dict[tuple[int, int], list[int]] = {}
         self._reduces: dict[tuple[int, int], list[int]] = {}
@@ -81,11 +80,7 @@ class _Resolver:
         for number, item in enumerate(nodes):
             kind, stage = item.kind, item.stage
             if kind in MESSAGE_KINDS:
-                assert item.payload is not None
-                assert item.peer is not None
-                assert item.microbatch is not None
-                key = (kind, item.payload, stage, item.peer, item.microbatch)
-                self._messages[key] = number
+                self._messages[kind, item.payload, stage, item.peer, item.microbatch] = number
             elif item.microbatch is not None:
                 for part in item.parts:
                     assert part.microbatch is not None
@@ -110,8 +105,7 @@ class _Resolver:
         found = [need for half in item.halves for need in self._data(half, node)]
         if not found:
             found = self._data(item, node)
-        for edge in item.after:
-            found.append(self._find(item, edge, self._rank[node]))
+        found += [self._find(item, edge, self._rank[node]) for edge in item.after]
         return tuple(found)
 
     def _data(self, item: Instruction, node: int) -> list[int]:
@@ -169,8 +163,6 @@ class _Resolver:
             return -1
         other = Kind.RECV if item.kind is Kind.SEND else Kind.SEND
         assert item.payload is not None
-        assert item.peer is not None
-        assert item.microbatch is not None
         key = (other, item.payload, item.peer, item.stage, item.microbatch)
         if key not in self._messages:
             name = f"{item.peer}{other.value}_{item.payload.value}{item.microbatch}"
@@ -199,8 +191,6 @@ class _Resolver:
         if edge.microbatch is not None and edge.payload is None:
             number = self._made.get((edge.kind, edge.stage, edge.microbatch))
         elif edge.payload is not None:
-            assert edge.peer is not None
-            assert edge.microbatch is not None
             key = (edge.kind, edge.payload, edge.stage, edge.peer, edge.microbatch)
             number = self._messages.get(key)
         else:
@@ -220,14 +210,9 @@ def _missing(item: Instruction, name: str) -> ProgramError:
     return ProgramError(f"{item} needs {name}, which no rank runs.")
 
 
-def _walk(
-    program: Program,
-    nodes: tuple[Instruction, ...],
-    rank: tuple[int, ...],
-    offsets: tuple[int, ...],
-    needs: tuple[tuple[int, ...], ...],
-    partner: tuple[int, ...],
-) -> tuple[int, ...]:
+def _walk(program: Program, graph: Graph) -> tuple[int, ...]:
+    nodes, rank, offsets = graph.nodes, graph.rank, graph.offsets
+    needs, partner = graph.needs, graph.partner
     head = list(offsets[:-1])
     done = bytearray(len(nodes))
     waiting: dict[int, list[int]] = {}
@@ -263,34 +248,24 @@ def _walk(
                 done[number] = 1
                 ready.extend(waiting.pop(number, ()))
     if len(order) < len(nodes):
-        report = stuck_report(program, head, offsets, nodes, needs, partner, done)
+        report = _stuck_report(program, graph, head, done)
         places = zip(head, offsets[:-1], strict=True)
         raise DeadlockError(report, tuple(node - start for node, start in places))
     return tuple(order)
 
 
 # -------------------------------------------------------------------------------------------- grid
-#
 # Programs as grids for error messages: where every rank stands, and what it waits for.
-
 
 _AROUND = 4
 
 
-def stuck_report(
-    program: Program,
-    head: Sequence[int],
-    offsets: Sequence[int],
-    nodes: Sequence[Instruction],
-    needs: Sequence[Sequence[int]],
-    partner: Sequence[int],
-    done: bytearray,
-) -> str:
+def _stuck_report(program: Program, graph: Graph, head: list[int], done: bytearray) -> str:
     """The message for a deadlock: per rank the step it cannot take, and what it waits for."""
     lines = [f"{program.schedule}: the program deadlocks. Every rank waits for another one:"]
     for rank, node in enumerate(head):
         row = program.ranks[rank]
-        place = node - offsets[rank]
+        place = node - graph.offsets[rank]
         if place == len(row):
             lines.append(f"rank {rank} | ended")
             continue
@@ -299,23 +274,13 @@ def stuck_report(
         dots = ["..."] if place > _AROUND else []
         more = ["..."] if place + 1 + _AROUND < len(row) else []
         text = " ".join([*dots, *before, f"[{row[place]}]", *after, *more])
-        lines.append(
-            f"rank {rank} | {text}  <-- waits for {_cause(node, nodes, needs, partner, done)}"
-        )
+        lines.append(f"rank {rank} | {text}  <-- waits for {_cause(node, graph, done)}")
     return "\n".join(lines)
 
 
-def _cause(
-    node: int,
-    nodes: Sequence[Instruction],
-    needs: Sequence[Sequence[int]],
-    partner: Sequence[int],
-    done: bytearray,
-) -> str:
-    missing = next((need for need in needs[node] if not done[need]), None)
-    if missing is None and partner[node] >= 0:
-        missing = partner[node]
-    if missing is None:
+def _cause(node: int, graph: Graph, done: bytearray) -> str:
+    missing = next((need for need in graph.needs[node] if not done[need]), graph.partner[node])
+    if missing < 0:
         return "nothing"
-    step = "step " + str(nodes[missing])
-    return step if nodes[missing].kind is not Kind.RECV else step + " to be posted"
+    item = graph.nodes[missing]
+    return f"step {item} to be posted" if item.kind is Kind.RECV else f"step {item}"

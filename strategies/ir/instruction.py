@@ -12,7 +12,6 @@ class Instruction:
     """``2F0``: stage 2, forward, microbatch 0.
 
     Attributes:
-        kind: What is done.
         stage: Global stage index, virtual stages included.
         microbatch: For F B I W R SEND RECV, else None.
         bucket: For REDUCE, else None.
@@ -46,12 +45,10 @@ class Instruction:
 
 
 def forward(stage: int, microbatch: int) -> Instruction:
-    """The forward of one microbatch through one stage."""
     return Instruction(Kind.F, stage, microbatch)
 
 
 def backward(stage: int, microbatch: int) -> Instruction:
-    """The full backward of one microbatch through one stage."""
     return Instruction(Kind.B, stage, microbatch)
 
 

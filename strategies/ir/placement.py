@@ -27,7 +27,6 @@ class Placement:
 
     @property
     def weight_copies(self) -> int:
-        """How many ranks hold each stage."""
         return len(self.copies)
 
     @property
@@ -44,7 +43,6 @@ class Placement:
         return self.num_stages / self.num_ranks
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that runs ``microbatch`` through ``stage``."""
         return self.copies[microbatch % len(self.copies)][stage]
 
     def owners(self, stage: int) -> tuple[int, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import MESSAGE_KINDS, Kind
+from strategies.ir.kinds import GRADIENT_KINDS, MESSAGE_KINDS, Kind
 from strategies.ir.placement import Placement
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ class Program:
 
     Attributes:
         schedule: Name of the policy that made it.
-        placement: Stages to ranks.
         num_microbatches: M.
         ranks: ``ranks[r]`` is rank r's ordered list.
         boundaries: The stage graph; default: each stage to the next.
@@ -85,7 +85,6 @@ class Program:
 
     @cached_property
     def walk(self) -> Walk:
-        """The program flattened for replay, derived once."""
         from strategies.ir.walk import flatten
 
         return flatten(self)
@@ -95,24 +94,27 @@ class Program:
         return replace(self, ranks=ranks)
 
     def compute_rows(self) -> tuple[tuple[Instruction, ...], ...]:
-        """The lists without SEND and RECV."""
         return tuple(
             tuple(item for item in row if item.kind not in MESSAGE_KINDS) for row in self.ranks
         )
 
 
 def chain(num_stages: int) -> tuple[Boundary, ...]:
-    """Each stage feeds the next."""
     return tuple(Boundary(stage, stage + 1) for stage in range(num_stages - 1))
 
 
-# -------------------------------------------------------------------------------------- recomputed
-#
-# Which forwards of a program keep their input only: those whose pair has an R.
+def last_gradients(row: Sequence[Instruction]) -> dict[int, int]:
+    """Stage -> place of its last B or W in a rank's list."""
+    return {
+        part.stage: place
+        for place, item in enumerate(row)
+        for part in item.parts
+        if part.kind in GRADIENT_KINDS
+    }
 
 
 def recomputed_pairs(program: Program) -> frozenset[tuple[int, int]]:
-    """(stage, microbatch) pairs with an R anywhere in the program."""
+    """(stage, microbatch) pairs with an R anywhere: their forwards keep their input only."""
     return frozenset(
         (item.stage, item.microbatch)
         for row in program.ranks

@@ -41,8 +41,6 @@ _PATTERN = re.compile(
     r"(?:#(?P<version>\d+))?"
     r"(?:@(?P<after>.+))?"
 )
-
-
 _FUSED = re.compile(r"\((?P<first>[^;()]+);(?P<second>[^;()]+)\)OVERLAP_F_B(?:@(?P<after>.+))?")
 
 
@@ -136,9 +134,7 @@ def parse_rows(text: str) -> tuple[tuple[Instruction, ...], ...]:
 
 
 # ------------------------------------------------------------------------------------------ spoken
-#
 # Instructions in words, for reports that people read when a run has failed.
-
 
 _PAYLOADS = {Kind.F: "act", Kind.B: "grad"}
 

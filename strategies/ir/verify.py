@@ -21,7 +21,7 @@ from strategies.ir.kinds import (
     Kind,
     spellings,
 )
-from strategies.ir.program import Program, recomputed_pairs
+from strategies.ir.program import Program, last_gradients, recomputed_pairs
 
 
 def verify(program: Program) -> Program:
@@ -47,7 +47,7 @@ def verify(program: Program) -> Program:
     _check_once(program)
     _check_ranks(program)
     _check_complete(program)
-    check_recompute(program)
+    _check_recompute(program)
     _check_messages(program)
     # Before the graph, which would call a REDUCE or STEP that stands too early a deadlock.
     _check_updates(program)
@@ -206,12 +206,7 @@ def _check_updates(program: Program) -> None:
     any_step = any(item.kind is Kind.STEP for row in program.ranks for item in row)
     any_step = any_step or (program.lowered and program.role == "train")
     for rank, row in enumerate(program.ranks):
-        last = {
-            part.stage: place
-            for place, item in enumerate(row)
-            for part in item.parts
-            if part.kind in GRADIENT_KINDS
-        }
+        last = last_gradients(row)
         updated: dict[int, int] = {}
         used: set[int] = set()
         for place, item in enumerate(row):
@@ -278,19 +273,13 @@ def _check_reductions(program: Program) -> None:
 
 
 # -------------------------------------------------------------------------------- verify recompute
-#
-# The verifier's rules for R: once per checkpointed pair, after its F, before its first reader.
-
+# The rules for R: after its pair's F, before its first reader; that it stands once, and on the
+# pair's rank, holds for every instruction.
 
 _READERS = BACKWARD_KINDS | GRADIENT_KINDS
 
 
-def check_recompute(program: Program) -> None:
-    """That it stands once, and on the pair's rank, holds for every instruction.
-
-    Raises:
-        ProgramError: The first rule that is broken, with the instruction and its rank.
-    """
+def _check_recompute(program: Program) -> None:
     pairs = recomputed_pairs(program)
     if not pairs:
         return

@@ -57,7 +57,6 @@ class Walk(NamedTuple):
 
 
 def flatten(program: Program) -> Walk:
-    """Flattens a lowered program."""
     graph = program.graph
     num_stages, num_ranks = program.placement.num_stages, program.placement.num_ranks
     row = {kind: index * num_stages for index, kind in enumerate(DURATION_ROWS)}

@@ -24,19 +24,13 @@ _WALKS = tuple((patience, ahead) for patience in (0.0, 0.3, 0.6, 1.1) for ahead 
 
 
 def order_messages(program: Program, table: CostTable) -> Program:
-    """The fastest lowering found for a table whose sends wait for their receives.
-
-    Args:
-        program: Not lowered.
-        table: With ``transport="rendezvous"``.
-    """
+    """The fastest lowering found for a table whose sends wait for their receives."""
     end = end_times(program, table)
     best = place_messages(program, end, lambda message: end[message.producer])
     shortest = _makespan(best, table)
     tried = set()
     for patience, ahead in _WALKS:
-        walk = _Walk(program, table, patience, ahead)
-        places, when = walk.run()
+        places, when = _Walk(program, table, patience, ahead).run()
         if tuple(when.values()) in tried:
             continue
         tried.add(tuple(when.values()))
@@ -71,11 +65,10 @@ class _Walk:
         self._made: dict[int, float] = {}  # compute node -> end
         self._outgoing: dict[int, list[Message]] = defaultdict(list)
         self._missing: dict[int, int] = defaultdict(int)  # node -> messages not arrived
-        hop = {
-            frozenset((b.source, b.target)): table.latency[i] + table.occupancy[i]
-            for i, b in enumerate(program.boundaries)
+        self._hop = {
+            frozenset((b.source, b.target)): hop
+            for b, hop in zip(program.boundaries, table.hops, strict=True)
         }
-        self._hop = hop
         for message in messages(program):
             self._outgoing[message.producer].append(message)
             self._missing[message.consumer] += 1

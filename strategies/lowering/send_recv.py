@@ -25,31 +25,20 @@ from strategies.simulator.engine import compute_times
 
 
 class Message(NamedTuple):
-    """A value that crosses from rank to rank.
+    """A value that crosses from rank to rank."""
 
-    Attributes:
-        payload: F or B.
-        source: Stage that makes it.
-        target: Stage that uses it.
-        microbatch: Whose.
-        producer: Node of the unlowered program's graph.
-        consumer: Node of the unlowered program's graph.
-    """
-
-    payload: Kind
-    source: int
-    target: int
+    payload: Kind  # F or B
+    source: int  # stage that makes it
+    target: int  # stage that uses it
     microbatch: int
-    producer: int
+    producer: int  # nodes of the unlowered program's graph
     consumer: int
 
 
 def add_messages(program: Program, table: CostTable | None = None) -> Program:
     """Lowers a verified compute program; instructions keep their order on each rank.
 
-    Args:
-        program: Not lowered.
-        table: What its instructions take; None for a model where B takes twice F.
+    Without a table B takes twice F.
     """
     end = end_times(program, table)
     return place_messages(program, end, lambda message: end[message.producer])
@@ -58,10 +47,8 @@ def add_messages(program: Program, table: CostTable | None = None) -> Program:
 def place_messages(program: Program, end: list[float], when: Callable[[Message], float]) -> Program:
     """Merges messages into the lists.
 
-    Args:
-        program: Not lowered.
-        end: Of each node, strictly growing along each rank's compute and along dependencies.
-        when: Time of a message, from the end of its producer to before the end of its consumer.
+    Ends grow strictly along each rank's compute and along dependencies; a message's time lies from
+    the end of its producer to before the end of its consumer.
     """
     assert not program.lowered
     position = {node: place for place, node in enumerate(program.graph.order)}
@@ -119,10 +106,7 @@ def messages(program: Program) -> list[Message]:
 def end_times(program: Program, table: CostTable | None) -> list[float]:
     """When each node ends if messages hold up nobody."""
     graph = program.graph
-    hop = 0.0
-    if table is not None:
-        hops = zip(table.latency, table.occupancy, strict=True)
-        hop = max((latency + occupancy for latency, occupancy in hops), default=0.0)
+    hop = 0.0 if table is None else max(table.hops, default=0.0)
     lasts = [_duration(item, table) for item in graph.nodes]
     # An empty stage takes no time, but its messages still go before and after it.
     shortest = 1e-6 * max(lasts, default=1.0)
@@ -145,7 +129,6 @@ def _duration(item: Instruction, table: CostTable | None) -> float:
 
 
 # ------------------------------------------------------------------------------------ remote edges
-#
 # Edges to instructions of other ranks become edges to the messages that tell of them.
 #
 # A rank sees what it computes itself and what it receives. An R that waits for its gradient names
@@ -169,7 +152,6 @@ def _seen(item: Instruction, edge: Instruction, placement: Placement) -> Instruc
 
 
 # ----------------------------------------------------------------------------------------- release
-#
 # When a sent buffer may go: the point from which its send must have ended.
 #
 # Waiting for a send inline stalls the sender until its peer has posted the receive. But once a rank
@@ -180,10 +162,8 @@ def _seen(item: Instruction, edge: Instruction, placement: Placement) -> Instruc
 def release_points(program: Program, rank: int) -> dict[int, tuple[Instruction, ...]]:
     """For rank's list: after which place which SENDs are known to have ended.
 
-    Returns:
-        Place of a RECV's consumer-side arrival -> SENDs of this rank that its arrival proves
-        ended. SENDs that nothing proves within the iteration are in no entry; they end with the
-        next iteration.
+    Place of a RECV's consumer-side arrival -> SENDs of this rank that its arrival proves ended.
+    SENDs that nothing proves within the iteration are in no entry; they end with the next one.
     """
     placement = program.placement
     row = program.ranks[rank]

@@ -42,24 +42,17 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class GroupChoice:
-    """What was chosen, and why.
-
-    Attributes:
-        chosen: The candidate taken.
-        candidates: All that were simulated, by N.
-    """
+    """What was chosen, and why."""
 
     chosen: Candidate
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]  # All that were simulated, by N.
 
     @property
     def group(self) -> int:
-        """N."""
         return self.chosen.group
 
     @property
     def reason(self) -> str:
-        """One line for people."""
         chosen = self.chosen
         fitting = [c for c in self.candidates if c.fits]
         text = (
@@ -101,12 +94,8 @@ def choose_group(
 ) -> GroupChoice:
     """Simulates every group and takes the one of least peak whose time is minimal.
 
-    Args:
-        groups: Candidates, ascending, at least one.
-        build: N -> the lowered training program.
-        costs: The run's own.
-        memory_bytes: Limit per rank; the shortest time is then that of the groups that fit. If
-            none fits, the one of least peak is taken.
+    ``build`` makes the lowered training program of N. With a limit per rank the shortest time is
+    that of the groups that fit; if none fits, the one of least peak is taken.
     """
     candidates = []
     for group in groups:

@@ -27,10 +27,6 @@ def split_backward(program: Program, durations: Durations) -> Program:
     whole. An ``after`` edge to a B goes to its W, the later part: an edge names what must have
     ended.
 
-    Args:
-        program: Compute only: no messages, no updates.
-        durations: Per stage of the program.
-
     Raises:
         ProgramError: The program has messages or updates already.
     """
@@ -42,10 +38,7 @@ def split_backward(program: Program, durations: Durations) -> Program:
                     "split_backward on a program of F, B, I, W, R and fused pairs."
                 )
     whole = frozenset(
-        (item.stage, item.microbatch)
-        for row in program.ranks
-        for item in row
-        if item.kind is Kind.B
+        (i.stage, i.microbatch) for row in program.ranks for i in row if i.kind is Kind.B
     )
     if not whole:
         return program

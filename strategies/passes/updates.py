@@ -12,16 +12,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import GRADIENT_KINDS, UPDATE_KINDS, Kind
-from strategies.ir.program import LoopState, Program
+from strategies.ir.kinds import UPDATE_KINDS, Kind
+from strategies.ir.program import LoopState, Program, last_gradients
 
 
 def add_gathers(program: Program, buckets: Sequence[int]) -> Program:
     """Inserts GATHER(stage) on every owner of every stage whose gradient is reduced.
 
-    Args:
-        program: A training program, not lowered.
-        buckets: Number of reduction buckets per stage; 0 where there is nothing to reduce.
+    ``buckets`` are per stage, 0 where there is nothing to reduce.
     """
     turn = _first_uses(program)
     rows = []
@@ -44,9 +42,6 @@ def _first_uses(program: Program) -> dict[int, tuple[int, int]]:
 
 
 # ------------------------------------------------------------------------------------- reduce grad
-#
-# Adds each stage's gradient reduction and optimizer step.
-#
 # With overlap, a stage's REDUCE instructions stand right after its last gradient on that rank:
 # bucket after bucket is released inside that backward, and the channel works under the compute that
 # follows. Without, they carry an edge from the rank's last compute and start at the flush.
@@ -59,15 +54,13 @@ def _first_uses(program: Program) -> dict[int, tuple[int, int]]:
 def add_grad_reduce(program: Program, buckets: Sequence[int], *, overlap: bool) -> Program:
     """Inserts REDUCE(stage, bucket) on every owner of every stage.
 
-    Args:
-        program: A training program without reductions, not lowered.
-        buckets: Number of buckets per stage; 0 where there is nothing to reduce.
-        overlap: Release the buckets inside the stage's last backward, or all at the end.
+    ``buckets`` are per stage, 0 where there is nothing to reduce. They are released inside the
+    stage's last backward, or without ``overlap`` all at the end.
     """
     turn = _gradient_turns(program)
     rows = []
     for rank, row in enumerate(program.ranks):
-        last = _last_gradients(row)
+        last = last_gradients(row)
         behind: dict[int, list[Instruction]] = {}
         place = -1
         for stage in sorted(program.placement.stages_of(rank), key=turn.__getitem__):
@@ -75,7 +68,7 @@ def add_grad_reduce(program: Program, buckets: Sequence[int], *, overlap: bool) 
             place = max(place, own) if overlap else len(row) - 1
             held_back = not overlap or place != own
             # An edge names its instruction, no more. An OVERLAP is named by its backward.
-            edge = _bare(row[place]) if held_back and place >= 0 else ()
+            edge = (replace(row[place].parts[-1], after=()),) if held_back and place >= 0 else ()
             behind.setdefault(place, []).extend(
                 Instruction(Kind.REDUCE, stage, bucket=bucket, after=edge)
                 for bucket in range(buckets[stage])
@@ -92,20 +85,10 @@ def add_steps(program: Program) -> Program:
     """Appends STEP(stage) for every stage of a rank, in the order in which gradients get ready."""
     rows = []
     for rank, row in enumerate(program.ranks):
-        last = _last_gradients(row)
+        last = last_gradients(row)
         stages = sorted(program.placement.stages_of(rank), key=lambda stage: last.get(stage, -1))
         rows.append(row + tuple(Instruction(Kind.STEP, stage) for stage in stages))
     return program.with_ranks(tuple(rows))
-
-
-def _last_gradients(row: Sequence[Instruction]) -> dict[int, int]:
-    """Stage -> place of its last B or W."""
-    return {
-        part.stage: place
-        for place, item in enumerate(row)
-        for part in item.parts
-        if part.kind in GRADIENT_KINDS
-    }
 
 
 def _gradient_turns(program: Program) -> dict[int, int]:
@@ -114,17 +97,12 @@ def _gradient_turns(program: Program) -> dict[int, int]:
     offsets = program.graph.offsets
     turn = dict.fromkeys(range(program.placement.num_stages), -1)
     for rank, row in enumerate(program.ranks):
-        for stage, place in _last_gradients(row).items():
+        for stage, place in last_gradients(row).items():
             turn[stage] = max(turn[stage], position[offsets[rank] + place])
     return turn
 
 
-def _bare(item: Instruction) -> tuple[Instruction, ...]:
-    return (replace(item.parts[-1], after=()),)
-
-
 # ---------------------------------------------------------------------------------------- variants
-#
 # The other programs that come with a training program: accumulation, and forward only.
 
 
@@ -170,7 +148,6 @@ def _kept(item: Instruction, count: int) -> tuple[Instruction, ...]:
 
 
 # ------------------------------------------------------------------------------------- fused pairs
-#
 # Runs the halves of fused pairs one after the other, where fusing them gains nothing.
 #
 # A pair waits for the inputs of both its halves and hands on both results at its end. That pays

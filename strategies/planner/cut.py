@@ -36,7 +36,6 @@ class Room:
     limit: float
 
     def holds(self, units: Sequence[int]) -> bool:
-        """Whether every stage of a cut keeps to the limit."""
         edges = [0, *accumulate(units)]
         return all(
             sum(self.state[low:high]) + held * sum(self.activation[low:high]) <= self.limit
@@ -109,10 +108,8 @@ def even_ranks(
 ) -> tuple[int, ...]:
     """Moves single units between neighbouring stages while the slowest rank gets faster.
 
-    Args:
-        units: Per stage, to begin with; none becomes empty that was not.
-        times: Per unit.
-        owner: Rank of each stage.
+    ``units`` are those per stage to begin with, none becomes empty that was not; ``owner`` is the
+    rank of each stage.
     """
     sums = [0.0, *accumulate(map(float, times))]
     edges = [0, *accumulate(units)]
@@ -158,8 +155,8 @@ class _Extents:
         self.count = len(times)
         self.num_stages = num_stages
         self.min_units = min_units
-        self._bytes: list[list[float]] | None = None
-        self._room = room
+        self._bytes: list[list[float]] = []  # Sums per stage; of no stage without a limit.
+        self._most_bytes = 0.0 if room is None else room.limit
         if room is not None:
             by_held: dict[float, list[float]] = {}
             for held in room.held:
@@ -169,7 +166,6 @@ class _Extents:
             self._bytes = [by_held[held] for held in room.held]
 
     def smallest_limit(self) -> float | None:
-        """The time of the slowest stage in the best cut."""
         sums = self.sums
         high = sums[-1]
         if self._edges(high) is None:
@@ -186,13 +182,12 @@ class _Extents:
         return high * (1 + _SAME)
 
     def fits(self, stage: int, start: int, end: int, limit: float) -> bool:
-        """Whether a stage may have the units from start to end."""
         if self.sums[end] - self.sums[start] > limit:
             return False
-        if self._bytes is None or self._room is None:
+        if not self._bytes:
             return True
         sums = self._bytes[stage]
-        return sums[end] - sums[start] <= self._room.limit
+        return sums[end] - sums[start] <= self._most_bytes
 
     def possible_ends(self, limit: float) -> tuple[list[int], list[int]]:
         """Per stage the least and the largest end that leave all other stages a way."""
@@ -223,16 +218,15 @@ class _Extents:
     def _furthest(self, stage: int, start: int, limit: float) -> int:
         times = self.sums
         end = bisect_right(times, times[start] + limit, start) - 1
-        if self._bytes is None:
+        if not self._bytes:
             # The sum may round across the limit where the difference does not.
             while end > start and times[end] - times[start] > limit:
                 end -= 1
             while end < self.count and times[end + 1] - times[start] <= limit:
                 end += 1
             return max(end, start)
-        if self._bytes is not None and self._room is not None:
-            sums = self._bytes[stage]
-            end = min(end, bisect_right(sums, sums[start] + self._room.limit, start) - 1)
+        sums = self._bytes[stage]
+        end = min(end, bisect_right(sums, sums[start] + self._most_bytes, start) - 1)
         while end > start and not self.fits(stage, start, end, limit):
             end -= 1
         while end < self.count and self.fits(stage, start, end + 1, limit):
@@ -241,7 +235,6 @@ class _Extents:
 
 
 # ------------------------------------------------------------------------------------- unit ranges
-#
 # Cuts as ranges of units: by cost alone, or as set by hand.
 
 

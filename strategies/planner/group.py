@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from strategies.costs.table import CostTable
 from strategies.ir.placement import Placement
-from strategies.ir.program import Program, chain
 from strategies.plan import Overlap, Recompute
 from strategies.planner.cut import Room, cut_chain, even_ranks
 from strategies.planner.ilp import cut_by_ilp
@@ -22,14 +21,8 @@ class Group:
     """Candidates of one layout that differ in their schedules only.
 
     Attributes:
-        layout: Ranks and batches.
-        placement: Stages to ranks.
         overlap: When gradients are reduced.
-        recompute: The policy.
-        split_backward: Whether a pass splits all backwards.
         units: Units per stage.
-        orders: The schedules.
-        costs: Of this cut.
         table: Durations and bytes, reductions included.
         buckets: Per stage.
         bound: None of them is faster.
@@ -54,7 +47,6 @@ class Group:
 
 
 def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Group]:
-    """All groups of a layout and a policy."""
     by_placement: dict[tuple[Placement, bool], list[Order]] = {}
     for order in orders(space, problem, layout):
         schedule = find_schedule(order.schedule)
@@ -69,11 +61,10 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
     found = []
     selective = recompute.policy == "selective"
     cuts: dict[Placement, list[tuple[int, ...]]] = {}
-    tables = problem.tables
+    tables = problem.found.tables
     for (placement, splits), members in by_placement.items():
         if placement not in cuts:
             cuts[placement] = _cuts(problem, space, layout, placement, recompute)
-        draft = Program("draft", placement, 1, ((),) * layout.pp, chain(placement.num_stages))
         rules = Rules(
             layout.num_microbatches,
             splits or space.split_backward,
@@ -86,7 +77,7 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
                 key2 = (layout, placement, units, overlap, selective)
                 if key2 not in tables:
                     made = made or problem.costs(layout, units, selective=selective)
-                    tables[key2] = made, *problem.table(made, draft, zero1=overlap == "zero1")
+                    tables[key2] = made, *problem.table(made, placement, zero1=overlap == "zero1")
                 costs, table, buckets = tables[key2]
                 found.append(
                     Group(
@@ -103,11 +94,8 @@ def under(group: Group, problem: Problem, recompute: Recompute) -> Group:
     selective = recompute.policy == "selective"
     if (group.recompute.policy == "selective") == selective:
         return replace(group, recompute=recompute)
-    draft = Program(
-        "draft", group.placement, 1, ((),) * group.layout.pp, chain(group.placement.num_stages)
-    )
     costs = problem.costs(group.layout, group.units, selective=selective)
-    table, buckets = problem.table(costs, draft, zero1=group.overlap == "zero1")
+    table, buckets = problem.table(costs, group.placement, zero1=group.overlap == "zero1")
     return replace(group, recompute=recompute, costs=costs, table=table, buckets=buckets)
 
 
@@ -122,11 +110,11 @@ def _cuts(
     shared = placement.weight_copies > 1 or num_stages > placement.num_ranks
     selective = recompute.policy == "selective"
     key = (layout.tp, selective, owner)
-    if key not in problem.fastest_cuts:
-        problem.fastest_cuts[key] = _fastest(
+    if key not in problem.found.fastest_cuts:
+        problem.found.fastest_cuts[key] = _fastest(
             problem, space, layout, owner, shared=shared, selective=selective
         )
-    fastest = problem.fastest_cuts[key]
+    fastest = problem.found.fastest_cuts[key]
     found = [fastest]
     if shared or recompute.rewrites:
         return found
@@ -190,13 +178,11 @@ def _least_bytes(placement: Placement, table: CostTable) -> int:
 
 
 # ----------------------------------------------------------------------------------- expected peak
-#
 # What zero-bubble orders hold by their papers: enough to leave some out before making them.
 #
 # Making such an order takes up to seconds; that most of them do not fit is known beforehand. Only
 # O2 goes by it, and only where the formula misses the memory by a margin, because an order made for
 # given costs may hold somewhat less.
-
 
 _MARGIN = 0.85
 

@@ -140,9 +140,9 @@ def _scipy() -> tuple[Any, Any, Any]:
     try:
         names = ("scipy.optimize", "scipy.sparse", "numpy")
         optimize, sparse, numpy = map(importlib.import_module, names)
+        return optimize, sparse, numpy
     except ImportError as error:
         raise PlanError(
             "planner.partition=ilp needs scipy, which is not installed. "
             "Try pip install foldpipe[plan], or planner.partition=dp."
         ) from error
-    return optimize, sparse, numpy

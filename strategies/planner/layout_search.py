@@ -25,13 +25,7 @@ from strategies.planner.step_bound import ideal_time
 
 
 def search_confirmed(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
-    """The fastest plans that fit; ``rank_bytes`` of each is its run's own figure.
-
-    Args:
-        problem: Model and machine.
-        space: What may be chosen.
-        top_k: How many plans are wanted.
-    """
+    """The fastest plans that fit; ``rank_bytes`` of each is its run's own figure."""
     limit = problem.machine.memory_bytes
     known: dict[Candidate, tuple[int, ...]] = {}
     # Some more at once: the fastest plans are those that fill the memory.
@@ -69,15 +63,11 @@ def _rank_bytes(outcome: Outcome) -> tuple[int, ...]:
 
 
 # ------------------------------------------------------------------------------------------ search
-#
-# The best plans of a space, without simulating most of it.
-#
 # Three kinds of things wait in one queue, ordered by a proven lower bound of their step time:
 # layouts (all ranks busy all the time), groups of schedules that share a cut (its heads, tails and
 # reductions), and what they are made of. The search ends when the least bound exceeds the k-th best
 # time that was simulated: nothing left can be among the first k. A test compares it with simulating
 # everything.
-
 
 # Bounds and times are sums of the same figures in another order: closer is equal.
 _SAME = 1e-9
@@ -106,7 +96,6 @@ class Rejected:
     nearest: tuple[int, Candidate | Layout] | None = None
 
     def too_large(self, needed: int, what: Candidate | Layout, number: int = 1) -> None:
-        """Notes candidates that do not fit."""
         self.memory += number
         if self.nearest is None or _distance(needed, what) < _distance(*self.nearest):
             self.nearest = (needed, what)
@@ -118,10 +107,7 @@ class Answer:
 
     Attributes:
         plans: The best, fastest first; empty if none fits.
-        rejected: Why the others are not among them.
         num_candidates: Of the whole space, one cut each.
-        num_simulated: How many were.
-        search_s: How long it took.
         refusals: Of one layout, each microbatch size and policy that is not listed, those that fit
             first.
         smallest: Of one layout where nothing fits: what needs least.
@@ -144,13 +130,7 @@ def _distance(needed: int, what: Candidate | Layout) -> tuple[bool, int]:
 
 
 def search(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
-    """The ``top_k`` fastest candidates that fit into memory.
-
-    Args:
-        problem: Model and machine.
-        space: What may be chosen.
-        top_k: How many plans are wanted.
-    """
+    """The ``top_k`` fastest candidates that fit into memory."""
     began = time.perf_counter()
     with no_collection():
         answer = _search(problem, space, top_k)
@@ -161,7 +141,7 @@ def search(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
 
 def _search(problem: Problem, space: Space, top_k: int) -> Answer:
     rejected = Rejected()
-    evaluator = Evaluator(problem.machine.waits_at_flush, structures=problem.structures)
+    evaluator = Evaluator(problem.machine.waits_at_flush, structures=problem.found.structures)
     number = count()
     queue: list[tuple[float, int, Group | tuple[Layout, Recompute]]] = []
     num_candidates = 0
@@ -196,21 +176,16 @@ def _search(problem: Problem, space: Space, top_k: int) -> Answer:
     rejected.slower = max(
         0, num_candidates - rejected.memory - rejected.dominated - min(top_k, len(found))
     )
-    return Answer(
-        tuple(found[:top_k]),
-        rejected,
-        num_candidates,
-        evaluator.num_simulated,
-        search_s=0.0,
-    )
+    best = tuple(found[:top_k])
+    return Answer(best, rejected, num_candidates, evaluator.num_simulated, search_s=0.0)
 
 
 def _groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Group]:
     """Made once: a search for more plans begins with those of the one before."""
     key = (space, layout, recompute)
-    if key not in problem.groups:
-        problem.groups[key] = groups(problem, space, layout, recompute)
-    return problem.groups[key]
+    if key not in problem.found.groups:
+        problem.found.groups[key] = groups(problem, space, layout, recompute)
+    return problem.found.groups[key]
 
 
 def rank_key(outcome: Outcome) -> tuple[object, ...]:

@@ -22,7 +22,6 @@ class Outcome:
     """A candidate, simulated.
 
     Attributes:
-        candidate: What was simulated.
         plan: The same for the compiler.
         step_time_s: Period, or makespan where ranks wait for each other at the flush.
         rank_bytes: Peak per rank: state and activations, or all where it says so.
@@ -50,8 +49,6 @@ class Refusal:
     """A layout under a policy of which no candidate is listed.
 
     Attributes:
-        layout: Ranks and batches.
-        recompute: The policy.
         reason: ``memory``: it does not fit; ``slower``: than the last one listed; ``same``: it
             recomputes nothing, so it is the program without recomputation.
         needed_bytes: On the worst rank; None where it fits, or where no order was found.
@@ -69,26 +66,18 @@ class Refusal:
 
 @dataclass
 class Evaluator:
-    """Simulates candidates; orders that do not depend on costs are walked once.
+    """Simulates candidates; orders that do not depend on costs are walked once."""
 
-    Attributes:
-        waits_at_flush: Whether the makespan counts, else the period.
-        num_simulated: How many times were computed.
-        structures: Orders walked so far.
-    """
-
-    waits_at_flush: bool
+    waits_at_flush: bool  # Whether the makespan counts, else the period.
     num_simulated: int = 0
     structures: dict[object, Structure] = field(default_factory=dict)
 
     def rank_bytes(self, group: Group, order: Order) -> tuple[int, ...]:
-        """Peak per rank of one of a group's candidates."""
         if _needs_program(group, order):
             return _known(program_of(group, order), group)
         return rank_bytes(self._structure(group, order), group.table)
 
     def outcome(self, group: Group, order: Order) -> Outcome:
-        """Time and memory of one of a group's candidates."""
         self.num_simulated += 1
         if _needs_program(group, order):
             program = program_of(group, order)
@@ -138,7 +127,6 @@ def plan_of(group: Group, order: Order) -> Plan:
 
 
 def program_of(group: Group, order: Order) -> Program:
-    """The whole training program of one of a group's candidates, verified."""
     return compile_plan(plan_of(group, order)).train
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from strategies.costs.hardware import ElementSizes, Hardware
 from strategies.costs.profile_costs import ProfiledCosts
 from strategies.costs.profile_file import Profile, Seconds, SizeProfile
 from strategies.costs.table import CostTable, Transport
-from strategies.ir.placement import loop
+from strategies.ir.placement import Placement, loop
 from strategies.ir.program import Program, chain
 from strategies.plan import NO_RECOMPUTE, Overlap, Recompute, num_buckets
 from strategies.planner.unit_graph import UnitGraph, handed_on
@@ -33,7 +32,6 @@ class Machine:
     """What ranks are and how numbers are kept.
 
     Attributes:
-        hardware: Peaks and links.
         memory_bytes: Limit per rank.
         sizes: Bytes of an element of each kind.
         optimizer_elements: Of optimizer state per parameter.
@@ -54,14 +52,31 @@ class Machine:
     waits_at_flush: bool = False
 
 
+@dataclass(slots=True)
+class Found:
+    """What has been computed so far, by all that decides it; searches of a problem share it."""
+
+    fastest_cuts: dict[tuple[int, bool, tuple[int, ...]], tuple[int, ...]] = field(
+        default_factory=dict
+    )
+    structures: dict[object, Structure] = field(default_factory=dict)
+    # Policies that rerun whole stages share costs, durations and buckets of a cut.
+    tables: dict[object, tuple[PlannedCosts, CostTable, tuple[int, ...]]] = field(
+        default_factory=dict
+    )
+    groups: dict[object, list[Group]] = field(default_factory=dict)
+    units: dict[tuple[int, int, bool], tuple[Load, ...]] = field(default_factory=dict)
+    stage_loads: dict[tuple[int, int, bool, int, int], Load] = field(default_factory=dict)
+    equal_loads: dict[Load, Load] = field(default_factory=dict)
+    unit_tables: dict[tuple[int, int, bool], CostTable] = field(default_factory=dict)
+    whole: dict[tuple[int, int, int, bool, bool], CostTable] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is planned for, with the figures that many candidates share.
 
     Attributes:
-        machine: Ranks and links.
-        loads: Figures of the model's units.
-        num_units: How many there are.
         refuse_tp: Why the model cannot be cut into so many tensor-parallel ranks; None if it can.
         graph: What goes from unit to unit, in elements, for so many sequences; None for a chain.
         measured: What units take on the machine, where it was measured; else it is computed.
@@ -73,6 +88,7 @@ class Problem:
     refuse_tp: Callable[[int], str | None] = lambda tp: None
     graph: Callable[[int], UnitGraph] | None = None
     measured: Measured | None = None
+    found: Found = field(default_factory=Found, init=False, repr=False, compare=False)
 
     @property
     def least_size(self) -> int:
@@ -80,11 +96,10 @@ class Problem:
         return 1 if self.measured is None else self.measured.sizes[0]
 
     def units(self, layout: Layout, *, selective: bool = False) -> tuple[Load, ...]:
-        """One load per unit of one rank."""
         key = (layout.tp, layout.microbatch_size, selective)
-        if key not in self._units:
-            self._units[key] = self.loads(*key)
-        return self._units[key]
+        if key not in self.found.units:
+            self.found.units[key] = self.loads(*key)
+        return self.found.units[key]
 
     def costs(
         self, layout: Layout, units_per_stage: tuple[int, ...], *, selective: bool = False
@@ -99,30 +114,28 @@ class Problem:
         return replace(self._costs(layout, handing(loads, handed)), handed=handed)
 
     def table(
-        self, costs: PlannedCosts, draft: Program, *, zero1: bool
+        self, costs: PlannedCosts, placement: Placement, *, zero1: bool
     ) -> tuple[CostTable, tuple[int, ...]]:
         """Durations and bytes of a program that has no reductions yet, and its buckets."""
         assumed = costs if isinstance(costs, AnalyticCosts) else costs.assumed
-        reduces = assumed.dp > 1 or draft.placement.weight_copies > 1
+        reduces = assumed.dp > 1 or placement.weight_copies > 1
         wire = self.machine.sizes.wire
         buckets = tuple(
             num_buckets(load.parameters * wire, self.machine.bucket_mb) if reduces else 0
             for load in assumed.stages
         )
         shared = frozenset(stage for stage, n in enumerate(buckets) if n) if zero1 else frozenset()
-        return costs.table_for(draft, buckets, shared, breakdown=False), buckets
+        return costs.table_for(draft(placement), buckets, shared, breakdown=False), buckets
 
     def unit_table(self, layout: Layout, *, selective: bool = False) -> CostTable:
         """Each unit as a stage of its own: what a cut goes by."""
         key = (layout.tp, layout.microbatch_size, selective)
-        if key not in self._unit_tables:
+        if key not in self.found.unit_tables:
             alone = [range(unit, unit + 1) for unit in range(self.num_units)]
             costs = self._cut(layout, alone, selective=selective, fixed=False)
-            draft = _draft(self.num_units)
-            self._unit_tables[key] = costs.table_for(
-                draft, (0,) * self.num_units, frozenset(), breakdown=False
-            )
-        return self._unit_tables[key]
+            alike, none = draft(loop(1, self.num_units)), (0,) * self.num_units
+            self.found.unit_tables[key] = costs.table_for(alike, none, frozenset(), breakdown=False)
+        return self.found.unit_tables[key]
 
     def whole_table(
         self, layout: Layout, *, zero1: bool = False, selective: bool = False
@@ -130,12 +143,14 @@ class Problem:
         """The whole model as one stage that sends nothing."""
         shares = zero1 and layout.dp > 1
         key = (layout.tp, layout.dp, layout.microbatch_size, shares, selective)
-        if key not in self._whole:
+        if key not in self.found.whole:
             shared = frozenset({0}) if shares else frozenset()
             everything = [range(self.num_units)]
             costs = self._cut(layout, everything, selective=selective, sends=False)
-            self._whole[key] = costs.table_for(_draft(1), (0,), shared, breakdown=False)
-        return self._whole[key]
+            self.found.whole[key] = costs.table_for(
+                draft(loop(1, 1)), (0,), shared, breakdown=False
+            )
+        return self.found.whole[key]
 
     def _cut(
         self,
@@ -158,11 +173,11 @@ class Problem:
     def _stage_load(self, layout: Layout, stage: range, *, selective: bool) -> Load:
         """The sum of a stage's units: one object for equal sums, which costs look for."""
         key = (layout.tp, layout.microbatch_size, selective, stage.start, stage.stop)
-        if key not in self._stage_loads:
+        if key not in self.found.stage_loads:
             units = self.units(layout, selective=selective)
             load = sum_loads([units[unit] for unit in stage])
-            self._stage_loads[key] = self._equal_loads.setdefault(load, load)
-        return self._stage_loads[key]
+            self.found.stage_loads[key] = self.found.equal_loads.setdefault(load, load)
+        return self.found.stage_loads[key]
 
     def _costs(self, layout: Layout, stages: tuple[Load, ...]) -> AnalyticCosts:
         machine = self.machine
@@ -177,46 +192,6 @@ class Problem:
             sequence_parallel=machine.sequence_parallel,
         )
 
-    @cached_property
-    def fastest_cuts(self) -> dict[tuple[int, bool, tuple[int, ...]], tuple[int, ...]]:
-        """Cuts found so far, by tp, selective recomputation and the rank of each stage."""
-        return {}
-
-    @cached_property
-    def structures(self) -> dict[object, Structure]:
-        """Orders walked so far, by all that decides them."""
-        return {}
-
-    @cached_property
-    def tables(self) -> dict[object, tuple[PlannedCosts, CostTable, tuple[int, ...]]]:
-        """Costs, durations and buckets of cuts so far; policies that rerun whole stages share."""
-        return {}
-
-    @cached_property
-    def groups(self) -> dict[object, list[Group]]:
-        """Groups of candidates made so far, by space, layout and policy."""
-        return {}
-
-    @cached_property
-    def _units(self) -> dict[tuple[int, int, bool], tuple[Load, ...]]:
-        return {}
-
-    @cached_property
-    def _stage_loads(self) -> dict[tuple[int, int, bool, int, int], Load]:
-        return {}
-
-    @cached_property
-    def _equal_loads(self) -> dict[Load, Load]:
-        return {}
-
-    @cached_property
-    def _unit_tables(self) -> dict[tuple[int, int, bool], CostTable]:
-        return {}
-
-    @cached_property
-    def _whole(self) -> dict[tuple[int, int, int, bool, bool], CostTable]:
-        return {}
-
 
 def handing(stages: list[Load], handed: tuple[tuple[int, int, int], ...]) -> tuple[Load, ...]:
     """Stages with all that they hand on, to whichever others, as their output."""
@@ -230,15 +205,13 @@ def handing(stages: list[Load], handed: tuple[tuple[int, int, int], ...]) -> tup
     )
 
 
-def _draft(num_stages: int) -> Program:
-    placement = loop(1, num_stages)
-    return Program("draft", placement, 1, ((),), chain(num_stages))
+def draft(placement: Placement) -> Program:
+    """A program without lists, of which costs want to know placement and boundaries."""
+    rows = ((),) * placement.num_ranks
+    return Program("draft", placement, 1, rows, chain(placement.num_stages))
 
 
 # ---------------------------------------------------------------------------------------- measured
-#
-# A profile in the planner's terms: which units it has figures for, under which conditions.
-
 
 PlannedCosts = AnalyticCosts | ProfiledCosts
 """What a candidate's cut takes, computed or measured."""
@@ -249,7 +222,6 @@ class Measured:
     """Measured layers and links.
 
     Attributes:
-        profile: The measurement.
         classes: Per unit of the model, its class: an index into ``profile.classes``.
         tp: Ranks that shared matrices when it was made; no other degree is known.
         selective: Whether layers recomputed parts of themselves.
@@ -279,13 +251,9 @@ class Measured:
         *,
         fixed: bool = True,
     ) -> ProfiledCosts:
-        """The costs of a cut.
+        """The costs of a cut; ``assumed`` are computed ones of it, for what was not measured.
 
-        Args:
-            assumed: Of the same cut, for what was not measured.
-            stages: Ranges of units.
-            microbatch_size: Sequences.
-            fixed: Whether stages take something by themselves; not for comparing units.
+        Without ``fixed`` stages take nothing by themselves: for comparing units.
         """
         classes = tuple(tuple(self.classes[unit] for unit in stage) for stage in stages)
         profile = self.profile if fixed else _units_alone(self.profile)
@@ -301,8 +269,6 @@ def _units_alone(profile: Profile) -> Profile:
 
 
 # ------------------------------------------------------------------------------------------ layout
-#
-# What a plan decides: how many ranks of each kind, how a batch is cut, and who runs what when.
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,9 +277,8 @@ class Layout:
 
     Attributes:
         tp: Ranks that share the matrices of a stage.
-        pp: Pipeline ranks.
         dp: Replicas.
-        microbatch_size: Sequences of a microbatch.
+        microbatch_size: Sequences.
         num_microbatches: M per step and replica.
     """
 
@@ -329,7 +294,6 @@ class Order:
     """A schedule with everything that decides its instructions.
 
     Attributes:
-        schedule: Registry name.
         stages_per_rank: V.
         group: Microbatches per round; None for the schedule's default.
     """
@@ -344,8 +308,6 @@ class Candidate:
     """One plan that may be simulated.
 
     Attributes:
-        layout: Ranks and batches.
-        order: The schedule.
         overlap: ``grad_reduce``, ``none`` or ``zero1``.
         units: Units of each stage.
         recompute: Which forwards keep only their input.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from strategies.analysis.memory import vector
@@ -45,10 +46,8 @@ class StepTime(NamedTuple):
 def step_time(structure: Structure, table: CostTable, *, overlap: bool) -> StepTime:
     """Makespan and period of one step.
 
-    Args:
-        structure: The order.
-        table: For as many stages; its ``reduce`` has one figure per bucket, all of a stage equal.
-        overlap: Whether reductions start inside the stage's last backward.
+    The table's ``reduce`` has one figure per bucket, all of a stage equal. With ``overlap``
+    reductions start inside the stage's last backward.
     """
     ranks = range(structure.placement.num_ranks)
     gathers = _gathers(structure, table)
@@ -103,17 +102,11 @@ def _gathers(structure: Structure, table: CostTable) -> list[ChannelStep]:
 
 
 # -------------------------------------------------------------------------------------------- held
-#
-# Memory per rank of a walked order: the sums of ``strategies.analysis.memory``, from counts.
+# The sums of ``strategies.analysis.memory``, from counts.
 
 
 def rank_bytes(structure: Structure, table: CostTable) -> tuple[int, ...]:
-    """Peak per rank: weights, gradients, optimizer state and activations.
-
-    Args:
-        structure: The order.
-        table: For as many stages, with bytes.
-    """
+    """Peak per rank: weights, gradients, optimizer state and activations."""
     assert table.activation_bytes is not None
     assert table.state_bytes is not None
     full = table.activation_bytes
@@ -134,14 +127,10 @@ def rank_bytes(structure: Structure, table: CostTable) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------- structure
-#
-# One schedule's order flattened, so that many cost tables can be tried on it quickly.
-#
 # A search looks at one order with dozens of cuts, tensor-parallel degrees and batch sizes. Here the
 # order is walked once; ``step_time`` and ``rank_bytes`` then only add numbers. Nothing is verified:
 # what a search chooses is compiled as every plan is, and the tests hold both to the same times and
 # bytes.
-
 
 _ROW = {kind: index for index, kind in enumerate(DURATION_ROWS)}
 
@@ -188,8 +177,7 @@ class Structure:
 def build_structure(plan: Plan) -> Structure:
     """Orders and walks a plan with one weight copy.
 
-    Args:
-        plan: ``recompute`` counts, ``overlap`` and ``buckets`` do not.
+    ``recompute`` counts, ``overlap`` and ``buckets`` do not.
 
     Raises:
         PlanError: The plan breaks a rule of its schedule.
@@ -216,9 +204,7 @@ def flatten(program: Program) -> Structure:
     forward_end: dict[tuple[int, int], int] = {}
     gradient_end: dict[tuple[int, int], int] = {}
     rows = program.ranks
-    offsets = [0]
-    for row in rows:
-        offsets.append(offsets[-1] + len(row))
+    offsets = list(accumulate(map(len, rows), initial=0))
     count = offsets[-1]
     first, last = _first_and_last(program, offsets)
     place = [0] * num_ranks

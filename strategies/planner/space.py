@@ -39,16 +39,7 @@ class Space:
         num_gpus: tp * pp * dp.
         global_batch_size: Sequences per optimizer step.
         level: ``O2`` with heuristics, ``O3`` everything that the registry has.
-        tp: Pinned degree, None for a free one.
-        pp: The same.
-        dp: The same.
-        microbatch_size: The same.
-        num_microbatches: The same.
-        schedule: The same.
-        stages_per_rank: The same.
-        group: The same.
-        overlap: The same.
-        recompute: The same.
+        tp: Pinned degree, None for a free one; likewise all that follow up to ``recompute``.
         units: Units per stage, pinned.
         split_backward: Pinned: split the backwards of schedules that do not by themselves.
         whole_backward: Pinned: no schedule that splits backwards by itself.
@@ -185,7 +176,6 @@ def _possible(
     space: Space, problem: Problem, schedule: Schedule, layout: Layout, stages: int,
     group: int | None,
 ) -> bool:  # fmt: skip
-    """Whether the schedule's own rules and the number of units allow it."""
     try:
         shape = schedule.resolve(
             pp=layout.pp,

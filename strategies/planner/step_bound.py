@@ -21,7 +21,6 @@ class Rules:
     """What is known of an order before it is made.
 
     Attributes:
-        num_microbatches: M.
         splits: Whether backwards may be split into I and W.
         recomputes: Whether every forward runs twice, the second time after its gradient came.
         waits_at_flush: Whether the makespan counts, else the period.
@@ -46,13 +45,7 @@ def ideal_time(problem: Problem, layout: Layout, recompute: Recompute) -> float:
 
 
 def step_bound(placement: Placement, table: CostTable, rules: Rules) -> float:
-    """A lower bound of the step time of every order of one cut.
-
-    Args:
-        placement: Any.
-        table: Of the cut, with reductions.
-        rules: What is known of the order.
-    """
+    """A lower bound of the step time of every order of one cut; the table has reductions."""
     copies = placement.copies
     whole = [
         f + min(b, i + w) + (r if rules.recomputes else 0.0)
@@ -82,10 +75,9 @@ def _chain_bound(placement: Placement, table: CostTable, rules: Rules) -> float:
         min(g, b) + (r if rules.recomputes else 0.0)
         for g, b, r in zip(gradient, table.backward, table.recompute, strict=True)
     ]
-    way_in, way_back = [0.0], [0.0]
+    hops, way_in, way_back = table.hops, [0.0], [0.0]
     for stage in range(len(owner) - 1):
-        hop = table.latency[stage] + table.occupancy[stage]
-        hop = 0.0 if owner[stage] == owner[stage + 1] else hop
+        hop = 0.0 if owner[stage] == owner[stage + 1] else hops[stage]
         way_in.append(way_in[-1] + table.forward[stage] + hop)
         way_back.append(way_back[-1] + back[stage] + hop)
     compute = [0.0] * placement.num_ranks

@@ -8,6 +8,7 @@ take, and whatever is not listed has a refusal with a number.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from heapq import heapify, heappop
@@ -39,10 +40,7 @@ POLICIES = (
 def tune(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
     """Compares every policy and microbatch size of one layout; the best candidate of each counts.
 
-    Args:
-        problem: Model and machine.
-        space: With its degrees and schedule pinned.
-        top_k: How many are listed at most.
+    The space's degrees and schedule are pinned; at most ``top_k`` are listed.
     """
     began = time.perf_counter()
     with no_collection():
@@ -195,14 +193,8 @@ def _key(outcome: Outcome) -> _Key:
 
 
 def _rejected(refusals: Iterable[Refusal], smallest: Outcome | None) -> Rejected:
-    rejected = Rejected()
-    for refusal in refusals:
-        if refusal.reason == "memory":
-            rejected.memory += 1
-        elif refusal.reason == "same":
-            rejected.dominated += 1
-        else:
-            rejected.slower += 1
+    count = Counter(refusal.reason for refusal in refusals)
+    rejected = Rejected(memory=count["memory"], slower=count["slower"], dominated=count["same"])
     if smallest is not None:
         rejected.nearest = (smallest.peak_bytes, smallest.candidate)
     return rejected
@@ -221,8 +213,6 @@ def _refusal_key(refusal: Refusal) -> tuple[object, ...]:
 
 
 # ----------------------------------------------------------------------------------------- longest
-#
-# The largest whole number that still fits, where each trial is expensive.
 
 
 def longest(
@@ -230,15 +220,9 @@ def longest(
 ) -> int | None:
     """The largest of ``start + k * step`` that fits; None if none does.
 
-    Strides double from the start until they leave what fits, then halve: as many trials as the
-    logarithm of the distance, so a good guess costs two.
-
-    Args:
-        fits: True up to some number, False beyond it.
-        start: A guess, between ``least`` and ``most``.
-        step: Of the numbers that are tried.
-        least: No smaller one is tried.
-        most: No larger one is tried.
+    Strides double from the start, a guess between ``least`` and ``most``, until they leave what
+    fits, then halve: as many trials as the logarithm of the distance, so a good guess costs two.
+    ``fits`` is True up to some number.
 
     >>> longest(lambda n: n <= 1000, start=64, step=8, least=1, most=4096)
     1000

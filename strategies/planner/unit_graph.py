@@ -17,7 +17,7 @@ class Tensor:
     Attributes:
         producer: Number of the unit.
         consumers: Numbers of the units that use it, all larger.
-        num_bytes: Its size; sent once per boundary that it crosses, however many use it there.
+        num_bytes: Sent once per boundary that it crosses, however many use it there.
     """
 
     producer: int
@@ -71,11 +71,8 @@ def cut_in_order(
 ) -> tuple[int, ...] | None:
     """Units per stage along the graph's own order: least bytes within the balance.
 
-    Args:
-        graph: The model.
-        num_stages: 1 or more.
-        balance_ratio: The slowest stage may take that many times an equal share, or as long as the
-            best cut needs if that is longer.
+    The slowest stage may take ``balance_ratio`` times an equal share, or as long as the best cut
+    needs if that is longer.
     """
     return cut_chain(graph.times, num_stages, sent=graph.live_bytes, balance_ratio=balance_ratio)
 
@@ -84,17 +81,13 @@ def crossing_bytes(graph: UnitGraph, stage_of: Sequence[int]) -> float:
     """What is sent over all boundaries, a tensor once per boundary that it crosses."""
     return sum(
         tensor.num_bytes
-        * (
-            max((stage_of[unit] for unit in tensor.consumers), default=0)
-            - stage_of[tensor.producer]
-        )
+        * (max(stage_of[unit] for unit in tensor.consumers) - stage_of[tensor.producer])
         for tensor in graph.tensors
         if tensor.consumers
     )
 
 
 # ------------------------------------------------------------------------------------------ routes
-#
 # What the stages of a graph hand to which others, as the runtime does it.
 #
 # A tensor goes from the stage that makes it to the first stage that uses it, from there to the next
@@ -103,12 +96,7 @@ def crossing_bytes(graph: UnitGraph, stage_of: Sequence[int]) -> float:
 
 
 def handed_on(graph: UnitGraph, units_per_stage: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """(source, target, size) of every pair of stages between which something travels.
-
-    Args:
-        graph: The model, its tensors in bytes or elements.
-        units_per_stage: The cut, along the graph's own order.
-    """
+    """(source, target, size) of every pair of stages between which something travels."""
     stage_of = [stage for stage, count in enumerate(units_per_stage) for _ in range(count)]
     sums: dict[tuple[int, int], float] = {}
     for tensor in graph.tensors:

@@ -22,16 +22,12 @@ forwards against them, at twice the memory); here one pattern goes on at no furt
 
 from __future__ import annotations
 
-from strategies.ir.instruction import Instruction
-from strategies.schedules.schedule import Rows, Schedule, Shape
+from strategies.schedules.schedule import Rows, Schedule, Shape, existing
 from strategies.schedules.two_way import demand_pairs, mirrored
 
 
 def order(shape: Shape) -> Rows:
-    """The pattern of each rank; for a small M that of 2P without what does not exist.
-
-    Leaving whole microbatches out of a program without deadlock leaves one without deadlock.
-    """
+    """The pattern of each rank; for a small M that of 2P without what does not exist."""
     half = shape.pp // 2
     per_pipe = max(shape.num_microbatches, 2 * shape.pp) // 2
 
@@ -48,17 +44,10 @@ def order(shape: Shape) -> Rows:
             *["B0"] * inner,
         ]
 
-    return tuple(
-        tuple(item for item in row if _exists(item, shape)) for row in mirrored(shape.pp, steps)
-    )
-
-
-def _exists(item: Instruction, shape: Shape) -> bool:
-    return item.microbatch is not None and item.microbatch < shape.num_microbatches
+    return tuple(existing(row, shape) for row in mirrored(shape.pp, steps))
 
 
 def rule(shape: Shape) -> None:
-    """P and M are even."""
     demand_pairs(shape, "chimera")
 
 

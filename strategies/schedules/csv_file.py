@@ -9,9 +9,6 @@ halves; ``(0F1;3B0)OVERLAP_F_B`` is a fused pair. Of the two formats that torch 
 torch reads a cell up to where it makes sense (``0Fgarbage`` is a forward there); here a cell is an
 instruction from its first to its last letter. What spreadsheets add is forgiven: a byte order mark,
 CRLF, spaces, quotes around a cell, empty cells at the end of a line, empty lines at the end.
-
-This module knows neither ranks' degrees nor what makes a program complete (``csv_rules``), and it
-reads no files.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from strategies.errors import ProgramError
 from strategies.ir.instruction import Instruction, overlap
@@ -53,7 +51,6 @@ class Cell:
 
     @property
     def place(self) -> str:
-        """``line 2, column 7``."""
         return f"line {self.line}, column {self.column}"
 
     @property
@@ -68,14 +65,7 @@ CellRows = tuple[tuple[Cell, ...], ...]
 
 
 def parse_cells(text: str, *, name: str) -> CellRows:
-    r"""Reads a schedule's CSV.
-
-    Args:
-        text: The content of the file.
-        name: What messages call it.
-
-    Returns:
-        One row per line, bubbles left out; every row computes something.
+    r"""The rows of a schedule's CSV, bubbles left out; every row computes something.
 
     Raises:
         ProgramError: A cell is no instruction, or a line has none.
@@ -173,7 +163,6 @@ def _message(match: re.Match[str], where: str) -> Instruction:
 
 
 # ------------------------------------------------------------------------------------ csv messages
-#
 # The SEND and RECV cells of a ``compute_comms`` CSV: complete and consistent, or refused.
 #
 # They are checked and then dropped: our own lowering places every message by a rule that cannot
@@ -182,7 +171,6 @@ def _message(match: re.Match[str], where: str) -> Instruction:
 # UNSHARD, RESHARD and REDUCE_GRAD speak of sharded weights and of reductions, which passes of ours
 # place; only their stage's owner is checked.
 
-
 # (SEND or RECV, payload, stage, microbatch)
 _Key = tuple[Kind, Kind, int, int]
 
@@ -190,11 +178,7 @@ _Key = tuple[Kind, Kind, int, int]
 def check_messages(rows: CellRows, index: Index, placement: Placement, *, name: str) -> None:
     """Refuses messages that are missing, repeated, of no use, or at the wrong place.
 
-    Args:
-        rows: As ``parse_cells`` gives them.
-        index: As ``check_cells`` gives it.
-        placement: Stages to ranks, as all cells of ``index`` have it.
-        name: What messages call the file.
+    Rows and index are as ``parse_cells`` and ``check_cells`` give them.
 
     Raises:
         ProgramError: The first rule that is broken, at its line and column.
@@ -291,26 +275,15 @@ def _check_owner(cell: Cell, rank: int, placement: Placement, where: str) -> Non
 
 
 # --------------------------------------------------------------------------------------- csv rules
-#
-# What the cells of a schedule's CSV must add up to, each rule broken at a line and column.
-#
-# Every stage runs every microbatch forwards and backwards exactly once. Whether the order can work
-# is not decided here: that is the verifier's, as for every other program.
-
+# What the cells must add up to: every stage runs every microbatch forwards and backwards exactly
+# once. Whether the order can work is the verifier's, as for every other program.
 
 # (kind, stage, microbatch) -> the cell that runs it, and its rank.
 Index = dict[tuple[Kind, int, int], tuple[Cell, int]]
 
 
 def check_cells(rows: CellRows, *, name: str) -> Index:
-    """Finds every computation, and refuses what is missing, repeated or contradictory.
-
-    Args:
-        rows: As ``parse_cells`` gives them.
-        name: What messages call the file.
-
-    Returns:
-        Where each computation stands. Stages and microbatches count from 0 without a gap.
+    """Where each computation stands; stages and microbatches count from 0 without a gap.
 
     Raises:
         ProgramError: The first rule that is broken.
@@ -351,9 +324,8 @@ def _index(rows: CellRows, name: str) -> Index:
 def _check_complete(index: Index, name: str) -> None:
     stages = 1 + max(stage for _, stage, _ in index)
     microbatches = 1 + max(microbatch for _, _, microbatch in index)
-    for stage in range(stages):
-        for microbatch in range(microbatches):
-            _check_pair(index, stage, microbatch, name)
+    for stage, microbatch in product(range(stages), range(microbatches)):
+        _check_pair(index, stage, microbatch, name)
 
 
 def _check_pair(index: Index, stage: int, microbatch: int, name: str) -> None:

@@ -7,9 +7,9 @@ folder of every run has, too. The file says how many microbatches there are and 
 which stage; any placement goes. A stage may stand on two ranks, which then hold a copy of its
 weights each: even microbatches on the one, odd ones on the other, as in Chimera and DualPipe.
 
-What is checked, at line and column: notation (``csv_file``), completeness (``csv_rules``),
-placement (here), messages if there are any (``csv_messages``), and that the order can run. An order
-that cannot is shown as a grid with the step that every rank is stuck at and what it waits for.
+What is checked, at line and column: notation, completeness and messages if there are any
+(``csv_file``), placement (here), and that the order can run. An order that cannot is shown as a
+grid with the step that every rank is stuck at and what it waits for.
 """
 
 from __future__ import annotations
@@ -31,12 +31,8 @@ NAME = "custom"
 def custom_schedule(file: ScheduleFile, *, pp: int) -> Schedule:
     """A file as an entry of the registry: for the degrees that it was written for, and no others.
 
-    Args:
-        file: Its content.
-        pp: Ranks; must be the number of lines.
-
     Raises:
-        PlanError: The file is for another number of ranks.
+        PlanError: The file is not for ``pp`` ranks.
         ProgramError: The file is wrong; the message has line and column.
     """
     placement, num_microbatches, rows = from_file(file, pp=pp)
@@ -64,14 +60,7 @@ def custom_schedule(file: ScheduleFile, *, pp: int) -> Schedule:
 
 
 def from_file(file: ScheduleFile, *, pp: int) -> tuple[Placement, int, Rows]:
-    """The placement, the number of microbatches and the order that a file has.
-
-    Args:
-        file: Its content.
-        pp: Ranks; must be the number of lines.
-
-    Returns:
-        Stages to ranks, M, and the compute rows; they can run.
+    """The placement, the number of microbatches and the order of a file; it can run.
 
     Raises:
         PlanError: The file is for another number of ranks.
@@ -106,7 +95,6 @@ def from_file(file: ScheduleFile, *, pp: int) -> tuple[Placement, int, Rows]:
 
 
 def _place(index: Index, pp: int, name: str, wanted: str | None) -> Placement:
-    """The placement that was asked for, or the one that the rows have."""
     num_stages = 1 + max(stage for _, stage, _ in index)
     if wanted is not None:
         placement = _named(wanted, pp, num_stages, name)

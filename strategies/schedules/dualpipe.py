@@ -46,7 +46,6 @@ def order(shape: Shape) -> Rows:
 
 
 def rule(shape: Shape) -> None:
-    """P and M are even, M >= 2P."""
     demand_pairs(shape, "dualpipe", rounds=2)
 
 

@@ -41,11 +41,6 @@ def order(shape: Shape) -> Rows:
 
 
 def rule(shape: Shape) -> None:
-    """M >= 2P.
-
-    Raises:
-        PlanError: There are fewer microbatches.
-    """
     if shape.num_microbatches < 2 * shape.pp:
         raise PlanError(
             f"num_microbatches={shape.num_microbatches}: dualpipe_v fills a V of {2 * shape.pp} "

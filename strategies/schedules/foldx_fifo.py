@@ -15,7 +15,7 @@ second half stands below the first (``-``: still running, ``.``: idle)::
 Rank r warms up with min(VM, 2(P-1-r) + (V-1)P) forwards; with M = P it runs all forwards first.
 Peak: one more than the warm-up, in (stage, microbatch) pairs; VM where M = P. Time with a
 reduction of A per rank: M(F+B) + (P-1)(F+B)/V + max(A/V, A - (V-1)PB/V).
-Deviations: any M >= 1 (the reference wants P to divide M; see ``groups.py``), P = 1 runs,
+Deviations: any M >= 1 (the reference wants P to divide M; see ``rounds.py``), P = 1 runs,
  and a stage's reduction starts right after its last backward, not one gradient later.
 """
 

@@ -22,12 +22,11 @@ M >= P the search gets there with one wave, and within 30 % of it with two (P=4,
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from strategies.errors import PlanError
 from strategies.ir.placement import Placement, v
 from strategies.ir.program import Program, chain
 from strategies.schedules.schedule import Durations, Rows, Schedule, Shape
+from strategies.schedules.search.best_order import equal_durations
 from strategies.schedules.search.justify import Chain, justified_rows
 from strategies.schedules.search.weight_gaps import makespan
 
@@ -35,21 +34,15 @@ from strategies.schedules.search.weight_gaps import makespan
 def order(shape: Shape) -> Rows:
     """The fastest order found on the zigzag with P microbatches' memory per rank."""
     placement = v(shape.pp, shape.stages_per_rank)
-    ones = (1.0,) * placement.num_stages
-    equal = Durations(ones, ones, ones)
+    equal = equal_durations(placement)
     durations = shape.durations or equal
     rows = _searched(placement, shape.num_microbatches, durations)
     if durations.equal:
         return rows
     # Regular orders stand up well to irregular costs, and the search does not always find them.
-    searched = Program(
-        schedule="hanayo",
-        placement=placement,
-        num_microbatches=shape.num_microbatches,
-        ranks=rows,
-        boundaries=chain(placement.num_stages),
-    )
-    regular = replace(searched, ranks=_searched(placement, shape.num_microbatches, equal))
+    links = chain(placement.num_stages)
+    searched = Program("hanayo", placement, shape.num_microbatches, rows, links)
+    regular = searched.with_ranks(_searched(placement, shape.num_microbatches, equal))
     return min(regular, searched, key=lambda program: makespan(program, durations)).ranks
 
 

@@ -15,7 +15,7 @@ Rank r warms up with 2(P-1-r) + (V-1)N forwards, N = ``schedule.group`` (Megatro
 ``microbatch_group_size_per_vp_stage``). Default: the least N >= P that leaves no last group smaller
 than P; then no order with these stages is faster. Bubble: (P-1)(F+B)/V. Peak on rank r:
 (2(P-1-r) + (V-1)N + 1)/V microbatches. Any M >= 1 (Megatron wants N to divide M; see
-``groups.py``).
+``rounds.py``).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ least possible, with P microbatches held on every rank; a last group that is not
 gap. For other costs F and I keep their order, and the Ws move into the time in which ranks wait
 (``weight_gaps.py``) where that is faster, at the same peak.
 Any M >= 1: the order is that of the next multiple of N without the microbatches that do not exist,
-as in ``groups.py``.
+as in ``rounds.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from strategies.ir.kinds import Kind
 from strategies.ir.placement import loop
 from strategies.ir.program import Program, chain
 from strategies.schedules.rounds import grouped_order
-from strategies.schedules.schedule import Rows, Schedule, Shape
+from strategies.schedules.schedule import Rows, Schedule, Shape, existing
 from strategies.schedules.search.weight_gaps import fill_gaps
 
 
@@ -41,18 +41,12 @@ def order(shape: Shape) -> Rows:
     if shape.durations is None or shape.durations.equal:
         return rows
     placement = loop(shape.pp, shape.stages_per_rank)
-    program = Program(
-        schedule="interleaved_zb",
-        placement=placement,
-        num_microbatches=shape.num_microbatches,
-        ranks=rows,
-        boundaries=chain(placement.num_stages),
-    )
+    links = chain(placement.num_stages)
+    program = Program("interleaved_zb", placement, shape.num_microbatches, rows, links)
     return fill_gaps(program, shape.durations).ranks
 
 
 def _equal_costs(shape: Shape) -> Rows:
-    """The order for F = I = W."""
     group = shape.group or shape.pp
     padded = replace(shape, num_microbatches=-(-shape.num_microbatches // group) * group)
     rows = []
@@ -72,12 +66,8 @@ def _equal_costs(shape: Shape) -> Rows:
             row.append(inputs[index])
             row += weights[index - rank : index - rank + 1] if index >= rank else []
         row += weights[max(len(cells) - rank, 0) :]
-        rows.append(tuple(item for item in row if _exists(item, shape)))
+        rows.append(existing(row, shape))
     return tuple(rows)
-
-
-def _exists(item: Instruction, shape: Shape) -> bool:
-    return item.microbatch is not None and item.microbatch < shape.num_microbatches
 
 
 INTERLEAVED_ZB = Schedule(

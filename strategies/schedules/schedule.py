@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from strategies.errors import PlanError
@@ -194,7 +194,6 @@ def _full_groups(pp: int, num_microbatches: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------ warmup
-#
 # The one frame that all 1F1B-like schedules share: warm up, alternate, drain.
 
 
@@ -215,3 +214,16 @@ def alternate(
         row.append(forwards[warmup + index])
         row.append(backwards[index])
     return tuple(row + backwards[steady:])
+
+
+def existing(row: Iterable[Instruction], shape: Shape) -> tuple[Instruction, ...]:
+    """What is left of a list that was made for more microbatches than there are.
+
+    An instruction needs others of its own microbatch only, so leaving whole microbatches out of a
+    program without deadlock leaves one without deadlock.
+    """
+    return tuple(
+        item
+        for item in row
+        if item.microbatch is not None and item.microbatch < shape.num_microbatches
+    )

@@ -34,12 +34,9 @@ _MAKE = {"F": forward, "B": backward, "I": input_gradient}
 def number_steps(
     steps: Iterable[str], *, stages: tuple[int, int], microbatch: Callable[[int, int], int]
 ) -> tuple[Instruction, ...]:
-    """Puts stages and microbatches into a pattern.
+    """Puts the rank's stages on way 0 and way 1, and microbatches, into its pattern.
 
-    Args:
-        steps: The pattern of one rank.
-        stages: The rank's stage on way 0 and on way 1.
-        microbatch: (way, index) to the number of that way's index-th microbatch.
+    ``microbatch`` takes (way, index) to the number of that way's index-th microbatch.
 
     >>> row = number_steps(["F0", "F1", "I1", "F0&B0", "W"], stages=(0, 3), microbatch=max)
     >>> " ".join(map(str, row))
@@ -69,9 +66,7 @@ def number_steps(
 def mirrored(pp: int, steps_of: Callable[[int], Iterable[str]]) -> Rows:
     """Rows for two opposed pipes; rank P-1-r does in one pipe what rank r does in the other.
 
-    Args:
-        pp: P, even.
-        steps_of: Distance to the nearer end, 0 to P/2-1, to the pattern of such a rank.
+    ``steps_of`` takes the distance to the nearer end, 0 to P/2-1, to the pattern of such a rank.
     """
     return tuple(
         number_steps(
@@ -129,13 +124,12 @@ def _nearest_even(asked: int, least: int) -> list[int]:
 
 
 # -------------------------------------------------------------------------------------- dual steps
-#
 # The eight steps of DualPipe on one rank; two opposed pipes and a V share them.
 #
 # DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437; https://github.com/deepseek-ai/DualPipe.
 #
 # Cut between its middle ranks, DualPipe on P ranks is a V on P/2 ranks: what the opposed pipe does
-# on rank r is the V's way back. The steps know neither stages nor microbatches, see ``two_way.py``.
+# on rank r is the V's way back. The steps know neither stages nor microbatches.
 
 
 def dual_steps(*, rank: int, num_ranks: int, per_way: int) -> list[str]:

@@ -29,17 +29,17 @@ For any costs but F = I = W without latency, orders are generated from other blo
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from strategies.ir.placement import v
 from strategies.schedules.schedule import Rows, Schedule, Shape
 from strategies.schedules.search.best_order import (
     NEVER,
-    best_order,
     blocks,
     by_makespan,
     equal_durations,
     generated_order,
+    regular_or_best,
 )
 
 _REGULAR = blocks(
@@ -59,17 +59,8 @@ _RECIPES = (
 
 def order(shape: Shape) -> Rows:
     """The regular order for equal costs, else the best one found."""
-    if shape.durations is None or shape.durations.equal:
-        return _regular(shape.pp, shape.num_microbatches)
-    return best_order(
-        v(shape.pp),
-        shape.num_microbatches,
-        shape.durations,
-        caps=_caps(shape.pp),
-        regular=partial(_regular, shape.pp),
-        recipes=_RECIPES,
-        goal=by_makespan,
-    )
+    placement, cap = v(shape.pp), _cap(shape.pp)
+    return regular_or_best(shape, placement, _regular, cap=cap, recipes=_RECIPES, goal=by_makespan)
 
 
 @lru_cache(maxsize=64)
@@ -80,15 +71,15 @@ def _regular(pp: int, num_microbatches: int) -> Rows:
         placement,
         num_microbatches,
         equal_durations(placement),
-        caps=_caps(pp),
+        caps=(_cap(pp),) * pp,
         recipes=_REGULAR,
         goal=by_makespan,
     )
 
 
-def _caps(pp: int) -> tuple[int, ...]:
+def _cap(pp: int) -> int:
     """In pairs of stage and microbatch, two of which are a rank's activations of a microbatch."""
-    return (2 * ((pp + 4) // 3),) * pp
+    return 2 * ((pp + 4) // 3)
 
 
 V_MIN = Schedule(

@@ -22,31 +22,20 @@ The paper's own generator (an integer program and heuristics) is not used.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from strategies.ir.instruction import forward, input_gradient, weight_gradient
 from strategies.ir.placement import loop
 from strategies.schedules.schedule import Rows, Schedule, Shape
-from strategies.schedules.search.best_order import best_order, blocks, by_makespan, equal_durations
+from strategies.schedules.search.best_order import blocks, by_makespan, regular_or_best
 
 _RECIPES = blocks([(3.0, 3.0), (1.5, 1.5)], turns=[0.0], spares=[0, 1], patiences=[0.5])
 
 
 def order(shape: Shape) -> Rows:
     """The paper's order for equal costs and enough microbatches, else the best one found."""
-    pp, num_microbatches = shape.pp, shape.num_microbatches
-    equal = shape.durations is None or shape.durations.equal
-    if equal and num_microbatches >= 2 * pp - 1:
-        return _regular(pp, num_microbatches)
-    placement = loop(pp, 1)
-    return best_order(
-        placement,
-        num_microbatches,
-        shape.durations or equal_durations(placement),
-        caps=(pp,) * pp,
-        regular=partial(_regular, pp),
-        recipes=_RECIPES,
-        goal=by_makespan,
+    pp = shape.pp
+    return regular_or_best(
+        shape, loop(pp, 1), _regular, least=2 * pp - 1, cap=pp, recipes=_RECIPES, goal=by_makespan
     )
 
 
@@ -61,7 +50,6 @@ ZB_H1 = Schedule("zb_h1", order, cost_aware=True, splits_backward=True)
 
 
 # -------------------------------------------------------------------------------------- split 1f1b
-#
 # 1F1B with a split backward: what ZB-H1 and ZB-H2 share; they differ in two numbers per rank.
 
 
@@ -72,12 +60,6 @@ def split_1f1b(
 
     Rank r holds at most warmup(r) + lag(r) + 1 activations: a W runs right after the I that is
     ``lag(r)`` microbatches younger.
-
-    Args:
-        pp: P.
-        num_microbatches: M.
-        warmup: Rank -> forwards before the first F, I pair.
-        lag: Rank -> how many more I than W the rank has run in its steady state.
     """
     rows = []
     for rank in range(pp):

@@ -23,11 +23,9 @@ optimizer steps are not used.
 
 from __future__ import annotations
 
-from functools import partial
-
 from strategies.ir.placement import loop
 from strategies.schedules.schedule import Rows, Schedule, Shape
-from strategies.schedules.search.best_order import best_order, blocks, by_period, equal_durations
+from strategies.schedules.search.best_order import blocks, by_period, regular_or_best
 from strategies.schedules.zb_h1 import split_1f1b
 
 _RECIPES = blocks([(3.0, 3.0), (1.0, 1.0)], turns=[0.0], spares=[0], patiences=[0.0, 0.5])
@@ -35,17 +33,13 @@ _RECIPES = blocks([(3.0, 3.0), (1.0, 1.0)], turns=[0.0], spares=[0], patiences=[
 
 def order(shape: Shape) -> Rows:
     """The paper's order for equal costs and enough microbatches, else the best one found."""
-    pp, num_microbatches = shape.pp, shape.num_microbatches
-    equal = shape.durations is None or shape.durations.equal
-    if equal and num_microbatches >= 2 * pp - 1:
-        return _regular(pp, num_microbatches)
-    placement = loop(pp, 1)
-    return best_order(
-        placement,
-        num_microbatches,
-        shape.durations or equal_durations(placement),
-        caps=(2 * pp - 1,) * pp,
-        regular=partial(_regular, pp),
+    pp = shape.pp
+    return regular_or_best(
+        shape,
+        loop(pp, 1),
+        _regular,
+        least=2 * pp - 1,
+        cap=2 * pp - 1,
         recipes=_RECIPES,
         goal=by_period,
     )

@@ -22,14 +22,13 @@ per rank; the best period wins, and the best makespan among equal ones.
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import count
 
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
 from strategies.ir.placement import v
-from strategies.schedules.schedule import Rows, Schedule, Shape
-from strategies.schedules.search.best_order import best_order, blocks, by_period, equal_durations
+from strategies.schedules.schedule import Rows, Schedule, Shape, existing
+from strategies.schedules.search.best_order import blocks, by_period, regular_or_best
 
 _RECIPES = (
     *blocks([(4.0, 2.0, 4.0, 2.0)], turns=[0.0], spares=[0, 1, 2, 4], patiences=[0.0, 0.5]),
@@ -40,33 +39,17 @@ _RECIPES = (
 
 def order(shape: Shape) -> Rows:
     """The paper's order for equal costs and enough microbatches, else the best one found."""
-    pp, num_microbatches = shape.pp, shape.num_microbatches
-    equal = shape.durations is None or shape.durations.equal
-    if equal and num_microbatches >= 2 * pp - 1:
-        return _regular(pp, num_microbatches)
-    placement = v(pp)
-    return best_order(
-        placement,
-        num_microbatches,
-        shape.durations or equal_durations(placement),
-        caps=(2 * pp,) * pp,
-        regular=partial(_regular, pp),
-        recipes=_RECIPES,
-        goal=by_period,
+    pp = shape.pp
+    return regular_or_best(
+        shape, v(pp), _regular, least=2 * pp - 1, cap=2 * pp, recipes=_RECIPES, goal=by_period
     )
 
 
 def _regular(pp: int, num_microbatches: int) -> Rows:
     """The paper's phases, written for at least 2P-1 microbatches; of those, the first M."""
     whole = max(num_microbatches, 2 * pp - 1)
-    return tuple(
-        tuple(
-            item
-            for item in _row(pp, rank, whole)
-            if item.microbatch is not None and item.microbatch < num_microbatches
-        )
-        for rank in range(pp)
-    )
+    shape = Shape(pp, num_microbatches, stages_per_rank=2)
+    return tuple(existing(_row(pp, rank, whole), shape) for rank in range(pp))
 
 
 def _row(pp: int, rank: int, num_microbatches: int) -> list[Instruction]:

@@ -84,11 +84,8 @@ def compute_times(
 ) -> tuple[list[float], list[float]]:
     """Start and end of every node of a program without messages.
 
-    Args:
-        program: Not lowered.
-        durations: How long each node occupies its rank.
-        arrivals: Per node, (node that must have ended, how long after its end that is known here);
-            those of the same rank are known at once.
+    ``arrivals`` are per node, (node that must have ended, how long after its end that is known
+    here); those of the same rank are known at once.
     """
     graph = program.graph
     rank, count = graph.rank, len(graph.nodes)
@@ -115,9 +112,7 @@ def compute_times(
 
 
 # ------------------------------------------------------------------------------------ the one pass
-#
 # Steps are the tuples of ``ir.walk``, told apart by their length; or tuples like them.
-
 
 Sent = tuple[int, int, int, int]
 """Like ``Message``: its SEND, its RECV, source rank * P + target rank, its boundary. As a step it
@@ -201,7 +196,6 @@ def run_lists(
 def _spans(
     program: Program, table: CostTable, *, steps: int, cores: float | None
 ) -> list[tuple[list[float], list[float]]]:
-    """Start and end of every node, per iteration."""
     items = _items(program, table)
     durations = flat_durations(table, program.walk.fused)
     if cores is not None and cores >= len(program.ranks):

@@ -168,7 +168,6 @@ class _Replay:
         return [(self._start[low:high], self._end[low:high]) for low, high in bounds]
 
     def _advance(self) -> None:
-        """To whatever ends next."""
         now, never = self._now, float("inf")
         speed = 1.0
         if self._cores is not None and self._running:

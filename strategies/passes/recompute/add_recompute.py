@@ -64,18 +64,15 @@ def add_recompute(
         return recompute_within(program, table, room, reorder=reorder)
 
     if recompute.max_full_activations is not None:
-        return within_cap(program, table, recompute.max_full_activations, within)
+        return _within_cap(program, table, recompute.max_full_activations, within)
     if memory_bytes is None or table.activation_bytes is None:
         raise PlanError(
             "recompute=optimal needs a limit: these costs know no bytes. "
             "Try recompute.max_full_activations=1, or costs=analytic, which takes "
             "hardware.memory_gb."
         )
-
-    def simply(program: Program) -> tuple[int | None, ...]:
-        return peak_bytes(program, table)
-
-    return within_memory(program, table, memory_bytes, within, held or simply)
+    held = held or (lambda program: peak_bytes(program, table))
+    return _within_memory(program, table, memory_bytes, within, held)
 
 
 def _mario(program: Program, passes: int, costs: Costs) -> Program:
@@ -96,9 +93,6 @@ def _mario(program: Program, passes: int, costs: Costs) -> Program:
 
 
 # -------------------------------------------------------------------------------------------- room
-#
-# How many full activations each rank may hold: from a cap, or from the bytes that a rank has.
-
 
 # Caps are typed as decimals: 0.3 * 10 is 3.
 _ROUNDING = 1e-6
@@ -107,14 +101,8 @@ Held = Callable[[Program], tuple[int | None, ...]]  # Bytes per rank at its wors
 Within = Callable[[tuple[int, ...]], Program]  # Room per rank, in pairs -> a program that keeps it.
 
 
-def within_cap(program: Program, table: CostTable, cap: float, within: Within) -> Program:
-    """A program that holds at most ``cap`` full activations per rank.
-
-    Args:
-        program: Without recomputation.
-        table: What its instructions take.
-        cap: In full-rank microbatches.
-        within: Makes it.
+def _within_cap(program: Program, table: CostTable, cap: float, within: Within) -> Program:
+    """A program that holds at most ``cap`` full activations, in full-rank microbatches, per rank.
 
     Raises:
         PlanError: The cap is smaller than what one backward reads.
@@ -135,24 +123,17 @@ def within_cap(program: Program, table: CostTable, cap: float, within: Within) -
     return within((min(room, _pairs(program)),) * ranks)
 
 
-def within_memory(
+def _within_memory(
     program: Program, table: CostTable, limit: int, within: Within, held: Held
 ) -> Program:
-    """A program of which every rank fits into ``limit`` bytes.
-
-    Args:
-        program: Without recomputation.
-        table: With bytes.
-        limit: Per rank.
-        within: Makes it.
-        held: What the ranks hold, state and communication included.
+    """A program of which every rank fits into ``limit`` bytes, state and communication included.
 
     Raises:
-        PlanError: No choice fits, or the costs know no bytes.
+        PlanError: No choice fits.
     """
     assert table.activation_bytes is not None
     plain = held(program)
-    if _fits(plain, limit):
+    if max(_known(plain)) <= limit:
         return program
     room = []
     for rank, activations in enumerate(_peaks(program, table)):
@@ -165,7 +146,7 @@ def within_memory(
     while True:
         found = within(tuple(room))
         needed = held(found)
-        over = [rank for rank, much in enumerate(needed) if much is not None and much > limit]
+        over = [rank for rank, much in enumerate(_known(needed)) if much > limit]
         if not over:
             return found
         if all(room[rank] == 1 for rank in over):
@@ -175,7 +156,7 @@ def within_memory(
     own = keep_what_fits(weights_at_once(program), (1,) * program.placement.num_ranks)
     if own is not None and max(_known(held(own))) < max(_known(needed)):
         found, needed = verify(own), held(own)
-        if _fits(needed, limit):
+        if max(_known(needed)) <= limit:
             return found
     raise _nothing_fits(program, found, needed, table, limit)
 
@@ -208,10 +189,6 @@ def _rounded_up(num_bytes: int) -> float:
     """In GB, to three digits."""
     digit: int = 10 ** max(0, len(str(num_bytes)) - 3)
     return -(-num_bytes // digit) * digit / 1e9
-
-
-def _fits(held: tuple[int | None, ...], limit: int) -> bool:
-    return all(much is None or much <= limit for much in held)
 
 
 def _peaks(program: Program, table: CostTable) -> list[float]:

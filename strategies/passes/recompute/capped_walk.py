@@ -22,7 +22,7 @@ from math import ceil
 from random import Random
 from typing import NamedTuple
 
-from strategies.schedules.search.lanes import F, I, Lanes, StepRows, W, next_of
+from strategies.schedules.search.lanes import F, I, Lanes, StepRows, W, first_arrivals, routes
 
 R = 3  # After F, I and W of ``lanes``; an I is the whole backward where none is split.
 
@@ -69,24 +69,14 @@ class Work:
 
 
 class Order(NamedTuple):
-    """A generated order.
-
-    Attributes:
-        makespan: When the last instruction ends.
-        steps: Per rank, (kind, lane, index).
-    """
+    """A generated order."""
 
     makespan: float
-    steps: StepRows
+    steps: StepRows  # Per rank, (kind, lane, index).
 
 
 def capped_order(work: Work, paces: tuple[Pace, ...]) -> Order:
-    """One order.
-
-    Args:
-        work: What is to be ordered.
-        paces: Per rank.
-    """
+    """One order; ``paces`` are per rank."""
     return _Walk(work, paces).run()
 
 
@@ -101,14 +91,8 @@ class _Walk:
         self.size = lanes.size
         count = len(lanes.rank)
         self.tolerance = 1e-9 * max(map(max, work.took))
-        self.arrival = (
-            [
-                [_NEVER if stage else 0.0] * size
-                for stage, size in zip(lanes.stage, lanes.size, strict=True)
-            ],
-            [[_NEVER] * size for size in lanes.size],
-        )
-        self.goes_to = [[next_of(lanes, kind, lane) for lane in range(count)] for kind in (F, I)]
+        self.arrival = first_arrivals(lanes, _NEVER)
+        self.goes_to = routes(lanes)
         # Whether the graph of a pair is there; before its F, False.
         self.graph = [[False] * size for size in lanes.size]
         self.done = [[0] * count for _ in (F, I, W, R)]
@@ -169,9 +153,7 @@ class _Walk:
             return I, backward, now
         if again >= 0 and not pace.ahead:
             return R, again, now
-        if wait_for_room >= 0 and weight >= 0:
-            return W, weight, now
-        if weight >= 0 and pace.weights == 1:
+        if weight >= 0 and (wait_for_room >= 0 or pace.weights == 1):
             return W, weight, now
         best, best_turn = -1, _NEVER
         for lane in own:
@@ -270,15 +252,11 @@ class _Walk:
 
 
 # ------------------------------------------------------------------------------------- pace search
-#
-# Searches the paces of all ranks for the fastest order under a limit on full activations.
-#
 # Regular paces come first: the same for all ranks, or one more pair in flight per rank to the
 # front, running ahead in bursts or evenly, with 1F1B's own pace where there is room for all it
 # holds. Then ranks change their pace at random, and what is not slower stays. Every rank of a run
 # makes its program by itself, so the search is bounded by a count, and its random numbers are
 # always the same.
-
 
 Paces = tuple[Pace, ...]
 
@@ -290,13 +268,9 @@ _HIGHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 
 
 def best_orders(work: Work, *, goal: float, share: float, wanted: int) -> list[Order]:
-    """The fastest orders found, the best first; at least one.
+    """The fastest orders found, the best first; at least one and at most ``wanted``.
 
-    Args:
-        work: What is to be ordered.
-        goal: No order is faster; the search ends when it finds one of that makespan.
-        share: Of the budget.
-        wanted: How many at most.
+    The search ends at an order of makespan ``goal``: none is faster. ``share`` is of the budget.
     """
     count = max(ceil(share * _LEAST), int(share * _BUDGET) // (3 * sum(work.lanes.size)))
     found = _Search(work, count, goal=goal).run()
@@ -311,12 +285,10 @@ class _Search:
         self.seen: dict[Paces, float] = {}
         self.random = Random(0)
         self.most = max(work.lanes.size)
-        highs = {high for high in _HIGHS if high < self.most} | {self.most}
-        self.highs = sorted(highs)
+        self.highs = sorted({high for high in _HIGHS if high < self.most} | {self.most})
         self.weights = (0, 1, 2) if work.split else (0,)
 
     def run(self) -> list[Paces]:
-        """Paces by makespan, the shortest first."""
         for paces in self.regular():
             if self.left <= 0:
                 break

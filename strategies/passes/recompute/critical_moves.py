@@ -4,7 +4,7 @@ Generated orders follow rules; the last few percent are exceptions to them. Agai
 instruction of the longest chain moves a few places towards the front of its list, or one before it
 towards the end, or a pair begins or ceases to be recomputed. What is not slower and keeps within
 the room stays, and now and then something a little slower. Bounded by a count and always the same,
-as in ``pace_search``; worth it for programs of a few hundred instructions only: of 26 steps of 3
+as in ``capped_walk``; worth it for programs of a few hundred instructions only: of 26 steps of 3
 and 4 ranks (B = 2F, one to three full activations) 9 are 2 to 7 % shorter with it, most of them of
 ``interleaved_1f1b`` and ``zb_h1``.
 """
@@ -34,12 +34,9 @@ def improve(
 ) -> Program:
     """The program, or a faster one that holds no more full activations than there is room for.
 
-    Args:
-        program: Compute only: F, R, and B or I and W of every pair; no fused pairs.
-        table: What its instructions take.
-        room: Per rank, in (stage, microbatch) pairs.
-        goal: No order is faster; the search ends when it finds one of that makespan.
-        seed: Which of the ways to go.
+    ``program`` has F, R, and B or I and W of every pair, no fused pairs; ``room`` is per rank, in
+    pairs. The search ends at an order of makespan ``goal``: none is faster. ``seed`` says which of
+    the ways to go.
     """
     if not is_short(program) or any(item.halves for row in program.ranks for item in row):
         return program
@@ -90,8 +87,7 @@ class _Moves:
         # What each needs from other stages, and how long that travels; its own stage's list keeps
         # F, R, B, W in order.
         self.needs: list[tuple[tuple[int, float], ...]] = [()] * len(self.took)
-        for index, boundary in enumerate(program.boundaries):
-            hop = table.latency[index] + table.occupancy[index]
+        for boundary, hop in zip(program.boundaries, table.hops, strict=True):
             for microbatch in range(count):
                 low = boundary.source * count + microbatch
                 high = boundary.target * count + microbatch
@@ -211,9 +207,8 @@ class _Moves:
     def times(self, places: list[int], since: float) -> tuple[float, float] | None:
         """(makespan, makespan and a little of all ranks' ends); None if the lists cannot run.
 
-        Args:
-            places: Per rank, where its list begins to be new; it is changed.
-            since: What began earlier is known.
+        ``places`` are where each rank's list begins to be new, and are changed; what began before
+        ``since`` is known.
         """
         self.trial += 1
         trial, made, needs, took = self.trial, self.made, self.needs, self.took

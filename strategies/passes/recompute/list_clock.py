@@ -60,7 +60,6 @@ class ListClock:
 
     @property
     def makespan(self) -> float:
-        """When the last rank ends."""
         return max((self.end(row[-1]) for row in self.rows if row), default=0.0)
 
     @property
@@ -81,19 +80,13 @@ class ListClock:
         return self.end(self.rows[self._rank[node]][place - 1]) if place else 0.0
 
     def place(self, node: int) -> int:
-        """Index of an instruction in its rank's list."""
         return self._place[node]
 
     def hoist(self, node: int, place: int) -> dict[int, float] | None:
-        """Moves an instruction forwards in its list and updates all times.
+        """Moves an instruction to a smaller index in its list and updates all times.
 
-        Args:
-            node: What to move.
-            place: Its new index in its rank's list, smaller than its own.
-
-        Returns:
-            What ``put_back`` needs to undo it; None, with nothing changed, if the lists cannot run
-            in that order.
+        What ``put_back`` needs to undo it; None, with nothing changed, if the lists cannot run in
+        that order.
         """
         row, old = self.rows[self._rank[node]], self._place[node]
         assert place < old
@@ -179,11 +172,9 @@ def _arrivals(program: Program, table: CostTable) -> list[list[tuple[int, float]
     graph = program.graph
     rank, nodes = graph.rank, graph.nodes
     hops: dict[tuple[int, int], float] = {}
-    for boundary, latency, occupancy in zip(
-        program.boundaries, table.latency, table.occupancy, strict=True
-    ):
+    for boundary, took in zip(program.boundaries, table.hops, strict=True):
         ends = (boundary.source, boundary.target)
-        hops[ends] = hops[ends[::-1]] = latency + occupancy
+        hops[ends] = hops[ends[::-1]] = took
 
     def hop(need: int, node: int) -> float:
         """Of a message between two instructions' stages; an edge arrives with its message."""

@@ -22,11 +22,7 @@ Pair = tuple[int, int]  # stage, microbatch
 
 
 def apply_checkpoint(program: Program) -> Program:
-    """Puts R(stage, microbatch) before the B, I or fused pair that reads what it rebuilds.
-
-    Args:
-        program: Compute only: no messages, no updates, no R.
-    """
+    """Puts R(stage, microbatch) before the B, I or fused pair that reads what it rebuilds."""
     gradients = gradient_edges(program)
     rows = []
     for row in program.ranks:
@@ -62,16 +58,13 @@ def gradient_edges(program: Program) -> dict[Pair, tuple[Instruction, ...]]:
 
 
 # ------------------------------------------------------------------------------- overlap recompute
-#
-# Recomputation no longer waits for the gradient: it fills the time in which the rank would wait.
-#
-# The second pass of Mario (Liu et al., 2025, https://doi.org/10.1145/3710848.3710878). An R keeps
-# its place in the list, right before its backward; only its edge from the gradient's arrival goes,
-# so that it crosses no other compute and the rank holds the full activation a little longer.
+# The second pass of Mario (Liu et al., 2025, https://doi.org/10.1145/3710848.3710878) fills the
+# time in which a rank would wait. An R keeps its place in the list, right before its backward; only
+# its edge from the gradient's arrival goes, so that it crosses no other compute and the rank holds
+# the full activation a little longer.
 
 
 def overlap_recompute(program: Program) -> Program:
-    """Every R starts as soon as its rank has got to it."""
     rows = tuple(
         tuple(replace(item, after=()) if item.kind is Kind.R else item for item in row)
         for row in program.ranks
@@ -80,14 +73,10 @@ def overlap_recompute(program: Program) -> Program:
 
 
 # --------------------------------------------------------------------------------- prepose forward
-#
-# Forwards run ahead, in the time in which a rank waits for a gradient.
-#
 # The fourth pass of Mario. Where a rank waits for the gradient of a backward, the next forward of
 # its list is moved in front of that backward. Forwards keep their order, and a move stays only if
 # the makespan falls, or equal makespans with earlier backwards, and no rank holds more full
 # activations at its worst moment than before (a checkpointed forward holds none).
-
 
 # Times computed again before the search ends, about a second's worth on 32 ranks and 64
 # microbatches. A count, not a clock: every rank must come to the same program.
@@ -95,12 +84,7 @@ _BUDGET = 400_000
 
 
 def prepose_forward(program: Program, table: CostTable) -> Program:
-    """Moves forwards into waits for gradients, as long as that helps.
-
-    Args:
-        program: Compute only: no messages, no updates.
-        table: What its instructions take.
-    """
+    """Moves forwards into waits for gradients, as long as that helps."""
     search = _Search(program, table)
     while search.round():
         pass
@@ -136,7 +120,6 @@ class _Search:
         return self.clock.start[node] > self.clock.free(node) + self.clock.tolerance
 
     def improve(self, node: int) -> bool:
-        """Moves the next forward in front of a waiting backward, if that helps."""
         clock = self.clock
         row = clock.rows[self.rank[node]]
         old = next(
@@ -174,9 +157,6 @@ def _forward(item: Instruction) -> bool:
 
 
 # ------------------------------------------------------------------------------- remove redundancy
-#
-# A forward that is recomputed at once is not checkpointed in the first place.
-#
 # The third pass of Mario. Where R directly follows the F of its pair, nothing runs in the time for
 # which the activation is given up: the R goes, and the F keeps its graph. At first that is the last
 # stage; a forward that has been moved may make more.

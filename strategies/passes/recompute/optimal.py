@@ -1,8 +1,8 @@
 """Recomputes no more than a memory limit demands, in an order made for it.
 
 Three kinds of orders are timed: the schedule's own, with as few pairs recomputed as fit
-(``kept_intervals``), those of other schedules on the same placement (``sibling_orders``), and
-generated ones that know the limit from the start (``pace_search``). In short programs small moves
+(``keep_what_fits``), those of other schedules on the same placement (``sibling_orders``), and
+generated ones that know the limit from the start (``capped_walk``). In short programs small moves
 improve the best of them. The fastest one wins, of equal ones the one with less recomputation.
 """
 
@@ -43,11 +43,9 @@ def recompute_within(
 ) -> Program:
     """The fastest program found that holds no more full activations than there is room for.
 
-    Args:
-        program: Compute only: no messages, no updates, no R. Its own order is one candidate.
-        table: What its instructions take.
-        room: Per rank, full activations it may hold, in (stage, microbatch) pairs; at least 1.
-        reorder: Whether the order may change, or only what is recomputed.
+    The program has no messages, no updates, no R; its own order is one candidate. ``room`` is per
+    rank, in (stage, microbatch) pairs, at least 1. Without ``reorder`` only what is recomputed may
+    change.
 
     Raises:
         PlanError: ``reorder`` is off and the order itself needs more room.
@@ -130,7 +128,7 @@ def _generated(
     program: Program, table: CostTable, room: tuple[int, ...], goal: float, *, others: bool
 ) -> list[Program]:
     """Orders made for the limit; fewer are tried where other schedules have some."""
-    placement = program.placement
+    placement, lanes = program.placement, lanes_of(program.placement, program.num_microbatches)
     # Long skips wait for what neighbours have passed on before; the walk need not know them.
     neighbours = chain(placement.num_stages)
     assert program.boundaries[: len(neighbours)] == neighbours
@@ -140,9 +138,8 @@ def _generated(
     share = _SHARE if short or others else 1.0
     if short and placement.weight_copies == 1 and placement.num_stages > placement.num_ranks:
         turns.append(_oldest_first(program))
-    hops = [table.latency[i] + table.occupancy[i] for i in range(len(neighbours))]
+    hops = table.hops[: len(neighbours)]
 
-    lanes = lanes_of(placement, program.num_microbatches)
     backward = table.backward_input if split else table.backward
     kinds = (table.forward, backward, table.backward_weight, table.recompute)
     work = Work(
@@ -215,14 +212,12 @@ def _rows(lanes: Lanes, order: Order) -> tuple[tuple[Instruction, ...], ...]:
 
 
 # ---------------------------------------------------------------------------------- kept intervals
-#
-# Chooses what is recomputed in a given order: as little as a limit on full activations allows.
+# As little is recomputed in a given order as a limit on full activations allows.
 #
 # On a rank, a pair that keeps its activation occupies a place from its F to its B (or W), one that
 # is recomputed only from its R, which stands right before its B or I. Going through the list,
 # whenever there are too many, the pair whose backward comes last gives its place up: for pairs of
 # equal size that keeps as many as can be kept.
-
 
 Pair = tuple[int, int | None]
 
@@ -230,12 +225,8 @@ Pair = tuple[int, int | None]
 def keep_what_fits(program: Program, room: tuple[int, ...]) -> Program | None:
     """The program with an R before the backwards of those pairs that find no place.
 
-    Args:
-        program: Compute only: no messages, no updates, no R.
-        room: Per rank, full activations that it may hold, in (stage, microbatch) pairs.
-
-    Returns:
-        None where no choice fits: the order has more backwards under way than there is room for.
+    ``room`` is per rank, in pairs. None where no choice fits: the order has more backwards under
+    way than there is room for.
     """
     rows = []
     for row, places in zip(program.ranks, room, strict=True):
@@ -283,8 +274,7 @@ def _given_up(row: tuple[Instruction, ...], places: int) -> set[Pair] | None:
             kept.remove(last)
             again.add(last)
         for part in item.parts:
-            done = part.kind is Kind.W or (_backward(part) and _pair(part) not in split)
-            if done:
+            if part.kind is Kind.W or (_backward(part) and _pair(part) not in split):
                 under_way.discard(_pair(part))
     return again
 
@@ -310,13 +300,9 @@ def _backward(part: Instruction) -> bool:
 
 
 # ---------------------------------------------------------------------------------- sibling orders
-#
-# Orders of other schedules on the same placement: starts for what recomputes under a limit.
-#
-# A schedule that holds little by itself (v_min, v_half) needs less recomputation under a small
-# limit than one that is faster without any, and its regular order is one that small moves do not
-# find.
-
+# Orders of other schedules on the same placement. One that holds little by itself (v_min, v_half)
+# needs less recomputation under a small limit than one that is faster without any, and its regular
+# order is one that small moves do not find.
 
 # Of long programs: the order that holds least of all.
 _LEAN = ("v_min",)
@@ -329,11 +315,8 @@ _ALL = (
 def sibling_orders(program: Program, *, every: bool) -> list[Program]:
     """Other schedules' orders of the same stages, microbatches and kinds of backwards.
 
-    Orders made for costs are taken as they are for equal ones, which are quickly made.
-
-    Args:
-        program: Compute only: F and B, or F, I and W.
-        every: Whether all schedules are asked, or only those that are there for memory.
+    All schedules are asked (``every``), or only those that are there for memory. Orders made for
+    costs are taken as they are for equal ones, which are quickly made.
     """
     kinds = {part.kind for row in program.ranks for item in row for part in item.parts}
     found: dict[tuple[tuple[Instruction, ...], ...], Program] = {}

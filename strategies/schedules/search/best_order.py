@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 from strategies.ir.placement import Placement
-from strategies.schedules.schedule import Durations, Rows
+from strategies.schedules.schedule import Durations, Rows, Shape
 from strategies.schedules.search.greedy import Guide, Policy, walk
 from strategies.schedules.search.lanes import (
     F,
@@ -64,21 +65,44 @@ def best_order(
 ) -> Rows:
     """The regular order, or a generated one that is better by the goal and keeps the caps.
 
-    Args:
-        placement: Stages to ranks.
-        num_microbatches: M.
-        durations: Per stage.
-        caps: Per rank, (stage, microbatch) pairs it may hold; the regular order keeps them.
-        regular: M -> the order to beat.
-        recipes: What to generate orders with, the most promising first; those that follow the
-            regular order are added.
-        goal: What is to be small.
+    ``caps`` are per rank, (stage, microbatch) pairs it may hold; the regular order (of M) keeps
+    them. ``recipes`` come with the most promising first; those that follow the regular order are
+    added. ``goal`` is what is to be small.
     """
     lanes = lanes_of(placement, num_microbatches)
     steps = lanes.steps(regular(num_microbatches))
     recipes = (*_following(placement, regular), *recipes)
     orders = [steps, *_finalists(placement, lanes, durations, caps, recipes, goal)]
     return lanes.rows(_best(orders, lanes, durations, goal))
+
+
+def regular_or_best(
+    shape: Shape,
+    placement: Placement,
+    regular: Callable[[int, int], Rows],
+    *,
+    least: int = 1,
+    cap: int,
+    recipes: tuple[Recipe, ...],
+    goal: Goal,
+) -> Rows:
+    """The regular order for equal costs and M >= ``least``, else the best one found.
+
+    ``regular`` takes P and M; ``cap`` is that of every rank, else as for ``best_order``.
+    """
+    pp, num_microbatches = shape.pp, shape.num_microbatches
+    equal = shape.durations is None or shape.durations.equal
+    if equal and num_microbatches >= least:
+        return regular(pp, num_microbatches)
+    return best_order(
+        placement,
+        num_microbatches,
+        shape.durations or equal_durations(placement),
+        caps=(cap,) * pp,
+        regular=partial(regular, pp),
+        recipes=recipes,
+        goal=goal,
+    )
 
 
 def generated_order(
@@ -158,7 +182,6 @@ def _finalists(
 
 
 def _best(orders: list[StepRows], lanes: Lanes, durations: Durations, goal: Goal) -> StepRows:
-    """The first of the best ones."""
     return min(orders, key=lambda o: _rounded(goal(replay(lanes, durations, o)), durations))
 
 
@@ -170,12 +193,9 @@ def _rounded(figures: tuple[float, float], durations: Durations) -> tuple[float,
 
 
 # ---------------------------------------------------------------------------------- building block
-#
-# Guides made of one microbatch's times, repeated once per period.
-#
-# Qi et al., 2024, "Pipeline Parallelism with Controllable Memory",
-# https://arxiv.org/abs/2405.15362: how long a microbatch stays on a rank, counted in periods, is
-# what the rank must hold.
+# Guides made of one microbatch's times, repeated once per period. Qi et al., 2024, "Pipeline
+# Parallelism with Controllable Memory", https://arxiv.org/abs/2405.15362: how long a microbatch
+# stays on a rank, counted in periods, is what the rank must hold.
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +215,7 @@ class Block:
 def repeat(block: Block, lanes: Lanes, durations: Durations) -> Guide:
     """The guide by which one microbatch enters per period, the work of the slowest rank.
 
-    Args:
-        block: Of as many rows as a rank has stages.
-        lanes: Of a placement with one weight copy.
-        durations: Per stage.
+    The block has as many rows as a rank has stages.
     """
     assert lanes.num_copies == 1
     num_ranks = len(lanes.of_rank)

@@ -19,7 +19,16 @@ from heapq import heappop, heappush
 
 from strategies.ir.placement import Placement
 from strategies.schedules.schedule import Durations, Rows
-from strategies.schedules.search.lanes import F, I, Lanes, StepRows, W, lanes_of, next_of
+from strategies.schedules.search.lanes import (
+    F,
+    I,
+    Lanes,
+    StepRows,
+    W,
+    first_arrivals,
+    lanes_of,
+    routes,
+)
 
 _NEVER = float("inf")
 NominalTimes = tuple[tuple[float, ...], ...]  # per lane and index
@@ -43,7 +52,6 @@ class Policy:
     """How a rank decides.
 
     Attributes:
-        guide: What it would like to run next.
         spare: A forward fills idle time only while more than this many pairs are free.
         patience: An instruction may fill idle time if no more than this share of it delays the
             guide's choice, as far as the arrival of that is known.
@@ -64,13 +72,8 @@ def generate(
 ) -> Rows:
     """An order of F, I and W for these durations that keeps the caps.
 
-    Args:
-        placement: Stages to ranks, any number of weight copies.
-        num_microbatches: M.
-        durations: Per stage.
-        caps: Per rank, how many (stage, microbatch) pairs it may hold from F to W; at least one
-            for each of its stages.
-        policy: How ranks decide; decides about speed only.
+    ``caps`` are per rank, (stage, microbatch) pairs that it may hold from F to W, at least one for
+    each of its stages; ``policy`` decides about speed only.
     """
     lanes = lanes_of(placement, num_microbatches)
     return lanes.rows(walk(lanes, durations, caps=caps, policy=policy))
@@ -96,16 +99,8 @@ class _Walk:
         rows = (durations.forward, durations.backward_input, durations.backward_weight)
         self.took = [[row[stage] for stage in lanes.stage] for row in rows]
         self.tolerance = 1e-9 * max(max(row) for row in rows)
-        self.arrival = (
-            [
-                [_NEVER if stage else 0.0] * size
-                for stage, size in zip(lanes.stage, lanes.size, strict=True)
-            ],
-            [[_NEVER] * size for size in lanes.size],
-        )
-        self.goes_to = [
-            [next_of(lanes, kind, lane) for lane in range(len(lanes.rank))] for kind in (F, I)
-        ]
+        self.arrival = first_arrivals(lanes, _NEVER)
+        self.goes_to = routes(lanes)
         self.done = [[0] * len(lanes.rank) for _ in (F, I, W)]
         self.held = [0] * len(caps)
         self.from_last = [own[::-1] for own in lanes.of_rank]

@@ -42,8 +42,6 @@ class Chain:
     """Microbatches that all go through the same stages and back.
 
     Attributes:
-        rank_of: Rank per stage.
-        num_microbatches: M.
         forward: F per stage.
         backward: B per stage.
         latency: Of a message between ranks.
@@ -59,7 +57,6 @@ class Chain:
 
     @property
     def num_ranks(self) -> int:
-        """P."""
         return max(self.rank_of) + 1
 
 
@@ -71,12 +68,7 @@ class _Found(NamedTuple):
 
 
 def justified_rows(chain: Chain, *, target: float) -> Rows:
-    """The fastest order found; deterministic.
-
-    Args:
-        chain: What is to be ordered.
-        target: A makespan that ends the search.
-    """
+    """The fastest order found; deterministic. A makespan of ``target`` ends the search."""
     ranks = tuple((*chain.rank_of, *reversed(chain.rank_of)))
     durations = (*chain.forward, *reversed(chain.backward))
     onward = _Pass(chain, ranks, durations)
@@ -145,7 +137,6 @@ class _Pass:
         self._tolerance = 1e-9 * max(durations)
 
     def makespan(self, found: _Found) -> float:
-        """When the last microbatch leaves its last place."""
         return max(found.starts[-1]) + self._durations[-1]
 
     def run(self, urgency: _Urgency) -> _Found:

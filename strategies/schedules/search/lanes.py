@@ -25,8 +25,6 @@ class Lanes:
     """Lanes of one placement and number of microbatches, in the order a microbatch crosses them.
 
     Attributes:
-        rank: Rank of each lane.
-        stage: Stage of each lane.
         size: Microbatches that run on each lane.
         of_rank: Lanes of each rank, lowest stage first.
         num_stages: S; the lanes of weight copy c are c * S to c * S + S - 1.
@@ -42,11 +40,9 @@ class Lanes:
 
     @property
     def num_microbatches(self) -> int:
-        """M."""
         return sum(self.size[:: self.num_stages])
 
     def rows(self, steps: StepRows) -> Rows:
-        """The instructions of an order."""
         return tuple(tuple(self._instruction(*step) for step in row) for row in steps)
 
     def _instruction(self, kind: int, lane: int, index: int) -> Instruction:
@@ -84,14 +80,12 @@ def lanes_of(placement: Placement, num_microbatches: int) -> Lanes:
 
 
 # ------------------------------------------------------------------------------------------ replay
-#
 # When the instructions of an order run under given durations: what a search compares orders by.
 #
 # The same model as the simulator's (a message takes its latency and no more, sends are buffered),
 # without messages, reductions or optimizer steps, and for split backwards only: 1.5 ms instead of
 # 47 for 6,144 instructions as a program (tests/benchmarks/simulator_speed.py), hundreds of
 # times in a search. tests/strategies/schedules/search/test_lanes.py holds it to the simulator.
-
 
 _UNKNOWN = -1.0
 
@@ -117,12 +111,9 @@ def replay(lanes: Lanes, durations: Durations, rows: StepRows) -> Replay:
     """Runs the lists of all ranks, each instruction as early as it can."""
     parts = (durations.forward, durations.backward_input, durations.backward_weight)
     took = [[part[stage] for stage in lanes.stage] for part in parts]
-    goes_to = [[next_of(lanes, kind, lane) for lane in range(len(lanes.rank))] for kind in (F, I)]
+    goes_to = routes(lanes)
     # When the input of the next instruction is there, per kind, lane and index; then its start.
-    times = [[[_UNKNOWN] * n for n in lanes.size] for _ in (F, I)]
-    for lane, stage in enumerate(lanes.stage):
-        if stage == 0:
-            times[F][lane] = [0.0] * lanes.size[lane]
+    times = first_arrivals(lanes, _UNKNOWN)
     position = [0] * len(rows)
     now = [0.0] * len(rows)
     first = [_UNKNOWN] * len(rows)
@@ -161,6 +152,17 @@ def replay(lanes: Lanes, durations: Durations, rows: StepRows) -> Replay:
         tuple(map(tuple, times[F])),
         tuple(map(tuple, times[I])),
     )
+
+
+def routes(lanes: Lanes) -> list[list[tuple[int, int]]]:
+    """``next_of`` of F and I, per lane."""
+    return [[next_of(lanes, kind, lane) for lane in range(len(lanes.rank))] for kind in (F, I)]
+
+
+def first_arrivals(lanes: Lanes, never: float) -> list[list[list[float]]]:
+    """When the inputs of F and I are there, per lane and index, before anything has run."""
+    forward = [[never if s else 0.0] * n for s, n in zip(lanes.stage, lanes.size, strict=True)]
+    return [forward, [[never] * n for n in lanes.size]]
 
 
 def next_of(lanes: Lanes, kind: int, lane: int) -> tuple[int, int]:

@@ -29,11 +29,7 @@ def fill_gaps(program: Program, durations: Durations) -> Program:
 
     Never slower than the given program. Each rank holds at most what the fullest rank of the given
     program holds in (stage, microbatch) pairs; more than it held itself only where that is faster.
-
-    Args:
-        program: Not lowered, without updates, with memory that suffices if each W directly follows
-            its I.
-        durations: What the instructions take.
+    Memory must suffice if each W directly follows its I.
     """
     assert not program.lowered
     best, least = program, makespan(program, durations)
@@ -161,7 +157,6 @@ class _Filler:
 
 
 # ------------------------------------------------------------------------------------------- clock
-#
 # When the instructions of a program without messages end: what generators compare programs by.
 #
 # The simulator's model, for programs that are not lowered: lists in order, a message leaves when
