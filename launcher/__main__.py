@@ -51,9 +51,6 @@ _ON_CLUSTERS = ("train", "eval", "predict")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line.
 
-    Args:
-        arguments: Without the program's name; ``sys.argv`` if None.
-
     Returns:
         0 done, 1 a run failed, 2 the request is wrong, 85 preempted, 130 interrupted.
     """
@@ -88,9 +85,7 @@ def _parse(words: Sequence[str]) -> Flags:
 def run_command(config: LaunchConfig, run_dir: Path) -> int:
     """Loads the command of ``config.mode`` and runs it.
 
-    Args:
-        config: Checked.
-        run_dir: Existing folder that the run may write to, absolute.
+    ``run_dir``: existing folder that the run may write to, absolute.
 
     Returns:
         The exit code.

@@ -62,11 +62,7 @@ def check_whole(path: Path) -> None:
 
 
 def check_model(path: Path, shape: TransformerShape) -> None:
-    """Refuses a checkpoint of another model.
-
-    Raises:
-        CheckpointError: The first sizes that differ, and how to ask for the checkpoint's model.
-    """
+    """Refuses a checkpoint of another model."""
     written = manifest_of(path)["metadata"].get("model")
     if written is None:
         return
@@ -118,11 +114,8 @@ def newest_checkpoint(
     always compared, hashes up to 4 GB (the ranks compare all of them, each a share, before they
     load anything).
 
-    Args:
-        experiment_name: As the checkpoint's manifest has it.
-        run_dir: The run's folder.
-        optional: Return None if there is none.
-        skipped: Told of each newer one that does not serve.
+    ``experiment_name``: as the checkpoint's manifest has it.
+    ``skipped``: told of each newer one that does not serve.
 
     Raises:
         CheckpointError: There is none, and it is not optional.
@@ -154,12 +147,7 @@ def newest_checkpoint(
 
 
 def newest_in(run_dir: Path, *, skipped: Callable[[str], None] = say) -> Path | None:
-    """The newest whole checkpoint of one run, which a job goes on with when it is requeued.
-
-    Args:
-        run_dir: The run's folder.
-        skipped: Told of each newer one that does not serve.
-    """
+    """The newest whole checkpoint of one run, which a job goes on with when it is requeued."""
     folder = run_dir / "checkpoints"
     for path in sorted(folder.glob("step-*"), reverse=True):
         if path.suffix == UNFINISHED:

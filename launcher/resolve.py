@@ -63,16 +63,11 @@ class Run:
     """A resolved configuration.
 
     Attributes:
-        config: What was asked.
         dp: Replicas, ``auto`` filled in.
         num_microbatches: M per step and replica.
         batch_size: Sequences per step and replica.
-        shape: The model.
-        stages: Unit ranges per stage.
         group: Microbatches per round; None for schedules without rounds.
-        plan: What the compiler gets, and the ranks.
         options: What the ranks get beside it.
-        programs: What runs.
         costs: What the simulator assumes.
         num_parameters: Of the whole model; None for one that only the ranks know.
         own_model: Whether only the ranks know the model (an installed package's, or an
@@ -127,10 +122,7 @@ def resolve(
 ) -> Run:
     """Fills in what was left open and compiles the programs.
 
-    Args:
-        config: What was asked.
-        file: The content of ``schedule.file`` as the parent has read it; None to read it.
-        traced: What a trace knows of a model that only the ranks know otherwise.
+    ``file``: the content of ``schedule.file`` as the parent has read it; None to read it.
 
     Raises:
         PlanError: Degrees, batch sizes or the cut do not work together.

@@ -13,7 +13,6 @@ def say(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Prints a line to standard error at once."""
     sys.stderr.write(text.rstrip("\n") + "\n")
     sys.stderr.flush()
 

@@ -27,7 +27,6 @@ from strategies.errors import DataError, PlanError
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
-    """Runs the forward program over the validation text."""
     check_world(config)
     resolved = resolve(config)
     checkpoint = find_checkpoint(
@@ -53,8 +52,6 @@ def finish(resolved: Run, run_dir: Path, outcome: dict[str, Any]) -> int:
     return 0
 
 
-# ------------------------------------------------------------------------------------------ export
-#
 # ``mode=export``: a checkpoint as a Hugging Face folder, written by one process.
 
 
@@ -88,18 +85,11 @@ def export(config: LaunchConfig, run_dir: Path) -> int:
     return 0
 
 
-# ---------------------------------------------------------------------------------------- generate
-#
 # ``mode=generate``: continues a prompt with a checkpoint's model, whole on one process.
 
 
 def generate(config: LaunchConfig, run_dir: Path) -> int:
-    """Generates text.
-
-    Raises:
-        PlanError: More than one rank was asked for.
-        DataError: The prompt cannot be encoded for this model.
-    """
+    """Generates text."""
     if config.pp != 1 or config.tp != 1 or config.dp not in (1, "auto"):
         raise PlanError(
             f"mode=generate runs the whole model on one process, not on pp={config.pp} "

@@ -36,11 +36,7 @@ from strategies.planner.layout_search import Answer, search_confirmed
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
-    """Searches, compiles what is listed, and says what to type.
-
-    Raises:
-        PlanError: Nothing fits, or the question contradicts itself.
-    """
+    """Searches, compiles what is listed, and says what to type."""
     asked = ask(config, run_dir)
     if is_one_layout(config, asked):
         return _tune(config, asked, run_dir)
@@ -67,7 +63,6 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
 
 
 def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:
-    """The same for one layout."""
     found = tune_layout(config, asked, top_k=config.planner.top_k)
     first = found.listed[0]
     limit = asked.problem.machine.memory_bytes

@@ -21,11 +21,6 @@ from strategies.profiling.sample import sample_units
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
-    """Measures.
-
-    Raises:
-        PlanError: The model or the machine cannot be measured, or the file cannot be written.
-    """
     resolved = resolve(config)
     target = _target(config, run_dir)
     option = None if config.profile.hardware is None else hardware_file(config.profile.hardware)

@@ -93,7 +93,6 @@ def check_world(config: LaunchConfig) -> None:
 
 
 def _check_vocabulary(run: Run) -> None:
-    """Refuses ids that the model has no embedding for."""
     source, vocab = text_source(run.config), run.shape.vocab
     if run.config.model.vocab is None and not isinstance(run.shape, HfShape):
         return  # then it is the data's
@@ -112,22 +111,14 @@ def _check_vocabulary(run: Run) -> None:
 
 
 def check_machine(run: Run) -> None:
-    """Refuses a world that this machine cannot hold.
-
-    Raises:
-        PlanError: There is no GPU, or memory for fewer ranks.
-    """
+    """Refuses a world that this machine cannot hold."""
     check_devices(run)
     if not _elsewhere(run.config) and not uses_gpu(run.config):
         _check_memory(run.config.pp, run.dp, run.config.tp, state=state_bytes(run))
 
 
 def check_devices(run: Run) -> None:
-    """Refuses devices that this machine does not have.
-
-    Raises:
-        PlanError: There is no GPU, or none for every rank.
-    """
+    """Refuses devices that this machine does not have."""
     config = run.config
     elsewhere = _elsewhere(config)
     if config.cluster.name == "torchrun":
@@ -158,7 +149,6 @@ def _elsewhere(config: LaunchConfig) -> bool:
 
 
 def _product(pp: int, dp: int, tp: int) -> str:
-    """The world size as people have asked for it."""
     degrees = f"pp={pp} * dp={dp}" + (f" * tp={tp}" if tp > 1 else "")
     return f"{degrees} = {pp * dp * tp}"
 
@@ -193,11 +183,7 @@ def has_weights(run: Run) -> bool:
 
 
 def find_checkpoint(run: Run, asked: str | None, run_dir: Path, *, optional: bool) -> Path | None:
-    """A checkpoint by path, or the newest of this experiment for ``auto``.
-
-    Raises:
-        CheckpointError: There is none.
-    """
+    """A checkpoint by path, or the newest of this experiment for ``auto``."""
     if asked is None:
         return None
     if asked == "auto":
@@ -207,12 +193,7 @@ def find_checkpoint(run: Run, asked: str | None, run_dir: Path, *, optional: boo
 
 @contextmanager
 def failure_recorded(result: Path, common: Mapping[str, object]) -> Iterator[None]:
-    """Leaves a ``result.json`` also where the block ends early.
-
-    Args:
-        result: The file.
-        common: What is known without the ranks.
-    """
+    """Leaves a ``result.json`` also where the block ends early; ``common`` needs no ranks."""
     try:
         yield
     except PreemptedError as error:
@@ -238,12 +219,8 @@ def run_ranks(
 ) -> dict[str, Any]:
     """Starts the ranks, waits for them, and returns what rank 0 left.
 
-    Args:
-        run: What they do.
-        run_dir: Its folder.
-        checkpoint: What they continue or use.
-        on_event: Gets rank 0's progress.
-        world: Other than the run's own number; threads are those of its own ranks.
+    ``on_event``: gets rank 0's progress.
+    ``world``: other than the run's own number; threads are those of its own ranks.
 
     Raises:
         RunError: A rank failed, or the run was preempted.
@@ -319,20 +296,11 @@ def _imports(run: Run) -> list[str]:
     return found
 
 
-# -------------------------------------------------------------------------------------- c compiler
-#
 # ``compile=true`` makes C++ or Triton code, for which the machine needs a compiler of its own.
 
 
 def check_compiler(*, gpu: bool) -> None:
-    """Refuses where torch.compile would fail at its first call.
-
-    Args:
-        gpu: Whether ranks run on GPUs: Triton wants a C compiler, code for CPUs a C++ one.
-
-    Raises:
-        PlanError: There is none.
-    """
+    """Refuses where torch.compile would fail: Triton wants a C compiler, CPUs a C++ one."""
     variable, names = ("CC", ("gcc", "clang", "cc")) if gpu else ("CXX", ("g++",))
     given = os.environ.get(variable)
     if not any(shutil.which(name) for name in ((given,) if given else names)):

@@ -16,7 +16,6 @@ from launcher.terminal import say, terminal_width
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
-    """Simulates one training step."""
     resolved = resolve(planned(config, run_dir))
     timeline, metrics = predict(resolved)
     panel = Panel("predicted", timeline, metrics)

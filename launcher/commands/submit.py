@@ -53,11 +53,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
 
 
 def on_nodes(config: LaunchConfig) -> LaunchConfig:
-    """The configuration as the nodes are to understand it.
-
-    Raises:
-        PlanError: GPUs are asked for in one place and not in the other.
-    """
+    """The configuration as the nodes are to understand it."""
     wanted, gpus = config.trainer.accelerator, config.cluster.gpus_per_node
     if wanted == "gpu" and gpus is None:
         raise PlanError(

@@ -64,11 +64,7 @@ def finish(
 ) -> int:
     """Writes what a run that is done has measured, beside what was predicted.
 
-    Args:
-        resolved: What ran.
-        run_dir: Its folder.
-        outcome: What rank 0 left.
-        known: The prediction; None to simulate it.
+    ``known``: the prediction; None to simulate it.
     """
     if known is None:
         timeline, metrics = predict(resolved)

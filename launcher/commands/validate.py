@@ -20,7 +20,6 @@ from launcher.terminal import say
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
-    """Composes, resolves, verifies, estimates; prints what would run."""
     config = planned(config, run_dir)
     check_world(config)
     resolved = resolve(on_nodes(config) if config.cluster.name == "slurm" else config)
@@ -41,7 +40,6 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
 
 
 def _say_commands(run: Run, run_dir: Path, words: str) -> None:
-    """How to start it: here, on each node, or as a job."""
     cluster = run.config.cluster
     if cluster.name == "local" and cluster.nodes == 1:
         say(f"command on this machine: python -m launcher {words}".rstrip())

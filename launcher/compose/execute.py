@@ -40,7 +40,6 @@ class RunFolder:
     """A run's folder, and what has to go if the run is refused.
 
     Attributes:
-        path: Absolute.
         created: Folders that did not exist before, outermost first.
         kept: Contents of files in ``.hydra`` that an earlier run left there.
     """
@@ -69,9 +68,7 @@ class RunFolder:
 def make_run_folder(pattern: str, *, unique: bool) -> RunFolder:
     """Creates the folder of a run.
 
-    Args:
-        pattern: Path, relative to the working directory or absolute.
-        unique: Whether to append _2, _3, ... where the folder exists, as opposed to reusing it.
+    ``unique``: whether to append _2, _3, ... where the folder exists, as opposed to reusing it.
 
     Raises:
         PlanError: It cannot be created.
@@ -134,13 +131,7 @@ def run_sweep(
 
     It ends with a comparison of all jobs that ran: tables on the terminal, and ``sweep.*``.
 
-    Args:
-        hydra: The application.
-        overrides: As typed.
-        folder: The sweep's.
-        command: What runs one job.
-        jobs: The overrides of each.
-        config: Of the first job: what is common to all.
+    ``config``: of the first job: what is common to all.
 
     Returns:
         0 if all succeeded, else the first other code. A preempted job ends the sweep.
@@ -158,17 +149,7 @@ def run_sweep(
 def end_sweep(
     run_all: Callable[[], None], folder: RunFolder, job: Jobs, config: LaunchConfig
 ) -> int:
-    """Runs the jobs of a sweep, and reports however that ends.
-
-    Args:
-        run_all: Runs them.
-        folder: The sweep's.
-        job: What keeps how each one ended.
-        config: Of the first job.
-
-    Returns:
-        As ``run_sweep``.
-    """
+    """Runs the jobs of a sweep, and reports however that ends."""
     try:
         run_all()
     except _SweepEnded:
@@ -198,9 +179,7 @@ class Jobs:
     """What Hydra calls per job; keeps how each one ended, which Hydra has no place for.
 
     Attributes:
-        codes: Exit codes.
         ended: What a sweep shows of its jobs; empty for a single run.
-        jobs: Overrides of every job of a sweep.
         submits: Whether jobs are only handed to a scheduler here.
     """
 
@@ -226,7 +205,6 @@ class Jobs:
         self._error = ""
 
     def __call__(self, composed: DictConfig) -> int:
-        """Runs one job; returns its exit code."""
         hydra = HydraConfig.get()
         if self.total > 1:
             overrides = " ".join(hydra.overrides.task)

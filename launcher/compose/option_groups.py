@@ -36,7 +36,6 @@ class Groups:
     """Group names to option names.
 
     Attributes:
-        built_in: Options shipped with the package.
         added: Options of the user's folder, with their files.
         installed: Names that other installed distributions offer through entry points.
     """
@@ -49,16 +48,11 @@ class Groups:
         return tuple(self.built_in)
 
     def options(self, group: str) -> tuple[str, ...]:
-        """All options of a group, ours first."""
         ours = (*self.built_in[group], *sorted(self.added.get(group, {})))
         return (*ours, *(name for name in self.installed.get(group, ()) if name not in ours))
 
     def require(self, group: str, option: str) -> None:
-        """Raises unless the option exists.
-
-        Raises:
-            PlanError: With the nearest options.
-        """
+        """Raises unless the option exists."""
         options = self.options(group)
         if option in options:
             return
@@ -111,13 +105,10 @@ def find_groups(config_dir: Path | None) -> Groups:
     return Groups(built_in, added, installed)
 
 
-# ------------------------------------------------------------------------------------------- flags
-#
 # The command line's flags; everything else on it is an override.
 #
 # A subset of Hydra's flags under Hydra's names. Left out on purpose: ``--experimental-rerun`` loads
 # a pickle, and ``--config-path`` and ``--config-name`` replace the typed configuration.
-
 
 FLAGS_HELP: tuple[tuple[str, str], ...] = (
     ("-h, --help", "explain every key, with the values that the overrides lead to"),
@@ -191,10 +182,7 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     )
 
 
-# -------------------------------------------------------------------------------------------- help
-#
 # ``--help``: every key with its type, its value under the given overrides, and one sentence.
-
 
 _WIDTH = 98
 _USAGE = """\
@@ -215,12 +203,7 @@ Exit codes: 0 done, 1 a run failed, 2 the request is wrong and nothing was start
 
 
 def help_text(config: LaunchConfig, groups: Groups) -> str:
-    """The text of ``--help``.
-
-    Args:
-        config: Whose values are shown as defaults.
-        groups: Groups and their options.
-    """
+    """The text of ``--help``; ``config`` has the values that are shown as defaults."""
     parts = [_USAGE, "Flags", *(_entry(name, text) for name, text in FLAGS_HELP), ""]
     nodes = nodes_of(LaunchConfig)
     keys = keys_of(LaunchConfig)

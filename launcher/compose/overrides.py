@@ -35,10 +35,7 @@ def parse_overrides(
 ) -> list[Override]:
     """Parses and checks ``key=value`` words.
 
-    Args:
-        words: As typed.
-        groups: Groups and their options.
-        loader: Hydra's loader, which ``glob()`` sweeps ask for options.
+    ``loader``: Hydra's loader, which ``glob()`` sweeps ask for options.
 
     Raises:
         PlanError: A word that cannot be read, an unknown key or option, a credential, ``_target_``.
@@ -94,11 +91,7 @@ def expand(overrides: Iterable[Override]) -> list[list[str]]:
 
 
 def require_single(overrides: Iterable[Override]) -> None:
-    """Raises where a list of values stands although one run was asked for.
-
-    Raises:
-        PlanError: With the spellings for a sweep, a list and a text.
-    """
+    """Raises where a list of values stands although one run was asked for."""
     for override in overrides:
         if override.is_sweep_override():
             name, value = override.key_or_group, (override.input_line or "").partition("=")[2]
@@ -237,10 +230,7 @@ def _unreadable(word: str) -> PlanError:
     )
 
 
-# ------------------------------------------------------------------------------------ explain word
-#
 # ``planner.explain=[tp=4,pp=8]``: in Hydra's grammar a list's entries with ``=`` need quotes.
-
 
 _KEY = "planner.explain="
 

@@ -110,7 +110,6 @@ def _refuse_secrets(value: object, path: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """An exception of Hydra or OmegaConf in one line."""
     if isinstance(error, RecursionError):
         return "it refers to itself, or is nested too deeply."
     cause = error.__cause__ or error.__context__

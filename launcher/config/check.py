@@ -276,10 +276,7 @@ def _get(config: LaunchConfig, path: str) -> object:
     return value
 
 
-# -------------------------------------------------------------------------------------- model kind
-#
 # Which ``model.*`` keys go with which kind of model; the others would be ignored.
-
 
 HUGGING_FACE = "hf"
 _BOTH = ("name", "sequence")
@@ -287,11 +284,7 @@ _HUGGING_FACE_ONLY = ("path", "pretrained", "layers_path")
 
 
 def check_model_keys(model: ModelConfig) -> None:
-    """Refuses keys of the other kind.
-
-    Raises:
-        PlanError: Sizes for a model that has its own, or a folder for one that has none.
-    """
+    """Refuses keys of the other kind."""
     folder = model.name == HUGGING_FACE
     for entry in keys_of(ModelConfig, "model."):
         name = entry.path.removeprefix("model.")
@@ -310,10 +303,7 @@ def check_model_keys(model: ModelConfig) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------- planning
-#
 # Rules of ``mode=plan`` and ``plan=auto`` that need no model.
-
 
 # What ``planner.explain`` may fix.
 EXPLAINED = (
@@ -329,11 +319,7 @@ def leaves_open(config: LaunchConfig) -> bool:
 
 
 def check_planner(config: LaunchConfig) -> None:
-    """Refuses keys that would be ignored, and entries that say nothing.
-
-    Raises:
-        PlanError: With a spelling that works.
-    """
+    """Refuses keys that would be ignored, and entries that say nothing."""
     if config.plan == "auto" and config.mode not in (*_AUTO_MODES, "plan"):
         raise PlanError(
             f"plan=auto chooses how to train; mode={config.mode} runs a checkpoint on degrees of "
@@ -372,11 +358,7 @@ def check_planner(config: LaunchConfig) -> None:
 
 
 def check_units_per_stage(config: LaunchConfig) -> None:
-    """Refuses two cuts at once.
-
-    Raises:
-        PlanError: Both are given.
-    """
+    """Refuses two cuts at once."""
     schedule = config.schedule
     if schedule.units_per_stage is not None and schedule.layers_per_stage is not None:
         raise PlanError(

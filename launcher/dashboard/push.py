@@ -81,10 +81,8 @@ def definition() -> str:
 def push(account: Account, *, project: str, entity: str | None) -> str:
     """Saves the workspace; returns its address.
 
-    Args:
-        account: As whom.
-        project: Which is made if it does not exist.
-        entity: Team or user; None for the account's default.
+    ``project``: which is made if it does not exist.
+    ``entity``: team or user; None for the account's default.
 
     Raises:
         RunError: The server cannot be reached, or refuses.
@@ -149,8 +147,6 @@ def _from_netrc(host: str) -> str | None:
     return None if found is None else found[2]
 
 
-# --------------------------------------------------------------------------------------- dashboard
-#
 # ``mode=dashboard``: the workspace of the repository, saved in a W&B project.
 
 

@@ -32,12 +32,8 @@ class Reach:
     """How far one policy gets.
 
     Attributes:
-        recompute: The policy.
         value: The largest that fits; None if none does.
         step: Of the values that were tried.
-        outcome: The fastest program there.
-        config: The configuration with that value.
-        asked: Its question.
         beyond_bytes: What the next value needs at least; None where the model allows no more, or
             where no order was found.
     """
@@ -57,10 +53,8 @@ class Reaches:
 
     Attributes:
         key: What was varied.
-        reaches: One per policy.
         num_candidates: Values and policies that were looked at.
         num_simulated: Programs that were compiled and simulated.
-        search_s: How long it took.
         least_bytes: Where nothing fits, what the smallest value needs at least.
     """
 
@@ -73,15 +67,7 @@ class Reaches:
 
 
 def largest_model(config: LaunchConfig, asked: Question) -> Reaches:
-    """The longest sequence, or the deepest model, under each policy.
-
-    Args:
-        config: As it was asked; its own value is where the search begins.
-        asked: With layout, policies and microbatch sizes.
-
-    Raises:
-        PlanError: The model's size cannot be varied.
-    """
+    """The longest sequence, or the deepest model, under each policy; the own value comes first."""
     key = "model.sequence" if config.planner.maximize == "sequence_length" else "model.layers"
     if key == "model.layers":
         _check_layers(config)

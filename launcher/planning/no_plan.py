@@ -16,7 +16,6 @@ _BISECTIONS = 7
 
 
 def refuse(asked: Question, answer: Answer) -> PlanError:
-    """The error for an answer without plans."""
     if answer.rejected.memory:
         return PlanError(_memory(asked, answer))
     space = asked.space

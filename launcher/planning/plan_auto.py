@@ -24,15 +24,7 @@ from strategies.schedules import find_schedule
 
 
 def planned(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
-    """The configuration with the planner's choice; unchanged with ``plan=manual``.
-
-    Args:
-        config: Checked.
-        run_dir: The run's folder, which says what was typed.
-
-    Raises:
-        PlanError: Nothing fits; the message has the smallest change that would.
-    """
+    """The configuration with the planner's choice; unchanged with ``plan=manual``."""
     if config.plan != "auto":
         return config
     asked = ask(config, run_dir)
@@ -67,10 +59,7 @@ def _one_layout(config: LaunchConfig, asked: Question) -> LaunchConfig:
     return best.run.config
 
 
-# -------------------------------------------------------------------------------------- one layout
-#
 # ``mode=plan`` and ``plan=auto`` for one layout: the tuner is asked, or for the largest model.
-
 
 _LAYOUT = ("pp", "dp", "tp", "schedule")
 
@@ -80,7 +69,6 @@ class LayoutAnswer:
     """What ``mode=plan`` says about one layout.
 
     Attributes:
-        answer: As a search over layouts gives it.
         listed: The plans, compiled.
         reaches: How far each policy gets, where a size was.
     """
@@ -121,16 +109,7 @@ def is_one_layout(config: LaunchConfig, asked: Question) -> bool:
 
 
 def tune_layout(config: LaunchConfig, asked: Question, *, top_k: int) -> LayoutAnswer:
-    """The best policies and microbatch sizes of the layout, or those that get farthest.
-
-    Args:
-        config: As it was asked.
-        asked: With the layout pinned; see ``is_one_layout``.
-        top_k: How many are listed.
-
-    Raises:
-        PlanError: Nothing fits; the message has the smallest memory that does, and what that costs.
-    """
+    """The best policies and microbatch sizes of the layout, or those that get farthest."""
     if config.planner.maximize != "throughput":
         least = (asked.problem.least_size,)
         return _largest(config, replace(asked, space=_tuning_space(asked, least)), top_k)
@@ -152,7 +131,6 @@ def _tuning_space(asked: Question, sizes: tuple[int, ...]) -> Space:
 
 
 def _policies(asked: Question) -> tuple[Recompute, ...]:
-    """All, but what a compiled unit hides cannot be recomputed selectively."""
     measured = asked.problem.measured
     if measured is not None and measured.selective:
         return (Recompute("selective"),)

@@ -40,11 +40,7 @@ class Question:
     """What the planner is asked.
 
     Attributes:
-        problem: Model and machine.
-        space: What may be chosen.
-        shape: The model.
         pinned: Keys that the user has set.
-        config: What was asked.
     """
 
     problem: Problem
@@ -55,15 +51,7 @@ class Question:
 
 
 def ask(config: LaunchConfig, run_dir: Path) -> Question:
-    """The question that a configuration poses.
-
-    Args:
-        config: Checked.
-        run_dir: Whose ``.hydra`` says what was typed.
-
-    Raises:
-        PipelineError: The model has no known sizes, or keys contradict each other.
-    """
+    """The question that a configuration poses."""
     _check_costs(config)
     return question(config, pinned_keys(config, run_dir), traced_shape(config, run_dir))
 
@@ -265,8 +253,6 @@ def with_memory(asked: Question, memory_bytes: int) -> Question:
     return replace(asked, problem=replace(asked.problem, machine=machine))
 
 
-# ------------------------------------------------------------------------------------- calibration
-#
 # Whether a plan's times stand on a measurement, in words.
 #
 # Two measurements can be behind them: a profile of the model's own layers (``costs=profiled``), or
@@ -308,8 +294,6 @@ def calibration(asked: Question) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------- measured
-#
 # ``costs=profiled`` in a plan: measured layers and links in place of computed ones.
 #
 # A profile is of one machine, of one model's layers and of one way to run them: what it does not
@@ -324,18 +308,7 @@ def with_profile(
     problem: Problem,
     space: Space,
 ) -> tuple[Problem, Space]:
-    """The question for measured units.
-
-    Args:
-        config: Its ``costs.file`` is given.
-        pinned: Keys that the user has set.
-        shape: The model.
-        problem: With computed costs.
-        space: What may be chosen.
-
-    Raises:
-        CostError: There is no such file, or it is a profile of another machine or model.
-    """
+    """The question for measured units."""
     profile, as_measured = checked_profile(
         config, shape, ranks=space.num_gpus, gpu=uses_gpu(config), pinned=pinned
     )

@@ -34,11 +34,7 @@ class ListedPlan:
     """One plan with the figures of its verified program.
 
     Attributes:
-        outcome: What the search found.
         words: Overrides that reproduce it.
-        run: Resolved as a run would be.
-        timeline: Its predicted step.
-        metrics: The figures of that.
         step_time_s: Period, or makespan where clipping waits at the flush.
         tokens_per_s: Of all ranks.
         mfu: Model FLOPs over the peak of all ranks.
@@ -55,7 +51,6 @@ class ListedPlan:
 
     @property
     def memory(self) -> tuple[int, ...]:
-        """Peak bytes per rank."""
         return tuple(value for value in self.metrics.peak_memory_bytes if value is not None)
 
 
@@ -158,27 +153,18 @@ def _plan_mapping(plan: ListedPlan) -> dict[str, object]:
     }
 
 
-# ---------------------------------------------------------------------------------------- branches
-#
 # What another order of a model's branches would save: the runtime keeps the order of its step.
 #
 # A stage is a run of the units in the order in which the model's own code calls them, so a cut that
 # mixes branches cannot run as it is. Where one would send less, the user can call the layers in the
 # order that it needs.
 
-
 _LESS = 0.99
 _MOST_NAMES = 12
 
 
 def better_order(shape: TracedShape, units: tuple[int, ...], *, balance_ratio: float) -> str | None:
-    """A sentence about the order of calls that sends less; None where there is none.
-
-    Args:
-        shape: The traced model.
-        units: Units per stage of the plan.
-        balance_ratio: As ``planner.balance_ratio``.
-    """
+    """A sentence about the order of calls that sends less; None where there is none."""
     if len(units) < 2 or shape.is_chain:
         return None
     loads = shape.loads(1)
@@ -201,10 +187,7 @@ def better_order(shape: TracedShape, units: tuple[int, ...], *, balance_ratio: f
     )
 
 
-# --------------------------------------------------------------------------------------- explained
-#
 # ``planner.explain=[tp=4,pp=8]``: one layout in detail, beside the best of all.
-
 
 _NUMBERS = {
     "tp", "pp", "dp", "num_microbatches", "microbatch_size", "stages_per_rank", "group",
@@ -212,15 +195,7 @@ _NUMBERS = {
 
 
 def pinned_space(space: Space, entries: Sequence[str]) -> Space:
-    """The space with what is to be explained fixed.
-
-    Args:
-        space: What may be chosen otherwise.
-        entries: ``tp=4`` and the like, of known names.
-
-    Raises:
-        PlanError: A value that its key cannot have.
-    """
+    """The space with what is to be explained fixed."""
     for entry in entries:
         name, _, value = entry.replace(":", "=", 1).partition("=")
         if name in _NUMBERS:
@@ -286,8 +261,6 @@ def _policy(value: str) -> Policy:
     raise PlanError(f"planner.explain: recompute={shorten(value)} is unknown. Try recompute=full.")
 
 
-# --------------------------------------------------------------------------------------- candidate
-#
 # A candidate as a configuration and as words for the command line: what is printed is what runs.
 
 
@@ -300,11 +273,7 @@ def candidate_words(
 ) -> list[str]:
     """Overrides that make a run of a candidate.
 
-    Args:
-        candidate: The plan.
-        shape: The model.
-        global_batch_size: Sequences per optimizer step.
-        memory_gb: What the plan was made for; printed where the program depends on it.
+    ``memory_gb``: what the plan was made for; printed where the program depends on it.
     """
     layout, order = candidate.layout, candidate.order
     words = [
@@ -350,14 +319,7 @@ def _recompute_words(recompute: Recompute) -> list[str]:
 def candidate_config(
     config: LaunchConfig, candidate: Candidate, shape: PlannedShape, global_batch_size: int
 ) -> LaunchConfig:
-    """The configuration that ``candidate_words`` makes of this one.
-
-    Args:
-        config: What was asked; its planner is done with.
-        candidate: The plan.
-        shape: The model.
-        global_batch_size: Sequences per optimizer step.
-    """
+    """The configuration that ``candidate_words`` makes of this one."""
     layout, order = candidate.layout, candidate.order
     virtual = find_schedule(order.schedule).virtual_stages
     memory_gb = config.hardware.memory_gb

@@ -18,14 +18,7 @@ from strategies.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Machines of one run.
-
-    Attributes:
-        count: Number of them.
-        ranks_each: Ranks on every one.
-        tp: Ranks that share matrices.
-        dp: Replicas.
-    """
+    """Machines of one run."""
 
     count: int
     ranks_each: int
@@ -57,11 +50,7 @@ class Nodes:
 
 
 def plan_nodes(config: LaunchConfig, *, dp: int) -> Nodes:
-    """Spreads a run over ``cluster.nodes``.
-
-    Raises:
-        PlanError: The nodes would hold different numbers of ranks.
-    """
+    """Spreads a run over ``cluster.nodes``."""
     cluster = config.cluster
     world = config.pp * dp * config.tp
     asked = f"pp={config.pp} * dp={dp}" + (f" * tp={config.tp}" if config.tp > 1 else "")
@@ -84,11 +73,7 @@ def plan_nodes(config: LaunchConfig, *, dp: int) -> Nodes:
 
 
 def asked_world(config: LaunchConfig) -> int | None:
-    """Ranks that the cluster has room for; None on this machine.
-
-    Raises:
-        PlanError: It cannot be known.
-    """
+    """Ranks that the cluster has room for; None on this machine."""
     cluster = config.cluster
     if cluster.name == "torchrun":
         # Set by torchrun; where it has started nothing yet, there is nothing to fill.
@@ -108,10 +93,7 @@ def _fitting_dp(config: LaunchConfig) -> int:
     return max(1, gpus // (config.pp * config.tp))
 
 
-# ----------------------------------------------------------------------------------- node commands
-#
 # The command for each node, where no scheduler starts the ranks.
-
 
 _PORT = 29500
 _LEFT_OUT = ("mode", "cluster", "cluster.nodes", "cluster.master")
@@ -123,10 +105,7 @@ def node_commands(nodes: Nodes, words: Sequence[str], *, master: str | None) -> 
     A static rendezvous on purpose: torchrun's own may hand rank 0 to any node, and the order of
     ranks decides which pipeline ranks are neighbours.
 
-    Args:
-        nodes: How the ranks lie.
-        words: Overrides as typed.
-        master: HOST:PORT of the first node; None for this machine.
+    ``master``: HOST:PORT of the first node; None for this machine.
     """
     host, port = (master or f"{socket.gethostname()}:{_PORT}").split(":")
     kept = [w for w in words if w.lstrip("+").partition("=")[0] not in _LEFT_OUT]

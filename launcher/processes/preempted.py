@@ -76,21 +76,12 @@ def installed_request() -> StopRequest | None:
     return handler if isinstance(handler, StopRequest) else None
 
 
-# ---------------------------------------------------------------------------------------- restarts
-#
 # Ranks that have failed are started again, from the newest checkpoint of their run.
 
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """What would have to change for another attempt to get further.
-
-    Attributes:
-        checkpoint: From which it began.
-        rank: The first that failed.
-        kind: How.
-        step: Where.
-    """
+    """What would have to change for another attempt to get further."""
 
     checkpoint: Path | None
     rank: int
@@ -99,16 +90,7 @@ class _Attempt:
 
 
 class Restarts:
-    """Decides whether ranks that have failed are started again.
-
-    Args:
-        most: How often.
-        newest: Finds the newest whole checkpoint to go on with; None to begin anew.
-        say: Told one line per restart.
-
-    Attributes:
-        count: Restarts so far.
-    """
+    """Decides whether ranks that have failed are started again, from the ``newest`` checkpoint."""
 
     def __init__(
         self, most: int, newest: Callable[[], Path | None], say: Callable[[str], None]
@@ -122,9 +104,7 @@ class Restarts:
     def run(self, start: Callable[[Path | None], None], checkpoint: Path | None) -> None:
         """Starts the ranks until they end well, or it makes no sense to try again.
 
-        Args:
-            start: Starts them from a checkpoint and waits for them.
-            checkpoint: The first time.
+        ``checkpoint``: the first time.
 
         Raises:
             RankFailedError: The last failure.

@@ -67,15 +67,7 @@ def begin(run_dir: Path) -> str:
 
 
 def end(run_dir: Path, code: int) -> int:
-    """Looks at what the ranks left.
-
-    Args:
-        run_dir: The run's folder.
-        code: With which srun has ended.
-
-    Returns:
-        0 done, 1 failed, 85 preempted with a checkpoint.
-    """
+    """Looks at what the ranks left; 0 done, 1 failed, 85 preempted with a checkpoint."""
     task = read_task(run_dir)
     run = resolve_task(task)
     try:
@@ -153,7 +145,6 @@ def _free_port() -> int:
 
 
 def main() -> int:
-    """Runs ``begin`` or ``end``; returns the exit code."""
     os.umask(0o077)
     try:
         if sys.argv[1] == "begin":

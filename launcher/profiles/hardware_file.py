@@ -48,7 +48,6 @@ class Rates:
     Attributes:
         flops_per_s: Reached.
         unit_overhead_s: As ``Hardware``.
-        stage_overhead_s: The same.
         error: What units are off, over what they take; the mean over microbatch sizes.
     """
 
@@ -59,11 +58,7 @@ class Rates:
 
 
 def hardware_file(given: str) -> Path:
-    """Where an option of ``hardware=`` is to be written.
-
-    Raises:
-        PlanError: It is no place for one.
-    """
+    """Where an option of ``hardware=`` is to be written."""
     path = Path(given).expanduser().absolute()
     if path.suffix != ".yaml" or path.parent.name != _FOLDER or path.is_dir():
         raise PlanError(
@@ -82,16 +77,7 @@ def hardware_yaml(
     sizes: ElementSizes,
     memory_bytes: int,
 ) -> str:
-    """The content of the file.
-
-    Args:
-        name: Of the option.
-        profile: What was measured.
-        config: With what.
-        shape: Of which model.
-        sizes: Bytes of its elements.
-        memory_bytes: That a rank may use.
-    """
+    """The content of the file."""
     rates = fit_rates(profile, config, shape)
     old, machine = config.hardware, profile.machine
     peak = max(old.peak_flops, rates.flops_per_s)

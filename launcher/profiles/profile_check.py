@@ -37,9 +37,7 @@ from strategies.simulator.engine import simulate
 def this_machine(*, ranks: int, gpu: bool) -> Machine:
     """The machine as the ranks of a run find it.
 
-    Args:
-        ranks: Processes of the run, which share the cores.
-        gpu: Whether they run on GPUs.
+    ``ranks``: processes of the run, which share the cores.
     """
     return Machine(
         processor=_processor(),
@@ -77,10 +75,7 @@ def _accelerator() -> str:
     return "GPU"
 
 
-# ---------------------------------------------------------------------------------------- profiled
-#
 # ``costs=profiled``: the profile in ``costs.file``, if it is of this machine and of this model.
-
 
 # A profile is one of layers, so it serves any number of them.
 _LAYER_COUNTS = ("layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -97,13 +92,9 @@ def profiled_costs(
 ) -> ProfiledCosts:
     """The costs of a run from its profile.
 
-    Args:
-        config: Its ``costs.file`` is given.
-        shape: The run's model.
-        stages: Its cut.
-        assumed: For what the profile does not know.
-        ranks: Processes on this machine.
-        gpu: Whether they run on GPUs.
+    ``config``: its ``costs.file`` is given.
+    ``assumed``: for what the profile does not know.
+    ``ranks``: processes on this machine.
 
     Raises:
         CostError: There is no such file, or it is a profile of something else.
@@ -133,13 +124,9 @@ def checked_profile(
 ) -> tuple[Profile, LaunchConfig]:
     """The profile for a plan, and the configuration with what it leaves to be chosen.
 
-    Args:
-        config: Its ``costs.file`` is given.
-        shape: The model.
-        ranks: Processes that are planned for.
-        gpu: Whether they run on GPUs.
-        pinned: Keys that the user has set: of the others, those that decide a unit's costs (tp,
-            selective recomputation) become what they were when it was made.
+    ``ranks``: processes that are planned for.
+    ``pinned``: keys that the user has set: of the others, those that decide a unit's costs (tp,
+    selective recomputation) become what they were when it was made.
 
     Raises:
         CostError: There is no such file, or it is a profile of something else.
@@ -159,11 +146,6 @@ def checked_profile(
 
 
 def read_profile(config: LaunchConfig) -> Profile:
-    """The profile in ``costs.file``.
-
-    Raises:
-        CostError: There is none.
-    """
     given = config.costs.file
     if given is None:
         raise CostError(
@@ -182,15 +164,7 @@ def read_profile(config: LaunchConfig) -> Profile:
 
 
 def writable(given: str, *, key: str) -> Path:
-    """Where a profile is to be written.
-
-    Args:
-        given: What the user has typed.
-        key: For it, for the message.
-
-    Raises:
-        CostError: No file can be written there.
-    """
+    """Where a profile is to be written."""
     target = Path(given).expanduser().absolute()
     if target.is_dir() or not os.access(target.parent, os.W_OK):
         raise CostError(
@@ -291,15 +265,12 @@ def _spelt(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-# --------------------------------------------------------------------------------- refined profile
-#
 # A profile corrected by a training run: ``costs.refine``.
 #
 # The layers were measured by themselves; in training they run beside messages, a data loader and
 # the other ranks. Of a run's median step the recorder knows how long each kind of instruction
 # really took, all stages together: every figure of that kind is scaled by it. What units of one
 # stage take cannot be told apart there, so their proportions stay as they were measured.
-
 
 _MEASURED = {entry.name for entry in fields(Seconds)}
 _SCALED = frozenset(kind for kind in MICROBATCH_KINDS if KINDS[kind].duration in _MEASURED)
@@ -316,12 +287,7 @@ def write_refined(target: Path, costs: Costs, measured: Timeline) -> None:
 
 
 def kind_ratios(measured: Timeline, table: CostTable) -> dict[Kind, float]:
-    """Measured over predicted time of every kind of instruction that the step has; pairs left out.
-
-    Args:
-        measured: A step of a run.
-        table: What was predicted for its program.
-    """
+    """Measured over predicted time of every kind of instruction in a step; pairs left out."""
     took: dict[Kind, float] = {}
     predicted: dict[Kind, float] = {}
     for rank in range(len(measured.program.ranks)):

@@ -38,11 +38,7 @@ def pipeline(trainer: pl.Trainer) -> PipelineStrategy:
 
 @dataclass
 class MetricsFile:
-    """``metrics.csv``: a row per logged step, on disk when ``write`` returns.
-
-    Attributes:
-        path: The file.
-    """
+    """``metrics.csv``: a row per logged step, on disk when ``write`` returns."""
 
     path: Path
     _columns: list[str] = field(default_factory=list)
@@ -52,10 +48,8 @@ class MetricsFile:
     def write(self, row: Mapping[str, Any], *, complete: bool = True) -> None:
         """Appends a row; a name not seen before adds a column to the whole file.
 
-        Args:
-            row: Values by column.
-            complete: Whether no more is to come; otherwise the next call replaces it. A run that
-                is killed leaves what is known of its last step.
+        ``complete``: whether no more is to come; otherwise the next call replaces it. A run that is
+        killed leaves what is known of its last step.
         """
         new = [name for name in row if name not in self._columns]
         if self._last is not None:
@@ -145,7 +139,6 @@ class Progress(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
     ) -> None:
-        """Notes a step, and writes the row of the one before."""
         if trainer.fit_loop._should_accumulate():
             return
         now = time.perf_counter()
@@ -266,7 +259,6 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
     ) -> None:
-        """Saves when this batch is the last one."""
         loop = trainer.fit_loop
         enough = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
         last_epoch = (
@@ -279,7 +271,6 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Saves if training ended in another way."""
         self._save(trainer)
 
     def _save(self, trainer: pl.Trainer) -> None:
@@ -302,10 +293,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-# ------------------------------------------------------------------------------------- lost loader
-#
 # A process of a DataLoader that has died: torch names its pid, which tells nobody anything.
-
 
 _WORD = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9, ]+)\)")
 _KILLED = "SIGKILL: killed by somebody, or by the system for lack of memory"
@@ -319,10 +307,6 @@ def as_lost_loader(error: BaseException, trainer: pl.Trainer) -> LoaderProcessEr
     """The same failure with rank and batch; None if it is another one.
 
     torch raises it wherever the rank is at that moment, be it in the middle of a step.
-
-    Args:
-        error: What ended the training.
-        trainer: Knows how far its loops are.
     """
     found = _WORD.search(str(error))
     if found is None:

@@ -27,11 +27,9 @@ def surplus(
 ) -> list[int]:
     """Steps whose checkpoints may go.
 
-    Args:
-        scores: Per step with a checkpoint what its validation gave, None where there was none.
-        keep_last: Number of newest steps to keep; None for all.
-        keep_best: Number of best ones to keep besides; of equal ones the earliest.
-        mode: Whether small or large is good.
+    ``scores``: per step with a checkpoint what its validation gave, None where there was none.
+    ``keep_last``: number of newest steps to keep; None for all.
+    ``keep_best``: number of best ones to keep besides; of equal ones the earliest.
 
     >>> surplus({10: 3.0, 20: 1.0, 30: 2.0, 40: None}, keep_last=1, keep_best=1, mode="min")
     [10, 30]
@@ -55,12 +53,8 @@ class RegularCheckpoints(Checkpoint):
     A checkpoint belongs to the best by the validation of that very step, not by an earlier one.
 
     Args:
-        folder: Where checkpoints lie.
         every: Steps between checkpoints; None for none between.
-        keep_last: See ``surplus``.
-        keep_best: See ``surplus``.
         monitor: Name of a logged figure of the validation.
-        mode: See ``surplus``.
     """
 
     def __init__(
@@ -90,18 +84,13 @@ class RegularCheckpoints(Checkpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
     ) -> None:
-        """Saves when a step has ended that is to be saved."""
         step = trainer.global_step
         due = self._every is not None and step % self._every == 0
         if due and step not in self._scores and not trainer.fit_loop._should_accumulate():
             self._save(trainer, None)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Saves if this was one of the best.
-
-        Raises:
-            PlanError: The validation logs no such figure.
-        """
+        """Saves if this was one of the best."""
         if not self._keep_best or trainer.sanity_checking or trainer.state.fn != "fit":
             return
         if self._monitor not in trainer.callback_metrics:
@@ -124,7 +113,6 @@ class RegularCheckpoints(Checkpoint):
             self._prune(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What lies in the folder."""
         return {"folder": str(self._folder), "scores": dict(self._scores)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -109,7 +109,6 @@ def _strategy(run: Run) -> PipelineStrategy:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    """The leaves of a configuration by their dotted paths."""
     found: dict[str, object] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -158,7 +157,6 @@ def build_model(run: Run) -> pl.LightningModule:
 
 
 def build_data(run: Run) -> pl.LightningDataModule:
-    """The run's data module."""
     config = run.config
     if run.own_data:
         return cast(pl.LightningDataModule, load(DATA, config.data.name)(config, run.batch_size))

@@ -24,8 +24,6 @@ class StopWhenAsked(Checkpoint):
     """Saves and ends the loop one step after a signal has reached any rank.
 
     Args:
-        folder: Where checkpoints lie.
-        request: What this rank has been asked.
         timeout_s: How long ranks wait for each other's answers.
 
     Attributes:

@@ -33,12 +33,7 @@ _LISTED_FILES = 200
 
 
 class Tracked:
-    """Follows a training on rank 0.
-
-    Args:
-        loggers: The Trainer's.
-        folder: Where its checkpoints lie.
-    """
+    """Follows a training on rank 0, whose checkpoints lie in ``folder``."""
 
     def __init__(self, loggers: Sequence[Logger], folder: Path) -> None:
         self._loggers = list(loggers)
@@ -48,9 +43,7 @@ class Tracked:
     def row(self, row: Mapping[str, Any], peaks: Sequence[int]) -> None:
         """Hands on a row of metrics.csv.
 
-        Args:
-            row: Which is on disk already.
-            peaks: Peak bytes of each pipeline rank, where they are known.
+        ``peaks``: peak bytes of each pipeline rank, where they are known.
         """
         figures = {name: float(row[name]) for name in FIGURES if row.get(name) is not None}
         for rank, peak in enumerate(peaks):
@@ -63,10 +56,8 @@ class Tracked:
     def end(self, run: Run, measured: Timeline | None, plan: Plan) -> None:
         """Hands on the timeline and the last checkpoints, and ends wandb's run.
 
-        Args:
-            run: What ran.
-            measured: A step as it was; None if there was none.
-            plan: As the ranks have compiled it.
+        ``measured``: A step as it was; None if there was none.
+        ``plan``: as the ranks have compiled it.
         """
         self._checkpoints()
         for logger in self._wandb():
@@ -136,8 +127,6 @@ def _log_timeline(logger: WandbLogger, run: Run, measured: Timeline | None, plan
         logger.experiment.log(media)
 
 
-# ---------------------------------------------------------------------------------------- tracking
-#
 # Loggers beside metrics.csv: Weights & Biases (offline without a key) and TensorBoard.
 
 

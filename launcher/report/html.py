@@ -35,7 +35,6 @@ class Panel:
 
     Attributes:
         label: Its heading, ``predicted`` or ``measured`` for instance.
-        timeline: What is drawn.
         metrics: Adds the bound to the figures; the rest is read off the timeline.
         memory: Per rank, at its worst moment; adds a bar each. None or () where it is unknown.
         memory_limit: Bytes that a rank has; None for a prediction without a machine.
@@ -49,12 +48,10 @@ class Panel:
 
     @cached_property
     def data(self) -> TimelineData:
-        """What is drawn, for those that know no programs."""
         return timeline_data(self.label, self.timeline)
 
 
 def write_timeline_html(path: Path, panels: Sequence[Panel], *, title: str) -> None:
-    """Writes ``timeline.html``."""
     write_atomically(path, timeline_html(panels, title=title))
 
 
@@ -142,10 +139,7 @@ def _figure_items(panel: Panel) -> Iterator[tuple[str, str]]:
             yield "peak memory", f"{max(known) / 2**30:.4g} GiB (rank {rank})"
 
 
-# ------------------------------------------------------------------------------------- memory bars
-#
 # What each rank holds at its worst moment, by what it is for: as text, JSON and bars.
-
 
 _NAMES = tuple(entry.name for entry in fields(RankMemory))
 # Okabe and Ito's colours, which colour-blind people can tell apart; a grey for the least.
@@ -181,12 +175,7 @@ def memory_line(held: RankMemory) -> str:
 
 
 def memory_html(ranks: Sequence[RankMemory], *, limit_bytes: float | None = None) -> str:
-    """A bar per rank, all on one scale; a mark where the machine's memory ends.
-
-    Args:
-        ranks: At their worst moments.
-        limit_bytes: Memory of one rank; None to draw no mark.
-    """
+    """A bar per rank, all on one scale; a mark where the machine's memory ends, if it is known."""
     scale = max([held.total for held in ranks] + [limit_bytes or 0.0, 1.0])
     shown = [name for name in _NAMES if any(getattr(held, name) for held in ranks)]
     keys = "".join(

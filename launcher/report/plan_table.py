@@ -16,11 +16,7 @@ _MOST_RANKS = 16
 
 
 def plan_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """A line per plan.
-
-    Args:
-        rows: As ``plans`` in result.json.
-    """
+    """A line per plan of ``plans`` in result.json."""
     head = (
         "", "tp", "pp", "dp", "batch", "schedule", "overlap", "recompute", "step", "tokens/s",
         "MFU", "bubble", "exposed", "GiB per rank", "over bound", "layers per stage",
@@ -40,10 +36,7 @@ def plan_table(rows: Sequence[Mapping[str, object]]) -> str:
 def memory_bars(state: Sequence[float], activations: Sequence[float], limit: float) -> str:
     """A bar per rank: ``#`` weights, gradients, optimizer; ``=`` all that moves; ``|`` the limit.
 
-    Args:
-        state: Bytes per rank.
-        activations: Bytes per rank at the worst moment, buffers included.
-        limit: Bytes that a rank may use.
+    ``activations``: bytes per rank at the worst moment, buffers included.
     """
     lines = [
         "memory per rank: # weights, gradients, optimizer; = activations, buffers; "
@@ -134,10 +127,7 @@ def _float(value: object) -> float:
     return float(value)
 
 
-# ----------------------------------------------------------------------------------- profile table
-#
 # A profile as a table for the terminal.
-
 
 _HEAD = ("", "F", "B", "I", "W", "R", "step", "saved", "temporary")
 
@@ -186,22 +176,13 @@ def _link(label: str, link: Link) -> str:
     return f"{label}: {link.latency_s * 1e6:.0f} us, {link.bandwidth / 1e9:.2f} GB/s"
 
 
-# ------------------------------------------------------------------------------------ tuning table
-#
 # The tuner's answer for people: what is not listed and why, and how far policies get.
-
 
 _MOST = 24
 
 
 def refusals_text(refusals: Sequence[Refusal], fastest_s: float, limit_bytes: int) -> str:
-    """A line per refusal.
-
-    Args:
-        refusals: As the tuner sorts them.
-        fastest_s: The step time of plan 1.
-        limit_bytes: Of a rank.
-    """
+    """A line per refusal, in the tuner's order; ``fastest_s`` is the step time of plan 1."""
     if not refusals:
         return "not listed: nothing, every setting is above"
     lines = ["not listed:"]

@@ -84,8 +84,6 @@ def write_pictures(run_dir: Path, panels: Sequence[Panel], run: Run) -> None:
     write_trace(run_dir / "trace.json", drawn)
 
 
-# ------------------------------------------------------------------------------------- model flops
-#
 # Model FLOPs of a training step, and what share of the hardware's peak they are (MFU).
 #
 # What the model itself asks for, whatever a run does on top: matrix products of the forward and
@@ -114,8 +112,6 @@ def ideal_step_s(run: Run) -> float | None:
     return None if flops is None else flops / (run.world_size * run.config.hardware.peak_flops)
 
 
-# ----------------------------------------------------------------------------------- schedule files
-#
 # schedule.txt and schedule.csv: what runs where, for people and for torch's own loader.
 
 

@@ -18,9 +18,7 @@ _Write = Callable[[object, Result], tuple[str, str]]
 def print_summary(result: Result, *, file: TextIO | None = None) -> None:
     """Prints the table; headings are bold on a terminal, and plain in a pipe or file.
 
-    Args:
-        result: The mapping of result.json; missing and null figures are left out.
-        file: Where to print instead of standard output.
+    ``result``: the mapping of result.json; missing and null figures are left out.
     """
     # Rich takes 80 columns for whatever is no terminal and would cut longer lines there.
     probe = Console(file=file, highlight=False)
@@ -33,11 +31,7 @@ def print_summary(result: Result, *, file: TextIO | None = None) -> None:
 
 
 def summary(result: Result) -> str:
-    """The table as plain text, a line per figure, without a newline at the end.
-
-    Args:
-        result: The mapping of result.json; missing and null figures are left out.
-    """
+    """The table as plain text, a line per figure, without a newline at the end."""
     file = io.StringIO()
     print_summary(result, file=file)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -197,10 +191,7 @@ _SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
 )
 
 
-# ------------------------------------------------------------------------------------------- units
-#
 # How durations are written for people.
-
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
@@ -208,9 +199,7 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 def format_duration(value: float, unit: str) -> str:
     """A duration with its unit, four significant digits.
 
-    Args:
-        value: In ``unit``.
-        unit: ``F`` or ``s``; seconds are written in the largest unit that gives at least 1.
+    Seconds are written in the largest unit that gives at least 1.
 
     >>> format_duration(13.5, "F"), format_duration(0.0125, "s"), format_duration(0.0, "s")
     ('13.5 F', '12.5 ms', '0 s')
@@ -222,5 +211,4 @@ def format_duration(value: float, unit: str) -> str:
 
 
 def format_percent(ratio: float) -> str:
-    """A ratio in percent, one decimal."""
     return f"{100 * ratio:.1f} %"

@@ -61,11 +61,8 @@ def report_sweep(folder: Path, sweep: Sweep, *, metric: str = AUTO, hurry: bool 
     A file that cannot be written is named on standard error and changes nothing else: the jobs
     have run, and their exit codes are what the sweep says.
 
-    Args:
-        folder: The sweep's.
-        sweep: What ran.
-        metric: By which the best job is named, see ``launcher.report.sweep.sweep_figures``.
-        hurry: Whether somebody waits for the end; the ``.png`` takes longest and is left out.
+    ``metric``: by which the best job is named, see ``launcher.report.sweep.sweep_figures``.
+    ``hurry``: whether somebody waits for the end; the ``.png`` takes longest and is left out.
     """
     print_sweep(sweep)
     if (best := describe_best(sweep, metric)) is not None:
@@ -112,25 +109,16 @@ def _title(sweep: Sweep) -> str:
 
 
 def _common(sweep: Sweep) -> str:
-    """Overrides that all jobs share."""
     first = sweep.jobs[0].overrides if sweep.jobs else ()
     keys = sweep.varied
     return " ".join(word for word in first if word.lstrip("+").partition("=")[0] not in keys)
 
 
-# -------------------------------------------------------------------------------------- sweep live
-#
 # A sweep while it runs: after each job a table of the last ones, and files that are up to date.
 
 
 def report_so_far(folder: Path, sweep: Sweep, *, file: TextIO | None = None) -> None:
-    """Prints the last jobs' figures, and writes ``sweep.csv`` and ``sweep.json`` of all so far.
-
-    Args:
-        folder: The sweep's.
-        sweep: The jobs that have ended.
-        file: Where to print; None for standard output.
-    """
+    """Prints the last jobs' figures, and writes ``sweep.csv`` and ``sweep.json`` of all so far."""
     try:
         write_sweep_csv(folder / "sweep.csv", sweep)
         write_sweep_json(folder / "sweep.json", sweep)
@@ -151,8 +139,6 @@ def _progress(sweep: Sweep) -> str:
     return f"sweep: {len(sweep.jobs)} of {sweep.num_jobs} jobs have ended{failed}{last}"
 
 
-# -------------------------------------------------------------------------------------- sweep html
-#
 # sweep.html: the table of a sweep and all of its timelines on one time scale, in one file. The
 # timelines are those of the jobs' own pages, drawn by the same scripts.
 
@@ -167,17 +153,13 @@ class _Drawn:
 
 
 def write_sweep_html(path: Path, sweep: Sweep, *, title: str) -> None:
-    """Writes ``sweep.html``."""
     write_atomically(path, sweep_html(sweep, title=title, folder=path.parent))
 
 
 def sweep_html(sweep: Sweep, *, title: str, folder: Path) -> str:
     """The page.
 
-    Args:
-        sweep: The jobs that have ended.
-        title: Its heading.
-        folder: Where it will lie; links to the jobs' own pages start there.
+    ``folder``: where it will lie; links to the jobs' own pages start there.
     """
     drawn = _drawn(sweep)
     left_out = sum(len(job.timelines) for job in sweep.jobs) - sum(map(len, drawn.values()))

@@ -74,14 +74,9 @@ class Bar:
     """One instruction.
 
     Attributes:
-        rank: Whose row.
         top: Upper border in that row, 0 to 1.
         bottom: Lower border.
-        kind: Name of its kind.
-        stage: Global stage index.
         number: Its microbatch or bucket, -1 for neither.
-        start: In the panel's unit.
-        end: In the panel's unit.
     """
 
     rank: int
@@ -95,12 +90,11 @@ class Bar:
 
     @property
     def short_text(self) -> str:
-        """Its number alone: what the row and the colour do not say."""
         return str(self.stage if self.number < 0 else self.number)
 
     @property
     def text(self) -> str:
-        """What is written upon it where there is room."""
+        """What is written upon it where there is room; a fused pair names its forward."""
         number = "" if self.number < 0 else str(self.number)
         # A fused pair names its forward.
         return (
@@ -119,9 +113,6 @@ class PicturePanel:
         facts: Its makespan, bubble and peak in words.
         unit: ``F`` or ``s``.
         makespan: Last end; the first start is 0.
-        num_stages: All stages.
-        num_ranks: Rows.
-        bars: In no particular order.
     """
 
     label: str
@@ -176,10 +167,7 @@ def _bars(rows: Sequence[Any], *, channel: bool) -> Iterator[Bar]:
 def write_sweep_png(path: Path, sweep: Sweep, *, title: str) -> int:
     """Writes ``sweep.png``, all or nothing.
 
-    Args:
-        path: The file.
-        sweep: With at least one timeline.
-        title: What stands above.
+    ``sweep``: with at least one timeline.
 
     Returns:
         How many timelines found no room.
@@ -252,7 +240,6 @@ def _panel_height(panel: PicturePanel, row: int) -> int:
 
 
 def _header(figure: Figure, height: float, title: str, panels: Sequence[PicturePanel]) -> None:
-    """The title, and what the colours mean."""
     from matplotlib.patches import Rectangle
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -304,8 +291,6 @@ def _group(axes: Axes, panels: Sequence[PicturePanel], row: int, height: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _Label:
-    """The text of a bar, at its centre."""
-
     x: float
     y: float
     text: str
@@ -381,7 +366,6 @@ class _Drawing:
         self._colours.append(fill)
 
     def finish(self) -> None:
-        """Hands everything over to Matplotlib."""
         from matplotlib.collections import PolyCollection
 
         self._axes.add_collection(
@@ -405,7 +389,6 @@ def _write(
     bold: bool = False,
     transform: Transform | None = None,
 ) -> Text:
-    """Plain text, vertically centred; a "$" starts no formula."""
     written = target.text(
         x, y, text, fontsize=size, color=colour, fontweight="bold" if bold else "normal",
         horizontalalignment=align, verticalalignment="center", parse_math=False, zorder=3,
@@ -415,8 +398,6 @@ def _write(
     return written
 
 
-# ------------------------------------------------------------------------------------ timeline png
-#
 # One run's timelines as a picture: for trackers, which show images and no pages.
 
 

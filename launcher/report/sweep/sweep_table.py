@@ -34,7 +34,6 @@ class Column:
         unit: Of all its cells, empty where there is none.
         cells: A text per job, empty where a job has no such figure.
         best: Whether a cell is to be marked.
-        text: Words as opposed to numbers.
     """
 
     heading: str
