@@ -33,7 +33,7 @@ from strategies.errors import PipelineError, PlanError
 
 COMMANDS: dict[Mode, str] = {
     "train": "launcher.commands.train",
-    "simulate": "launcher.commands.simulate",
+    "simulate": "launcher.commands.layouts:simulate",
     "plan": "launcher.commands.layouts",
     "validate": "launcher.commands.validate",
     "profile": "launcher.commands.profile",
@@ -43,7 +43,7 @@ COMMANDS: dict[Mode, str] = {
     "export": "launcher.commands.evaluate:export",
 }
 # Modes without a run folder.
-_FOLDERLESS = {"collect": "launcher.commands.collect", "dashboard": "launcher.dashboard.push"}
+_FOLDERLESS = {"collect": "launcher.commands.collect", "dashboard": "launcher.commands.dashboard"}
 # Modes whose ranks a cluster can run.
 _ON_CLUSTERS = ("train", "eval", "predict")
 

@@ -350,7 +350,7 @@ def _uniform(config: LaunchConfig) -> UniformCosts:
 def _profiled(
     config: LaunchConfig, shape: ModelShape, stages: tuple[range, ...], assumed: Costs, dp: int
 ) -> Costs:
-    from launcher.profiles.profile_check import profiled_costs  # It needs what this module offers.
+    from launcher.profile_check import profiled_costs  # It needs what this module offers.
 
     if not isinstance(assumed, AnalyticCosts):
         raise PlanError(

@@ -1,4 +1,7 @@
-"""``mode=plan``: the best degrees, stage cut and schedule, and why the others lost."""
+"""``mode=plan`` and ``mode=simulate``: answers for which nothing is started, torch not imported.
+
+A plan is the best degrees, stage cut and schedule, and why the others lost.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 from launcher.config import LaunchConfig
 from launcher.planning.no_plan import refuse
-from launcher.planning.plan_auto import is_one_layout, tune_layout
+from launcher.planning.plan_auto import is_one_layout, planned, tune_layout
 from launcher.planning.question import Question, ask, calibration, typed_words
 from launcher.planning.report import (
     ListedPlan,
@@ -18,6 +21,7 @@ from launcher.planning.report import (
     list_plans,
     pinned_space,
 )
+from launcher.report.ascii import draw
 from launcher.report.html import Panel
 from launcher.report.plan_table import (
     memory_bars,
@@ -28,9 +32,11 @@ from launcher.report.plan_table import (
     refusals_text,
     refused,
 )
-from launcher.report.predicted import run_mapping, write_pictures
-from launcher.report.result import metrics_mapping, write_result
-from launcher.terminal import say
+from launcher.report.predicted import predict, run_mapping, write_pictures
+from launcher.report.result import metrics_mapping, recompute_mapping, write_result
+from launcher.report.summary import print_summary
+from launcher.resolve import resolve
+from launcher.terminal import say, terminal_width
 from launcher.workloads.traced_shape import TracedShape
 from strategies.planner.layout_search import Answer, search_confirmed
 
@@ -138,3 +144,16 @@ def _bars(plan: ListedPlan, limit: int) -> str:
     ]
     moving = [held - fixed for held, fixed in zip(plan.memory, state, strict=True)]
     return memory_bars(state, moving, limit)
+
+
+def simulate(config: LaunchConfig, run_dir: Path) -> int:
+    resolved = resolve(planned(config, run_dir))
+    timeline, metrics = predict(resolved)
+    panel = Panel("predicted", timeline, metrics)
+    write_pictures(run_dir, [panel], resolved)
+    result = run_mapping(resolved, "done") | metrics_mapping(metrics) | recompute_mapping(metrics)
+    write_result(run_dir / "result.json", result)
+    say(draw(timeline, width=terminal_width()))
+    print_summary(result)
+    say(f"files: {run_dir}")
+    return 0

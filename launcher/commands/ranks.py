@@ -20,7 +20,7 @@ from launcher.processes.preempted import PreemptedError, Restarts
 from launcher.processes.rank_server import RankServer, rank_server
 from launcher.processes.task import rewrite_task, write_task
 from launcher.processes.watchdog import COMPILING_S
-from launcher.profiles.profile_check import rank_threads
+from launcher.profile_check import rank_threads
 from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, text_source, uses_gpu
 from launcher.terminal import say

@@ -18,7 +18,7 @@ from launcher.commands.ranks import (
 from launcher.config import LaunchConfig
 from launcher.planning.plan_auto import planned
 from launcher.processes.progress import ProgressView
-from launcher.profiles.profile_check import writable, write_refined
+from launcher.profile_check import writable, write_refined
 from launcher.report.html import Panel
 from launcher.report.predicted import predict, run_mapping, step_flops, write_pictures
 from launcher.report.result import metrics_mapping, recompute_mapping, write_result

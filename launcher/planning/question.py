@@ -17,7 +17,7 @@ from launcher.config.key import keys_of
 from launcher.config.pipeline import recompute_policy
 from launcher.planning.model_trace import needs_trace, traced_shape
 from launcher.processes.nodes import asked_world
-from launcher.profiles.profile_check import checked_profile, classes_of
+from launcher.profile_check import checked_profile, classes_of
 from launcher.report.summary import format_percent
 from launcher.resolve import MOMENTS, element_sizes, model_shape, num_gpus, uses_gpu
 from launcher.workloads.loads import unit_loads

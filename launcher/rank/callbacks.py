@@ -1,4 +1,4 @@
-"""Lightning callbacks of the launcher: metrics for file and parent, and the last checkpoint."""
+"""Lightning callbacks of the launcher: metrics for file and parent, and signals left alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -242,47 +241,6 @@ class KeepSignal(pl.Callback):
         signal.signal(signal.SIGTERM, self._handler)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
-
-
-class LastCheckpoint(Checkpoint):
-    """Writes a checkpoint of the last step, inside the loop, where resuming finds its place.
-
-    Lightning runs checkpoint callbacks after all others: by then a timer has spoken.
-    """
-
-    reads_weights = False  # The checkpoint itself makes them whole.
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.path: Path | None = None
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
-    ) -> None:
-        loop = trainer.fit_loop
-        enough = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
-        last_epoch = (
-            trainer.max_epochs is not None
-            and trainer.max_epochs != -1
-            and trainer.current_epoch + 1 >= trainer.max_epochs
-            and loop.epoch_loop.batch_progress.is_last_batch
-        )
-        if enough or last_epoch or trainer.should_stop:
-            self._save(trainer)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._save(trainer)
-
-    def _save(self, trainer: pl.Trainer) -> None:
-        path = self._folder / checkpoint_name(trainer.global_step)
-        if not pipeline(trainer).has_checkpoint(path):
-            trainer.save_checkpoint(path)
-        self.path = path
-
-
-def checkpoint_name(step: int) -> str:
-    """``step-00000060.ckpt``: a name that sorts by step."""
-    return f"step-{step:08d}.ckpt"
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

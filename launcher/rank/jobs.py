@@ -26,14 +26,16 @@ from launcher.processes.task import resolve_task
 from launcher.processes.watchdog import own_heartbeat
 from launcher.rank.callbacks import (
     KeepSignal,
-    LastCheckpoint,
     MetricsFile,
     Progress,
     as_lost_loader,
     pipeline,
 )
-from launcher.rank.checkpoint_rotation import RegularCheckpoints
-from launcher.rank.stopping import StopWhenAsked
+from launcher.rank.checkpoint_callbacks import (
+    LastCheckpoint,
+    RegularCheckpoints,
+    StopWhenAsked,
+)
 from launcher.rank.trackers import Tracked, build_loggers
 from launcher.report.predicted import ideal_step_s
 from launcher.resolve import Run, text_source

@@ -74,7 +74,7 @@ def find_account() -> Account:
 
 def definition() -> str:
     """The workspace's specification as JSON in one line."""
-    text = (files("launcher.dashboard") / "workspace.json").read_text(encoding="utf-8")
+    text = (files("launcher.commands") / "workspace.json").read_text(encoding="utf-8")
     return json.dumps(json.loads(text), separators=(",", ":"))
 
 
