@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -128,17 +128,11 @@ def newest_checkpoint(
         # A run that was killed while it saved may leave one, with its manifest.
         if file.parent.suffix != UNFINISHED
     }
-    for path in sorted(found, key=lambda path: (found[path], path), reverse=True):
-        if path.suffix == OLD and committed(path.with_suffix("")) != path:
-            continue  # its successor is there
-        if _name_in(path) not in (None, experiment_name):
-            continue
-        problem = _damage(path)
-        if problem is None:
-            return path
-        skipped(f"skips {path}: {problem}")
-    if optional:
-        return None
+    newest_first = sorted(found, key=lambda path: (found[path], path), reverse=True)
+    own = (path for path in newest_first if _name_in(path) in (None, experiment_name))
+    whole = _first_whole(own, skipped)
+    if whole is not None or optional:
+        return whole
     raise CheckpointError(
         f"no checkpoint of experiment_name={experiment_name} lies below outputs/, multirun/ "
         f"or {run_dir.parent}. "
@@ -148,15 +142,18 @@ def newest_checkpoint(
 
 def newest_in(run_dir: Path, *, skipped: Callable[[str], None] = say) -> Path | None:
     """The newest whole checkpoint of one run, which a job goes on with when it is requeued."""
-    folder = run_dir / "checkpoints"
-    for path in sorted(folder.glob("step-*"), reverse=True):
-        if path.suffix == UNFINISHED:
-            continue
+    found = sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
+    whole = _first_whole((path for path in found if path.suffix != UNFINISHED), skipped)
+    return None if whole is None else whole.absolute()
+
+
+def _first_whole(paths: Iterable[Path], skipped: Callable[[str], None]) -> Path | None:
+    for path in paths:
         if path.suffix == OLD and committed(path.with_suffix("")) != path:
             continue  # its successor is there
         problem = _damage(path)
         if problem is None:
-            return path.absolute()
+            return path
         skipped(f"skips {path}: {problem}")
     return None
 

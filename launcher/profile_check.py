@@ -99,11 +99,8 @@ def profiled_costs(
     Raises:
         CostError: There is no such file, or it is a profile of something else.
     """
-    profile = read_profile(config)
-    wanted = words(config)
-    if not config.costs.any_machine:
-        _check_machine(config, profile, this_machine(ranks=ranks, gpu=gpu), wanted)
-    _check_model(config, profile, model_facts(config, shape), wanted)
+    profile = _read_profile(config)
+    _check_profile(config, profile, shape, ranks=ranks, gpu=gpu)
     costs = ProfiledCosts(
         profile,
         stage_classes(profile, classes_of(shape), stages),
@@ -131,26 +128,23 @@ def checked_profile(
     Raises:
         CostError: There is no such file, or it is a profile of something else.
     """
-    profile = read_profile(config)
+    profile = _read_profile(config)
     facts = dict(profile.model)
     if "tp" not in pinned and facts.get("tp", "").isdigit():
         config = replace(config, tp=int(facts["tp"]))
     free = not {"recompute", "recompute.name"} & set(pinned)
     if free and facts.get("selective", "null") != "null":
         config = replace(config, recompute=replace(config.recompute, name="selective"))
-    wanted = words(config)
-    if not config.costs.any_machine:
-        _check_machine(config, profile, this_machine(ranks=ranks, gpu=gpu), wanted)
-    _check_model(config, profile, model_facts(config, shape), wanted)
+    _check_profile(config, profile, shape, ranks=ranks, gpu=gpu)
     return profile, config
 
 
-def read_profile(config: LaunchConfig) -> Profile:
+def _read_profile(config: LaunchConfig) -> Profile:
     given = config.costs.file
     if given is None:
         raise CostError(
             "costs=profiled needs costs.file, a profile of this machine and model. Try "
-            f"{words(config)}, then costs.file=profile.json."
+            f"{_words(config)}, then costs.file=profile.json."
         )
     path = Path(given).expanduser().absolute()
     try:
@@ -158,7 +152,7 @@ def read_profile(config: LaunchConfig) -> Profile:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise CostError(
-            f"costs.file={given} cannot be read ({reason}). Try {words(config)}, which writes one."
+            f"costs.file={given} cannot be read ({reason}). Try {_words(config)}, which writes one."
         ) from error
     return parse_profile(text, label=given)
 
@@ -217,7 +211,7 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def words(config: LaunchConfig) -> str:
+def _words(config: LaunchConfig) -> str:
     """The command that makes the profile a configuration needs."""
     degrees = f"pp={config.pp} dp={config.dp}" + (f" tp={config.tp}" if config.tp > 1 else "")
     return (
@@ -226,15 +220,23 @@ def words(config: LaunchConfig) -> str:
     )
 
 
-def _check_machine(config: LaunchConfig, profile: Profile, here: Machine, wanted: str) -> None:
+def _check_profile(
+    config: LaunchConfig, profile: Profile, shape: ModelShape, *, ranks: int, gpu: bool
+) -> None:
+    if not config.costs.any_machine:
+        _check_machine(config, profile, this_machine(ranks=ranks, gpu=gpu))
+    _check_model(config, profile, model_facts(config, shape))
+
+
+def _check_machine(config: LaunchConfig, profile: Profile, here: Machine) -> None:
     found, own = asdict(profile.machine), asdict(here)
     if here.accelerator is not None:
         del found["threads"], own["threads"]  # Threads of the host decide little there.
     if found == own:
         return
-    threads = {**found, "threads": None} == {**own, "threads": None}
+    wanted = _words(config)
     fix = f"Try {wanted}, or costs.any_machine=true to predict for the profile's machine."
-    if threads:
+    if {**found, "threads": None} == {**own, "threads": None}:
         fix = f"Try OMP_NUM_THREADS={profile.machine.threads} in front of the command, or {wanted}."
     raise CostError(
         f"costs.file={config.costs.file} is a profile of another machine: {fingerprint(found)} "
@@ -242,9 +244,7 @@ def _check_machine(config: LaunchConfig, profile: Profile, here: Machine, wanted
     )
 
 
-def _check_model(
-    config: LaunchConfig, profile: Profile, own: tuple[tuple[str, str], ...], wanted: str
-) -> None:
+def _check_model(config: LaunchConfig, profile: Profile, own: tuple[tuple[str, str], ...]) -> None:
     if profile.model == own:
         return
     theirs, ours = dict(profile.model), dict(own)
@@ -253,7 +253,7 @@ def _check_model(
         f"costs.file={config.costs.file} is a profile of another model: {fingerprint(theirs)} "
         f"({_listed({n: theirs.get(n, 'nothing') for n in differ})}), but this one is "
         f"{fingerprint(ours)} ({_listed({n: ours.get(n, 'nothing') for n in differ})}). "
-        f"Try {wanted}."
+        f"Try {_words(config)}."
     )
 
 

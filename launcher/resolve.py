@@ -153,7 +153,12 @@ def resolve(
     stages = () if opaque else _stages(config, sized, asked.placement)
     loads = _loads(config, sized, stages, recompute) if stages else ()
     assumed = opaque or config.costs.name == "uniform"
-    costs: Costs = _uniform(config) if assumed else _analytic(config, dp, loads)
+    costs: Costs
+    if assumed:
+        given = (getattr(config.costs, entry.name) for entry in fields(UniformCosts))
+        costs = UniformCosts(*given)
+    else:
+        costs = _analytic(config, dp, loads)
     handed: tuple[tuple[int, int, int], ...] = ()
     if traced is not None and isinstance(costs, AnalyticCosts):
         handed = stage_handing(traced, stages, config.data.microbatch_size)
@@ -258,10 +263,14 @@ def uses_gpu(config: LaunchConfig) -> bool:
 def _replicas(config: LaunchConfig) -> int:
     if config.dp != "auto":
         return int(config.dp)
+    return max(1, num_places(config) // (config.pp * config.tp))
+
+
+def num_places(config: LaunchConfig) -> int:
+    """Ranks that the cluster, or else this machine, has room for."""
     if (asked := asked_world(config)) is not None:
-        return max(1, asked // (config.pp * config.tp))
-    world = num_gpus() if uses_gpu(config) else (os.cpu_count() or 1)
-    return max(1, world // (config.pp * config.tp))
+        return asked
+    return num_gpus() if uses_gpu(config) else (os.cpu_count() or 1)
 
 
 def _stages(config: LaunchConfig, shape: PlannedShape, placement: Placement) -> tuple[range, ...]:
@@ -281,10 +290,15 @@ def _stages(config: LaunchConfig, shape: PlannedShape, placement: Placement) -> 
             f"{layers}={shape.layers}. Try schedule.layers_per_stage="
             f"[{','.join(map(str, even))}]."
         )
-    units = [units_per_layer(shape) * count for count in counts]
+    return by_counts(layer_units(shape, counts), len(costs), num_stages)
+
+
+def layer_units(shape: PlannedShape, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Units per stage for layers per stage."""
+    units = [units_per_layer(shape) * count for count in layers]
     units[0] += 1  # the embedding
     units[-1] += 1  # the head
-    return by_counts(units, len(costs), num_stages)
+    return tuple(units)
 
 
 def _options(config: LaunchConfig, dp: int, cut: tuple[int, ...] | None) -> Options:
@@ -341,10 +355,6 @@ def element_sizes(config: LaunchConfig) -> ElementSizes:
     """What ``trainer.precision`` and ``overlap.grad_dtype`` make of an element."""
     sizes = ELEMENT_BYTES[config.trainer.precision]
     return replace(sizes, wire=2) if config.overlap.grad_dtype == "bf16" else sizes
-
-
-def _uniform(config: LaunchConfig) -> UniformCosts:
-    return UniformCosts(*(getattr(config.costs, entry.name) for entry in fields(UniformCosts)))
 
 
 def _profiled(

@@ -78,7 +78,7 @@ _SECRET_NAME = re.compile(
 _SHORTEST = 8
 
 
-def names_secret(variable: str) -> bool:
+def _names_secret(variable: str) -> bool:
     """Whether a variable of that name holds a credential."""
     return _SECRET_NAME.search(variable) is not None
 
@@ -88,7 +88,7 @@ def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         value: name
         for name, value in environment.items()
-        if len(value) >= _SHORTEST and names_secret(name) and not value.startswith(("/", "~", "."))
+        if len(value) >= _SHORTEST and _names_secret(name) and not value.startswith(("/", "~", "."))
     }
 
 

@@ -50,7 +50,7 @@ class Account:
         return f"Account({self.host})"
 
 
-def find_account() -> Account:
+def _find_account() -> Account:
     """The key that ``wandb login`` or WANDB_API_KEY has set up for WANDB_BASE_URL.
 
     Raises:
@@ -78,7 +78,7 @@ def definition() -> str:
     return json.dumps(json.loads(text), separators=(",", ":"))
 
 
-def push(account: Account, *, project: str, entity: str | None) -> str:
+def _push(account: Account, *, project: str, entity: str | None) -> str:
     """Saves the workspace; returns its address.
 
     ``project``: which is made if it does not exist.
@@ -157,7 +157,7 @@ def run(config: LaunchConfig) -> int:
         PlanError: No key is set up.
         RunError: The server cannot be reached, or refuses.
     """
-    account = find_account()
-    address = push(account, project=config.tracking.project, entity=config.tracking.entity)
+    account = _find_account()
+    address = _push(account, project=config.tracking.project, entity=config.tracking.entity)
     say(f"dashboard: {address}")
     return 0

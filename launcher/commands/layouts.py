@@ -32,8 +32,8 @@ from launcher.report.plan_table import (
     refusals_text,
     refused,
 )
-from launcher.report.predicted import predict, run_mapping, write_pictures
-from launcher.report.result import metrics_mapping, recompute_mapping, write_result
+from launcher.report.predicted import predict, predicted_mapping, run_mapping, write_pictures
+from launcher.report.result import metrics_mapping, write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import resolve
 from launcher.terminal import say, terminal_width
@@ -94,7 +94,7 @@ def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:
 
 def _write(run_dir: Path, first: ListedPlan, mapping: dict[str, object]) -> None:
     write_pictures(run_dir, [Panel("predicted", first.timeline, first.metrics)], first.run)
-    result = run_mapping(first.run, "done") | {"mode": "plan"} | metrics_mapping(first.metrics)
+    result = run_mapping(first.run) | {"mode": "plan"} | metrics_mapping(first.metrics)
     write_result(run_dir / "result.json", result | mapping)
 
 
@@ -123,8 +123,7 @@ def _say_end(
         note = better_order(asked.shape, first.outcome.candidate.units, balance_ratio=ratio)
         if note is not None:
             say(note)
-    typed = typed_words(run_dir)
-    say(f"plan 1: {command_line(typed, first)}")
+    say(f"plan 1: {command_line(typed_words(run_dir), first)}")
     say(f"files: {run_dir}")
 
 
@@ -151,7 +150,7 @@ def simulate(config: LaunchConfig, run_dir: Path) -> int:
     timeline, metrics = predict(resolved)
     panel = Panel("predicted", timeline, metrics)
     write_pictures(run_dir, [panel], resolved)
-    result = run_mapping(resolved, "done") | metrics_mapping(metrics) | recompute_mapping(metrics)
+    result = predicted_mapping(resolved, metrics)
     write_result(run_dir / "result.json", result)
     say(draw(timeline, width=terminal_width()))
     print_summary(result)

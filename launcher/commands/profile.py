@@ -26,22 +26,23 @@ from strategies.profiling.sample import sample_units
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
     resolved = resolve(config)
-    target = _target(config, run_dir)
+    given = config.profile.file
+    target = run_dir / "profile.json" if given is None else writable(given, key="profile.file")
     option = None if config.profile.hardware is None else hardware_file(config.profile.hardware)
     _check(resolved)
-    world = profile_ranks(resolved)
-    common = run_mapping(resolved, "done")
+    common = run_mapping(resolved)
     result = run_dir / "result.json"
     with failure_recorded(result, common):
-        outcome = run_ranks(resolved, run_dir, None, lambda _: None, world=world)
+        outcome = run_ranks(resolved, run_dir, None, lambda _: None, world=_num_ranks(resolved))
     text = str(outcome.pop("profile"))
+    profile = parse_profile(text, label=str(target))
     write_atomically(target, text)
     write_result(result, common | outcome | {"profile": target})
-    say(profile_table(parse_profile(text, label=str(target))))
+    say(profile_table(profile))
     say(f"profile: {target}")
     say(f"use it: costs=profiled costs.file={target}")
     if option is not None:
-        _write_hardware(option, parse_profile(text, label=str(target)), resolved)
+        _write_hardware(option, profile, resolved)
     return 0
 
 
@@ -62,7 +63,7 @@ def _rank_memory(run: Run) -> int:
     return int(psutil.virtual_memory().total) // (os.cpu_count() or 1)
 
 
-def profile_ranks(run: Run) -> int:
+def _num_ranks(run: Run) -> int:
     """How many processes measure: two replicas, or one where a second has no room.
 
     Raises:
@@ -73,7 +74,7 @@ def profile_ranks(run: Run) -> int:
         return tp if num_gpus() < 2 * tp else 2 * tp
     import psutil
 
-    free, needs = psutil.virtual_memory().available, tp * sample_bytes(run)
+    free, needs = psutil.virtual_memory().available, tp * _sample_bytes(run)
     if needs > free:
         raise PlanError(
             f"mode=profile holds one or two layers of each kind, here {needs / 1e9:.1f} GB with "
@@ -83,7 +84,7 @@ def profile_ranks(run: Run) -> int:
     return tp if 2 * needs > free else 2 * tp
 
 
-def sample_bytes(run: Run) -> int:
+def _sample_bytes(run: Run) -> int:
     """About what one rank holds while it measures."""
     units = model_units(run.shape)
     sample = sample_units(class_numbers(run.shape), [unit.parameters for unit in units])
@@ -94,13 +95,6 @@ def sample_bytes(run: Run) -> int:
     saved = sum(unit.saved_elements for unit in chosen) * rows * sizes.activation
     weights = sum(unit.parameters + unit.tied_parameters for unit in chosen) * state
     return IDLE_RANK_BYTES + (weights + saved) // run.config.tp
-
-
-def _target(config: LaunchConfig, run_dir: Path) -> Path:
-    given = config.profile.file
-    if given is None:
-        return run_dir / "profile.json"
-    return writable(given, key="profile.file")
 
 
 def _check(run: Run) -> None:

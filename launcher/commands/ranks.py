@@ -40,9 +40,11 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
     Raises:
         PipelineError: What is wrong, and what would work.
     """
-    check_machine(run)
+    _check_machine(run)
     config = run.config
-    _check_environment(run)
+    hidden = config.mode in ("train", "validate") and run.plan.overlap != "none" and run.dp > 1
+    if hidden and torch_waits(os.environ):
+        raise PlanError(synchronous_reductions(os.environ))
     if not run.describes_model and config.mode in ("generate", "export"):
         does = "continues text with" if config.mode == "generate" else "knows how to write"
         raise PlanError(
@@ -71,12 +73,6 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
     asked = config.trainer.resume if config.mode in ("train", "validate") else config.checkpoint
     if checkpoint is not None and asked != "auto":  # the newest has been looked at
         check_whole(checkpoint)
-
-
-def _check_environment(run: Run) -> None:
-    hidden = run.config.mode in ("train", "validate") and run.plan.overlap != "none" and run.dp > 1
-    if hidden and torch_waits(os.environ):
-        raise PlanError(synchronous_reductions(os.environ))
 
 
 def check_world(config: LaunchConfig) -> None:
@@ -110,7 +106,7 @@ def _check_vocabulary(run: Run) -> None:
         )
 
 
-def check_machine(run: Run) -> None:
+def _check_machine(run: Run) -> None:
     """Refuses a world that this machine cannot hold."""
     check_devices(run)
     if not _elsewhere(run.config) and not uses_gpu(run.config):
@@ -128,7 +124,7 @@ def check_devices(run: Run) -> None:
             "trainer.accelerator=gpu, but this machine has no GPU. Try trainer.accelerator=cpu."
         )
     if config.compile:
-        check_compiler(gpu=uses_gpu(config))
+        _check_compiler(gpu=uses_gpu(config))
     if config.cluster.backend in ("nccl", "staged") and not uses_gpu(config):
         raise PlanError(
             f"cluster.backend={config.cluster.backend} moves GPU memory, but the ranks run on CPU. "
@@ -299,7 +295,7 @@ def _imports(run: Run) -> list[str]:
 # ``compile=true`` makes C++ or Triton code, for which the machine needs a compiler of its own.
 
 
-def check_compiler(*, gpu: bool) -> None:
+def _check_compiler(*, gpu: bool) -> None:
     """Refuses where torch.compile would fail: Triton wants a C compiler, CPUs a C++ one."""
     variable, names = ("CC", ("gcc", "clang", "cc")) if gpu else ("CXX", ("g++",))
     given = os.environ.get(variable)

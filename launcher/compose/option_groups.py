@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 from launcher.config.decode import ENTRY_POINTS, did_you_mean, installed_names, nearest
-from launcher.config.key import Key, describe, keys_of, nodes_of, shorten, spell
+from launcher.config.key import Key, describe, keys_of, nodes_of, shorten, spell, value_at
 from launcher.config.launch import LaunchConfig
 from strategies.errors import PlanError
 
@@ -169,17 +169,7 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
         raise PlanError("--resolve and --package say how to print --cfg. Try --cfg job --resolve.")
     if parsed.multirun and parsed.cfg is not None:
         raise PlanError("--cfg prints one configuration, --multirun runs several. Choose one.")
-    return Flags(
-        help=parsed.help,
-        version=parsed.version,
-        multirun=parsed.multirun,
-        cfg=parsed.cfg,
-        resolve=parsed.resolve,
-        package=parsed.package,
-        config_dir=parsed.config_dir,
-        shell_completion=parsed.shell_completion,
-        overrides=(*parsed.overrides, *unknown),
-    )
+    return Flags(**vars(parsed) | {"overrides": (*parsed.overrides, *unknown)})
 
 
 # ``--help``: every key with its type, its value under the given overrides, and one sentence.
@@ -225,12 +215,8 @@ def help_text(config: LaunchConfig, groups: Groups) -> str:
 
 
 def _key(entry: Key, config: LaunchConfig) -> str:
-    value: Any = config
-    for name in entry.path.split("."):
-        value = getattr(value, name)
-    return _entry(
-        f"{entry.path}=", f"{describe(entry.hint)} [{spell(value) or 'empty'}]. {entry.help_text}"
-    )
+    value = spell(value_at(config, entry.path)) or "empty"
+    return _entry(f"{entry.path}=", f"{describe(entry.hint)} [{value}]. {entry.help_text}")
 
 
 def _entry(name: str, text: str) -> str:

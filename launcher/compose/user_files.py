@@ -62,7 +62,7 @@ def _check_file(file: Path, group: str, groups: Groups) -> list[tuple[str, str]]
     try:
         decode(_without_interpolations(values, schema), schema, prefix)
     except KeyPlaceError as error:
-        line = line_of(file, error.path if everywhere else error.path[1:])
+        line = _line_of(file, error.path if everywhere else error.path[1:])
         raise PlanError(f"{file}{f':{line}' if line else ''}: {error}") from error
     return named
 
@@ -183,7 +183,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     return value
 
 
-def line_of(file: Path, path: tuple[str, ...]) -> int | None:
+def _line_of(file: Path, path: tuple[str, ...]) -> int | None:
     """Line of a (nested) key, counted from 1, for messages; None where it is not found."""
     node = yaml.compose(_text(file), Loader=_LOADER)
     found = None

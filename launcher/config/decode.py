@@ -78,11 +78,11 @@ def decode(values: Mapping[str, Any], schema: type[Schema], prefix: str = "") ->
                 )
             typed[name] = decode(value, nodes[name], f"{path}.")
             continue
-        typed[name] = typed_value(value, hints[name], path, leaves[path].example)
+        typed[name] = _typed_value(value, hints[name], path, leaves[path].example)
     return schema(**typed)
 
 
-def typed_value(value: object, hint: object, path: str, example: object) -> object:
+def _typed_value(value: object, hint: object, path: str, example: object) -> object:
     """One leaf's value in its declared type."""
     typed = _convert(value, hint)
     if typed is not _MISMATCH:

@@ -78,6 +78,13 @@ def keys_of(schema: type, prefix: str = "") -> tuple[Key, ...]:
     return _keys_of(schema, prefix)
 
 
+def value_at(config: object, path: str) -> Any:  # noqa: ANN401 -- any field's
+    """What a configuration has at a dotted path."""
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
 def nodes_of(schema: type) -> dict[str, type]:
     """The direct children of a dataclass that are dataclasses themselves."""
     hints = type_hints(schema)

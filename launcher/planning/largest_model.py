@@ -91,7 +91,7 @@ def largest_model(config: LaunchConfig, asked: Question) -> Reaches:
     )
 
 
-def with_value(config: LaunchConfig, key: str, value: int) -> LaunchConfig:
+def _with_value(config: LaunchConfig, key: str, value: int) -> LaunchConfig:
     """The configuration with another sequence or number of layers."""
     if key == "model.sequence":
         return replace(config, model=replace(config.model, sequence=value))
@@ -177,7 +177,7 @@ class _Search:
             value,
             step,
             min(fitting, key=rank_key),
-            with_value(self.config, self.key, value),
+            _with_value(self.config, self.key, value),
             asked,
             None if beyond is None else beyond.needed_bytes,
         )
@@ -218,7 +218,7 @@ class _Search:
         """The question for a value; None where the model does not allow it."""
         if value not in self.questions:
             try:
-                asked = question(with_value(self.config, self.key, value), self.asked.pinned)
+                asked = question(_with_value(self.config, self.key, value), self.asked.pinned)
             except PipelineError:
                 self.questions[value] = None
             else:

@@ -37,11 +37,7 @@ def planned(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
     batch = asked.space.global_batch_size
     memory_gb = asked.problem.machine.hardware.memory_gb
     words = candidate_words(best.candidate, asked.shape, batch, memory_gb=memory_gb)
-    say(
-        f"plan=auto: {' '.join(words)} "
-        f"({label(asked)}: {format_duration(best.step_time_s, 's')} per step, the best of "
-        f"{answer.num_candidates} candidates, {answer.search_s:.2f} s)"
-    )
+    _say_choice(words, best.step_time_s, asked, answer)
     chosen = candidate_config(config, best.candidate, asked.shape, batch)
     check(chosen)
     return chosen
@@ -50,13 +46,17 @@ def planned(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
 def _one_layout(config: LaunchConfig, asked: Question) -> LaunchConfig:
     found = tune_layout(config, asked, top_k=1)
     (best,) = found.listed
-    say(
-        f"plan=auto: {' '.join(best.words)} "
-        f"({label(asked)}: {format_duration(best.step_time_s, 's')} per step, the best of "
-        f"{found.answer.num_candidates} candidates, {found.answer.search_s:.2f} s)"
-    )
+    _say_choice(best.words, best.step_time_s, asked, found.answer)
     check(best.run.config)
     return best.run.config
+
+
+def _say_choice(words: Sequence[str], step_time_s: float, asked: Question, answer: Answer) -> None:
+    say(
+        f"plan=auto: {' '.join(words)} "
+        f"({label(asked)}: {format_duration(step_time_s, 's')} per step, the best of "
+        f"{answer.num_candidates} candidates, {answer.search_s:.2f} s)"
+    )
 
 
 # ``mode=plan`` and ``plan=auto`` for one layout: the tuner is asked, or for the largest model.

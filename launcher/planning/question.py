@@ -6,22 +6,20 @@ something other than its default.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from launcher.config import LaunchConfig
-from launcher.config.key import keys_of
+from launcher.config.key import keys_of, value_at
 from launcher.config.pipeline import recompute_policy
 from launcher.planning.model_trace import needs_trace, traced_shape
-from launcher.processes.nodes import asked_world
 from launcher.profile_check import checked_profile, classes_of
 from launcher.report.summary import format_percent
-from launcher.resolve import MOMENTS, element_sizes, model_shape, num_gpus, uses_gpu
+from launcher.resolve import MOMENTS, element_sizes, layer_units, model_shape, num_places, uses_gpu
 from launcher.workloads.loads import unit_loads
-from launcher.workloads.model_share import ModelShape, PlannedShape, check_tp, units_per_layer
+from launcher.workloads.model_share import ModelShape, PlannedShape, check_tp
 from launcher.workloads.traced_shape import TracedShape
 from strategies.costs.analytic import Load
 from strategies.costs.profile_costs import stage_classes
@@ -53,7 +51,7 @@ class Question:
 def ask(config: LaunchConfig, run_dir: Path) -> Question:
     """The question that a configuration poses."""
     _check_costs(config)
-    return question(config, pinned_keys(config, run_dir), traced_shape(config, run_dir))
+    return question(config, _pinned_keys(config, run_dir), traced_shape(config, run_dir))
 
 
 def question(
@@ -99,17 +97,16 @@ def question(
     problem = Problem(machine, loads, len(loads(1, 1, False)), refuse_tp, graph)
     if config.costs.name == "profiled":
         assert not isinstance(shape, TracedShape)
-        problem, space = with_profile(config, pins, shape, problem, space)
+        problem, space = _with_profile(config, pins, shape, problem, space)
     return Question(problem, space, shape, pins, config)
 
 
-def pinned_keys(config: LaunchConfig, run_dir: Path) -> frozenset[str]:
+def _pinned_keys(config: LaunchConfig, run_dir: Path) -> frozenset[str]:
     """Keys that the user has set, by command line or by a file."""
-    default = LaunchConfig()
     found = {
         entry.path
         for entry in keys_of(LaunchConfig)
-        if _get(config, entry.path) != _get(default, entry.path)
+        if value_at(config, entry.path) != entry.default
     }
     # Every option of schedule= states its number of stages; that alone is nobody's wish.
     if config.schedule.stages_per_rank == _own_stages(config):
@@ -207,12 +204,7 @@ def _units(config: LaunchConfig, shape: PlannedShape) -> tuple[int, ...] | None:
     layers = config.schedule.layers_per_stage
     if layers is None:
         return None
-    if isinstance(shape, TracedShape):
-        return layers
-    units = [units_per_layer(shape) * count for count in layers]
-    units[0] += 1  # the embedding
-    units[-1] += 1  # the head
-    return tuple(units)
+    return layers if isinstance(shape, TracedShape) else layer_units(shape, layers)
 
 
 def _batch(config: LaunchConfig) -> int:
@@ -229,20 +221,7 @@ def _num_gpus(config: LaunchConfig, pinned: frozenset[str]) -> int:
     """Those of a pinned layout, else those that are here."""
     if {"pp", "tp", "dp"} <= pinned and config.dp != "auto":
         return config.pp * config.tp * int(config.dp)
-    return _here(config)
-
-
-def _here(config: LaunchConfig) -> int:
-    if (asked := asked_world(config)) is not None:
-        return asked
-    return num_gpus() if uses_gpu(config) else (os.cpu_count() or 1)
-
-
-def _get(config: LaunchConfig, path: str) -> object:
-    value: object = config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+    return num_places(config)
 
 
 def with_memory(asked: Question, memory_bytes: int) -> Question:
@@ -301,7 +280,7 @@ def calibration(asked: Question) -> str:
 # selective recomputation are as they were then.
 
 
-def with_profile(
+def _with_profile(
     config: LaunchConfig,
     pinned: Collection[str],
     shape: ModelShape,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from launcher.config import LaunchConfig, PlannerConfig
 from launcher.config.key import shorten, spell
@@ -18,7 +19,7 @@ from launcher.workloads.traced_shape import TracedShape
 from strategies.analysis.metrics import Metrics
 from strategies.analysis.timeline import Timeline
 from strategies.errors import PlanError
-from strategies.plan import NUM_PASSES, OVERLAPS, POLICIES, Overlap, Policy, Recompute
+from strategies.plan import NUM_PASSES, OVERLAPS, POLICIES, Recompute
 from strategies.planner.cut import balance
 from strategies.planner.ilp import cut_by_ilp
 from strategies.planner.layout_search import Answer
@@ -27,6 +28,8 @@ from strategies.planner.problem import Candidate
 from strategies.planner.space import Space
 from strategies.planner.unit_graph import UnitGraph, crossing_bytes
 from strategies.schedules import find_schedule
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +212,10 @@ def pinned_space(space: Space, entries: Sequence[str]) -> Space:
             find_schedule(value)
             space = replace(space, schedule=value)
         elif name == "overlap":
-            space = replace(space, overlap=_overlap(value))
+            space = replace(space, overlap=_known(name, value, OVERLAPS, OVERLAPS[0]))
         else:
-            space = replace(space, recompute=Recompute(_policy(value)))
+            policy = _known("recompute", value, POLICIES, "full")
+            space = replace(space, recompute=Recompute(policy))
     return space
 
 
@@ -245,20 +249,11 @@ def explained(shown: ListedPlan, best: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _overlap(value: str) -> Overlap:
-    for known in OVERLAPS:
-        if known == value:
-            return known
-    raise PlanError(
-        f"planner.explain: overlap={shorten(value)} is unknown. Try overlap={OVERLAPS[0]}."
-    )
-
-
-def _policy(value: str) -> Policy:
-    for known in POLICIES:
-        if known == value:
-            return known
-    raise PlanError(f"planner.explain: recompute={shorten(value)} is unknown. Try recompute=full.")
+def _known(name: str, value: str, words: Sequence[T], example: str) -> T:
+    for word in words:
+        if word == value:
+            return word
+    raise PlanError(f"planner.explain: {name}={shorten(value)} is unknown. Try {name}={example}.")
 
 
 # A candidate as a configuration and as words for the command line: what is printed is what runs.
@@ -293,12 +288,12 @@ def candidate_words(
         words.append(f"schedule.units_per_stage={spell(units)}")
     words.append(f"overlap={candidate.overlap}")
     words += _recompute_words(candidate.recompute)
-    if memory_gb is not None and fills_memory(candidate):
+    if memory_gb is not None and _fills_memory(candidate):
         words.append(f"hardware.memory_gb={memory_gb:.12g}")
     return words
 
 
-def fills_memory(candidate: Candidate) -> bool:
+def _fills_memory(candidate: Candidate) -> bool:
     """Whether the program is made for the memory of a rank."""
     recompute = candidate.recompute
     return recompute.policy == "optimal" and recompute.max_full_activations is None
@@ -323,7 +318,7 @@ def candidate_config(
     layout, order = candidate.layout, candidate.order
     virtual = find_schedule(order.schedule).virtual_stages
     memory_gb = config.hardware.memory_gb
-    if fills_memory(candidate):
+    if _fills_memory(candidate):
         memory_gb = config.planner.memory_gb or memory_gb
     return replace(
         config,

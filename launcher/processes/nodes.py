@@ -57,7 +57,8 @@ def plan_nodes(config: LaunchConfig, *, dp: int) -> Nodes:
     per_node = cluster.gpus_per_node
     if per_node is not None and world != cluster.nodes * per_node:
         fit = world / per_node
-        nodes = f"cluster.nodes={int(fit)}" if fit.is_integer() else f"dp={_fitting_dp(config)}"
+        fit_dp = max(1, cluster.nodes * per_node // (config.pp * config.tp))
+        nodes = f"cluster.nodes={int(fit)}" if fit.is_integer() else f"dp={fit_dp}"
         raise PlanError(
             f"{asked} = {world} ranks do not fill cluster.nodes={cluster.nodes} * "
             f"cluster.gpus_per_node={per_node} = {cluster.nodes * per_node} GPUs, one rank each. "
@@ -86,11 +87,6 @@ def asked_world(config: LaunchConfig) -> int | None:
             )
         return cluster.nodes * cluster.gpus_per_node
     return None
-
-
-def _fitting_dp(config: LaunchConfig) -> int:
-    gpus = config.cluster.nodes * (config.cluster.gpus_per_node or 1)
-    return max(1, gpus // (config.pp * config.tp))
 
 
 # The command for each node, where no scheduler starts the ranks.

@@ -71,7 +71,7 @@ def end(run_dir: Path, code: int) -> int:
     task = read_task(run_dir)
     run = resolve_task(task)
     try:
-        with failure_recorded(run_dir / "result.json", run_mapping(run, "done")):
+        with failure_recorded(run_dir / "result.json", run_mapping(run)):
             outcome = _outcome(run_dir, run.world_size, code)
     except RunError as error:
         say(str(error) if isinstance(error, PreemptedError) else f"error: {error}")
@@ -82,10 +82,10 @@ def end(run_dir: Path, code: int) -> int:
     return done
 
 
-def first_srun_error(text: str) -> tuple[int, str, str] | None:
+def _first_srun_error(text: str) -> tuple[int, str, str] | None:
     """The first task that srun has complained about, its host, and how it ended.
 
-    >>> first_srun_error("srun: error: n1: tasks 2-3: Killed")
+    >>> _first_srun_error("srun: error: n1: tasks 2-3: Killed")
     (2, 'n1', 'Killed')
     """
     found = _SRUN_LINE.search(text)
@@ -108,7 +108,7 @@ def _blame(run_dir: Path, world_size: int, code: int) -> str:
     failures = [f for rank in range(world_size) if (f := read_failure(run_dir, rank)) is not None]
     log = logs / "srun.log"
     said = log.read_text(errors="replace") if log.is_file() else ""
-    named = first_srun_error(said)
+    named = _first_srun_error(said)
     if named is not None and named[0] not in {failure.rank for failure in failures}:
         rank, host, how = named
         # A task that was killed cannot say anything; its peers can only say that it is gone.

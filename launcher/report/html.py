@@ -66,13 +66,7 @@ def timeline_html(panels: Sequence[Panel], *, title: str) -> str:
     payload = {"kinds": KIND_NAMES, "panels": [panel.data.panel for panel in panels]}
     # "<" must not occur: "</script>" would end the element, whatever the JSON says.
     data = json.dumps(payload, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    sections = "".join(
-        f'<section><h2>{escape(panel.label)}</h2><dl class="figures">{_figures(panel)}</dl>'
-        f'<canvas class="timeline" id="panel{index}" role="img" '
-        f'aria-label="{escape(panel.label)}: timeline of every rank"></canvas>'
-        f"{_memory(panel)}</section>\n"
-        for index, panel in enumerate(panels)
-    )
+    sections = "".join(_section(index, panel) for index, panel in enumerate(panels))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -81,6 +75,20 @@ def timeline_html(panels: Sequence[Panel], *, title: str) -> str:
         f'</header>\n<main>\n{sections}</main>\n<div id="tip" role="tooltip" hidden></div>\n'
         f'<script type="application/json" id="data">{data}</script>\n'
         f"<script>\n{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def _section(index: int, panel: Panel) -> str:
+    figures = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in _figure_items(panel)
+    )
+    memory = memory_html(panel.memory, limit_bytes=panel.memory_limit) if panel.memory else ""
+    return (
+        f'<section><h2>{escape(panel.label)}</h2><dl class="figures">{figures}</dl>'
+        f'<canvas class="timeline" id="panel{index}" role="img" '
+        f'aria-label="{escape(panel.label)}: timeline of every rank"></canvas>'
+        f"{memory}</section>\n"
     )
 
 
@@ -104,17 +112,6 @@ def _constant(name: str, values: Mapping[str, object]) -> str:
 
 def page_asset(name: str) -> str:
     return files("launcher.report").joinpath("assets", name).read_text(encoding="ascii")
-
-
-def _memory(panel: Panel) -> str:
-    return memory_html(panel.memory, limit_bytes=panel.memory_limit) if panel.memory else ""
-
-
-def _figures(panel: Panel) -> str:
-    return "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-        for name, value in _figure_items(panel)
-    )
 
 
 def _figure_items(panel: Panel) -> Iterator[tuple[str, str]]:

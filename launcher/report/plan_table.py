@@ -7,7 +7,7 @@ from itertools import groupby
 
 from launcher.planning.largest_model import Reach
 from launcher.report.summary import format_duration, format_percent
-from strategies.costs.profile_file import Link, Profile, Seconds
+from strategies.costs.profile_file import Profile, Seconds
 from strategies.plan import NUM_PASSES, Recompute
 from strategies.planner.outcome import Refusal
 
@@ -100,9 +100,7 @@ def _row(number: int, plan: Mapping[str, object]) -> tuple[str, ...]:
     schedule = f"{plan['schedule']}" + (f" x{stages}" if stages != 1 else "")
     return (
         f"{number}",
-        f"{plan['tp']}",
-        f"{plan['pp']}",
-        f"{plan['dp']}",
+        *(f"{plan[name]}" for name in ("tp", "pp", "dp")),
         f"{plan['num_microbatches']} x {plan['microbatch_size']}",
         schedule,
         f"{plan['overlap']}",
@@ -152,28 +150,17 @@ def profile_table(profile: Profile) -> str:
     lines.append(f"rest of a step: {profile.rest_s * 1e3:.3f} ms")
     for label, link in (("messages", profile.messages), ("reductions", profile.reductions)):
         if link is not None:
-            lines.append(_link(label, link))
+            lines.append(f"{label}: {link.latency_s * 1e6:.0f} us, {link.bandwidth / 1e9:.2f} GB/s")
     return "\n".join(lines)
 
 
 def _times(seconds: Seconds) -> tuple[str, ...]:
-    values = (
-        seconds.forward,
-        seconds.backward,
-        seconds.backward_input,
-        seconds.backward_weight,
-        seconds.recompute,
-        seconds.step,
-    )
-    return tuple(f"{value * 1e3:.3f}" for value in values)
+    names = ("forward", "backward", "backward_input", "backward_weight", "recompute", "step")
+    return tuple(f"{getattr(seconds, name) * 1e3:.3f}" for name in names)
 
 
 def _profile_row(cells: tuple[str, ...], width: int) -> str:
     return (f"  {cells[0]:{width}}" + "".join(f"{cell:>10}" for cell in cells[1:])).rstrip()
-
-
-def _link(label: str, link: Link) -> str:
-    return f"{label}: {link.latency_s * 1e6:.0f} us, {link.bandwidth / 1e9:.2f} GB/s"
 
 
 # The tuner's answer for people: what is not listed and why, and how far policies get.
@@ -186,7 +173,10 @@ def refusals_text(refusals: Sequence[Refusal], fastest_s: float, limit_bytes: in
     if not refusals:
         return "not listed: nothing, every setting is above"
     lines = ["not listed:"]
-    names = [(_name(r.recompute), _batch(r)) for r in refusals]
+    names = [
+        (_name(r.recompute), f"{r.layout.num_microbatches} x {r.layout.microbatch_size}")
+        for r in refusals
+    ]
     widths = [max(len(name[column]) for name in names) for column in range(2)]
     for (policy, batch), refusal in list(zip(names, refusals, strict=True))[:_MOST]:
         reason = _reason(refusal, fastest_s, limit_bytes)
@@ -270,10 +260,6 @@ def _reason(refusal: Refusal, fastest_s: float, limit_bytes: int) -> str:
 def _name(recompute: Recompute) -> str:
     passes = f" passes={recompute.passes}" if recompute.passes != NUM_PASSES else ""
     return f"recompute={recompute.policy}{passes}"
-
-
-def _batch(refusal: Refusal) -> str:
-    return f"{refusal.layout.num_microbatches} x {refusal.layout.microbatch_size}"
 
 
 def _gb(num_bytes: int) -> str:

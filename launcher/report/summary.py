@@ -82,8 +82,7 @@ def _duration(value: object, result: Result) -> tuple[str, str]:
 
 
 def _seconds(value: object, result: Result) -> tuple[str, str]:
-    number, _, unit = format_duration(_float(value), "s").partition(" ")
-    return number, unit
+    return _duration(value, {})
 
 
 def _bound(value: object, result: Result) -> tuple[str, str]:
@@ -193,7 +192,7 @@ _SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
 
 # How durations are written for people.
 
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def format_duration(value: float, unit: str) -> str:
@@ -206,7 +205,7 @@ def format_duration(value: float, unit: str) -> str:
     """
     if unit != "s" or value == 0.0:
         return f"{value:.4g} {unit}"
-    scale, name = next((pair for pair in _SECONDS if abs(value) >= pair[0]), _SECONDS[-1])
+    scale, name = next((pair for pair in SECONDS if abs(value) >= pair[0]), SECONDS[-1])
     return f"{value / scale:.4g} {name}"
 
 

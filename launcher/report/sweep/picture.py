@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.report.html import Panel
 from launcher.report.rows import KIND_NAMES, TimelineData
-from launcher.report.summary import format_duration, format_percent
+from launcher.report.summary import SECONDS, format_duration, format_percent
 from launcher.report.sweep.sweep_figures import timeline_facts
 from launcher.report.sweep.sweep_jobs import Sweep, SweepJob
 from strategies.ir.kinds import KINDS, MICROBATCH_KINDS
@@ -53,7 +53,6 @@ _CHARACTER = 6.4  # width of one in a bar's text
 _MAX_TITLE = 150
 _TEXT, _MUTED, _IDLE, _LINE = "#1c1c1e", "#63636b", "#efeff2", "#d4d4da"
 _COMPUTE_SHARE = 0.66  # of a rank's row, where its collectives have a line of their own
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def bar_colour(kind: str, stage: int, num_stages: int) -> Rgb:
@@ -206,7 +205,8 @@ def sweep_png(panels: Sequence[PicturePanel], *, title: str) -> bytes:
         from matplotlib.figure import Figure
 
         row = _row_height(panels)
-        groups = _groups(panels)
+        units = dict.fromkeys(panel.unit for panel in panels)
+        groups = [[panel for panel in panels if panel.unit == unit] for unit in units]
         heights = [sum(_panel_height(panel, row) for panel in group) for group in groups]
         height = _HEADER + sum(heights) + _AXIS * len(groups)
         figure = Figure(figsize=(_WIDTH / _DPI, height / _DPI), facecolor="white")
@@ -223,11 +223,6 @@ def sweep_png(panels: Sequence[PicturePanel], *, title: str) -> bytes:
         FigureCanvasAgg(figure)
         figure.savefig(file, format="png", dpi=_DPI * _SCALE)
         return file.getvalue()
-
-
-def _groups(panels: Sequence[PicturePanel]) -> list[list[PicturePanel]]:
-    units = dict.fromkeys(panel.unit for panel in panels)
-    return [[panel for panel in panels if panel.unit == unit] for unit in units]
 
 
 def _row_height(panels: Sequence[PicturePanel]) -> int:
@@ -269,7 +264,7 @@ def _group(axes: Axes, panels: Sequence[PicturePanel], row: int, height: int) ->
     span = max(panel.makespan for panel in panels) or 1.0
     scale = 1.0
     if unit == "s":
-        scale, unit = next((pair for pair in _UNITS if span >= pair[0]), _UNITS[-1])
+        scale, unit = next((pair for pair in SECONDS if span >= pair[0]), SECONDS[-1])
     axes.set_xlim(0, span / scale)
     axes.set_ylim(height, 0)
     axes.set_yticks([])

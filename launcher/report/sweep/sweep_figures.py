@@ -16,7 +16,7 @@ from launcher.config.decode import did_you_mean, nearest
 from launcher.config.key import shorten
 from launcher.report.result import write_atomically
 from launcher.report.rows import TimelineData
-from launcher.report.summary import format_duration, format_percent
+from launcher.report.summary import SECONDS, format_duration, format_percent
 from launcher.report.sweep.sweep_jobs import Sweep, SweepJob, override_values
 from strategies.errors import PlanError
 
@@ -206,7 +206,7 @@ def check_metric(name: str) -> None:
         )
 
 
-def best_job(sweep: Sweep, metric: str = AUTO) -> tuple[Figure, SweepJob] | None:
+def _best_job(sweep: Sweep, metric: str = AUTO) -> tuple[Figure, SweepJob] | None:
     """The best job, the earliest of equals; None where the jobs cannot be compared.
 
     ``metric``: A figure's name; auto goes by the loss where learning varies, else by speed.
@@ -235,7 +235,7 @@ def figures_for(metric: str, varied: Sequence[str]) -> tuple[Figure, ...]:
 
 def describe_best(sweep: Sweep, metric: str = AUTO) -> str | None:
     """``best by tokens_per_s (15,210): job 2: python -m launcher pp=4 schedule=foldx_fifo``."""
-    found = best_job(sweep, metric)
+    found = _best_job(sweep, metric)
     if found is None:
         return None
     figure, job = found
@@ -247,7 +247,6 @@ def describe_best(sweep: Sweep, metric: str = AUTO) -> str | None:
 
 # How the figures of a column are written: one unit and as many decimals for all of them.
 
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 _FORMATS: dict[Quantity, str] = {"percent": "{:.1%}", "count": "{:,.0f}", "loss": "{:.4f}"}
 _MAX_DECIMALS = 3
@@ -276,7 +275,7 @@ def write_column(
         return unit, [text.removesuffix("%") for text in texts]
     largest = max((abs(value) for value in values if value is not None), default=0.0)
     if quantity == "seconds" or (quantity == "time" and time_unit == "s"):
-        scale, unit = _scale(_SECONDS, largest)
+        scale, unit = _scale(SECONDS, largest)
     elif quantity == "bytes":
         scale, unit = _scale(_BYTES, largest)
     else:
