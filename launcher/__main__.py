@@ -83,13 +83,7 @@ def _parse(words: Sequence[str]) -> Flags:
 
 
 def run_command(config: LaunchConfig, run_dir: Path) -> int:
-    """Loads the command of ``config.mode`` and runs it.
-
-    ``run_dir``: existing folder that the run may write to, absolute.
-
-    Returns:
-        The exit code.
-    """
+    """Loads the command of ``config.mode`` and runs it in an existing, absolute folder."""
     name = COMMANDS[config.mode]
     if config.mode in _ON_CLUSTERS:
         torchrun.refuse_stray(config)

@@ -84,15 +84,7 @@ def check_model(path: Path, shape: TransformerShape) -> None:
 
 
 def check_run_folder(run_dir: Path, resumed: Path | None) -> None:
-    """Refuses to train into a folder whose checkpoints this run would take for its own.
-
-    Args:
-        run_dir: The run's folder, new unless the user has named one.
-        resumed: What the run continues; the last checkpoint of the folder itself is fine.
-
-    Raises:
-        CheckpointError: There are others.
-    """
+    """Refuses to train into a folder with checkpoints that the run would take for its own."""
     folder = run_dir / "checkpoints"
     there = sorted(path for path in folder.glob("*.ckpt")) if folder.is_dir() else []
     while resumed is not None and there and there[-1] != resumed and _damage(there[-1]):

@@ -35,10 +35,7 @@ from strategies.simulator.engine import simulate
 
 
 def this_machine(*, ranks: int, gpu: bool) -> Machine:
-    """The machine as the ranks of a run find it.
-
-    ``ranks``: processes of the run, which share the cores.
-    """
+    """The machine as the ranks of a run find it, which share its cores."""
     return Machine(
         processor=_processor(),
         accelerator=_accelerator() if gpu else None,
@@ -66,7 +63,6 @@ def _processor() -> str:
 
 
 def _accelerator() -> str:
-    """The first GPU's name as its driver gives it."""
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -90,15 +86,7 @@ def profiled_costs(
     ranks: int,
     gpu: bool,
 ) -> ProfiledCosts:
-    """The costs of a run from its profile.
-
-    ``config``: its ``costs.file`` is given.
-    ``assumed``: for what the profile does not know.
-    ``ranks``: processes on this machine.
-
-    Raises:
-        CostError: There is no such file, or it is a profile of something else.
-    """
+    """The costs of a run from its profile; ``assumed`` is for what that does not know."""
     profile = _read_profile(config)
     _check_profile(config, profile, shape, ranks=ranks, gpu=gpu)
     costs = ProfiledCosts(
@@ -169,7 +157,6 @@ def writable(given: str, *, key: str) -> Path:
 
 
 def classes_of(shape: ModelShape) -> tuple[str, ...]:
-    """The class of each unit of a model."""
     return unit_classes(
         (unit.name, (unit.parameters, unit.forward_flops)) for unit in model_units(shape)
     )
@@ -207,7 +194,6 @@ def model_facts(config: LaunchConfig, shape: ModelShape) -> tuple[tuple[str, str
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
-    """Eight letters that differ where anything does."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -319,7 +305,6 @@ def refined(profile: Profile, ratios: Mapping[Kind, float]) -> Profile:
 
 
 def with_error(profile: Profile, error: float | None) -> Profile:
-    """The profile with what a run's step has shown of it."""
     return replace(
         profile,
         sizes=tuple((number, replace(figures, error=error)) for number, figures in profile.sizes),

@@ -104,7 +104,6 @@ class Run:
 
     @property
     def vocabulary_note(self) -> str | None:
-        """What is to be said about unused token ids; None if there are none."""
         return None if self.own_model else vocabulary_note(self.shape, self.config.tp)
 
     @property
@@ -234,7 +233,6 @@ def model_shape(config: LaunchConfig) -> ModelShape:
 
 
 def text_source(config: LaunchConfig) -> TextSource:
-    """Where ``data.*`` takes its tokens from."""
     data = config.data
     cap = data.max_bytes
     if cap is None and data.name == "stdlib":
@@ -294,7 +292,6 @@ def _stages(config: LaunchConfig, shape: PlannedShape, placement: Placement) -> 
 
 
 def layer_units(shape: PlannedShape, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Units per stage for layers per stage."""
     units = [units_per_layer(shape) * count for count in layers]
     units[0] += 1  # the embedding
     units[-1] += 1  # the head

@@ -79,7 +79,6 @@ _SHORTEST = 8
 
 
 def _names_secret(variable: str) -> bool:
-    """Whether a variable of that name holds a credential."""
     return _SECRET_NAME.search(variable) is not None
 
 

@@ -7,7 +7,6 @@ import sys
 
 
 def say(text: str) -> None:
-    """Prints a line at once."""
     sys.stdout.write(text.rstrip("\n") + "\n")
     sys.stdout.flush()
 

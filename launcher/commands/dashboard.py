@@ -51,11 +51,7 @@ class Account:
 
 
 def _find_account() -> Account:
-    """The key that ``wandb login`` or WANDB_API_KEY has set up for WANDB_BASE_URL.
-
-    Raises:
-        PlanError: There is none, or it would travel unencrypted to another machine.
-    """
+    """The key that ``wandb login`` or WANDB_API_KEY has set up for WANDB_BASE_URL."""
     host = (os.environ.get("WANDB_BASE_URL") or _HOST).rstrip("/")
     parts = urlsplit(host)
     local = parts.hostname in ("localhost", "127.0.0.1", "::1")
@@ -79,14 +75,7 @@ def definition() -> str:
 
 
 def _push(account: Account, *, project: str, entity: str | None) -> str:
-    """Saves the workspace; returns its address.
-
-    ``project``: which is made if it does not exist.
-    ``entity``: team or user; None for the account's default.
-
-    Raises:
-        RunError: The server cannot be reached, or refuses.
-    """
+    """Saves the workspace; returns its address. ``entity`` None is the account's default."""
     if entity is None:
         viewer = _ask(account, _VIEWER, {}).get("viewer") or {}
         entity = viewer.get("entity") or viewer.get("username")
@@ -151,12 +140,7 @@ def _from_netrc(host: str) -> str | None:
 
 
 def run(config: LaunchConfig) -> int:
-    """Pushes it; leaves no run folder.
-
-    Raises:
-        PlanError: No key is set up.
-        RunError: The server cannot be reached, or refuses.
-    """
+    """Pushes it; leaves no run folder."""
     account = _find_account()
     address = _push(account, project=config.tracking.project, entity=config.tracking.entity)
     say(f"dashboard: {address}")

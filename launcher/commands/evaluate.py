@@ -38,7 +38,6 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
 
 
 def finish(resolved: Run, run_dir: Path, outcome: dict[str, Any]) -> int:
-    """Writes and prints what the ranks have found."""
     write_result(run_dir / "result.json", run_mapping(resolved) | outcome)
     if resolved.config.mode == "eval":
         say(f"loss {outcome['val_loss']:.6f}")
@@ -52,12 +51,7 @@ def finish(resolved: Run, run_dir: Path, outcome: dict[str, Any]) -> int:
 
 
 def export(config: LaunchConfig, run_dir: Path) -> int:
-    """Writes config.json and model.safetensors.
-
-    Raises:
-        PlanError: More than one rank was asked for, or the folder exists.
-        ModelError: The library has no such architecture.
-    """
+    """Writes config.json and model.safetensors."""
     _check_alone(config, "writes", "from")
     resolved = resolve(config)
     checkpoint = find_checkpoint(resolved, config.checkpoint, run_dir, optional=False)
@@ -77,7 +71,6 @@ def export(config: LaunchConfig, run_dir: Path) -> int:
 
 
 def generate(config: LaunchConfig, run_dir: Path) -> int:
-    """Generates text."""
     _check_alone(config, "runs", "on")
     # One process has no order to choose, and some schedules cannot run on one.
     resolved = resolve(replace(config, schedule=ScheduleConfig()))

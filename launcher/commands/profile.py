@@ -64,11 +64,7 @@ def _rank_memory(run: Run) -> int:
 
 
 def _num_ranks(run: Run) -> int:
-    """How many processes measure: two replicas, or one where a second has no room.
-
-    Raises:
-        PlanError: There is no memory for one.
-    """
+    """How many processes measure: two replicas, or one where a second has no room."""
     tp = run.config.tp
     if uses_gpu(run.config):
         return tp if num_gpus() < 2 * tp else 2 * tp
@@ -148,13 +144,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What is fitted.
-
-    Attributes:
-        flops_per_s: Reached.
-        unit_overhead_s: As ``Hardware``.
-        error: What units are off, over what they take; the mean over microbatch sizes.
-    """
+    """What is fitted; ``error``: what units are off, over what they take, on average."""
 
     flops_per_s: float
     unit_overhead_s: float
@@ -182,7 +172,6 @@ def hardware_yaml(
     sizes: ElementSizes,
     memory_bytes: int,
 ) -> str:
-    """The content of the file."""
     rates = fit_rates(profile, config, shape)
     old, machine = config.hardware, profile.machine
     peak = max(old.peak_flops, rates.flops_per_s)

@@ -35,11 +35,7 @@ _SCANNED_BYTES = 1 << 26
 
 
 def check_before_start(run: Run, checkpoint: Path | None) -> None:
-    """Everything that can be known to fail before a process is started.
-
-    Raises:
-        PipelineError: What is wrong, and what would work.
-    """
+    """Everything that can be known to fail before a process is started."""
     _check_machine(run)
     config = run.config
     hidden = config.mode in ("train", "validate") and run.plan.overlap != "none" and run.dp > 1
@@ -79,9 +75,6 @@ def check_world(config: LaunchConfig) -> None:
     """Refuses at once more ranks than this machine could start, doing nothing.
 
     To be called before ``resolve``: compiling for hundreds of ranks takes minutes.
-
-    Raises:
-        PlanError: There is no memory for that many processes.
     """
     if config.cluster.name == "local" and not uses_gpu(config):
         dp = 1 if config.dp == "auto" else int(config.dp)
@@ -174,7 +167,6 @@ def state_bytes(run: Run) -> int:
 
 
 def has_weights(run: Run) -> bool:
-    """Whether the model has weights to use without any checkpoint: those of a model folder."""
     return isinstance(run.shape, HfShape) and run.shape.pretrained
 
 

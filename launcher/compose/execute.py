@@ -69,9 +69,6 @@ def make_run_folder(pattern: str, *, unique: bool) -> RunFolder:
     """Creates the folder of a run.
 
     ``unique``: whether to append _2, _3, ... where the folder exists, as opposed to reusing it.
-
-    Raises:
-        PlanError: It cannot be created.
     """
     path = Path(pattern).absolute()
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -176,12 +173,7 @@ def _report(folder: Path, job: Jobs, config: LaunchConfig, *, hurry: bool) -> No
 
 
 class Jobs:
-    """What Hydra calls per job; keeps how each one ended, which Hydra has no place for.
-
-    Attributes:
-        ended: What a sweep shows of its jobs; empty for a single run.
-        submits: Whether jobs are only handed to a scheduler here.
-    """
+    """What Hydra calls per job; keeps how each one ended, which Hydra has no place for."""
 
     def __init__(
         self,

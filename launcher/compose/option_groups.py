@@ -52,7 +52,6 @@ class Groups:
         return (*ours, *(name for name in self.installed.get(group, ()) if name not in ours))
 
     def require(self, group: str, option: str) -> None:
-        """Raises unless the option exists."""
         options = self.options(group)
         if option in options:
             return
@@ -67,11 +66,7 @@ class Groups:
 
 
 def find_groups(config_dir: Path | None) -> Groups:
-    """Lists our groups, and what the user's folder adds to them.
-
-    Raises:
-        PlanError: The folder is missing or not readable, or redefines one of our options.
-    """
+    """Lists our groups, and what the user's folder adds to them."""
     built_in = {
         folder.name: tuple(sorted(file.stem for file in folder.glob("*.yaml")))
         for folder in sorted(conf_dir().iterdir())
@@ -143,11 +138,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_flags(arguments: Sequence[str]) -> Flags:
-    """Splits the command line.
-
-    Raises:
-        PlanError: A flag that does not exist, lacks its value or contradicts another.
-    """
+    """Splits the command line."""
     parser = _Parser(prog="foldpipe", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--version", action="store_true")

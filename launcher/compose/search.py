@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 
 def check_search(config: LaunchConfig) -> None:
-    """Raises where a search cannot be."""
     if config.cluster.name == "slurm":
         raise PlanError(
             f"{TRIALS}={config.sweep.trials} chooses each job by the results of those before, and "
@@ -49,14 +48,7 @@ def run_search(
     config: LaunchConfig,
     extra: Sequence[str],
 ) -> int:
-    """Runs the trials one after the other; ends as every sweep does.
-
-    ``config``: of a first job: what is common to all.
-    ``extra``: overrides for Hydra itself.
-
-    Returns:
-        As ``run_sweep``.
-    """
+    """Runs the trials one after the other; ends as every sweep does."""
     optuna = _optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=config.seed)
@@ -151,7 +143,6 @@ class Axis:
 
     @property
     def ends(self) -> tuple[str, str]:
-        """The words of its first and last value."""
         if self.choices:
             return self.word(self.choices[0]), self.word(self.choices[-1])
         low, high = (int(self.low), int(self.high)) if self.whole else (self.low, self.high)
@@ -177,11 +168,7 @@ def asks_for_trials(words: Sequence[str]) -> bool:
 
 
 def find_space(overrides: Iterable[Override]) -> Space:
-    """The space of a command line.
-
-    Raises:
-        PlanError: Nothing varies, or an interval is empty.
-    """
+    """The space of a command line."""
     fixed: list[str] = []
     axes: list[Axis] = []
     for override in overrides:

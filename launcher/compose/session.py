@@ -82,11 +82,7 @@ def compose_checked(overrides: Sequence[str]) -> tuple[LaunchConfig, DictConfig]
 
 
 def to_config(composed: DictConfig, choices: Mapping[str, Any]) -> LaunchConfig:
-    """A composed tree as a typed configuration, interpolations resolved.
-
-    Raises:
-        PlanError: An unknown key, a value of another type, a credential.
-    """
+    """A composed tree as a typed configuration, interpolations resolved."""
     values = {
         str(name): OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
         for name, node in ((name, composed[name]) for name in composed if name != "hydra")

@@ -26,11 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def check(config: LaunchConfig) -> None:
-    """Raises on the first rule that the configuration breaks.
-
-    Raises:
-        PlanError: The message has the value, the rule and a value that works.
-    """
+    """Raises on the first rule that the configuration breaks."""
     for entry in keys_of(LaunchConfig):
         _check_range(entry, value_at(config, entry.path))
     _check_names(config)
@@ -275,7 +271,6 @@ _HUGGING_FACE_ONLY = ("path", "pretrained", "layers_path")
 
 
 def _check_model_keys(model: ModelConfig) -> None:
-    """Refuses keys of the other kind."""
     folder = model.name == HUGGING_FACE
     for entry in keys_of(ModelConfig, "model."):
         name = entry.path.removeprefix("model.")
@@ -349,7 +344,6 @@ def _check_planner(config: LaunchConfig) -> None:
 
 
 def _check_units_per_stage(config: LaunchConfig) -> None:
-    """Refuses two cuts at once."""
     schedule = config.schedule
     if schedule.units_per_stage is not None and schedule.layers_per_stage is not None:
         raise PlanError(

@@ -83,7 +83,6 @@ def decode(values: Mapping[str, Any], schema: type[Schema], prefix: str = "") ->
 
 
 def _typed_value(value: object, hint: object, path: str, example: object) -> object:
-    """One leaf's value in its declared type."""
     typed = _convert(value, hint)
     if typed is not _MISMATCH:
         return typed
@@ -96,7 +95,6 @@ def _typed_value(value: object, hint: object, path: str, example: object) -> obj
 
 
 def unknown_key(path: str, *, nested: bool = False) -> KeyPlaceError:
-    """The error for a key that the schema does not have."""
     known = [entry.path for entry in keys_of(LaunchConfig)]
     candidates = [*known, *nodes_of(LaunchConfig), "experiment"]
     if nested:

@@ -120,13 +120,7 @@ def _plan_batches(config: LaunchConfig, dp: int, fixed: int | None) -> tuple[int
 
 
 def transformer_shape(model: ModelConfig, vocab: int) -> TransformerShape:
-    """The built-in transformer of these sizes; what is null takes its default.
-
-    ``vocab``: used where ``model.vocab`` is left to the data.
-
-    Raises:
-        PlanError: The sizes do not fit together.
-    """
+    """The built-in transformer of these sizes; ``vocab`` is for one that is left to the data."""
     return TransformerShape(
         layers=model.layers,
         hidden=model.hidden,

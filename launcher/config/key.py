@@ -49,12 +49,7 @@ class Key:
 
     Attributes:
         path: Dotted, as typed on the command line, e.g. ``model.hidden``.
-        hint: Its type.
-        default: The dataclass's default.
-        help_text: One sentence.
-        low: Smallest allowed number, or None.
         above: Exclusive lower bound, or None.
-        high: Largest allowed number, or None.
         example: A value that works.
     """
 
@@ -79,7 +74,6 @@ def keys_of(schema: type, prefix: str = "") -> tuple[Key, ...]:
 
 
 def value_at(config: object, path: str) -> Any:  # noqa: ANN401 -- any field's
-    """What a configuration has at a dotted path."""
     for name in path.split("."):
         config = getattr(config, name)
     return config

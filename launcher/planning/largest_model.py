@@ -53,8 +53,6 @@ class Reaches:
 
     Attributes:
         key: What was varied.
-        num_candidates: Values and policies that were looked at.
-        num_simulated: Programs that were compiled and simulated.
         least_bytes: Where nothing fits, what the smallest value needs at least.
     """
 
@@ -92,7 +90,6 @@ def largest_model(config: LaunchConfig, asked: Question) -> Reaches:
 
 
 def _with_value(config: LaunchConfig, key: str, value: int) -> LaunchConfig:
-    """The configuration with another sequence or number of layers."""
     if key == "model.sequence":
         return replace(config, model=replace(config.model, sequence=value))
     return replace(config, model=replace(config.model, layers=value))
@@ -131,7 +128,6 @@ class _Search:
 
     @property
     def own(self) -> int:
-        """The value that was asked."""
         model = self.config.model
         return model.sequence if self.key == "model.sequence" else model.layers
 

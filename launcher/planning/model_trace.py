@@ -124,13 +124,7 @@ def needs_trace(config: LaunchConfig, shape: ModelShape) -> bool:
 
 
 def traced_shape(config: LaunchConfig, run_dir: Path) -> TracedShape | None:
-    """The model's trace; None for a model whose sizes are known without one.
-
-    ``run_dir``: where the child leaves its log.
-
-    Raises:
-        ModelError: The model cannot be built or traced; with the operation and the layer.
-    """
+    """The model's trace; None for one whose sizes are known. ``run_dir`` gets the child's log."""
     shape = model_shape(config)
     if not needs_trace(config, shape):
         return None

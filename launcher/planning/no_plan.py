@@ -36,7 +36,6 @@ def refuse(asked: Question, answer: Answer) -> PlanError:
 
 
 def describe(what: Candidate | Layout) -> str:
-    """A candidate in one line."""
     if isinstance(what, Layout):
         return f"tp={what.tp} pp={what.pp} dp={what.dp} data.microbatch_size={what.microbatch_size}"
     order = what.order
@@ -157,7 +156,6 @@ def _degrees(asked: Question) -> str:
 
 
 def _pins(asked: Question) -> str:
-    """What the user has fixed of it."""
     space = asked.space
     pairs = [("tp", space.tp), ("pp", space.pp), ("dp", space.dp), ("schedule", space.schedule)]
     found = [f"{name}={value}" for name, value in pairs if value is not None]

@@ -66,12 +66,7 @@ _LAYOUT = ("pp", "dp", "tp", "schedule")
 
 @dataclass(frozen=True, slots=True)
 class LayoutAnswer:
-    """What ``mode=plan`` says about one layout.
-
-    Attributes:
-        listed: The plans, compiled.
-        reaches: How far each policy gets, where a size was.
-    """
+    """What ``mode=plan`` says about one layout: plans, compiled, and how far each policy gets."""
 
     answer: Answer
     listed: tuple[ListedPlan, ...]
@@ -79,11 +74,7 @@ class LayoutAnswer:
 
 
 def is_one_layout(config: LaunchConfig, asked: Question) -> bool:
-    """Whether the question leaves no layout open, but only policies and microbatch sizes.
-
-    Raises:
-        PlanError: A size is to grow in a layout that is not pinned, or that cannot be tuned.
-    """
+    """Whether the question leaves no layout open, but only policies and microbatch sizes."""
     maximize = config.planner.maximize
     missing = [name for name in _LAYOUT if not _pins(asked, name)]
     if config.planner.explain:
@@ -203,8 +194,6 @@ def _largest(config: LaunchConfig, asked: Question, top_k: int) -> LayoutAnswer:
 
 
 def _ranked(reaches: Sequence[Reach]) -> list[Reach]:
-    """The farthest first, of equally far ones the fastest."""
-
     def place(reach: Reach) -> tuple[float, float, int]:
         assert reach.value is not None
         assert reach.outcome is not None

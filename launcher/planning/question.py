@@ -35,11 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the planner is asked.
-
-    Attributes:
-        pinned: Keys that the user has set.
-    """
+    """What the planner is asked; ``pinned`` are the keys that the user has set."""
 
     problem: Problem
     space: Space
@@ -49,7 +45,6 @@ class Question:
 
 
 def ask(config: LaunchConfig, run_dir: Path) -> Question:
-    """The question that a configuration poses."""
     _check_costs(config)
     return question(config, _pinned_keys(config, run_dir), traced_shape(config, run_dir))
 
@@ -102,7 +97,6 @@ def question(
 
 
 def _pinned_keys(config: LaunchConfig, run_dir: Path) -> frozenset[str]:
-    """Keys that the user has set, by command line or by a file."""
     found = {
         entry.path
         for entry in keys_of(LaunchConfig)
@@ -120,7 +114,7 @@ def _own_stages(config: LaunchConfig) -> int | None:
 
 
 def typed_words(run_dir: Path) -> tuple[str, ...]:
-    """The overrides of a run as Hydra has kept them."""
+    """The overrides of a run as Hydra has kept them; none where it has not."""
     from omegaconf import OmegaConf
 
     file = run_dir / ".hydra" / "overrides.yaml"
@@ -141,7 +135,6 @@ def _check_costs(config: LaunchConfig) -> None:
 
 
 def _check_traced(config: LaunchConfig, pinned: frozenset[str]) -> None:
-    """Refuses what a trace cannot tell anything about."""
     if config.costs.name == "profiled":
         raise PlanError(
             f"costs=profiled with model={config.model.name}: mode=profile measures the units of "
@@ -225,7 +218,6 @@ def _num_gpus(config: LaunchConfig, pinned: frozenset[str]) -> int:
 
 
 def with_memory(asked: Question, memory_bytes: int) -> Question:
-    """The same question for ranks with another memory."""
     before = asked.problem.machine
     roomy = replace(before.hardware, memory_gb=memory_bytes / 1e9)
     machine = replace(before, hardware=roomy, memory_bytes=memory_bytes)

@@ -58,7 +58,6 @@ class ListedPlan:
 
 
 def list_plans(config: LaunchConfig, asked: Question, answer: Answer) -> tuple[ListedPlan, ...]:
-    """Compiles and simulates what the search lists."""
     batch = asked.space.global_batch_size
     flops = sum(unit.forward_flops for unit in model_units(asked.shape))
     memory_gb = asked.problem.machine.hardware.memory_gb
@@ -87,7 +86,6 @@ def list_plans(config: LaunchConfig, asked: Question, answer: Answer) -> tuple[L
 
 
 def command_line(typed: Sequence[str], plan: ListedPlan) -> str:
-    """What to type to train with a plan."""
     chosen = {word.partition("=")[0] for word in plan.words}
     dropped = ("mode", "plan", "experiment_name")
     kept = [
@@ -198,7 +196,6 @@ _NUMBERS = {
 
 
 def pinned_space(space: Space, entries: Sequence[str]) -> Space:
-    """The space with what is to be explained fixed."""
     for entry in entries:
         name, _, value = entry.replace(":", "=", 1).partition("=")
         if name in _NUMBERS:
@@ -266,10 +263,7 @@ def candidate_words(
     *,
     memory_gb: float | None = None,
 ) -> list[str]:
-    """Overrides that make a run of a candidate.
-
-    ``memory_gb``: what the plan was made for; printed where the program depends on it.
-    """
+    """Overrides that make a run of a candidate; ``memory_gb`` where its program depends on it."""
     layout, order = candidate.layout, candidate.order
     words = [
         f"pp={layout.pp}",
@@ -294,7 +288,6 @@ def candidate_words(
 
 
 def _fills_memory(candidate: Candidate) -> bool:
-    """Whether the program is made for the memory of a rank."""
     recompute = candidate.recompute
     return recompute.policy == "optimal" and recompute.max_full_activations is None
 

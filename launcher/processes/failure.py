@@ -44,11 +44,7 @@ class Failure:
 
 
 class RankFailedError(RunError):
-    """A run that a rank has ended.
-
-    Attributes:
-        figures: For result.json.
-    """
+    """A run that a rank has ended; ``figures`` are for result.json."""
 
     def __init__(self, message: str, failure: Failure, *, asked_to_stop: bool = False) -> None:
         super().__init__(message)
@@ -126,7 +122,6 @@ def is_consequence(failure: Failure) -> bool:
 
 
 def describe(failure: Failure, log: Path) -> str:
-    """One message with the end of the rank's log."""
     try:
         lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
     except OSError:

@@ -50,7 +50,6 @@ class Nodes:
 
 
 def plan_nodes(config: LaunchConfig, *, dp: int) -> Nodes:
-    """Spreads a run over ``cluster.nodes``."""
     cluster = config.cluster
     world = config.pp * dp * config.tp
     asked = f"pp={config.pp} * dp={dp}" + (f" * tp={config.tp}" if config.tp > 1 else "")

@@ -20,11 +20,7 @@ PREEMPTED = 85
 
 
 class PreemptedError(RunError):
-    """A run that was asked to stop, and wrote a checkpoint first.
-
-    Attributes:
-        figures: What it left: steps, checkpoint.
-    """
+    """A run that was asked to stop, and wrote a checkpoint first; ``figures`` are what it left."""
 
     exit_code = PREEMPTED
 
@@ -52,7 +48,6 @@ class StopRequest:
         self._obeyed = True
 
     def install(self, *numbers: signal.Signals) -> None:
-        """Takes these signals from now on."""
         for number in numbers:
             signal.signal(number, self)
 
@@ -102,13 +97,7 @@ class Restarts:
         self.count = 0
 
     def run(self, start: Callable[[Path | None], None], checkpoint: Path | None) -> None:
-        """Starts the ranks until they end well, or it makes no sense to try again.
-
-        ``checkpoint``: the first time.
-
-        Raises:
-            RankFailedError: The last failure.
-        """
+        """Starts the ranks until they end well, or it makes no sense to try again."""
         while True:
             try:
                 start(checkpoint)

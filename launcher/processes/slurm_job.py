@@ -44,9 +44,6 @@ def begin(run_dir: Path) -> str:
 
     A requeued job goes on with the newest whole checkpoint that it has written itself; before there
     is one, with what the command line has asked for.
-
-    Returns:
-        HOST:PORT of rank 0.
     """
     task = read_task(run_dir)
     own = newest_in(run_dir, skipped=complain) if task["config"]["mode"] == "train" else None

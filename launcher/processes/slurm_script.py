@@ -24,13 +24,7 @@ _PLAIN_PATH = re.compile(r"/[A-Za-z0-9_./=,+@:~-]*")
 
 
 def job_script(config: LaunchConfig, run_dir: Path, nodes: Nodes, *, cwd: Path) -> str:
-    """The text of the script.
-
-    ``cwd``: where relative paths of the configuration begin.
-
-    Raises:
-        PlanError: The run's folder has a name that SLURM would not take as it is.
-    """
+    """The text of the script."""
     if not _PLAIN_PATH.fullmatch(str(run_dir)):
         raise PlanError(
             f"The run folder {run_dir} has characters that SLURM does not take as they are: "
@@ -109,7 +103,6 @@ _TIMEOUT_S = 60
 
 
 def find_sbatch() -> str:
-    """The program's path."""
     found = shutil.which("sbatch")
     if found is None:
         raise PlanError(

@@ -95,11 +95,7 @@ def refuse_stray(config: LaunchConfig) -> None:
 def lead(
     run_dir: Path, task: Mapping[str, Any], on_event: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Tells all ranks what to run, and runs rank 0's part of it in this process.
-
-    Raises:
-        RunError: This rank has failed.
-    """
+    """Tells all ranks what to run, and runs rank 0's part of it in this process."""
     (run_dir / "logs").mkdir(exist_ok=True)
     for other in range(int(os.environ["WORLD_SIZE"])):  # of an earlier attempt
         failure_file(run_dir, other).unlink(missing_ok=True)

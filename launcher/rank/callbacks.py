@@ -188,7 +188,6 @@ class Progress(pl.Callback):
         self._rate = float(optimizer.param_groups[0]["lr"])
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts validation results into the row of the step they belong to."""
         found = {k: v for k, v in _numbers(trainer.callback_metrics).items() if k[:4] == "val_"}
         self.val_loss = found.get("val_loss", self.val_loss)
         if self._pending is None:  # after a step that is not logged itself

@@ -99,7 +99,6 @@ class RegularCheckpoints(Checkpoint):
             self._save(trainer, None)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Saves if this was one of the best."""
         if not self._keep_best or trainer.sanity_checking or trainer.state.fn != "fit":
             return
         if self._monitor not in trainer.callback_metrics:

@@ -53,7 +53,6 @@ def main(folder: Path) -> int:
 
 
 def trace(config: LaunchConfig) -> TracedModel:
-    """The trace of a configuration's model, for rows of its data."""
     run = resolve(_alone(config))
     pl.seed_everything(config.seed, workers=True, verbose=False)
     trainer = pl.Trainer(

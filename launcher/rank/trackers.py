@@ -41,10 +41,7 @@ class Tracked:
         self._known: set[Path] = set()
 
     def row(self, row: Mapping[str, Any], peaks: Sequence[int]) -> None:
-        """Hands on a row of metrics.csv.
-
-        ``peaks``: peak bytes of each pipeline rank, where they are known.
-        """
+        """Hands on a row of metrics.csv."""
         figures = {name: float(row[name]) for name in FIGURES if row.get(name) is not None}
         for rank, peak in enumerate(peaks):
             figures[f"peak_memory_bytes/rank_{rank:05d}"] = float(peak)
@@ -54,11 +51,7 @@ class Tracked:
         self._checkpoints()
 
     def end(self, run: Run, measured: Timeline | None, plan: Plan) -> None:
-        """Hands on the timeline and the last checkpoints, and ends wandb's run.
-
-        ``measured``: A step as it was; None if there was none.
-        ``plan``: as the ranks have compiled it.
-        """
+        """Hands on the timeline and the last checkpoints, and ends wandb's run."""
         self._checkpoints()
         for logger in self._wandb():
             _log_timeline(logger, run, measured, plan)
@@ -131,11 +124,7 @@ def _log_timeline(logger: WandbLogger, run: Run, measured: Timeline | None, plan
 
 
 def build_loggers(config: LaunchConfig, run_dir: Path) -> list[Logger]:
-    """The loggers that ``tracking=`` asks for; metrics.csv needs none.
-
-    Raises:
-        PlanError: A package for it is not installed.
-    """
+    """The loggers that ``tracking=`` asks for; metrics.csv needs none."""
     name = config.tracking.name
     if name == "wandb":
         return [_wandb(config, run_dir)]

@@ -187,7 +187,6 @@ def refusals_text(refusals: Sequence[Refusal], fastest_s: float, limit_bytes: in
 
 
 def refusal_mapping(refusal: Refusal) -> dict[str, object]:
-    """One of ``rejected.settings`` in result.json."""
     return {
         "recompute": refusal.recompute.policy,
         "microbatch_size": refusal.layout.microbatch_size,
@@ -219,7 +218,6 @@ def reaches_text(reaches: Sequence[Reach], key: str, limit_bytes: int) -> str:
 
 
 def reach_mapping(reach: Reach) -> dict[str, object]:
-    """One of ``reaches`` in result.json."""
     return {
         "recompute": reach.recompute.policy,
         "value": reach.value,

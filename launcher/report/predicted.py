@@ -126,7 +126,6 @@ def ideal_step_s(run: Run) -> float | None:
 
 
 def write_schedule_files(folder: Path, timeline: Timeline, metrics: Metrics) -> None:
-    """Writes ``schedule.txt`` and ``schedule.csv`` into a run's folder."""
     write_atomically(folder / "schedule.txt", schedule_text(timeline, metrics))
     write_atomically(folder / "schedule.csv", compute_csv(timeline.program))
 

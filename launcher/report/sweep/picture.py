@@ -70,13 +70,7 @@ def text_colour(fill: Rgb) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One instruction.
-
-    Attributes:
-        top: Upper border in that row, 0 to 1.
-        bottom: Lower border.
-        number: Its microbatch or bucket, -1 for neither.
-    """
+    """One instruction; borders are shares of its row, ``number`` is -1 where it has none."""
 
     rank: int
     top: float

@@ -192,11 +192,7 @@ _FAST = ("tokens_per_s", "step_time_s", "makespan")
 
 
 def check_metric(name: str) -> None:
-    """Refuses a figure by which nothing can be the best.
-
-    Raises:
-        PlanError: With the nearest figures.
-    """
+    """Refuses a figure by which nothing can be the best."""
     known = [figure.name for figure in FIGURES.values() if figure.better is not None]
     if name != AUTO and name not in known:
         hint = did_you_mean(f"sweep.metric={found}" for found in nearest(name, known))
@@ -359,7 +355,6 @@ def write_sweep_json(path: Path, sweep: Sweep) -> None:
 
 
 def relative_folder(job: SweepJob, folder: Path) -> str:
-    """A job's folder as seen from the sweep's."""
     return Path(os.path.relpath(job.folder, folder)).as_posix()
 
 

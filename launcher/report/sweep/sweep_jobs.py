@@ -154,7 +154,6 @@ class Sweep:
 
 
 def make_sweep(jobs: Sequence[SweepJob], asked: Sequence[Sequence[str]]) -> Sweep:
-    """A sweep over the jobs that have ended."""
     values = [override_values(words) for words in asked]
     keys = list(dict.fromkeys(key for given in values for key in given))
     varied = tuple(key for key in keys if len({given.get(key) for given in values}) > 1)
@@ -190,7 +189,6 @@ def write_record(folder: Path, overrides: Sequence[Sequence[str]], folders: Sequ
 
 
 def read_record(folder: Path) -> Record:
-    """Reads the record of a sweep's folder."""
     file = folder / RECORD
     try:
         jobs = json.loads(file.read_text())["jobs"]
@@ -206,7 +204,6 @@ def read_record(folder: Path) -> Record:
 
 
 def newest_record(root: Path) -> Path:
-    """The folder of the newest sweep below a folder."""
     found = sorted(root.glob(f"**/{RECORD}"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise PlanError(

@@ -142,7 +142,6 @@ def _in_words(column: Column) -> str:
 
 
 def draw_table(columns: Sequence[Column]) -> Table:
-    """Columns as a table, the best cells marked."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         lines = column.heading.split("\n")
