@@ -46,8 +46,9 @@ def refuse_secret(name: str, value: str, *, place: str = "the command line") -> 
         reason = f"the value of {shown} looks like a credential"
     elif _VARIABLE.search(value):
         reason = f"{shown} reads a credential from the environment"
-    elif (variable := _variable_with(value)) is not None:
-        reason = f"the value of {shown} is the credential of the variable {variable}"
+    elif given := [name for secret, name in secrets_of(os.environ).items() if secret in value]:
+        # A shell has put it there.
+        reason = f"the value of {shown} is the credential of the variable {given[0]}"
     else:
         return
     raise PlanError(
@@ -55,12 +56,6 @@ def refuse_secret(name: str, value: str, *, place: str = "the command line") -> 
         "no secret may be part of it. Try `wandb login`, or export WANDB_API_KEY before the run: "
         "it is read without being named here."
     )
-
-
-def _variable_with(value: str) -> str | None:
-    """The environment variable whose secret is part of a value: a shell has put it there."""
-    found = secrets_of(os.environ)
-    return next((name for secret, name in found.items() if secret in value), None)
 
 
 # Secrets of the environment: found by the names of their variables, and kept out of every text.
@@ -78,16 +73,14 @@ _SECRET_NAME = re.compile(
 _SHORTEST = 8
 
 
-def _names_secret(variable: str) -> bool:
-    return _SECRET_NAME.search(variable) is not None
-
-
 def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
     """Value -> variable, of everything that is to be kept out of files."""
     return {
         value: name
         for name, value in environment.items()
-        if len(value) >= _SHORTEST and _names_secret(name) and not value.startswith(("/", "~", "."))
+        if len(value) >= _SHORTEST
+        and _SECRET_NAME.search(name)
+        and not value.startswith(("/", "~", "."))
     }
 
 

@@ -191,7 +191,7 @@ def hardware_yaml(
         "inter_bandwidth": _short(old.inter_bandwidth),
         "inter_latency_s": _short(old.inter_latency_s),
         "gpus_per_node": old.gpus_per_node,
-        "measured_on": _quoted(measured_on),
+        "measured_on": '"' + measured_on.replace("\\", "/").replace('"', "'") + '"',
         "fit_error": _short(rates.error),
     }
     if profile.messages is not None:
@@ -289,7 +289,3 @@ def _short(value: float) -> str:
     if not mark:
         return text if "." in text else f"{text}.0"
     return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{int(exponent):+03d}"
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "/").replace('"', "'") + '"'

@@ -23,7 +23,7 @@ from strategies.errors import PipelineError, PlanError
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
-    from launcher.report.sweep.sweep_jobs import SweepJob
+    from launcher.report.sweep.sweep_jobs import Sweep, SweepJob
 
 Command = Callable[[LaunchConfig, Path], int]
 
@@ -104,8 +104,7 @@ def run_one(hydra: Hydra, overrides: Sequence[str], folder: RunFolder, command: 
         PipelineError: What the command raised; the folder of a refused run is gone then.
     """
     job = Jobs(command)
-    words = [word for word in overrides if not word.startswith("hydra.run.dir=")]
-    words.append(quote("hydra.run.dir", str(folder.path)))
+    words = _words(overrides, "hydra.run.dir", folder)
     hydra.run(config_name=CONFIG_NAME, task_function=job, overrides=words)
     code = job.codes[0]
     if code == PlanError.exit_code:
@@ -134,13 +133,17 @@ def run_sweep(
         0 if all succeeded, else the first other code. A preempted job ends the sweep.
     """
     job = Jobs(command, jobs=jobs, folder=folder.path, config=config)
-    words = [word for word in overrides if not word.startswith("hydra.sweep.dir=")]
-    words.append(quote("hydra.sweep.dir", str(folder.path)))
+    words = _words(overrides, "hydra.sweep.dir", folder)
 
     def run_all() -> None:
         hydra.multirun(config_name=CONFIG_NAME, task_function=job, overrides=words)
 
     return end_sweep(run_all, folder, job, config)
+
+
+def _words(overrides: Sequence[str], key: str, folder: RunFolder) -> list[str]:
+    kept = [word for word in overrides if not word.startswith(f"{key}=")]
+    return [*kept, quote(key, str(folder.path))]
 
 
 def end_sweep(
@@ -162,14 +165,12 @@ def end_sweep(
 
 def _report(folder: Path, job: Jobs, config: LaunchConfig, *, hurry: bool) -> None:
     from launcher.report.sweep.files import report_sweep  # Only a sweep needs it.
-    from launcher.report.sweep.sweep_jobs import make_sweep
 
     if job.submits:
         words = shlex.join(["python", "-m", "launcher", "mode=collect", f"sweep.dir={folder}"])
         sys.stdout.write(f"to compare the jobs once they have ended: {words}\n")
     elif job.ended:
-        sweep = replace(make_sweep(job.ended, job.jobs), num_jobs=job.total)
-        report_sweep(folder, sweep, metric=config.sweep.metric, hurry=hurry)
+        report_sweep(folder, job.sweep(), metric=config.sweep.metric, hurry=hurry)
 
 
 class Jobs:
@@ -213,6 +214,11 @@ class Jobs:
         """How many jobs there will be; those of a search are known one by one."""
         return len(self.jobs) if self._total is None else self._total
 
+    def sweep(self) -> Sweep:
+        from launcher.report.sweep.sweep_jobs import make_sweep
+
+        return replace(make_sweep(self.ended, self.jobs), num_jobs=self.total)
+
     def _job_ended(self, code: int) -> None:
         index = len(self.codes) - 1
         if code:
@@ -224,10 +230,8 @@ class Jobs:
             raise _SweepEnded
         if left and not self.submits and self._folder is not None:
             from launcher.report.sweep.files import report_so_far
-            from launcher.report.sweep.sweep_jobs import make_sweep
 
-            sweep = replace(make_sweep(self.ended, self.jobs), num_jobs=self.total)
-            report_so_far(self._folder, sweep)
+            report_so_far(self._folder, self.sweep())
 
     def _in_sweep(self, composed: DictConfig, hydra: HydraConf) -> int:
         from launcher.report.sweep.sweep_jobs import ended_job, file_stamps, write_record

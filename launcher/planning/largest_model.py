@@ -137,11 +137,11 @@ class _Search:
         return min(needed, default=None)
 
     def run(self) -> tuple[Reach, ...]:
-        step = max(1, 2 ** (self.own.bit_length() - 1 - _SHARE_BITS))
-        step = step if self.key == "model.sequence" else 1
-        if self.key == "model.sequence" and self.config.sequence_parallel:
-            step = lcm(step, self.config.tp)  # Ranks share a sequence evenly.
-        least = 2 if self.key == "model.sequence" else 1
+        step, least = 1, 1
+        if self.key == "model.sequence":
+            step, least = max(1, 2 ** (self.own.bit_length() - 1 - _SHARE_BITS)), 2
+            if self.config.sequence_parallel:
+                step = lcm(step, self.config.tp)  # Ranks share a sequence evenly.
         found: dict[Recompute, Reach] = {}
         start = self.own
         # Policies that do not adapt come first; how far they get is where the others begin.

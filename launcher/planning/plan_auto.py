@@ -29,7 +29,11 @@ def planned(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
         return config
     asked = ask(config, run_dir)
     if is_one_layout(config, asked):
-        return _one_layout(config, asked)
+        found = tune_layout(config, asked, top_k=1)
+        (only,) = found.listed
+        _say_choice(only.words, only.step_time_s, asked, found.answer)
+        check(only.run.config)
+        return only.run.config
     answer = search_confirmed(asked.problem, asked.space, top_k=1)
     if not answer.plans:
         raise refuse(asked, answer)
@@ -41,14 +45,6 @@ def planned(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
     chosen = candidate_config(config, best.candidate, asked.shape, batch)
     check(chosen)
     return chosen
-
-
-def _one_layout(config: LaunchConfig, asked: Question) -> LaunchConfig:
-    found = tune_layout(config, asked, top_k=1)
-    (best,) = found.listed
-    _say_choice(best.words, best.step_time_s, asked, found.answer)
-    check(best.run.config)
-    return best.run.config
 
 
 def _say_choice(words: Sequence[str], step_time_s: float, asked: Question, answer: Answer) -> None:

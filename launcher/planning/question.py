@@ -70,7 +70,6 @@ def question(
         # As a training run's prediction: clipping's norm is the one synchronisation.
         waits_at_flush=config.trainer.waits_at_flush,
     )
-
     layers = recompute_policy(config.recompute).layers
 
     def loads(tp: int, size: int, selective: bool) -> tuple[Load, ...]:
@@ -294,12 +293,11 @@ def _with_profile(
             return f"costs.file={config.costs.file} was measured with tp={measured.tp}."
         return model_says(tp)
 
-    sizes = measured.sizes
     if space.microbatch_size is not None:
         profile.at(space.microbatch_size)  # Raises now, not when a table is asked for.
     return (
         replace(problem, measured=measured, refuse_tp=refuse_tp),
-        replace(space, sizes=tuple(sizes), policies=_policies(space, selective=selective)),
+        replace(space, sizes=tuple(measured.sizes), policies=_policies(space, selective=selective)),
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -74,16 +73,6 @@ def installed_request() -> StopRequest | None:
 # Ranks that have failed are started again, from the newest checkpoint of their run.
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """What would have to change for another attempt to get further."""
-
-    checkpoint: Path | None
-    rank: int
-    kind: str
-    step: int
-
-
 class Restarts:
     """Decides whether ranks that have failed are started again, from the ``newest`` checkpoint."""
 
@@ -93,7 +82,7 @@ class Restarts:
         self._most = most
         self._newest = newest
         self._say = say
-        self._last: _Attempt | None = None
+        self._last: tuple[Path | None, int, str, int] | None = None
         self.count = 0
 
     def run(self, start: Callable[[Path | None], None], checkpoint: Path | None) -> None:
@@ -124,10 +113,10 @@ class Restarts:
             return "\nNot restarted: the same would happen again."
         if self.count >= self._most:
             return f"\nNot restarted: trainer.max_restarts={self._most} are used up."
-        attempt = _Attempt(checkpoint, failure.rank, failure.kind, failure.step)
-        again = attempt == self._last
-        self._last = attempt
-        if again:
+        # What would have to change for another attempt to get further.
+        attempt = checkpoint, failure.rank, failure.kind, failure.step
+        before, self._last = self._last, attempt
+        if before == attempt:
             return "\nNot restarted: the same has happened twice at this step."
         return None
 

@@ -90,13 +90,12 @@ def _first_srun_error(text: str) -> tuple[int, str, str] | None:
 
 
 def _outcome(run_dir: Path, world_size: int, code: int) -> dict[str, Any]:
-    there = (run_dir / OUTCOME).is_file()
-    if there and code != 0:
+    if (run_dir / OUTCOME).is_file():
         # Of ranks that stop with 85, the first to end has srun kill those that are still about to:
         # the checkpoint is committed before any of them ends.
-        take_outcome(run_dir)
-    elif there:
-        return take_outcome(run_dir)
+        outcome = take_outcome(run_dir)
+        if code == 0:
+            return outcome
     raise RunError(_blame(run_dir, world_size, code))
 
 

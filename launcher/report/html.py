@@ -61,20 +61,13 @@ def timeline_html(panels: Sequence[Panel], *, title: str) -> str:
     Panels with the same time unit share one axis; with different units each unit has its own axis
     over the full width, and zooming keeps them aligned.
     """
-    script = page_script(_SCRIPTS)
-    style = page_asset("timeline.css")
     payload = {"kinds": KIND_NAMES, "panels": [panel.data.panel for panel in panels]}
-    # "<" must not occur: "</script>" would end the element, whatever the JSON says.
-    data = json.dumps(payload, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    data = page_json(payload)
     sections = "".join(_section(index, panel) for index, panel in enumerate(panels))
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        f'<header><h1>{escape(title)}</h1><div id="legend"></div><p class="help">{_HELP}</p>'
-        f'</header>\n<main>\n{sections}</main>\n<div id="tip" role="tooltip" hidden></div>\n'
-        f'<script type="application/json" id="data">{data}</script>\n'
-        f"<script>\n{script}</script>\n</body>\n</html>\n"
+        page_head(title, ("timeline.css",))
+        + f'<header><h1>{escape(title)}</h1><div id="legend"></div><p class="help">{_HELP}</p>'
+        f"</header>\n<main>\n{sections}</main>\n{page_scripts(data, _SCRIPTS)}</body>\n</html>\n"
     )
 
 
@@ -92,8 +85,31 @@ def _section(index: int, panel: Panel) -> str:
     )
 
 
+def page_head(title: str, styles: Sequence[str]) -> str:
+    style = "".join(map(_asset, styles))
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+    )
+
+
+def page_json(value: object) -> str:
+    # "<" must not occur: "</script>" would end the element, whatever the JSON says.
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def page_scripts(data: str, names: Sequence[str]) -> str:
+    """The end of a page: its data as JSON, and scripts of ``assets`` that draw them."""
+    return (
+        '<div id="tip" role="tooltip" hidden></div>\n'
+        f'<script type="application/json" id="data">{data}</script>\n'
+        f"<script>\n{page_script(names)}</script>\n"
+    )
+
+
 def page_script(names: Sequence[str]) -> str:
-    """Scripts of ``assets`` behind what the table of kinds tells them."""
+    """Scripts behind what the table of kinds tells them."""
     words, numbers, colours = {}, {}, {}
     for kind, facts in KINDS.items():
         if facts.occupies != "wire":
@@ -102,7 +118,7 @@ def page_script(names: Sequence[str]) -> str:
             colours[kind.value] = facts.colour
     told = [_constant("WORDS", words), _constant("NUMBERS", numbers), _constant("COLOURS", colours)]
     # A directive counts only as the very first statement.
-    return "\n".join(['"use strict";', *told, *map(page_asset, names)])
+    return "\n".join(['"use strict";', *told, *map(_asset, names)])
 
 
 def _constant(name: str, values: Mapping[str, object]) -> str:
@@ -110,7 +126,7 @@ def _constant(name: str, values: Mapping[str, object]) -> str:
     return f"const {name} = {{\n{lines}}};"
 
 
-def page_asset(name: str) -> str:
+def _asset(name: str) -> str:
     return files("launcher.report").joinpath("assets", name).read_text(encoding="ascii")
 
 

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from rich.console import Console
 from rich.text import Text
 
-from launcher.report.html import page_asset, page_script
+from launcher.report.html import page_head, page_json, page_scripts
 from launcher.report.result import write_atomically
 from launcher.report.rows import KIND_NAMES, TimelineData
 from launcher.report.sweep.picture import write_sweep_png
@@ -169,17 +169,14 @@ def sweep_html(sweep: Sweep, *, title: str, folder: Path) -> str:
             f"timelines left out here, because the page would be too large to open: {left_out}; "
             "each job's own page has them"
         )
-    style = "".join(map(page_asset, _STYLES))
     tables = "".join(_table(sweep, section, drawn) for section in sections(sweep))
     listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
     figures = "".join(
         _figure(sweep, job, drawn[job.index], folder) for job in sweep.jobs if drawn[job.index]
     )
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        f"<header><h1>{escape(title)}</h1></header>\n<main>\n{tables}"
+        page_head(title, _STYLES)
+        + f"<header><h1>{escape(title)}</h1></header>\n<main>\n{tables}"
         + (f'<ul class="notes">{listed}</ul>\n' if notes else "")
         + (_VIEW + figures if figures else "")
         + "</main>\n"
@@ -194,11 +191,7 @@ def _drawn(sweep: Sweep) -> dict[int, list[_Drawn]]:
     found: dict[int, list[_Drawn]] = {}
     for job in sweep.jobs:
         found[job.index] = []
-        # "<" must not occur: "</script>" would end the element, whatever the JSON says.
-        texts = [
-            json.dumps(timeline.panel, separators=(",", ":")).replace("<", "\\u003c")
-            for timeline in job.timelines
-        ]
+        texts = [page_json(timeline.panel) for timeline in job.timelines]
         room -= sum(map(len, texts))
         if room < 0:
             continue
@@ -211,11 +204,7 @@ def _drawn(sweep: Sweep) -> dict[int, list[_Drawn]]:
 def _scripts(drawn: dict[int, list[_Drawn]]) -> str:
     panels = [panel for job in drawn.values() for panel in job]
     data = f'{{"kinds":{json.dumps(KIND_NAMES)},"panels":[{",".join(p.data for p in panels)}]}}'
-    return (
-        '<div id="tip" role="tooltip" hidden></div>\n'
-        f'<script type="application/json" id="data">{data}</script>\n'
-        f"<script>\n{page_script(_SCRIPTS)}</script>\n"
-    )
+    return page_scripts(data, _SCRIPTS)
 
 
 def _table(sweep: Sweep, section: Section, drawn: dict[int, list[_Drawn]]) -> str:
