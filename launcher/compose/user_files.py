@@ -1,7 +1,7 @@
 """Checks the option files of a user's ``--config-dir`` that a run would load.
 
-Each file is read through ``yaml_guard`` and held against the schema of its group, so that a message
-can name file and line: after composition nobody knows any more where a key came from.
+Each file is read within limits and held against the schema of its group, so that a message can name
+file and line: after composition nobody knows any more where a key came from.
 """
 
 from __future__ import annotations
