@@ -33,7 +33,7 @@ from strategies.errors import PipelineError, PlanError
 
 COMMANDS: dict[Mode, str] = {
     "train": "launcher.commands.train",
-    "simulate": "launcher.commands.simulate",
+    "simulate": "launcher.commands.layouts:simulate",
     "plan": "launcher.commands.layouts",
     "validate": "launcher.commands.validate",
     "profile": "launcher.commands.profile",
@@ -43,16 +43,13 @@ COMMANDS: dict[Mode, str] = {
     "export": "launcher.commands.evaluate:export",
 }
 # Modes without a run folder.
-_FOLDERLESS = {"collect": "launcher.commands.collect", "dashboard": "launcher.dashboard.push"}
+_FOLDERLESS = {"collect": "launcher.commands.collect", "dashboard": "launcher.commands.dashboard"}
 # Modes whose ranks a cluster can run.
 _ON_CLUSTERS = ("train", "eval", "predict")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line.
-
-    Args:
-        arguments: Without the program's name; ``sys.argv`` if None.
 
     Returns:
         0 done, 1 a run failed, 2 the request is wrong, 85 preempted, 130 interrupted.
@@ -86,15 +83,7 @@ def _parse(words: Sequence[str]) -> Flags:
 
 
 def run_command(config: LaunchConfig, run_dir: Path) -> int:
-    """Loads the command of ``config.mode`` and runs it.
-
-    Args:
-        config: Checked.
-        run_dir: Existing folder that the run may write to, absolute.
-
-    Returns:
-        The exit code.
-    """
+    """Loads the command of ``config.mode`` and runs it in an existing, absolute folder."""
     name = COMMANDS[config.mode]
     if config.mode in _ON_CLUSTERS:
         torchrun.refuse_stray(config)

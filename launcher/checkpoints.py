@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,7 @@ def check_whole(path: Path) -> None:
 
 
 def check_model(path: Path, shape: TransformerShape) -> None:
-    """Refuses a checkpoint of another model.
-
-    Raises:
-        CheckpointError: The first sizes that differ, and how to ask for the checkpoint's model.
-    """
+    """Refuses a checkpoint of another model."""
     written = manifest_of(path)["metadata"].get("model")
     if written is None:
         return
@@ -88,15 +84,7 @@ def check_model(path: Path, shape: TransformerShape) -> None:
 
 
 def check_run_folder(run_dir: Path, resumed: Path | None) -> None:
-    """Refuses to train into a folder whose checkpoints this run would take for its own.
-
-    Args:
-        run_dir: The run's folder, new unless the user has named one.
-        resumed: What the run continues; the last checkpoint of the folder itself is fine.
-
-    Raises:
-        CheckpointError: There are others.
-    """
+    """Refuses to train into a folder with checkpoints that the run would take for its own."""
     folder = run_dir / "checkpoints"
     there = sorted(path for path in folder.glob("*.ckpt")) if folder.is_dir() else []
     while resumed is not None and there and there[-1] != resumed and _damage(there[-1]):
@@ -118,11 +106,8 @@ def newest_checkpoint(
     always compared, hashes up to 4 GB (the ranks compare all of them, each a share, before they
     load anything).
 
-    Args:
-        experiment_name: As the checkpoint's manifest has it.
-        run_dir: The run's folder.
-        optional: Return None if there is none.
-        skipped: Told of each newer one that does not serve.
+    ``experiment_name``: as the checkpoint's manifest has it.
+    ``skipped``: told of each newer one that does not serve.
 
     Raises:
         CheckpointError: There is none, and it is not optional.
@@ -135,17 +120,11 @@ def newest_checkpoint(
         # A run that was killed while it saved may leave one, with its manifest.
         if file.parent.suffix != UNFINISHED
     }
-    for path in sorted(found, key=lambda path: (found[path], path), reverse=True):
-        if path.suffix == OLD and committed(path.with_suffix("")) != path:
-            continue  # its successor is there
-        if _name_in(path) not in (None, experiment_name):
-            continue
-        problem = _damage(path)
-        if problem is None:
-            return path
-        skipped(f"skips {path}: {problem}")
-    if optional:
-        return None
+    newest_first = sorted(found, key=lambda path: (found[path], path), reverse=True)
+    own = (path for path in newest_first if _name_in(path) in (None, experiment_name))
+    whole = _first_whole(own, skipped)
+    if whole is not None or optional:
+        return whole
     raise CheckpointError(
         f"no checkpoint of experiment_name={experiment_name} lies below outputs/, multirun/ "
         f"or {run_dir.parent}. "
@@ -154,21 +133,19 @@ def newest_checkpoint(
 
 
 def newest_in(run_dir: Path, *, skipped: Callable[[str], None] = say) -> Path | None:
-    """The newest whole checkpoint of one run, which a job goes on with when it is requeued.
+    """The newest whole checkpoint of one run, which a job goes on with when it is requeued."""
+    found = sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
+    whole = _first_whole((path for path in found if path.suffix != UNFINISHED), skipped)
+    return None if whole is None else whole.absolute()
 
-    Args:
-        run_dir: The run's folder.
-        skipped: Told of each newer one that does not serve.
-    """
-    folder = run_dir / "checkpoints"
-    for path in sorted(folder.glob("step-*"), reverse=True):
-        if path.suffix == UNFINISHED:
-            continue
+
+def _first_whole(paths: Iterable[Path], skipped: Callable[[str], None]) -> Path | None:
+    for path in paths:
         if path.suffix == OLD and committed(path.with_suffix("")) != path:
             continue  # its successor is there
         problem = _damage(path)
         if problem is None:
-            return path.absolute()
+            return path
         skipped(f"skips {path}: {problem}")
     return None
 

@@ -63,16 +63,11 @@ class Run:
     """A resolved configuration.
 
     Attributes:
-        config: What was asked.
         dp: Replicas, ``auto`` filled in.
         num_microbatches: M per step and replica.
         batch_size: Sequences per step and replica.
-        shape: The model.
-        stages: Unit ranges per stage.
         group: Microbatches per round; None for schedules without rounds.
-        plan: What the compiler gets, and the ranks.
         options: What the ranks get beside it.
-        programs: What runs.
         costs: What the simulator assumes.
         num_parameters: Of the whole model; None for one that only the ranks know.
         own_model: Whether only the ranks know the model (an installed package's, or an
@@ -109,7 +104,6 @@ class Run:
 
     @property
     def vocabulary_note(self) -> str | None:
-        """What is to be said about unused token ids; None if there are none."""
         return None if self.own_model else vocabulary_note(self.shape, self.config.tp)
 
     @property
@@ -127,10 +121,7 @@ def resolve(
 ) -> Run:
     """Fills in what was left open and compiles the programs.
 
-    Args:
-        config: What was asked.
-        file: The content of ``schedule.file`` as the parent has read it; None to read it.
-        traced: What a trace knows of a model that only the ranks know otherwise.
+    ``file``: the content of ``schedule.file`` as the parent has read it; None to read it.
 
     Raises:
         PlanError: Degrees, batch sizes or the cut do not work together.
@@ -161,7 +152,12 @@ def resolve(
     stages = () if opaque else _stages(config, sized, asked.placement)
     loads = _loads(config, sized, stages, recompute) if stages else ()
     assumed = opaque or config.costs.name == "uniform"
-    costs: Costs = _uniform(config) if assumed else _analytic(config, dp, loads)
+    costs: Costs
+    if assumed:
+        given = (getattr(config.costs, entry.name) for entry in fields(UniformCosts))
+        costs = UniformCosts(*given)
+    else:
+        costs = _analytic(config, dp, loads)
     handed: tuple[tuple[int, int, int], ...] = ()
     if traced is not None and isinstance(costs, AnalyticCosts):
         handed = stage_handing(traced, stages, config.data.microbatch_size)
@@ -237,7 +233,6 @@ def model_shape(config: LaunchConfig) -> ModelShape:
 
 
 def text_source(config: LaunchConfig) -> TextSource:
-    """Where ``data.*`` takes its tokens from."""
     data = config.data
     cap = data.max_bytes
     if cap is None and data.name == "stdlib":
@@ -266,10 +261,14 @@ def uses_gpu(config: LaunchConfig) -> bool:
 def _replicas(config: LaunchConfig) -> int:
     if config.dp != "auto":
         return int(config.dp)
+    return max(1, num_places(config) // (config.pp * config.tp))
+
+
+def num_places(config: LaunchConfig) -> int:
+    """Ranks that the cluster, or else this machine, has room for."""
     if (asked := asked_world(config)) is not None:
-        return max(1, asked // (config.pp * config.tp))
-    world = num_gpus() if uses_gpu(config) else (os.cpu_count() or 1)
-    return max(1, world // (config.pp * config.tp))
+        return asked
+    return num_gpus() if uses_gpu(config) else (os.cpu_count() or 1)
 
 
 def _stages(config: LaunchConfig, shape: PlannedShape, placement: Placement) -> tuple[range, ...]:
@@ -289,10 +288,14 @@ def _stages(config: LaunchConfig, shape: PlannedShape, placement: Placement) -> 
             f"{layers}={shape.layers}. Try schedule.layers_per_stage="
             f"[{','.join(map(str, even))}]."
         )
-    units = [units_per_layer(shape) * count for count in counts]
+    return by_counts(layer_units(shape, counts), len(costs), num_stages)
+
+
+def layer_units(shape: PlannedShape, layers: tuple[int, ...]) -> tuple[int, ...]:
+    units = [units_per_layer(shape) * count for count in layers]
     units[0] += 1  # the embedding
     units[-1] += 1  # the head
-    return by_counts(units, len(costs), num_stages)
+    return tuple(units)
 
 
 def _options(config: LaunchConfig, dp: int, cut: tuple[int, ...] | None) -> Options:
@@ -351,14 +354,10 @@ def element_sizes(config: LaunchConfig) -> ElementSizes:
     return replace(sizes, wire=2) if config.overlap.grad_dtype == "bf16" else sizes
 
 
-def _uniform(config: LaunchConfig) -> UniformCosts:
-    return UniformCosts(*(getattr(config.costs, entry.name) for entry in fields(UniformCosts)))
-
-
 def _profiled(
     config: LaunchConfig, shape: ModelShape, stages: tuple[range, ...], assumed: Costs, dp: int
 ) -> Costs:
-    from launcher.profiles.profile_check import profiled_costs  # It needs what this module offers.
+    from launcher.profile_check import profiled_costs  # It needs what this module offers.
 
     if not isinstance(assumed, AnalyticCosts):
         raise PlanError(

@@ -34,10 +34,7 @@ _VALUE = re.compile(
 def refuse_secret(name: str, value: str, *, place: str = "the command line") -> None:
     """Raises if a key's name or its value looks like a credential.
 
-    Args:
-        name: Dotted key.
-        value: Its value as text.
-        place: Where it was found, for the message.
+    ``place``: where it was found, for the message.
 
     Raises:
         PlanError: Names the key and never the value.
@@ -49,8 +46,9 @@ def refuse_secret(name: str, value: str, *, place: str = "the command line") -> 
         reason = f"the value of {shown} looks like a credential"
     elif _VARIABLE.search(value):
         reason = f"{shown} reads a credential from the environment"
-    elif (variable := _variable_with(value)) is not None:
-        reason = f"the value of {shown} is the credential of the variable {variable}"
+    elif given := [name for secret, name in secrets_of(os.environ).items() if secret in value]:
+        # A shell has put it there.
+        reason = f"the value of {shown} is the credential of the variable {given[0]}"
     else:
         return
     raise PlanError(
@@ -60,20 +58,11 @@ def refuse_secret(name: str, value: str, *, place: str = "the command line") -> 
     )
 
 
-def _variable_with(value: str) -> str | None:
-    """The environment variable whose secret is part of a value: a shell has put it there."""
-    found = secrets_of(os.environ)
-    return next((name for secret, name in found.items() if secret in value), None)
-
-
-# ----------------------------------------------------------------------------------------- masking
-#
 # Secrets of the environment: found by the names of their variables, and kept out of every text.
 #
 # A key reaches a process in a variable (WANDB_API_KEY, HF_TOKEN) and from there, through an
 # exception or a careless print, a log that many can read. Nobody can know every secret; these are
 # known.
-
 
 MASK = "***"
 _SECRET_NAME = re.compile(
@@ -84,27 +73,19 @@ _SECRET_NAME = re.compile(
 _SHORTEST = 8
 
 
-def names_secret(variable: str) -> bool:
-    """Whether a variable of that name holds a credential."""
-    return _SECRET_NAME.search(variable) is not None
-
-
 def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
     """Value -> variable, of everything that is to be kept out of files."""
     return {
         value: name
         for name, value in environment.items()
-        if len(value) >= _SHORTEST and names_secret(name) and not value.startswith(("/", "~", "."))
+        if len(value) >= _SHORTEST
+        and _SECRET_NAME.search(name)
+        and not value.startswith(("/", "~", "."))
     }
 
 
 def mask(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """The text with each of them replaced.
-
-    Args:
-        text: Any.
-        environment: Where secrets are looked for; None for this process's.
-    """
+    """The text with each secret of an environment (None: this process's) replaced."""
     found = secrets_of(os.environ if environment is None else environment)
     for value in sorted(found, key=len, reverse=True):
         text = text.replace(value, MASK)
@@ -112,11 +93,7 @@ def mask(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 class MaskedStream:
-    """A text stream that never passes a secret on; everything else is the stream's own.
-
-    Args:
-        stream: ``sys.stderr`` for instance.
-    """
+    """A text stream that never passes a secret on; everything else is the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -126,7 +103,6 @@ class MaskedStream:
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
-        """Writes all of them masked."""
         for line in lines:
             self.write(line)
 

@@ -7,13 +7,11 @@ import sys
 
 
 def say(text: str) -> None:
-    """Prints a line at once."""
     sys.stdout.write(text.rstrip("\n") + "\n")
     sys.stdout.flush()
 
 
 def complain(text: str) -> None:
-    """Prints a line to standard error at once."""
     sys.stderr.write(text.rstrip("\n") + "\n")
     sys.stderr.flush()
 

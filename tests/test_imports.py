@@ -65,7 +65,7 @@ def test_the_lazy_export_of_the_strategy_is_the_one_that_loads_torch():
         "launcher.__main__",
         "launcher.config",
         "launcher.resolve",
-        "launcher.commands.simulate",
+        "launcher.commands.layouts",
         "launcher.commands.validate",
         "launcher.commands.collect",
         "launcher.commands.evaluate",

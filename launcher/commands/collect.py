@@ -29,14 +29,7 @@ _STAMPS = (None, None)
 
 
 def run(config: LaunchConfig) -> int:
-    """Writes the sweep's files anew from what its jobs have left.
-
-    Returns:
-        0, or 1 if a job has failed.
-
-    Raises:
-        PlanError: There is no such sweep.
-    """
+    """Writes the sweep's files anew from what its jobs have left; 1 if a job has failed."""
     given = config.sweep.dir
     folder = newest_record(Path("multirun")) if given is None else Path(given).expanduser()
     folder = folder.absolute()

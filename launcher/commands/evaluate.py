@@ -27,7 +27,6 @@ from strategies.errors import DataError, PlanError
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
-    """Runs the forward program over the validation text."""
     check_world(config)
     resolved = resolve(config)
     checkpoint = find_checkpoint(
@@ -35,16 +34,11 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     )
     check_before_start(resolved, checkpoint)
     say(f"checkpoint: {checkpoint or f'none, the weights in {config.model.path}'}")
-    common = run_mapping(resolved, "done")
-    result = run_dir / "result.json"
-    with failure_recorded(result, common):
-        outcome = run_ranks(resolved, run_dir, checkpoint, lambda _: None)
-    return finish(resolved, run_dir, outcome)
+    return finish(resolved, run_dir, _outcome(resolved, run_dir, checkpoint))
 
 
 def finish(resolved: Run, run_dir: Path, outcome: dict[str, Any]) -> int:
-    """Writes and prints what the ranks have found."""
-    write_result(run_dir / "result.json", run_mapping(resolved, "done") | outcome)
+    write_result(run_dir / "result.json", run_mapping(resolved) | outcome)
     if resolved.config.mode == "eval":
         say(f"loss {outcome['val_loss']:.6f}")
     else:
@@ -53,24 +47,12 @@ def finish(resolved: Run, run_dir: Path, outcome: dict[str, Any]) -> int:
     return 0
 
 
-# ------------------------------------------------------------------------------------------ export
-#
 # ``mode=export``: a checkpoint as a Hugging Face folder, written by one process.
 
 
 def export(config: LaunchConfig, run_dir: Path) -> int:
-    """Writes config.json and model.safetensors.
-
-    Raises:
-        PlanError: More than one rank was asked for, or the folder exists.
-        ModelError: The library has no such architecture.
-    """
-    if config.pp != 1 or config.tp != 1 or config.dp not in (1, "auto"):
-        raise PlanError(
-            f"mode=export writes the whole model from one process, not from pp={config.pp} "
-            f"dp={config.dp} tp={config.tp}. Try mode=export pp=1 dp=1 tp=1 (any checkpoint can be "
-            "read so)."
-        )
+    """Writes config.json and model.safetensors."""
+    _check_alone(config, "writes", "from")
     resolved = resolve(config)
     checkpoint = find_checkpoint(resolved, config.checkpoint, run_dir, optional=False)
     check_before_start(resolved, checkpoint)
@@ -79,33 +61,17 @@ def export(config: LaunchConfig, run_dir: Path) -> int:
     target = export_folder(config, run_dir)
     check_destination(target)
     say(f"checkpoint: {checkpoint}")
-    common = run_mapping(resolved, "done")
-    result = run_dir / "result.json"
-    with failure_recorded(result, common):
-        outcome = run_ranks(resolved, run_dir, checkpoint, lambda _: None)
-    write_result(result, common | outcome)
+    outcome = _outcome(resolved, run_dir, checkpoint)
+    write_result(run_dir / "result.json", run_mapping(resolved) | outcome)
     say(f"for transformers: {target}")
     return 0
 
 
-# ---------------------------------------------------------------------------------------- generate
-#
 # ``mode=generate``: continues a prompt with a checkpoint's model, whole on one process.
 
 
 def generate(config: LaunchConfig, run_dir: Path) -> int:
-    """Generates text.
-
-    Raises:
-        PlanError: More than one rank was asked for.
-        DataError: The prompt cannot be encoded for this model.
-    """
-    if config.pp != 1 or config.tp != 1 or config.dp not in (1, "auto"):
-        raise PlanError(
-            f"mode=generate runs the whole model on one process, not on pp={config.pp} "
-            f"dp={config.dp} tp={config.tp}. Try mode=generate pp=1 dp=1 tp=1 (any checkpoint can "
-            "be read so)."
-        )
+    _check_alone(config, "runs", "on")
     # One process has no order to choose, and some schedules cannot run on one.
     resolved = resolve(replace(config, schedule=ScheduleConfig()))
     checkpoint = find_checkpoint(
@@ -113,13 +79,25 @@ def generate(config: LaunchConfig, run_dir: Path) -> int:
     )
     check_before_start(resolved, checkpoint)
     _check_prompt(resolved)
-    common = run_mapping(resolved, "done")
-    result = run_dir / "result.json"
-    with failure_recorded(result, common):
-        outcome = run_ranks(resolved, run_dir, checkpoint, lambda _: None)
-    write_result(result, common | outcome)
+    outcome = _outcome(resolved, run_dir, checkpoint)
+    write_result(run_dir / "result.json", run_mapping(resolved) | outcome)
     say(str(outcome["text"]))
     return 0
+
+
+def _outcome(run: Run, run_dir: Path, checkpoint: Path | None) -> dict[str, Any]:
+    with failure_recorded(run_dir / "result.json", run_mapping(run)):
+        outcome = run_ranks(run, run_dir, checkpoint, lambda _: None)
+    return outcome
+
+
+def _check_alone(config: LaunchConfig, does: str, where: str) -> None:
+    if config.pp != 1 or config.tp != 1 or config.dp not in (1, "auto"):
+        raise PlanError(
+            f"mode={config.mode} {does} the whole model {where} one process, not {where} "
+            f"pp={config.pp} dp={config.dp} tp={config.tp}. Try mode={config.mode} pp=1 dp=1 tp=1 "
+            "(any checkpoint can be read so)."
+        )
 
 
 def _check_prompt(run: Run) -> None:

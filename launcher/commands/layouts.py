@@ -1,4 +1,7 @@
-"""``mode=plan``: the best degrees, stage cut and schedule, and why the others lost."""
+"""``mode=plan`` and ``mode=simulate``: answers for which nothing is started, torch not imported.
+
+A plan is the best degrees, stage cut and schedule, and why the others lost.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 from launcher.config import LaunchConfig
 from launcher.planning.no_plan import refuse
-from launcher.planning.plan_auto import is_one_layout, tune_layout
+from launcher.planning.plan_auto import is_one_layout, planned, tune_layout
 from launcher.planning.question import Question, ask, calibration, typed_words
 from launcher.planning.report import (
     ListedPlan,
@@ -18,6 +21,7 @@ from launcher.planning.report import (
     list_plans,
     pinned_space,
 )
+from launcher.report.ascii import draw
 from launcher.report.html import Panel
 from launcher.report.plan_table import (
     memory_bars,
@@ -28,19 +32,17 @@ from launcher.report.plan_table import (
     refusals_text,
     refused,
 )
-from launcher.report.predicted import run_mapping, write_pictures
+from launcher.report.predicted import predict, predicted_mapping, run_mapping, write_pictures
 from launcher.report.result import metrics_mapping, write_result
-from launcher.terminal import say
+from launcher.report.summary import print_summary
+from launcher.resolve import resolve
+from launcher.terminal import say, terminal_width
 from launcher.workloads.traced_shape import TracedShape
 from strategies.planner.layout_search import Answer, search_confirmed
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
-    """Searches, compiles what is listed, and says what to type.
-
-    Raises:
-        PlanError: Nothing fits, or the question contradicts itself.
-    """
+    """Searches, compiles what is listed, and says what to type."""
     asked = ask(config, run_dir)
     if is_one_layout(config, asked):
         return _tune(config, asked, run_dir)
@@ -67,7 +69,6 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
 
 
 def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:
-    """The same for one layout."""
     found = tune_layout(config, asked, top_k=config.planner.top_k)
     first = found.listed[0]
     limit = asked.problem.machine.memory_bytes
@@ -93,7 +94,7 @@ def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:
 
 def _write(run_dir: Path, first: ListedPlan, mapping: dict[str, object]) -> None:
     write_pictures(run_dir, [Panel("predicted", first.timeline, first.metrics)], first.run)
-    result = run_mapping(first.run, "done") | {"mode": "plan"} | metrics_mapping(first.metrics)
+    result = run_mapping(first.run) | {"mode": "plan"} | metrics_mapping(first.metrics)
     write_result(run_dir / "result.json", result | mapping)
 
 
@@ -122,8 +123,7 @@ def _say_end(
         note = better_order(asked.shape, first.outcome.candidate.units, balance_ratio=ratio)
         if note is not None:
             say(note)
-    typed = typed_words(run_dir)
-    say(f"plan 1: {command_line(typed, first)}")
+    say(f"plan 1: {command_line(typed_words(run_dir), first)}")
     say(f"files: {run_dir}")
 
 
@@ -143,3 +143,16 @@ def _bars(plan: ListedPlan, limit: int) -> str:
     ]
     moving = [held - fixed for held, fixed in zip(plan.memory, state, strict=True)]
     return memory_bars(state, moving, limit)
+
+
+def simulate(config: LaunchConfig, run_dir: Path) -> int:
+    resolved = resolve(planned(config, run_dir))
+    timeline, metrics = predict(resolved)
+    panel = Panel("predicted", timeline, metrics)
+    write_pictures(run_dir, [panel], resolved)
+    result = predicted_mapping(resolved, metrics)
+    write_result(run_dir / "result.json", result)
+    say(draw(timeline, width=terminal_width()))
+    print_summary(result)
+    say(f"files: {run_dir}")
+    return 0

@@ -20,7 +20,7 @@ from launcher.processes.preempted import PreemptedError, Restarts
 from launcher.processes.rank_server import RankServer, rank_server
 from launcher.processes.task import rewrite_task, write_task
 from launcher.processes.watchdog import COMPILING_S
-from launcher.profiles.profile_check import rank_threads
+from launcher.profile_check import rank_threads
 from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, text_source, uses_gpu
 from launcher.terminal import say
@@ -35,14 +35,12 @@ _SCANNED_BYTES = 1 << 26
 
 
 def check_before_start(run: Run, checkpoint: Path | None) -> None:
-    """Everything that can be known to fail before a process is started.
-
-    Raises:
-        PipelineError: What is wrong, and what would work.
-    """
-    check_machine(run)
+    """Everything that can be known to fail before a process is started."""
+    _check_machine(run)
     config = run.config
-    _check_environment(run)
+    hidden = config.mode in ("train", "validate") and run.plan.overlap != "none" and run.dp > 1
+    if hidden and torch_waits(os.environ):
+        raise PlanError(synchronous_reductions(os.environ))
     if not run.describes_model and config.mode in ("generate", "export"):
         does = "continues text with" if config.mode == "generate" else "knows how to write"
         raise PlanError(
@@ -73,19 +71,10 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
         check_whole(checkpoint)
 
 
-def _check_environment(run: Run) -> None:
-    hidden = run.config.mode in ("train", "validate") and run.plan.overlap != "none" and run.dp > 1
-    if hidden and torch_waits(os.environ):
-        raise PlanError(synchronous_reductions(os.environ))
-
-
 def check_world(config: LaunchConfig) -> None:
     """Refuses at once more ranks than this machine could start, doing nothing.
 
     To be called before ``resolve``: compiling for hundreds of ranks takes minutes.
-
-    Raises:
-        PlanError: There is no memory for that many processes.
     """
     if config.cluster.name == "local" and not uses_gpu(config):
         dp = 1 if config.dp == "auto" else int(config.dp)
@@ -93,7 +82,6 @@ def check_world(config: LaunchConfig) -> None:
 
 
 def _check_vocabulary(run: Run) -> None:
-    """Refuses ids that the model has no embedding for."""
     source, vocab = text_source(run.config), run.shape.vocab
     if run.config.model.vocab is None and not isinstance(run.shape, HfShape):
         return  # then it is the data's
@@ -111,23 +99,15 @@ def _check_vocabulary(run: Run) -> None:
         )
 
 
-def check_machine(run: Run) -> None:
-    """Refuses a world that this machine cannot hold.
-
-    Raises:
-        PlanError: There is no GPU, or memory for fewer ranks.
-    """
+def _check_machine(run: Run) -> None:
+    """Refuses a world that this machine cannot hold."""
     check_devices(run)
     if not _elsewhere(run.config) and not uses_gpu(run.config):
         _check_memory(run.config.pp, run.dp, run.config.tp, state=state_bytes(run))
 
 
 def check_devices(run: Run) -> None:
-    """Refuses devices that this machine does not have.
-
-    Raises:
-        PlanError: There is no GPU, or none for every rank.
-    """
+    """Refuses devices that this machine does not have."""
     config = run.config
     elsewhere = _elsewhere(config)
     if config.cluster.name == "torchrun":
@@ -137,7 +117,7 @@ def check_devices(run: Run) -> None:
             "trainer.accelerator=gpu, but this machine has no GPU. Try trainer.accelerator=cpu."
         )
     if config.compile:
-        check_compiler(gpu=uses_gpu(config))
+        _check_compiler(gpu=uses_gpu(config))
     if config.cluster.backend in ("nccl", "staged") and not uses_gpu(config):
         raise PlanError(
             f"cluster.backend={config.cluster.backend} moves GPU memory, but the ranks run on CPU. "
@@ -158,7 +138,6 @@ def _elsewhere(config: LaunchConfig) -> bool:
 
 
 def _product(pp: int, dp: int, tp: int) -> str:
-    """The world size as people have asked for it."""
     degrees = f"pp={pp} * dp={dp}" + (f" * tp={tp}" if tp > 1 else "")
     return f"{degrees} = {pp * dp * tp}"
 
@@ -188,16 +167,11 @@ def state_bytes(run: Run) -> int:
 
 
 def has_weights(run: Run) -> bool:
-    """Whether the model has weights to use without any checkpoint: those of a model folder."""
     return isinstance(run.shape, HfShape) and run.shape.pretrained
 
 
 def find_checkpoint(run: Run, asked: str | None, run_dir: Path, *, optional: bool) -> Path | None:
-    """A checkpoint by path, or the newest of this experiment for ``auto``.
-
-    Raises:
-        CheckpointError: There is none.
-    """
+    """A checkpoint by path, or the newest of this experiment for ``auto``."""
     if asked is None:
         return None
     if asked == "auto":
@@ -207,12 +181,7 @@ def find_checkpoint(run: Run, asked: str | None, run_dir: Path, *, optional: boo
 
 @contextmanager
 def failure_recorded(result: Path, common: Mapping[str, object]) -> Iterator[None]:
-    """Leaves a ``result.json`` also where the block ends early.
-
-    Args:
-        result: The file.
-        common: What is known without the ranks.
-    """
+    """Leaves a ``result.json`` also where the block ends early; ``common`` needs no ranks."""
     try:
         yield
     except PreemptedError as error:
@@ -238,12 +207,8 @@ def run_ranks(
 ) -> dict[str, Any]:
     """Starts the ranks, waits for them, and returns what rank 0 left.
 
-    Args:
-        run: What they do.
-        run_dir: Its folder.
-        checkpoint: What they continue or use.
-        on_event: Gets rank 0's progress.
-        world: Other than the run's own number; threads are those of its own ranks.
+    ``on_event``: gets rank 0's progress.
+    ``world``: other than the run's own number; threads are those of its own ranks.
 
     Raises:
         RunError: A rank failed, or the run was preempted.
@@ -319,20 +284,11 @@ def _imports(run: Run) -> list[str]:
     return found
 
 
-# -------------------------------------------------------------------------------------- c compiler
-#
 # ``compile=true`` makes C++ or Triton code, for which the machine needs a compiler of its own.
 
 
-def check_compiler(*, gpu: bool) -> None:
-    """Refuses where torch.compile would fail at its first call.
-
-    Args:
-        gpu: Whether ranks run on GPUs: Triton wants a C compiler, code for CPUs a C++ one.
-
-    Raises:
-        PlanError: There is none.
-    """
+def _check_compiler(*, gpu: bool) -> None:
+    """Refuses where torch.compile would fail: Triton wants a C compiler, CPUs a C++ one."""
     variable, names = ("CC", ("gcc", "clang", "cc")) if gpu else ("CXX", ("g++",))
     given = os.environ.get(variable)
     if not any(shutil.which(name) for name in ((given,) if given else names)):

@@ -33,9 +33,12 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
         find_sbatch()
     resolved = resolve(on_nodes(config))
     nodes = plan_nodes(config, dp=resolved.dp)
-    checkpoint = _checkpoint(resolved, run_dir)
+    trains = config.mode == "train"
+    asked = config.trainer.resume if trains else config.checkpoint
+    optional = trains or has_weights(resolved)
+    checkpoint = find_checkpoint(resolved, asked, run_dir, optional=optional)
     check_before_start(resolved, checkpoint)
-    if config.mode == "train":
+    if trains:
         check_run_folder(run_dir, checkpoint)
     script = job_script(resolved.config, run_dir, nodes, cwd=Path.cwd())
     before = set(run_dir.iterdir())
@@ -46,18 +49,18 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
             job = submit(run_dir / SCRIPT)
             write_atomically(run_dir / JOB_FILE, f"{job}\n")
     except PlanError:
-        _remove(set(run_dir.iterdir()) - before)
+        for path in set(run_dir.iterdir()) - before:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         raise
     _tell(resolved, run_dir, nodes, job)
     return 0
 
 
 def on_nodes(config: LaunchConfig) -> LaunchConfig:
-    """The configuration as the nodes are to understand it.
-
-    Raises:
-        PlanError: GPUs are asked for in one place and not in the other.
-    """
+    """The configuration as the nodes are to understand it."""
     wanted, gpus = config.trainer.accelerator, config.cluster.gpus_per_node
     if wanted == "gpu" and gpus is None:
         raise PlanError(
@@ -74,13 +77,6 @@ def on_nodes(config: LaunchConfig) -> LaunchConfig:
     return replace(config, trainer=replace(config.trainer, accelerator=device))
 
 
-def _checkpoint(run: Run, run_dir: Path) -> Path | None:
-    config = run.config
-    if config.mode == "train":
-        return find_checkpoint(run, config.trainer.resume, run_dir, optional=True)
-    return find_checkpoint(run, config.checkpoint, run_dir, optional=has_weights(run))
-
-
 def _write(run: Run, run_dir: Path, checkpoint: Path | None, script: str) -> None:
     if run.config.mode == "train":
         timeline, metrics = predict(run)
@@ -88,14 +84,6 @@ def _write(run: Run, run_dir: Path, checkpoint: Path | None, script: str) -> Non
     (run_dir / "logs").mkdir(exist_ok=True)  # SLURM makes no folder for its files
     write_task(run, run_dir, checkpoint)
     write_atomically(run_dir / SCRIPT, script)
-
-
-def _remove(paths: set[Path]) -> None:
-    for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def _tell(run: Run, run_dir: Path, nodes: Nodes, job: str | None) -> None:

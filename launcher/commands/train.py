@@ -18,10 +18,10 @@ from launcher.commands.ranks import (
 from launcher.config import LaunchConfig
 from launcher.planning.plan_auto import planned
 from launcher.processes.progress import ProgressView
-from launcher.profiles.profile_check import writable, write_refined
+from launcher.profile_check import writable, write_refined
 from launcher.report.html import Panel
-from launcher.report.predicted import predict, run_mapping, step_flops, write_pictures
-from launcher.report.result import metrics_mapping, recompute_mapping, write_result
+from launcher.report.predicted import predict, predicted_mapping, step_flops, write_pictures
+from launcher.report.result import write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve
 from launcher.terminal import say
@@ -46,7 +46,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     predicted = Panel("predicted", timeline, metrics)
     write_pictures(run_dir, [predicted], resolved)
     _announce(resolved, checkpoint, run_dir)
-    common = run_mapping(resolved, "done") | metrics_mapping(metrics) | recompute_mapping(metrics)
+    common = predicted_mapping(resolved, metrics)
     result = run_dir / "result.json"
     with (
         failure_recorded(result, common),
@@ -64,19 +64,17 @@ def finish(
 ) -> int:
     """Writes what a run that is done has measured, beside what was predicted.
 
-    Args:
-        resolved: What ran.
-        run_dir: Its folder.
-        outcome: What rank 0 left.
-        known: The prediction; None to simulate it.
+    ``known``: the prediction; None to simulate it.
     """
     if known is None:
         timeline, metrics = predict(resolved)
         known = Panel("predicted", timeline, metrics), metrics
     predicted, metrics = known
-    common = run_mapping(resolved, "done") | metrics_mapping(metrics) | recompute_mapping(metrics)
+    common = predicted_mapping(resolved, metrics)
     result = run_dir / "result.json"
-    ran = _ran(resolved, outcome.pop("buckets"), outcome.pop("skips"))
+    # What only the ranks know of a user's own model.
+    skips = tuple((source, target) for source, target in outcome.pop("skips"))
+    ran = replace(resolved.plan, buckets=tuple(outcome.pop("buckets")), skips=skips)
     measured = _measured(ran, outcome.pop("timeline"))
     if measured is not None:
         write_pictures(run_dir, [Panel("measured", measured), predicted][::-1], resolved)
@@ -109,12 +107,6 @@ def _announce(run: Run, checkpoint: Path | None, run_dir: Path) -> None:
     if checkpoint is not None:
         say(f"continues {checkpoint}")
     say(f"logs: {run_dir / 'logs'}")
-
-
-def _ran(run: Run, buckets: list[int], skips: list[list[int]]) -> Plan:
-    """The plan with what only the ranks know of a user's own model."""
-    ends = tuple((source, target) for source, target in skips)
-    return replace(run.plan, buckets=tuple(buckets), skips=ends)
 
 
 def _measured(plan: Plan, rows: dict[str, Any] | None) -> Timeline | None:

@@ -9,18 +9,18 @@ from launcher.commands.ranks import check_before_start, check_world, find_checkp
 from launcher.commands.submit import on_nodes
 from launcher.config import LaunchConfig
 from launcher.planning.plan_auto import planned
+from launcher.planning.question import typed_words
 from launcher.processes.nodes import node_commands, plan_nodes
 from launcher.processes.slurm_script import job_script
 from launcher.report.html import Panel, memory_line
-from launcher.report.predicted import predict, rank_memory, run_mapping, write_pictures
-from launcher.report.result import metrics_mapping, recompute_mapping, write_result
+from launcher.report.predicted import predict, predicted_mapping, rank_memory, write_pictures
+from launcher.report.result import write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve
 from launcher.terminal import say
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
-    """Composes, resolves, verifies, estimates; prints what would run."""
     config = planned(config, run_dir)
     check_world(config)
     resolved = resolve(on_nodes(config) if config.cluster.name == "slurm" else config)
@@ -28,7 +28,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     check_before_start(resolved, checkpoint)
     timeline, metrics = predict(resolved)
     write_pictures(run_dir, [Panel("predicted", timeline, metrics)], resolved)
-    result = run_mapping(resolved, "done") | metrics_mapping(metrics) | recompute_mapping(metrics)
+    result = predicted_mapping(resolved, metrics)
     write_result(run_dir / "result.json", result)
     say(_plan(resolved))
     if checkpoint is not None:
@@ -41,7 +41,6 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
 
 
 def _say_commands(run: Run, run_dir: Path, words: str) -> None:
-    """How to start it: here, on each node, or as a job."""
     cluster = run.config.cluster
     if cluster.name == "local" and cluster.nodes == 1:
         say(f"command on this machine: python -m launcher {words}".rstrip())
@@ -88,8 +87,4 @@ def _plan(run: Run) -> str:
 
 
 def _overrides(run_dir: Path) -> list[str]:
-    """What was typed, without the mode."""
-    from omegaconf import OmegaConf
-
-    found = OmegaConf.load(run_dir / ".hydra" / "overrides.yaml")
-    return [str(word) for word in found if not str(word).startswith("mode=")]
+    return [word for word in typed_words(run_dir) if not word.startswith("mode=")]

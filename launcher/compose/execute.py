@@ -23,7 +23,7 @@ from strategies.errors import PipelineError, PlanError
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
-    from launcher.report.sweep.sweep_jobs import SweepJob
+    from launcher.report.sweep.sweep_jobs import Sweep, SweepJob
 
 Command = Callable[[LaunchConfig, Path], int]
 
@@ -40,7 +40,6 @@ class RunFolder:
     """A run's folder, and what has to go if the run is refused.
 
     Attributes:
-        path: Absolute.
         created: Folders that did not exist before, outermost first.
         kept: Contents of files in ``.hydra`` that an earlier run left there.
     """
@@ -69,12 +68,7 @@ class RunFolder:
 def make_run_folder(pattern: str, *, unique: bool) -> RunFolder:
     """Creates the folder of a run.
 
-    Args:
-        pattern: Path, relative to the working directory or absolute.
-        unique: Whether to append _2, _3, ... where the folder exists, as opposed to reusing it.
-
-    Raises:
-        PlanError: It cannot be created.
+    ``unique``: whether to append _2, _3, ... where the folder exists, as opposed to reusing it.
     """
     path = Path(pattern).absolute()
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -110,8 +104,7 @@ def run_one(hydra: Hydra, overrides: Sequence[str], folder: RunFolder, command: 
         PipelineError: What the command raised; the folder of a refused run is gone then.
     """
     job = Jobs(command)
-    words = [word for word in overrides if not word.startswith("hydra.run.dir=")]
-    words.append(quote("hydra.run.dir", str(folder.path)))
+    words = _words(overrides, "hydra.run.dir", folder)
     hydra.run(config_name=CONFIG_NAME, task_function=job, overrides=words)
     code = job.codes[0]
     if code == PlanError.exit_code:
@@ -134,20 +127,13 @@ def run_sweep(
 
     It ends with a comparison of all jobs that ran: tables on the terminal, and ``sweep.*``.
 
-    Args:
-        hydra: The application.
-        overrides: As typed.
-        folder: The sweep's.
-        command: What runs one job.
-        jobs: The overrides of each.
-        config: Of the first job: what is common to all.
+    ``config``: of the first job: what is common to all.
 
     Returns:
         0 if all succeeded, else the first other code. A preempted job ends the sweep.
     """
     job = Jobs(command, jobs=jobs, folder=folder.path, config=config)
-    words = [word for word in overrides if not word.startswith("hydra.sweep.dir=")]
-    words.append(quote("hydra.sweep.dir", str(folder.path)))
+    words = _words(overrides, "hydra.sweep.dir", folder)
 
     def run_all() -> None:
         hydra.multirun(config_name=CONFIG_NAME, task_function=job, overrides=words)
@@ -155,20 +141,15 @@ def run_sweep(
     return end_sweep(run_all, folder, job, config)
 
 
+def _words(overrides: Sequence[str], key: str, folder: RunFolder) -> list[str]:
+    kept = [word for word in overrides if not word.startswith(f"{key}=")]
+    return [*kept, quote(key, str(folder.path))]
+
+
 def end_sweep(
     run_all: Callable[[], None], folder: RunFolder, job: Jobs, config: LaunchConfig
 ) -> int:
-    """Runs the jobs of a sweep, and reports however that ends.
-
-    Args:
-        run_all: Runs them.
-        folder: The sweep's.
-        job: What keeps how each one ended.
-        config: Of the first job.
-
-    Returns:
-        As ``run_sweep``.
-    """
+    """Runs the jobs of a sweep, and reports however that ends."""
     try:
         run_all()
     except _SweepEnded:
@@ -184,25 +165,16 @@ def end_sweep(
 
 def _report(folder: Path, job: Jobs, config: LaunchConfig, *, hurry: bool) -> None:
     from launcher.report.sweep.files import report_sweep  # Only a sweep needs it.
-    from launcher.report.sweep.sweep_jobs import make_sweep
 
     if job.submits:
         words = shlex.join(["python", "-m", "launcher", "mode=collect", f"sweep.dir={folder}"])
         sys.stdout.write(f"to compare the jobs once they have ended: {words}\n")
     elif job.ended:
-        sweep = replace(make_sweep(job.ended, job.jobs), num_jobs=job.total)
-        report_sweep(folder, sweep, metric=config.sweep.metric, hurry=hurry)
+        report_sweep(folder, job.sweep(), metric=config.sweep.metric, hurry=hurry)
 
 
 class Jobs:
-    """What Hydra calls per job; keeps how each one ended, which Hydra has no place for.
-
-    Attributes:
-        codes: Exit codes.
-        ended: What a sweep shows of its jobs; empty for a single run.
-        jobs: Overrides of every job of a sweep.
-        submits: Whether jobs are only handed to a scheduler here.
-    """
+    """What Hydra calls per job; keeps how each one ended, which Hydra has no place for."""
 
     def __init__(
         self,
@@ -226,7 +198,6 @@ class Jobs:
         self._error = ""
 
     def __call__(self, composed: DictConfig) -> int:
-        """Runs one job; returns its exit code."""
         hydra = HydraConfig.get()
         if self.total > 1:
             overrides = " ".join(hydra.overrides.task)
@@ -243,6 +214,11 @@ class Jobs:
         """How many jobs there will be; those of a search are known one by one."""
         return len(self.jobs) if self._total is None else self._total
 
+    def sweep(self) -> Sweep:
+        from launcher.report.sweep.sweep_jobs import make_sweep
+
+        return replace(make_sweep(self.ended, self.jobs), num_jobs=self.total)
+
     def _job_ended(self, code: int) -> None:
         index = len(self.codes) - 1
         if code:
@@ -254,10 +230,8 @@ class Jobs:
             raise _SweepEnded
         if left and not self.submits and self._folder is not None:
             from launcher.report.sweep.files import report_so_far
-            from launcher.report.sweep.sweep_jobs import make_sweep
 
-            sweep = replace(make_sweep(self.ended, self.jobs), num_jobs=self.total)
-            report_so_far(self._folder, sweep)
+            report_so_far(self._folder, self.sweep())
 
     def _in_sweep(self, composed: DictConfig, hydra: HydraConf) -> int:
         from launcher.report.sweep.sweep_jobs import ended_job, file_stamps, write_record

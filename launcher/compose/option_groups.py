@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 from launcher.config.decode import ENTRY_POINTS, did_you_mean, installed_names, nearest
-from launcher.config.key import Key, describe, keys_of, nodes_of, shorten, spell
+from launcher.config.key import Key, describe, keys_of, nodes_of, shorten, spell, value_at
 from launcher.config.launch import LaunchConfig
 from strategies.errors import PlanError
 
@@ -36,7 +36,6 @@ class Groups:
     """Group names to option names.
 
     Attributes:
-        built_in: Options shipped with the package.
         added: Options of the user's folder, with their files.
         installed: Names that other installed distributions offer through entry points.
     """
@@ -49,16 +48,10 @@ class Groups:
         return tuple(self.built_in)
 
     def options(self, group: str) -> tuple[str, ...]:
-        """All options of a group, ours first."""
         ours = (*self.built_in[group], *sorted(self.added.get(group, {})))
         return (*ours, *(name for name in self.installed.get(group, ()) if name not in ours))
 
     def require(self, group: str, option: str) -> None:
-        """Raises unless the option exists.
-
-        Raises:
-            PlanError: With the nearest options.
-        """
         options = self.options(group)
         if option in options:
             return
@@ -73,11 +66,7 @@ class Groups:
 
 
 def find_groups(config_dir: Path | None) -> Groups:
-    """Lists our groups, and what the user's folder adds to them.
-
-    Raises:
-        PlanError: The folder is missing or not readable, or redefines one of our options.
-    """
+    """Lists our groups, and what the user's folder adds to them."""
     built_in = {
         folder.name: tuple(sorted(file.stem for file in folder.glob("*.yaml")))
         for folder in sorted(conf_dir().iterdir())
@@ -111,13 +100,10 @@ def find_groups(config_dir: Path | None) -> Groups:
     return Groups(built_in, added, installed)
 
 
-# ------------------------------------------------------------------------------------------- flags
-#
 # The command line's flags; everything else on it is an override.
 #
 # A subset of Hydra's flags under Hydra's names. Left out on purpose: ``--experimental-rerun`` loads
 # a pickle, and ``--config-path`` and ``--config-name`` replace the typed configuration.
-
 
 FLAGS_HELP: tuple[tuple[str, str], ...] = (
     ("-h, --help", "explain every key, with the values that the overrides lead to"),
@@ -152,11 +138,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_flags(arguments: Sequence[str]) -> Flags:
-    """Splits the command line.
-
-    Raises:
-        PlanError: A flag that does not exist, lacks its value or contradicts another.
-    """
+    """Splits the command line."""
     parser = _Parser(prog="foldpipe", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--version", action="store_true")
@@ -178,23 +160,10 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
         raise PlanError("--resolve and --package say how to print --cfg. Try --cfg job --resolve.")
     if parsed.multirun and parsed.cfg is not None:
         raise PlanError("--cfg prints one configuration, --multirun runs several. Choose one.")
-    return Flags(
-        help=parsed.help,
-        version=parsed.version,
-        multirun=parsed.multirun,
-        cfg=parsed.cfg,
-        resolve=parsed.resolve,
-        package=parsed.package,
-        config_dir=parsed.config_dir,
-        shell_completion=parsed.shell_completion,
-        overrides=(*parsed.overrides, *unknown),
-    )
+    return Flags(**vars(parsed) | {"overrides": (*parsed.overrides, *unknown)})
 
 
-# -------------------------------------------------------------------------------------------- help
-#
 # ``--help``: every key with its type, its value under the given overrides, and one sentence.
-
 
 _WIDTH = 98
 _USAGE = """\
@@ -215,12 +184,7 @@ Exit codes: 0 done, 1 a run failed, 2 the request is wrong and nothing was start
 
 
 def help_text(config: LaunchConfig, groups: Groups) -> str:
-    """The text of ``--help``.
-
-    Args:
-        config: Whose values are shown as defaults.
-        groups: Groups and their options.
-    """
+    """The text of ``--help``; ``config`` has the values that are shown as defaults."""
     parts = [_USAGE, "Flags", *(_entry(name, text) for name, text in FLAGS_HELP), ""]
     nodes = nodes_of(LaunchConfig)
     keys = keys_of(LaunchConfig)
@@ -242,12 +206,8 @@ def help_text(config: LaunchConfig, groups: Groups) -> str:
 
 
 def _key(entry: Key, config: LaunchConfig) -> str:
-    value: Any = config
-    for name in entry.path.split("."):
-        value = getattr(value, name)
-    return _entry(
-        f"{entry.path}=", f"{describe(entry.hint)} [{spell(value) or 'empty'}]. {entry.help_text}"
-    )
+    value = spell(value_at(config, entry.path)) or "empty"
+    return _entry(f"{entry.path}=", f"{describe(entry.hint)} [{value}]. {entry.help_text}")
 
 
 def _entry(name: str, text: str) -> str:

@@ -33,16 +33,7 @@ HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 def parse_overrides(
     words: Sequence[str], groups: Groups, loader: ConfigLoader | None = None
 ) -> list[Override]:
-    """Parses and checks ``key=value`` words.
-
-    Args:
-        words: As typed.
-        groups: Groups and their options.
-        loader: Hydra's loader, which ``glob()`` sweeps ask for options.
-
-    Raises:
-        PlanError: A word that cannot be read, an unknown key or option, a credential, ``_target_``.
-    """
+    """Parses and checks ``key=value`` words; ``glob()`` sweeps ask Hydra's loader for options."""
     for word in words:
         _check_word(word)
     parser = OverridesParser.create(config_loader=loader)
@@ -63,11 +54,7 @@ def parse_overrides(
 
 
 def expand(overrides: Iterable[Override]) -> list[list[str]]:
-    """The jobs of a sweep: the product of all lists of values, in Hydra's order.
-
-    Raises:
-        PlanError: A kind of sweep that cannot be listed, or too many jobs.
-    """
+    """The jobs of a sweep: the product of all lists of values, in Hydra's order."""
     values: dict[str, list[str]] = {}
     for override in overrides:
         name = override.get_key_element()
@@ -94,11 +81,7 @@ def expand(overrides: Iterable[Override]) -> list[list[str]]:
 
 
 def require_single(overrides: Iterable[Override]) -> None:
-    """Raises where a list of values stands although one run was asked for.
-
-    Raises:
-        PlanError: With the spellings for a sweep, a list and a text.
-    """
+    """Raises where a list of values stands although one run was asked for."""
     for override in overrides:
         if override.is_sweep_override():
             name, value = override.key_or_group, (override.input_line or "").partition("=")[2]
@@ -201,7 +184,6 @@ def _check_hydra_key(name: str, override: Override) -> None:
 
 
 def _option_names(override: Override) -> list[str]:
-    """Options that one override gives to a group."""
     name = override.key_or_group
     if override.is_sweep_override():
         if not override.is_discrete_sweep():
@@ -237,10 +219,7 @@ def _unreadable(word: str) -> PlanError:
     )
 
 
-# ------------------------------------------------------------------------------------ explain word
-#
 # ``planner.explain=[tp=4,pp=8]``: in Hydra's grammar a list's entries with ``=`` need quotes.
-
 
 _KEY = "planner.explain="
 

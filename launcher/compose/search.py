@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 
 
 def check_search(config: LaunchConfig) -> None:
-    """Raises where a search cannot be.
-
-    Raises:
-        PlanError: Results do not come back here, or Optuna is not installed.
-    """
     if config.cluster.name == "slurm":
         raise PlanError(
             f"{TRIALS}={config.sweep.trials} chooses each job by the results of those before, and "
@@ -53,19 +48,7 @@ def run_search(
     config: LaunchConfig,
     extra: Sequence[str],
 ) -> int:
-    """Runs the trials one after the other; ends as every sweep does.
-
-    Args:
-        hydra: The application.
-        space: What varies.
-        folder: The sweep's.
-        command: What runs one job.
-        config: Of a first job: what is common to all.
-        extra: Overrides for Hydra itself.
-
-    Returns:
-        As ``run_sweep``.
-    """
+    """Runs the trials one after the other; ends as every sweep does."""
     optuna = _optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=config.seed)
@@ -130,13 +113,10 @@ def _optuna() -> Any:  # noqa: ANN401 -- Optuna is optional
         ) from None
 
 
-# ------------------------------------------------------------------------------------------- space
-#
 # What a search varies: the sweep overrides of a command line as axes. Knows no optimizer.
 #
 # ``pp=1,2`` and ``range(1,5)`` are choices; ``interval(1e-4,1e-2)``, ``tag(log, interval(...))``
 # and ``int(interval(1,8))`` are intervals.
-
 
 TRIALS = "sweep.trials"
 
@@ -146,10 +126,7 @@ class Axis:
     """One key that a search sets.
 
     Attributes:
-        key: Dotted name.
         choices: Values as typed; empty for an interval.
-        low: Lower end of an interval.
-        high: Upper end.
         log: Whether the logarithm is what matters.
         whole: Whether only whole numbers count.
     """
@@ -162,12 +139,10 @@ class Axis:
     whole: bool = False
 
     def word(self, value: object) -> str:
-        """``key=value``."""
         return f"{self.key}={value}"
 
     @property
     def ends(self) -> tuple[str, str]:
-        """The words of its first and last value."""
         if self.choices:
             return self.word(self.choices[0]), self.word(self.choices[-1])
         low, high = (int(self.low), int(self.high)) if self.whole else (self.low, self.high)
@@ -176,12 +151,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """All axes, and what all trials share.
-
-    Attributes:
-        fixed: ``key=value`` words of every trial.
-        axes: In the order of the command line.
-    """
+    """All axes, in the order of the command line, and the words that all trials share."""
 
     fixed: tuple[str, ...]
     axes: tuple[Axis, ...]
@@ -198,11 +168,7 @@ def asks_for_trials(words: Sequence[str]) -> bool:
 
 
 def find_space(overrides: Iterable[Override]) -> Space:
-    """The space of a command line.
-
-    Raises:
-        PlanError: Nothing varies, or an interval is empty.
-    """
+    """The space of a command line."""
     fixed: list[str] = []
     axes: list[Axis] = []
     for override in overrides:

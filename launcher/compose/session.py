@@ -82,11 +82,7 @@ def compose_checked(overrides: Sequence[str]) -> tuple[LaunchConfig, DictConfig]
 
 
 def to_config(composed: DictConfig, choices: Mapping[str, Any]) -> LaunchConfig:
-    """A composed tree as a typed configuration, interpolations resolved.
-
-    Raises:
-        PlanError: An unknown key, a value of another type, a credential.
-    """
+    """A composed tree as a typed configuration, interpolations resolved."""
     values = {
         str(name): OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
         for name, node in ((name, composed[name]) for name in composed if name != "hydra")
@@ -110,7 +106,6 @@ def _refuse_secrets(value: object, path: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """An exception of Hydra or OmegaConf in one line."""
     if isinstance(error, RecursionError):
         return "it refers to itself, or is nested too deeply."
     cause = error.__cause__ or error.__context__

@@ -1,7 +1,7 @@
 """Checks the option files of a user's ``--config-dir`` that a run would load.
 
-Each file is read through ``yaml_guard`` and held against the schema of its group, so that a message
-can name file and line: after composition nobody knows any more where a key came from.
+Each file is read within limits and held against the schema of its group, so that a message can name
+file and line: after composition nobody knows any more where a key came from.
 """
 
 from __future__ import annotations
@@ -23,15 +23,7 @@ from strategies.errors import PlanError
 
 
 def check_user_files(chosen: Iterable[tuple[str, str]], groups: Groups) -> None:
-    """Checks the user's files among the chosen options, and those their defaults lists name.
-
-    Args:
-        chosen: (group, option) pairs.
-        groups: Groups with their options.
-
-    Raises:
-        PlanError: The first problem, with its file and line.
-    """
+    """Checks the user's files among the chosen options, and those their defaults lists name."""
     waiting = sorted(chosen)
     done: set[tuple[str, str]] = set()
     while waiting:
@@ -70,13 +62,12 @@ def _check_file(file: Path, group: str, groups: Groups) -> list[tuple[str, str]]
     try:
         decode(_without_interpolations(values, schema), schema, prefix)
     except KeyPlaceError as error:
-        line = line_of(file, error.path if everywhere else error.path[1:])
+        line = _line_of(file, error.path if everywhere else error.path[1:])
         raise PlanError(f"{file}{f':{line}' if line else ''}: {error}") from error
     return named
 
 
 def _defaults(entries: object, file: Path, group: str, groups: Groups) -> list[tuple[str, str]]:
-    """The (group, option) pairs of a defaults list."""
     if not isinstance(entries, list):
         raise PlanError(f"{file}: defaults must be a list, e.g. `- override /schedule: gpipe`.")
     named = []
@@ -140,14 +131,11 @@ def _paths(value: object, prefix: str) -> list[str]:
     return [path for name in value for path in _paths(value[name], f"{prefix}.{name}")]
 
 
-# -------------------------------------------------------------------------------------- yaml guard
-#
 # Reads a user's YAML file safely and names the line of what is wrong with it.
 #
 # OmegaConf copies every alias: five lines of YAML can become 59,049 nodes and 11 s. So the file is
 # first read as a stream of events, in constant memory, and size, nesting, nodes (aliases counted
 # once per use) and duplicate keys are checked before anything is built from it.
-
 
 MAX_BYTES = 64 * 1024
 MAX_NODES = 2_000
@@ -158,8 +146,6 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(slots=True)
 class _Open:
-    """A collection whose end has not been seen."""
-
     is_mapping: bool
     anchor: str | None
     nodes: int = 1
@@ -197,7 +183,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     return value
 
 
-def line_of(file: Path, path: tuple[str, ...]) -> int | None:
+def _line_of(file: Path, path: tuple[str, ...]) -> int | None:
     """Line of a (nested) key, counted from 1, for messages; None where it is not found."""
     node = yaml.compose(_text(file), Loader=_LOADER)
     found = None

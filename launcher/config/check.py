@@ -11,7 +11,7 @@ import re
 from launcher.config.check_cluster import check_cluster
 from launcher.config.decode import did_you_mean, installed_names, nearest
 from launcher.config.derived import asked_schedule, transformer_shape
-from launcher.config.key import Key, describe, keys_of, shorten, spell
+from launcher.config.key import Key, describe, keys_of, shorten, spell, value_at
 from launcher.config.launch import LaunchConfig
 from launcher.config.pipeline import CostsConfig, PlannerConfig, recompute_policy
 from launcher.config.workload import ModelConfig
@@ -26,16 +26,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def check(config: LaunchConfig) -> None:
-    """Raises on the first rule that the configuration breaks.
-
-    Raises:
-        PlanError: The message has the value, the rule and a value that works.
-    """
+    """Raises on the first rule that the configuration breaks."""
     for entry in keys_of(LaunchConfig):
-        _check_range(entry, _get(config, entry.path))
+        _check_range(entry, value_at(config, entry.path))
     _check_names(config)
-    check_planner(config)
-    if not leaves_open(config):
+    _check_planner(config)
+    if not _leaves_open(config):
         _check_schedule(config)
     _check_recompute(config)
     shape = transformer_shape(config.model, vocab=256)  # Its checks raise; the data decide later.
@@ -73,7 +69,7 @@ def _check_names(config: LaunchConfig) -> None:
 
 
 def _check_sharing(config: LaunchConfig, shape: TransformerShape) -> None:
-    if config.sequence_parallel and config.tp == 1 and not leaves_open(config):
+    if config.sequence_parallel and config.tp == 1 and not _leaves_open(config):
         raise PlanError(
             "sequence_parallel=true cuts activations between the ranks of tp, and tp=1. "
             "Try tp=2, or sequence_parallel=false."
@@ -99,13 +95,15 @@ def _check_schedule(config: LaunchConfig) -> None:
             "schedule.split_backward."
         )
     counts = schedule.layers_per_stage
-    check_units_per_stage(config)
+    _check_units_per_stage(config)
     stages = asked.placement.num_stages
     if counts is not None and len(counts) != stages:
+        layers = config.model.layers
+        even = [layers // stages + (index < layers % stages) for index in range(stages)]
         raise PlanError(
             f"schedule.layers_per_stage={spell(counts)} has {len(counts)} counts, but there are "
             f"{stages} stages ({schedule.name} on pp={config.pp}). "
-            f"Try schedule.layers_per_stage={_even(config.model.layers, stages)}."
+            f"Try schedule.layers_per_stage={spell(even)}."
         )
 
 
@@ -122,10 +120,10 @@ def _check_recompute(config: LaunchConfig) -> None:
 
 def _check_unused(config: LaunchConfig) -> None:
     """Keys that the chosen option would ignore: asking for them is a mistake worth naming."""
-    check_model_keys(config.model)
+    _check_model_keys(config.model)
     if config.costs.name != "uniform":
         for entry in keys_of(CostsConfig, "costs."):
-            value = _get(config, entry.path)
+            value = value_at(config, entry.path)
             if entry.path in ("costs.name", "costs.transport", *_PROFILED):
                 continue
             if value != entry.default:
@@ -173,10 +171,10 @@ def _check_unused(config: LaunchConfig) -> None:
 def _check_profiled(config: LaunchConfig) -> None:
     if config.costs.name != "profiled":
         for path in _PROFILED:
-            if _get(config, path):
+            if value := value_at(config, path):
                 raise PlanError(
-                    f"{path}={spell(_get(config, path))} belongs to costs=profiled, but costs="
-                    f"{config.costs.name}. Try costs=profiled {path}={spell(_get(config, path))}."
+                    f"{path}={spell(value)} belongs to costs=profiled, but costs="
+                    f"{config.costs.name}. Try costs=profiled {path}={spell(value)}."
                 )
     elif config.costs.refine is not None and config.mode != "train":
         raise PlanError(
@@ -257,7 +255,7 @@ def _check_share(path: str, value: int | float | None) -> None:
 
 def _refuse_set(config: LaunchConfig, *paths: str, chosen: str, instead: str = "") -> None:
     for path in paths:
-        value = _get(config, path)
+        value = value_at(config, path)
         if value not in (None, ()):
             raise PlanError(
                 f"{path}={spell(value)} has no meaning with {chosen}. "
@@ -265,33 +263,14 @@ def _refuse_set(config: LaunchConfig, *paths: str, chosen: str, instead: str = "
             )
 
 
-def _even(layers: int, stages: int) -> str:
-    return spell([layers // stages + (index < layers % stages) for index in range(stages)])
-
-
-def _get(config: LaunchConfig, path: str) -> object:
-    value: object = config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
-
-
-# -------------------------------------------------------------------------------------- model kind
-#
 # Which ``model.*`` keys go with which kind of model; the others would be ignored.
-
 
 HUGGING_FACE = "hf"
 _BOTH = ("name", "sequence")
 _HUGGING_FACE_ONLY = ("path", "pretrained", "layers_path")
 
 
-def check_model_keys(model: ModelConfig) -> None:
-    """Refuses keys of the other kind.
-
-    Raises:
-        PlanError: Sizes for a model that has its own, or a folder for one that has none.
-    """
+def _check_model_keys(model: ModelConfig) -> None:
     folder = model.name == HUGGING_FACE
     for entry in keys_of(ModelConfig, "model."):
         name = entry.path.removeprefix("model.")
@@ -310,10 +289,7 @@ def check_model_keys(model: ModelConfig) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------- planning
-#
 # Rules of ``mode=plan`` and ``plan=auto`` that need no model.
-
 
 # What ``planner.explain`` may fix.
 EXPLAINED = (
@@ -323,23 +299,19 @@ EXPLAINED = (
 _AUTO_MODES = ("train", "simulate", "validate")
 
 
-def leaves_open(config: LaunchConfig) -> bool:
+def _leaves_open(config: LaunchConfig) -> bool:
     """Whether degrees and schedule are still to be chosen, so that they need not fit together."""
     return config.mode == "plan" or config.plan == "auto"
 
 
-def check_planner(config: LaunchConfig) -> None:
-    """Refuses keys that would be ignored, and entries that say nothing.
-
-    Raises:
-        PlanError: With a spelling that works.
-    """
+def _check_planner(config: LaunchConfig) -> None:
+    """Refuses keys that would be ignored, and entries that say nothing."""
     if config.plan == "auto" and config.mode not in (*_AUTO_MODES, "plan"):
         raise PlanError(
             f"plan=auto chooses how to train; mode={config.mode} runs a checkpoint on degrees of "
             "your own. Try plan=manual, or mode=plan."
         )
-    if not leaves_open(config):
+    if not _leaves_open(config):
         for entry in keys_of(PlannerConfig, "planner."):
             value = getattr(config.planner, entry.path.removeprefix("planner."))
             if value != entry.default:
@@ -371,12 +343,7 @@ def check_planner(config: LaunchConfig) -> None:
             )
 
 
-def check_units_per_stage(config: LaunchConfig) -> None:
-    """Refuses two cuts at once.
-
-    Raises:
-        PlanError: Both are given.
-    """
+def _check_units_per_stage(config: LaunchConfig) -> None:
     schedule = config.schedule
     if schedule.units_per_stage is not None and schedule.layers_per_stage is not None:
         raise PlanError(

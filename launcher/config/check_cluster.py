@@ -36,11 +36,7 @@ _EXTRA_NAMES = (
 
 
 def check_cluster(config: LaunchConfig) -> None:
-    """Raises on the first rule that ``cluster.*`` breaks.
-
-    Raises:
-        PlanError: With the value, the rule and a value that works.
-    """
+    """Raises on the first rule that ``cluster.*`` breaks."""
     cluster = config.cluster
     if cluster.name != "slurm":
         _refuse_slurm_keys(config)

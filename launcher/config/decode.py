@@ -54,10 +54,7 @@ def dump(config: LaunchConfig) -> dict[str, Any]:
 def decode(values: Mapping[str, Any], schema: type[Schema], prefix: str = "") -> Schema:
     """Types the mapping of one node.
 
-    Args:
-        values: Names to plain values.
-        schema: The node's dataclass.
-        prefix: Dotted path of the node with a trailing dot, empty at the top.
+    ``prefix``: dotted path of the node with a trailing dot, empty at the top.
 
     Raises:
         PlanError: As ``from_dict``.
@@ -81,16 +78,11 @@ def decode(values: Mapping[str, Any], schema: type[Schema], prefix: str = "") ->
                 )
             typed[name] = decode(value, nodes[name], f"{path}.")
             continue
-        typed[name] = typed_value(value, hints[name], path, leaves[path].example)
+        typed[name] = _typed_value(value, hints[name], path, leaves[path].example)
     return schema(**typed)
 
 
-def typed_value(value: object, hint: object, path: str, example: object) -> object:
-    """One leaf's value in its declared type.
-
-    Raises:
-        PlanError: It has another type, or is none of the allowed words.
-    """
+def _typed_value(value: object, hint: object, path: str, example: object) -> object:
     typed = _convert(value, hint)
     if typed is not _MISMATCH:
         return typed
@@ -103,7 +95,6 @@ def typed_value(value: object, hint: object, path: str, example: object) -> obje
 
 
 def unknown_key(path: str, *, nested: bool = False) -> KeyPlaceError:
-    """The error for a key that the schema does not have."""
     known = [entry.path for entry in keys_of(LaunchConfig)]
     candidates = [*known, *nodes_of(LaunchConfig), "experiment"]
     if nested:
@@ -180,8 +171,6 @@ def _plain(value: object) -> object:
     return value
 
 
-# ----------------------------------------------------------------------------------------- suggest
-#
 # What somebody probably meant: the nearest valid keys and values.
 
 
@@ -222,10 +211,7 @@ def _ratio(left: str, right: str) -> float:
     return SequenceMatcher(None, left, right).ratio()
 
 
-# --------------------------------------------------------------------------------------- installed
-#
 # Names that other installed distributions offer; nothing of theirs is imported here.
-
 
 # Option on the command line -> entry point group.
 ENTRY_POINTS = {

@@ -25,7 +25,6 @@ class Asked:
         schedule: The registry's entry, or the file that ``custom`` takes its order from.
         file: Its content, if it has one.
         num_microbatches: M per step and replica.
-        batch_size: Sequences per step and replica; 0 where dp is not known.
         group: ``schedule.group``; None where the compiler takes the default, or chooses.
         shape: What the schedule orders.
         placement: Its stages on ranks.
@@ -78,10 +77,7 @@ def _plan_batches(config: LaunchConfig, dp: int, fixed: int | None) -> tuple[int
     ``data.global_batch_size`` over dp is cut into microbatches of ``data.microbatch_size``, of
     which the last may be smaller; ``num_microbatches``, if given, must be their number.
 
-    Args:
-        config: The three keys may be left open in part.
-        dp: Replicas, known by now.
-        fixed: The number of microbatches that the schedule's file has; None where any number goes.
+    ``fixed``: the number of microbatches that the schedule's file has; None where any number goes.
 
     Raises:
         PlanError: The keys contradict each other.
@@ -120,21 +116,11 @@ def _plan_batches(config: LaunchConfig, dp: int, fixed: int | None) -> tuple[int
     return count, rows
 
 
-# ------------------------------------------------------------------------------------------- shape
-#
 # ``model.*`` as the transformer's shape.
 
 
 def transformer_shape(model: ModelConfig, vocab: int) -> TransformerShape:
-    """The built-in transformer of these sizes; what is null takes its default.
-
-    Args:
-        model: Sizes.
-        vocab: Used where ``model.vocab`` is left to the data.
-
-    Raises:
-        PlanError: The sizes do not fit together.
-    """
+    """The built-in transformer of these sizes; ``vocab`` is for one that is left to the data."""
     return TransformerShape(
         layers=model.layers,
         hidden=model.hidden,

@@ -49,12 +49,7 @@ class Key:
 
     Attributes:
         path: Dotted, as typed on the command line, e.g. ``model.hidden``.
-        hint: Its type.
-        default: The dataclass's default.
-        help_text: One sentence.
-        low: Smallest allowed number, or None.
         above: Exclusive lower bound, or None.
-        high: Largest allowed number, or None.
         example: A value that works.
     """
 
@@ -76,6 +71,12 @@ def type_hints(schema: type) -> dict[str, Any]:
 def keys_of(schema: type, prefix: str = "") -> tuple[Key, ...]:
     """All leaves below a dataclass, in declaration order."""
     return _keys_of(schema, prefix)
+
+
+def value_at(config: object, path: str) -> Any:  # noqa: ANN401 -- any field's
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
 
 
 def nodes_of(schema: type) -> dict[str, type]:

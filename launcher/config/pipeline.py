@@ -184,8 +184,6 @@ class HardwareConfig(Hardware):
     )
 
 
-# --------------------------------------------------------------------------------------- recompute
-#
 # Keys of recomputation: which forwards keep their input only, and are run again.
 
 
@@ -250,8 +248,6 @@ def _layer(entry: str) -> tuple[str, tuple[Family, ...]]:
     return name, cast(tuple[Family, ...], tuple(found))
 
 
-# ----------------------------------------------------------------------------------------- planner
-#
 # Keys of the planner: what it plans for, and how thoroughly it looks.
 
 
@@ -306,8 +302,6 @@ class PlannerConfig:
     )
 
 
-# ----------------------------------------------------------------------------------------- profile
-#
 # Keys of ``mode=profile``: what is measured, and where it is written.
 
 

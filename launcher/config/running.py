@@ -169,8 +169,6 @@ class ClusterConfig:
     )
 
 
-# ---------------------------------------------------------------------------------------- sweeping
-#
 # Keys of sweeps: what ``-m`` does with its jobs.
 
 

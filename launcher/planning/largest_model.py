@@ -32,12 +32,8 @@ class Reach:
     """How far one policy gets.
 
     Attributes:
-        recompute: The policy.
         value: The largest that fits; None if none does.
         step: Of the values that were tried.
-        outcome: The fastest program there.
-        config: The configuration with that value.
-        asked: Its question.
         beyond_bytes: What the next value needs at least; None where the model allows no more, or
             where no order was found.
     """
@@ -57,10 +53,6 @@ class Reaches:
 
     Attributes:
         key: What was varied.
-        reaches: One per policy.
-        num_candidates: Values and policies that were looked at.
-        num_simulated: Programs that were compiled and simulated.
-        search_s: How long it took.
         least_bytes: Where nothing fits, what the smallest value needs at least.
     """
 
@@ -73,15 +65,7 @@ class Reaches:
 
 
 def largest_model(config: LaunchConfig, asked: Question) -> Reaches:
-    """The longest sequence, or the deepest model, under each policy.
-
-    Args:
-        config: As it was asked; its own value is where the search begins.
-        asked: With layout, policies and microbatch sizes.
-
-    Raises:
-        PlanError: The model's size cannot be varied.
-    """
+    """The longest sequence, or the deepest model, under each policy; the own value comes first."""
     key = "model.sequence" if config.planner.maximize == "sequence_length" else "model.layers"
     if key == "model.layers":
         _check_layers(config)
@@ -105,8 +89,7 @@ def largest_model(config: LaunchConfig, asked: Question) -> Reaches:
     )
 
 
-def with_value(config: LaunchConfig, key: str, value: int) -> LaunchConfig:
-    """The configuration with another sequence or number of layers."""
+def _with_value(config: LaunchConfig, key: str, value: int) -> LaunchConfig:
     if key == "model.sequence":
         return replace(config, model=replace(config.model, sequence=value))
     return replace(config, model=replace(config.model, layers=value))
@@ -145,7 +128,6 @@ class _Search:
 
     @property
     def own(self) -> int:
-        """The value that was asked."""
         model = self.config.model
         return model.sequence if self.key == "model.sequence" else model.layers
 
@@ -155,11 +137,11 @@ class _Search:
         return min(needed, default=None)
 
     def run(self) -> tuple[Reach, ...]:
-        step = max(1, 2 ** (self.own.bit_length() - 1 - _SHARE_BITS))
-        step = step if self.key == "model.sequence" else 1
-        if self.key == "model.sequence" and self.config.sequence_parallel:
-            step = lcm(step, self.config.tp)  # Ranks share a sequence evenly.
-        least = 2 if self.key == "model.sequence" else 1
+        step, least = 1, 1
+        if self.key == "model.sequence":
+            step, least = max(1, 2 ** (self.own.bit_length() - 1 - _SHARE_BITS)), 2
+            if self.config.sequence_parallel:
+                step = lcm(step, self.config.tp)  # Ranks share a sequence evenly.
         found: dict[Recompute, Reach] = {}
         start = self.own
         # Policies that do not adapt come first; how far they get is where the others begin.
@@ -191,7 +173,7 @@ class _Search:
             value,
             step,
             min(fitting, key=rank_key),
-            with_value(self.config, self.key, value),
+            _with_value(self.config, self.key, value),
             asked,
             None if beyond is None else beyond.needed_bytes,
         )
@@ -232,7 +214,7 @@ class _Search:
         """The question for a value; None where the model does not allow it."""
         if value not in self.questions:
             try:
-                asked = question(with_value(self.config, self.key, value), self.asked.pinned)
+                asked = question(_with_value(self.config, self.key, value), self.asked.pinned)
             except PipelineError:
                 self.questions[value] = None
             else:

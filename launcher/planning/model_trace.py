@@ -109,12 +109,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-# ------------------------------------------------------------------------------------------ traced
-#
 # The trace of a model that only its ranks can build: from the cache, or from a child process.
 #
 # The planner's own process never imports torch; tracing needs it, and the user's package.
-
 
 TASK, TRACE, PROBLEM = "trace_task.json", "model_trace.json", "trace_problem.json"
 _LOG = "trace.log"
@@ -127,15 +124,7 @@ def needs_trace(config: LaunchConfig, shape: ModelShape) -> bool:
 
 
 def traced_shape(config: LaunchConfig, run_dir: Path) -> TracedShape | None:
-    """The model's trace; None for a model whose sizes are known without one.
-
-    Args:
-        config: What was asked.
-        run_dir: Where the child leaves its log.
-
-    Raises:
-        ModelError: The model cannot be built or traced; with the operation and the layer.
-    """
+    """The model's trace; None for one whose sizes are known. ``run_dir`` gets the child's log."""
     shape = model_shape(config)
     if not needs_trace(config, shape):
         return None

@@ -16,7 +16,6 @@ _BISECTIONS = 7
 
 
 def refuse(asked: Question, answer: Answer) -> PlanError:
-    """The error for an answer without plans."""
     if answer.rejected.memory:
         return PlanError(_memory(asked, answer))
     space = asked.space
@@ -37,7 +36,6 @@ def refuse(asked: Question, answer: Answer) -> PlanError:
 
 
 def describe(what: Candidate | Layout) -> str:
-    """A candidate in one line."""
     if isinstance(what, Layout):
         return f"tp={what.tp} pp={what.pp} dp={what.dp} data.microbatch_size={what.microbatch_size}"
     order = what.order
@@ -158,7 +156,6 @@ def _degrees(asked: Question) -> str:
 
 
 def _pins(asked: Question) -> str:
-    """What the user has fixed of it."""
     space = asked.space
     pairs = [("tp", space.tp), ("pp", space.pp), ("dp", space.dp), ("schedule", space.schedule)]
     found = [f"{name}={value}" for name, value in pairs if value is not None]

@@ -24,20 +24,16 @@ from strategies.schedules import find_schedule
 
 
 def planned(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
-    """The configuration with the planner's choice; unchanged with ``plan=manual``.
-
-    Args:
-        config: Checked.
-        run_dir: The run's folder, which says what was typed.
-
-    Raises:
-        PlanError: Nothing fits; the message has the smallest change that would.
-    """
+    """The configuration with the planner's choice; unchanged with ``plan=manual``."""
     if config.plan != "auto":
         return config
     asked = ask(config, run_dir)
     if is_one_layout(config, asked):
-        return _one_layout(config, asked)
+        found = tune_layout(config, asked, top_k=1)
+        (only,) = found.listed
+        _say_choice(only.words, only.step_time_s, asked, found.answer)
+        check(only.run.config)
+        return only.run.config
     answer = search_confirmed(asked.problem, asked.space, top_k=1)
     if not answer.plans:
         raise refuse(asked, answer)
@@ -45,45 +41,28 @@ def planned(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
     batch = asked.space.global_batch_size
     memory_gb = asked.problem.machine.hardware.memory_gb
     words = candidate_words(best.candidate, asked.shape, batch, memory_gb=memory_gb)
-    say(
-        f"plan=auto: {' '.join(words)} "
-        f"({label(asked)}: {format_duration(best.step_time_s, 's')} per step, the best of "
-        f"{answer.num_candidates} candidates, {answer.search_s:.2f} s)"
-    )
+    _say_choice(words, best.step_time_s, asked, answer)
     chosen = candidate_config(config, best.candidate, asked.shape, batch)
     check(chosen)
     return chosen
 
 
-def _one_layout(config: LaunchConfig, asked: Question) -> LaunchConfig:
-    found = tune_layout(config, asked, top_k=1)
-    (best,) = found.listed
+def _say_choice(words: Sequence[str], step_time_s: float, asked: Question, answer: Answer) -> None:
     say(
-        f"plan=auto: {' '.join(best.words)} "
-        f"({label(asked)}: {format_duration(best.step_time_s, 's')} per step, the best of "
-        f"{found.answer.num_candidates} candidates, {found.answer.search_s:.2f} s)"
+        f"plan=auto: {' '.join(words)} "
+        f"({label(asked)}: {format_duration(step_time_s, 's')} per step, the best of "
+        f"{answer.num_candidates} candidates, {answer.search_s:.2f} s)"
     )
-    check(best.run.config)
-    return best.run.config
 
 
-# -------------------------------------------------------------------------------------- one layout
-#
 # ``mode=plan`` and ``plan=auto`` for one layout: the tuner is asked, or for the largest model.
-
 
 _LAYOUT = ("pp", "dp", "tp", "schedule")
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutAnswer:
-    """What ``mode=plan`` says about one layout.
-
-    Attributes:
-        answer: As a search over layouts gives it.
-        listed: The plans, compiled.
-        reaches: How far each policy gets, where a size was.
-    """
+    """What ``mode=plan`` says about one layout: plans, compiled, and how far each policy gets."""
 
     answer: Answer
     listed: tuple[ListedPlan, ...]
@@ -91,11 +70,7 @@ class LayoutAnswer:
 
 
 def is_one_layout(config: LaunchConfig, asked: Question) -> bool:
-    """Whether the question leaves no layout open, but only policies and microbatch sizes.
-
-    Raises:
-        PlanError: A size is to grow in a layout that is not pinned, or that cannot be tuned.
-    """
+    """Whether the question leaves no layout open, but only policies and microbatch sizes."""
     maximize = config.planner.maximize
     missing = [name for name in _LAYOUT if not _pins(asked, name)]
     if config.planner.explain:
@@ -121,16 +96,7 @@ def is_one_layout(config: LaunchConfig, asked: Question) -> bool:
 
 
 def tune_layout(config: LaunchConfig, asked: Question, *, top_k: int) -> LayoutAnswer:
-    """The best policies and microbatch sizes of the layout, or those that get farthest.
-
-    Args:
-        config: As it was asked.
-        asked: With the layout pinned; see ``is_one_layout``.
-        top_k: How many are listed.
-
-    Raises:
-        PlanError: Nothing fits; the message has the smallest memory that does, and what that costs.
-    """
+    """The best policies and microbatch sizes of the layout, or those that get farthest."""
     if config.planner.maximize != "throughput":
         least = (asked.problem.least_size,)
         return _largest(config, replace(asked, space=_tuning_space(asked, least)), top_k)
@@ -152,7 +118,6 @@ def _tuning_space(asked: Question, sizes: tuple[int, ...]) -> Space:
 
 
 def _policies(asked: Question) -> tuple[Recompute, ...]:
-    """All, but what a compiled unit hides cannot be recomputed selectively."""
     measured = asked.problem.measured
     if measured is not None and measured.selective:
         return (Recompute("selective"),)
@@ -225,8 +190,6 @@ def _largest(config: LaunchConfig, asked: Question, top_k: int) -> LayoutAnswer:
 
 
 def _ranked(reaches: Sequence[Reach]) -> list[Reach]:
-    """The farthest first, of equally far ones the fastest."""
-
     def place(reach: Reach) -> tuple[float, float, int]:
         assert reach.value is not None
         assert reach.outcome is not None

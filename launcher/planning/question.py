@@ -6,22 +6,20 @@ something other than its default.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from launcher.config import LaunchConfig
-from launcher.config.key import keys_of
+from launcher.config.key import keys_of, value_at
 from launcher.config.pipeline import recompute_policy
 from launcher.planning.model_trace import needs_trace, traced_shape
-from launcher.processes.nodes import asked_world
-from launcher.profiles.profile_check import checked_profile, classes_of
+from launcher.profile_check import checked_profile, classes_of
 from launcher.report.summary import format_percent
-from launcher.resolve import MOMENTS, element_sizes, model_shape, num_gpus, uses_gpu
+from launcher.resolve import MOMENTS, element_sizes, layer_units, model_shape, num_places, uses_gpu
 from launcher.workloads.loads import unit_loads
-from launcher.workloads.model_share import ModelShape, PlannedShape, check_tp, units_per_layer
+from launcher.workloads.model_share import ModelShape, PlannedShape, check_tp
 from launcher.workloads.traced_shape import TracedShape
 from strategies.costs.analytic import Load
 from strategies.costs.profile_costs import stage_classes
@@ -37,15 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the planner is asked.
-
-    Attributes:
-        problem: Model and machine.
-        space: What may be chosen.
-        shape: The model.
-        pinned: Keys that the user has set.
-        config: What was asked.
-    """
+    """What the planner is asked; ``pinned`` are the keys that the user has set."""
 
     problem: Problem
     space: Space
@@ -55,17 +45,8 @@ class Question:
 
 
 def ask(config: LaunchConfig, run_dir: Path) -> Question:
-    """The question that a configuration poses.
-
-    Args:
-        config: Checked.
-        run_dir: Whose ``.hydra`` says what was typed.
-
-    Raises:
-        PipelineError: The model has no known sizes, or keys contradict each other.
-    """
     _check_costs(config)
-    return question(config, pinned_keys(config, run_dir), traced_shape(config, run_dir))
+    return question(config, _pinned_keys(config, run_dir), traced_shape(config, run_dir))
 
 
 def question(
@@ -89,7 +70,6 @@ def question(
         # As a training run's prediction: clipping's norm is the one synchronisation.
         waits_at_flush=config.trainer.waits_at_flush,
     )
-
     layers = recompute_policy(config.recompute).layers
 
     def loads(tp: int, size: int, selective: bool) -> tuple[Load, ...]:
@@ -111,17 +91,15 @@ def question(
     problem = Problem(machine, loads, len(loads(1, 1, False)), refuse_tp, graph)
     if config.costs.name == "profiled":
         assert not isinstance(shape, TracedShape)
-        problem, space = with_profile(config, pins, shape, problem, space)
+        problem, space = _with_profile(config, pins, shape, problem, space)
     return Question(problem, space, shape, pins, config)
 
 
-def pinned_keys(config: LaunchConfig, run_dir: Path) -> frozenset[str]:
-    """Keys that the user has set, by command line or by a file."""
-    default = LaunchConfig()
+def _pinned_keys(config: LaunchConfig, run_dir: Path) -> frozenset[str]:
     found = {
         entry.path
         for entry in keys_of(LaunchConfig)
-        if _get(config, entry.path) != _get(default, entry.path)
+        if value_at(config, entry.path) != entry.default
     }
     # Every option of schedule= states its number of stages; that alone is nobody's wish.
     if config.schedule.stages_per_rank == _own_stages(config):
@@ -135,7 +113,7 @@ def _own_stages(config: LaunchConfig) -> int | None:
 
 
 def typed_words(run_dir: Path) -> tuple[str, ...]:
-    """The overrides of a run as Hydra has kept them."""
+    """The overrides of a run as Hydra has kept them; none where it has not."""
     from omegaconf import OmegaConf
 
     file = run_dir / ".hydra" / "overrides.yaml"
@@ -156,7 +134,6 @@ def _check_costs(config: LaunchConfig) -> None:
 
 
 def _check_traced(config: LaunchConfig, pinned: frozenset[str]) -> None:
-    """Refuses what a trace cannot tell anything about."""
     if config.costs.name == "profiled":
         raise PlanError(
             f"costs=profiled with model={config.model.name}: mode=profile measures the units of "
@@ -219,12 +196,7 @@ def _units(config: LaunchConfig, shape: PlannedShape) -> tuple[int, ...] | None:
     layers = config.schedule.layers_per_stage
     if layers is None:
         return None
-    if isinstance(shape, TracedShape):
-        return layers
-    units = [units_per_layer(shape) * count for count in layers]
-    units[0] += 1  # the embedding
-    units[-1] += 1  # the head
-    return tuple(units)
+    return layers if isinstance(shape, TracedShape) else layer_units(shape, layers)
 
 
 def _batch(config: LaunchConfig) -> int:
@@ -241,32 +213,16 @@ def _num_gpus(config: LaunchConfig, pinned: frozenset[str]) -> int:
     """Those of a pinned layout, else those that are here."""
     if {"pp", "tp", "dp"} <= pinned and config.dp != "auto":
         return config.pp * config.tp * int(config.dp)
-    return _here(config)
-
-
-def _here(config: LaunchConfig) -> int:
-    if (asked := asked_world(config)) is not None:
-        return asked
-    return num_gpus() if uses_gpu(config) else (os.cpu_count() or 1)
-
-
-def _get(config: LaunchConfig, path: str) -> object:
-    value: object = config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+    return num_places(config)
 
 
 def with_memory(asked: Question, memory_bytes: int) -> Question:
-    """The same question for ranks with another memory."""
     before = asked.problem.machine
     roomy = replace(before.hardware, memory_gb=memory_bytes / 1e9)
     machine = replace(before, hardware=roomy, memory_bytes=memory_bytes)
     return replace(asked, problem=replace(asked.problem, machine=machine))
 
 
-# ------------------------------------------------------------------------------------- calibration
-#
 # Whether a plan's times stand on a measurement, in words.
 #
 # Two measurements can be behind them: a profile of the model's own layers (``costs=profiled``), or
@@ -308,8 +264,6 @@ def calibration(asked: Question) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------- measured
-#
 # ``costs=profiled`` in a plan: measured layers and links in place of computed ones.
 #
 # A profile is of one machine, of one model's layers and of one way to run them: what it does not
@@ -317,25 +271,14 @@ def calibration(asked: Question) -> str:
 # selective recomputation are as they were then.
 
 
-def with_profile(
+def _with_profile(
     config: LaunchConfig,
     pinned: Collection[str],
     shape: ModelShape,
     problem: Problem,
     space: Space,
 ) -> tuple[Problem, Space]:
-    """The question for measured units.
-
-    Args:
-        config: Its ``costs.file`` is given.
-        pinned: Keys that the user has set.
-        shape: The model.
-        problem: With computed costs.
-        space: What may be chosen.
-
-    Raises:
-        CostError: There is no such file, or it is a profile of another machine or model.
-    """
+    """The question for measured units."""
     profile, as_measured = checked_profile(
         config, shape, ranks=space.num_gpus, gpu=uses_gpu(config), pinned=pinned
     )
@@ -350,12 +293,11 @@ def with_profile(
             return f"costs.file={config.costs.file} was measured with tp={measured.tp}."
         return model_says(tp)
 
-    sizes = measured.sizes
     if space.microbatch_size is not None:
         profile.at(space.microbatch_size)  # Raises now, not when a table is asked for.
     return (
         replace(problem, measured=measured, refuse_tp=refuse_tp),
-        replace(space, sizes=tuple(sizes), policies=_policies(space, selective=selective)),
+        replace(space, sizes=tuple(measured.sizes), policies=_policies(space, selective=selective)),
     )
 
 

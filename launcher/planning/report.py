@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from launcher.config import LaunchConfig, PlannerConfig
 from launcher.config.key import shorten, spell
@@ -18,7 +19,7 @@ from launcher.workloads.traced_shape import TracedShape
 from strategies.analysis.metrics import Metrics
 from strategies.analysis.timeline import Timeline
 from strategies.errors import PlanError
-from strategies.plan import NUM_PASSES, OVERLAPS, POLICIES, Overlap, Policy, Recompute
+from strategies.plan import NUM_PASSES, OVERLAPS, POLICIES, Recompute
 from strategies.planner.cut import balance
 from strategies.planner.ilp import cut_by_ilp
 from strategies.planner.layout_search import Answer
@@ -28,17 +29,15 @@ from strategies.planner.space import Space
 from strategies.planner.unit_graph import UnitGraph, crossing_bytes
 from strategies.schedules import find_schedule
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class ListedPlan:
     """One plan with the figures of its verified program.
 
     Attributes:
-        outcome: What the search found.
         words: Overrides that reproduce it.
-        run: Resolved as a run would be.
-        timeline: Its predicted step.
-        metrics: The figures of that.
         step_time_s: Period, or makespan where clipping waits at the flush.
         tokens_per_s: Of all ranks.
         mfu: Model FLOPs over the peak of all ranks.
@@ -55,12 +54,10 @@ class ListedPlan:
 
     @property
     def memory(self) -> tuple[int, ...]:
-        """Peak bytes per rank."""
         return tuple(value for value in self.metrics.peak_memory_bytes if value is not None)
 
 
 def list_plans(config: LaunchConfig, asked: Question, answer: Answer) -> tuple[ListedPlan, ...]:
-    """Compiles and simulates what the search lists."""
     batch = asked.space.global_batch_size
     flops = sum(unit.forward_flops for unit in model_units(asked.shape))
     memory_gb = asked.problem.machine.hardware.memory_gb
@@ -89,7 +86,6 @@ def list_plans(config: LaunchConfig, asked: Question, answer: Answer) -> tuple[L
 
 
 def command_line(typed: Sequence[str], plan: ListedPlan) -> str:
-    """What to type to train with a plan."""
     chosen = {word.partition("=")[0] for word in plan.words}
     dropped = ("mode", "plan", "experiment_name")
     kept = [
@@ -158,27 +154,18 @@ def _plan_mapping(plan: ListedPlan) -> dict[str, object]:
     }
 
 
-# ---------------------------------------------------------------------------------------- branches
-#
 # What another order of a model's branches would save: the runtime keeps the order of its step.
 #
 # A stage is a run of the units in the order in which the model's own code calls them, so a cut that
 # mixes branches cannot run as it is. Where one would send less, the user can call the layers in the
 # order that it needs.
 
-
 _LESS = 0.99
 _MOST_NAMES = 12
 
 
 def better_order(shape: TracedShape, units: tuple[int, ...], *, balance_ratio: float) -> str | None:
-    """A sentence about the order of calls that sends less; None where there is none.
-
-    Args:
-        shape: The traced model.
-        units: Units per stage of the plan.
-        balance_ratio: As ``planner.balance_ratio``.
-    """
+    """A sentence about the order of calls that sends less; None where there is none."""
     if len(units) < 2 or shape.is_chain:
         return None
     loads = shape.loads(1)
@@ -201,10 +188,7 @@ def better_order(shape: TracedShape, units: tuple[int, ...], *, balance_ratio: f
     )
 
 
-# --------------------------------------------------------------------------------------- explained
-#
 # ``planner.explain=[tp=4,pp=8]``: one layout in detail, beside the best of all.
-
 
 _NUMBERS = {
     "tp", "pp", "dp", "num_microbatches", "microbatch_size", "stages_per_rank", "group",
@@ -212,15 +196,6 @@ _NUMBERS = {
 
 
 def pinned_space(space: Space, entries: Sequence[str]) -> Space:
-    """The space with what is to be explained fixed.
-
-    Args:
-        space: What may be chosen otherwise.
-        entries: ``tp=4`` and the like, of known names.
-
-    Raises:
-        PlanError: A value that its key cannot have.
-    """
     for entry in entries:
         name, _, value = entry.replace(":", "=", 1).partition("=")
         if name in _NUMBERS:
@@ -234,9 +209,10 @@ def pinned_space(space: Space, entries: Sequence[str]) -> Space:
             find_schedule(value)
             space = replace(space, schedule=value)
         elif name == "overlap":
-            space = replace(space, overlap=_overlap(value))
+            space = replace(space, overlap=_known(name, value, OVERLAPS, OVERLAPS[0]))
         else:
-            space = replace(space, recompute=Recompute(_policy(value)))
+            policy = _known("recompute", value, POLICIES, "full")
+            space = replace(space, recompute=Recompute(policy))
     return space
 
 
@@ -270,24 +246,13 @@ def explained(shown: ListedPlan, best: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _overlap(value: str) -> Overlap:
-    for known in OVERLAPS:
-        if known == value:
-            return known
-    raise PlanError(
-        f"planner.explain: overlap={shorten(value)} is unknown. Try overlap={OVERLAPS[0]}."
-    )
+def _known(name: str, value: str, words: Sequence[T], example: str) -> T:
+    for word in words:
+        if word == value:
+            return word
+    raise PlanError(f"planner.explain: {name}={shorten(value)} is unknown. Try {name}={example}.")
 
 
-def _policy(value: str) -> Policy:
-    for known in POLICIES:
-        if known == value:
-            return known
-    raise PlanError(f"planner.explain: recompute={shorten(value)} is unknown. Try recompute=full.")
-
-
-# --------------------------------------------------------------------------------------- candidate
-#
 # A candidate as a configuration and as words for the command line: what is printed is what runs.
 
 
@@ -298,14 +263,7 @@ def candidate_words(
     *,
     memory_gb: float | None = None,
 ) -> list[str]:
-    """Overrides that make a run of a candidate.
-
-    Args:
-        candidate: The plan.
-        shape: The model.
-        global_batch_size: Sequences per optimizer step.
-        memory_gb: What the plan was made for; printed where the program depends on it.
-    """
+    """Overrides that make a run of a candidate; ``memory_gb`` where its program depends on it."""
     layout, order = candidate.layout, candidate.order
     words = [
         f"pp={layout.pp}",
@@ -324,13 +282,12 @@ def candidate_words(
         words.append(f"schedule.units_per_stage={spell(units)}")
     words.append(f"overlap={candidate.overlap}")
     words += _recompute_words(candidate.recompute)
-    if memory_gb is not None and fills_memory(candidate):
+    if memory_gb is not None and _fills_memory(candidate):
         words.append(f"hardware.memory_gb={memory_gb:.12g}")
     return words
 
 
-def fills_memory(candidate: Candidate) -> bool:
-    """Whether the program is made for the memory of a rank."""
+def _fills_memory(candidate: Candidate) -> bool:
     recompute = candidate.recompute
     return recompute.policy == "optimal" and recompute.max_full_activations is None
 
@@ -350,18 +307,11 @@ def _recompute_words(recompute: Recompute) -> list[str]:
 def candidate_config(
     config: LaunchConfig, candidate: Candidate, shape: PlannedShape, global_batch_size: int
 ) -> LaunchConfig:
-    """The configuration that ``candidate_words`` makes of this one.
-
-    Args:
-        config: What was asked; its planner is done with.
-        candidate: The plan.
-        shape: The model.
-        global_batch_size: Sequences per optimizer step.
-    """
+    """The configuration that ``candidate_words`` makes of this one."""
     layout, order = candidate.layout, candidate.order
     virtual = find_schedule(order.schedule).virtual_stages
     memory_gb = config.hardware.memory_gb
-    if fills_memory(candidate):
+    if _fills_memory(candidate):
         memory_gb = config.planner.memory_gb or memory_gb
     return replace(
         config,

@@ -27,11 +27,7 @@ class Failure:
     """How one rank ended.
 
     Attributes:
-        rank: Global rank.
-        host: Where it ran.
         at: Seconds since the epoch.
-        kind: Exception type, or the signal's name.
-        message: What it said.
         exit_code: That of its process.
         doing: Step and instruction it was in, as ``Beat.describe`` has it; empty if unknown.
         step: The optimizer step it was making, from 1; 0 before the first, or if unknown.
@@ -48,13 +44,7 @@ class Failure:
 
 
 class RankFailedError(RunError):
-    """A run that a rank has ended.
-
-    Attributes:
-        failure: Of that rank.
-        asked_to_stop: Whether the ranks had been asked to stop by then.
-        figures: For result.json.
-    """
+    """A run that a rank has ended; ``figures`` are for result.json."""
 
     def __init__(self, message: str, failure: Failure, *, asked_to_stop: bool = False) -> None:
         super().__init__(message)
@@ -73,7 +63,6 @@ class RankRefusedError(RankFailedError):
 
 
 def failure_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank leaves its failure."""
     return run_dir / "logs" / f"rank_{rank:05d}.error.json"
 
 
@@ -93,7 +82,6 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
 
 
 def read_failure(run_dir: Path, rank: int) -> Failure | None:
-    """What a rank left, if it could."""
     try:
         return Failure(**json.loads(failure_file(run_dir, rank).read_text()))
     except (OSError, ValueError, TypeError):
@@ -134,7 +122,6 @@ def is_consequence(failure: Failure) -> bool:
 
 
 def describe(failure: Failure, log: Path) -> str:
-    """One message with the end of the rank's log."""
     try:
         lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
     except OSError:
@@ -147,8 +134,6 @@ def describe(failure: Failure, log: Path) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------- blame
-#
 # Which of several failing ranks is the cause, where the cause may be one that has not failed.
 
 
@@ -160,10 +145,8 @@ def blame(
     A rank that has given up waiting names its neighbour, which may itself have waited for somebody
     else: who waits for whom is followed to a rank that waits for nobody.
 
-    Args:
-        failures: Of the ranks that have ended badly.
-        beats: What each rank of this host has last said.
-        idle_s: Of those that still run, for how long they have not gone on.
+    ``beats``: what each rank of this host has last said.
+    ``idle_s``: of those that still run, for how long they have not gone on.
     """
     first = first_failure(list(failures))
     if not is_consequence(first):
@@ -185,10 +168,7 @@ def blame(
     return Failure(culprit, socket.gethostname(), first.at, "no progress", message, 1)
 
 
-# ----------------------------------------------------------------------------------- out of memory
-#
 # Memory that has run out: in a rank that can still say so, or in one that was killed for it.
-
 
 _VMSTAT = Path("/proc/vmstat")
 # Allocators of torch on the host and on GPUs, and of everything else in C++.
@@ -232,9 +212,7 @@ class OomCount:
     def explain(self, failure: Failure, peak_bytes: int = 0) -> Failure:
         """Adds to a SIGKILL that the kernel has killed somebody, and the peak of the ranks.
 
-        Args:
-            failure: Of a rank that could not say why.
-            peak_bytes: Of a rank that has ended and was no child of this process.
+        ``peak_bytes``: of a rank that has ended and was no child of this process.
         """
         if failure.kind != "SIGKILL" or _kills() == self._before:
             return failure

@@ -39,11 +39,7 @@ _PASSED_ON = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGCONT)
 
 
 def fork_under_guard(rank: int) -> None:
-    """Forks; returns in the child, which goes on as the rank. The parent ends with its exit code.
-
-    Args:
-        rank: Global rank.
-    """
+    """Forks; returns in the child, which becomes the rank. The parent ends with its exit code."""
     pages = Pages.make(1)
     os.environ.update(pages.variables(0))
     parent = os.getpid()

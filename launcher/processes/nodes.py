@@ -18,14 +18,7 @@ from strategies.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Machines of one run.
-
-    Attributes:
-        count: Number of them.
-        ranks_each: Ranks on every one.
-        tp: Ranks that share matrices.
-        dp: Replicas.
-    """
+    """Machines of one run."""
 
     count: int
     ranks_each: int
@@ -57,18 +50,14 @@ class Nodes:
 
 
 def plan_nodes(config: LaunchConfig, *, dp: int) -> Nodes:
-    """Spreads a run over ``cluster.nodes``.
-
-    Raises:
-        PlanError: The nodes would hold different numbers of ranks.
-    """
     cluster = config.cluster
     world = config.pp * dp * config.tp
     asked = f"pp={config.pp} * dp={dp}" + (f" * tp={config.tp}" if config.tp > 1 else "")
     per_node = cluster.gpus_per_node
     if per_node is not None and world != cluster.nodes * per_node:
         fit = world / per_node
-        nodes = f"cluster.nodes={int(fit)}" if fit.is_integer() else f"dp={_fitting_dp(config)}"
+        fit_dp = max(1, cluster.nodes * per_node // (config.pp * config.tp))
+        nodes = f"cluster.nodes={int(fit)}" if fit.is_integer() else f"dp={fit_dp}"
         raise PlanError(
             f"{asked} = {world} ranks do not fill cluster.nodes={cluster.nodes} * "
             f"cluster.gpus_per_node={per_node} = {cluster.nodes * per_node} GPUs, one rank each. "
@@ -84,11 +73,7 @@ def plan_nodes(config: LaunchConfig, *, dp: int) -> Nodes:
 
 
 def asked_world(config: LaunchConfig) -> int | None:
-    """Ranks that the cluster has room for; None on this machine.
-
-    Raises:
-        PlanError: It cannot be known.
-    """
+    """Ranks that the cluster has room for; None on this machine."""
     cluster = config.cluster
     if cluster.name == "torchrun":
         # Set by torchrun; where it has started nothing yet, there is nothing to fill.
@@ -103,15 +88,7 @@ def asked_world(config: LaunchConfig) -> int | None:
     return None
 
 
-def _fitting_dp(config: LaunchConfig) -> int:
-    gpus = config.cluster.nodes * (config.cluster.gpus_per_node or 1)
-    return max(1, gpus // (config.pp * config.tp))
-
-
-# ----------------------------------------------------------------------------------- node commands
-#
 # The command for each node, where no scheduler starts the ranks.
-
 
 _PORT = 29500
 _LEFT_OUT = ("mode", "cluster", "cluster.nodes", "cluster.master")
@@ -123,10 +100,7 @@ def node_commands(nodes: Nodes, words: Sequence[str], *, master: str | None) -> 
     A static rendezvous on purpose: torchrun's own may hand rank 0 to any node, and the order of
     ranks decides which pipeline ranks are neighbours.
 
-    Args:
-        nodes: How the ranks lie.
-        words: Overrides as typed.
-        master: HOST:PORT of the first node; None for this machine.
+    ``master``: HOST:PORT of the first node; None for this machine.
     """
     host, port = (master or f"{socket.gethostname()}:{_PORT}").split(":")
     kept = [w for w in words if w.lstrip("+").partition("=")[0] not in _LEFT_OUT]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -20,11 +19,7 @@ PREEMPTED = 85
 
 
 class PreemptedError(RunError):
-    """A run that was asked to stop, and wrote a checkpoint first.
-
-    Attributes:
-        figures: What it left: steps, checkpoint.
-    """
+    """A run that was asked to stop, and wrote a checkpoint first; ``figures`` are what it left."""
 
     exit_code = PREEMPTED
 
@@ -52,7 +47,6 @@ class StopRequest:
         self._obeyed = True
 
     def install(self, *numbers: signal.Signals) -> None:
-        """Takes these signals from now on."""
         for number in numbers:
             signal.signal(number, self)
 
@@ -76,39 +70,11 @@ def installed_request() -> StopRequest | None:
     return handler if isinstance(handler, StopRequest) else None
 
 
-# ---------------------------------------------------------------------------------------- restarts
-#
 # Ranks that have failed are started again, from the newest checkpoint of their run.
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """What would have to change for another attempt to get further.
-
-    Attributes:
-        checkpoint: From which it began.
-        rank: The first that failed.
-        kind: How.
-        step: Where.
-    """
-
-    checkpoint: Path | None
-    rank: int
-    kind: str
-    step: int
-
-
 class Restarts:
-    """Decides whether ranks that have failed are started again.
-
-    Args:
-        most: How often.
-        newest: Finds the newest whole checkpoint to go on with; None to begin anew.
-        say: Told one line per restart.
-
-    Attributes:
-        count: Restarts so far.
-    """
+    """Decides whether ranks that have failed are started again, from the ``newest`` checkpoint."""
 
     def __init__(
         self, most: int, newest: Callable[[], Path | None], say: Callable[[str], None]
@@ -116,19 +82,11 @@ class Restarts:
         self._most = most
         self._newest = newest
         self._say = say
-        self._last: _Attempt | None = None
+        self._last: tuple[Path | None, int, str, int] | None = None
         self.count = 0
 
     def run(self, start: Callable[[Path | None], None], checkpoint: Path | None) -> None:
-        """Starts the ranks until they end well, or it makes no sense to try again.
-
-        Args:
-            start: Starts them from a checkpoint and waits for them.
-            checkpoint: The first time.
-
-        Raises:
-            RankFailedError: The last failure.
-        """
+        """Starts the ranks until they end well, or it makes no sense to try again."""
         while True:
             try:
                 start(checkpoint)
@@ -155,10 +113,10 @@ class Restarts:
             return "\nNot restarted: the same would happen again."
         if self.count >= self._most:
             return f"\nNot restarted: trainer.max_restarts={self._most} are used up."
-        attempt = _Attempt(checkpoint, failure.rank, failure.kind, failure.step)
-        again = attempt == self._last
-        self._last = attempt
-        if again:
+        # What would have to change for another attempt to get further.
+        attempt = checkpoint, failure.rank, failure.kind, failure.step
+        before, self._last = self._last, attempt
+        if before == attempt:
             return "\nNot restarted: the same has happened twice at this step."
         return None
 

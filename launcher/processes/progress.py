@@ -55,7 +55,6 @@ class ProgressView:
             self._bar.stop()
 
     def __call__(self, event: dict[str, Any]) -> None:
-        """Takes one of rank 0's events."""
         if not self._enabled:
             return
         if event["kind"] == "start":

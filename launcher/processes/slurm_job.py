@@ -44,9 +44,6 @@ def begin(run_dir: Path) -> str:
 
     A requeued job goes on with the newest whole checkpoint that it has written itself; before there
     is one, with what the command line has asked for.
-
-    Returns:
-        HOST:PORT of rank 0.
     """
     task = read_task(run_dir)
     own = newest_in(run_dir, skipped=complain) if task["config"]["mode"] == "train" else None
@@ -67,19 +64,11 @@ def begin(run_dir: Path) -> str:
 
 
 def end(run_dir: Path, code: int) -> int:
-    """Looks at what the ranks left.
-
-    Args:
-        run_dir: The run's folder.
-        code: With which srun has ended.
-
-    Returns:
-        0 done, 1 failed, 85 preempted with a checkpoint.
-    """
+    """Looks at what the ranks left; 0 done, 1 failed, 85 preempted with a checkpoint."""
     task = read_task(run_dir)
     run = resolve_task(task)
     try:
-        with failure_recorded(run_dir / "result.json", run_mapping(run, "done")):
+        with failure_recorded(run_dir / "result.json", run_mapping(run)):
             outcome = _outcome(run_dir, run.world_size, code)
     except RunError as error:
         say(str(error) if isinstance(error, PreemptedError) else f"error: {error}")
@@ -90,10 +79,10 @@ def end(run_dir: Path, code: int) -> int:
     return done
 
 
-def first_srun_error(text: str) -> tuple[int, str, str] | None:
+def _first_srun_error(text: str) -> tuple[int, str, str] | None:
     """The first task that srun has complained about, its host, and how it ended.
 
-    >>> first_srun_error("srun: error: n1: tasks 2-3: Killed")
+    >>> _first_srun_error("srun: error: n1: tasks 2-3: Killed")
     (2, 'n1', 'Killed')
     """
     found = _SRUN_LINE.search(text)
@@ -101,13 +90,12 @@ def first_srun_error(text: str) -> tuple[int, str, str] | None:
 
 
 def _outcome(run_dir: Path, world_size: int, code: int) -> dict[str, Any]:
-    there = (run_dir / OUTCOME).is_file()
-    if there and code != 0:
+    if (run_dir / OUTCOME).is_file():
         # Of ranks that stop with 85, the first to end has srun kill those that are still about to:
         # the checkpoint is committed before any of them ends.
-        take_outcome(run_dir)
-    elif there:
-        return take_outcome(run_dir)
+        outcome = take_outcome(run_dir)
+        if code == 0:
+            return outcome
     raise RunError(_blame(run_dir, world_size, code))
 
 
@@ -116,7 +104,7 @@ def _blame(run_dir: Path, world_size: int, code: int) -> str:
     failures = [f for rank in range(world_size) if (f := read_failure(run_dir, rank)) is not None]
     log = logs / "srun.log"
     said = log.read_text(errors="replace") if log.is_file() else ""
-    named = first_srun_error(said)
+    named = _first_srun_error(said)
     if named is not None and named[0] not in {failure.rank for failure in failures}:
         rank, host, how = named
         # A task that was killed cannot say anything; its peers can only say that it is gone.
@@ -153,7 +141,6 @@ def _free_port() -> int:
 
 
 def main() -> int:
-    """Runs ``begin`` or ``end``; returns the exit code."""
     os.umask(0o077)
     try:
         if sys.argv[1] == "begin":

@@ -24,17 +24,7 @@ _PLAIN_PATH = re.compile(r"/[A-Za-z0-9_./=,+@:~-]*")
 
 
 def job_script(config: LaunchConfig, run_dir: Path, nodes: Nodes, *, cwd: Path) -> str:
-    """The text of the script.
-
-    Args:
-        config: Checked.
-        run_dir: The run's folder, absolute.
-        nodes: How the ranks lie.
-        cwd: Where relative paths of the configuration begin.
-
-    Raises:
-        PlanError: The run's folder has a name that SLURM would not take as it is.
-    """
+    """The text of the script."""
     if not _PLAIN_PATH.fullmatch(str(run_dir)):
         raise PlanError(
             f"The run folder {run_dir} has characters that SLURM does not take as they are: "
@@ -107,20 +97,12 @@ def _options(config: LaunchConfig, run_dir: Path, nodes: Nodes) -> list[str]:
     ]
 
 
-# ------------------------------------------------------------------------------------ slurm submit
-#
 # Hands a job script to ``sbatch``: a list of arguments, never a line for a shell.
-
 
 _TIMEOUT_S = 60
 
 
 def find_sbatch() -> str:
-    """The program's path.
-
-    Raises:
-        PlanError: This machine has none.
-    """
     found = shutil.which("sbatch")
     if found is None:
         raise PlanError(
@@ -131,11 +113,7 @@ def find_sbatch() -> str:
 
 
 def submit(script: Path) -> str:
-    """Submits a script; returns the job's number.
-
-    Raises:
-        PlanError: SLURM has refused it; with its own words.
-    """
+    """Submits a script; returns the job's number."""
     try:
         done = subprocess.run(
             [find_sbatch(), "--parsable", str(script)],

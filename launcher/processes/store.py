@@ -97,7 +97,6 @@ class Store:
     """Keys and values, and who waits for which.
 
     Args:
-        listener: Where clients come.
         token: With which every key begins (``PrefixStore(token, ...)``); empty for any key.
     """
 

@@ -38,18 +38,15 @@ def write_task(run: Run, run_dir: Path, checkpoint: Path | None) -> dict[str, An
 
 
 def rewrite_task(run_dir: Path, task: Mapping[str, Any]) -> None:
-    """Replaces the file, all or nothing."""
     write_atomically(run_dir / TASK, json.dumps(task, indent=1))
 
 
 def read_task(run_dir: Path) -> dict[str, Any]:
-    """What ``write_task`` has written."""
     found: dict[str, Any] = json.loads((run_dir / TASK).read_text())
     return found
 
 
 def resolve_task(task: Mapping[str, Any]) -> Run:
-    """The run that a task describes, resolved anew."""
     file = task["schedule_file"]
     return resolve(from_dict(task["config"]), None if file is None else ScheduleFile(**file))
 

@@ -60,11 +60,7 @@ def rank() -> int:
 
 
 def num_nodes() -> int:
-    """Machines, which torchrun gives as many ranks each.
-
-    Raises:
-        PlanError: No torchrun has started this process.
-    """
+    """Machines, which torchrun gives as many ranks each."""
     if not _inside():
         missing = [name for name in _NEEDED if name not in os.environ]
         raise PlanError(
@@ -75,11 +71,7 @@ def num_nodes() -> int:
 
 
 def check_world(world_size: int, *, mode: str) -> None:
-    """Refuses a run of another size than torchrun's.
-
-    Raises:
-        PlanError: With both numbers.
-    """
+    """Refuses a run of another size than torchrun's."""
     if mode == "validate" or not _inside():
         return
     started = int(os.environ["WORLD_SIZE"])
@@ -91,11 +83,7 @@ def check_world(world_size: int, *, mode: str) -> None:
 
 
 def refuse_stray(config: LaunchConfig) -> None:
-    """Refuses what would become one whole run per process of torchrun.
-
-    Raises:
-        PlanError: With the word that is missing.
-    """
+    """Refuses what would become one whole run per process of torchrun."""
     local = config.cluster.name == "local"
     if local and os.environ.get("TORCHELASTIC_RUN_ID") and int(os.environ["WORLD_SIZE"]) > 1:
         raise PlanError(
@@ -107,16 +95,7 @@ def refuse_stray(config: LaunchConfig) -> None:
 def lead(
     run_dir: Path, task: Mapping[str, Any], on_event: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Tells all ranks what to run, and runs rank 0's part of it in this process.
-
-    Args:
-        run_dir: The run's folder.
-        task: What ``launcher.processes.task`` has written there.
-        on_event: Gets progress events.
-
-    Raises:
-        RunError: This rank has failed.
-    """
+    """Tells all ranks what to run, and runs rank 0's part of it in this process."""
     (run_dir / "logs").mkdir(exist_ok=True)
     for other in range(int(os.environ["WORLD_SIZE"])):  # of an earlier attempt
         failure_file(run_dir, other).unlink(missing_ok=True)
@@ -213,8 +192,6 @@ def _meet() -> Any:  # noqa: ANN401 -- a torch.distributed.Store
     return store
 
 
-# -------------------------------------------------------------------------------------------- echo
-#
 # Progress on standard output, where no parent of ours reads what rank 0 tells.
 
 
@@ -222,8 +199,7 @@ def _meet() -> Any:  # noqa: ANN401 -- a torch.distributed.Store
 def events_told_to(listener: Callable[[dict[str, Any]], None]) -> Iterator[None]:
     """Hands what ``launcher.rank.callbacks.Progress`` tells inside the block to a function.
 
-    Args:
-        listener: Called in a thread of its own; it has had every event when the block ends.
+    That is called in a thread of its own, and has had every event when the block ends.
     """
     reader, writer = os.pipe()
     thread = threading.Thread(target=_read, args=(reader, listener), name="progress", daemon=True)

@@ -35,13 +35,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A rank that does not go on.
-
-    Attributes:
-        index: Of the rank on this host.
-        kind: A signal's name, or ``no progress``.
-        message: For how long, and which deadline that exceeds.
-    """
+    """A rank that does not go on: its index on this host, a signal's name or ``no progress``."""
 
     index: int
     kind: str
@@ -53,13 +47,10 @@ class Watchdog:
     """Watches the ranks of one host.
 
     Attributes:
-        pages: Their heartbeats.
         first_rank: Global rank of the first of them.
         deadline_s: For a stopped process, and for a rank in one instruction; 0 for never.
         patience_s: For a rank in one instruction where that is more: compiled code may be compiled
             again, and a GPU's host waits for many instructions at once.
-        states: What the kernel says, by index.
-        clock: Seconds.
     """
 
     pages: Pages
@@ -158,7 +149,6 @@ class Watchdog:
 
 
 def state_of(pid: int) -> State:
-    """What the kernel says of a process."""
     import psutil  # Not needed to read a configuration.
 
     try:
@@ -172,21 +162,14 @@ def state_of(pid: int) -> State:
     return State.GONE if status == psutil.STATUS_ZOMBIE else State.RUNNING
 
 
-# ------------------------------------------------------------------------------------------- pages
-#
 # The heartbeat pages of this host's ranks: made before they start, handed to them, read later.
-
 
 _VARIABLE = "FOLDPIPE_HEARTBEAT"
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """One page per rank.
-
-    Attributes:
-        files: Descriptors, to be passed on to the ranks.
-    """
+    """One heartbeat page per rank; descriptors, to be passed on to the ranks."""
 
     files: Sequence[int]
 
@@ -196,11 +179,9 @@ class Pages:
         return cls(tuple(new_page() for _ in range(count)))
 
     def variables(self, index: int) -> dict[str, str]:
-        """What a rank finds its page by."""
         return {_VARIABLE: str(self.files[index])}
 
     def beat(self, index: int) -> Beat:
-        """What a rank has last said."""
         return read_beat(self.files[index])
 
     def mark(self, index: int) -> tuple[int, int]:

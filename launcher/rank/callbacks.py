@@ -1,4 +1,4 @@
-"""Lightning callbacks of the launcher: metrics for file and parent, and the last checkpoint."""
+"""Lightning callbacks of the launcher: metrics for file and parent, and signals left alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -38,11 +37,7 @@ def pipeline(trainer: pl.Trainer) -> PipelineStrategy:
 
 @dataclass
 class MetricsFile:
-    """``metrics.csv``: a row per logged step, on disk when ``write`` returns.
-
-    Attributes:
-        path: The file.
-    """
+    """``metrics.csv``: a row per logged step, on disk when ``write`` returns."""
 
     path: Path
     _columns: list[str] = field(default_factory=list)
@@ -52,10 +47,8 @@ class MetricsFile:
     def write(self, row: Mapping[str, Any], *, complete: bool = True) -> None:
         """Appends a row; a name not seen before adds a column to the whole file.
 
-        Args:
-            row: Values by column.
-            complete: Whether no more is to come; otherwise the next call replaces it. A run that
-                is killed leaves what is known of its last step.
+        ``complete``: whether no more is to come; otherwise the next call replaces it. A run that is
+        killed leaves what is known of its last step.
         """
         new = [name for name in row if name not in self._columns]
         if self._last is not None:
@@ -145,7 +138,6 @@ class Progress(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
     ) -> None:
-        """Notes a step, and writes the row of the one before."""
         if trainer.fit_loop._should_accumulate():
             return
         now = time.perf_counter()
@@ -196,7 +188,6 @@ class Progress(pl.Callback):
         self._rate = float(optimizer.param_groups[0]["lr"])
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts validation results into the row of the step they belong to."""
         found = {k: v for k, v in _numbers(trainer.callback_metrics).items() if k[:4] == "val_"}
         self.val_loss = found.get("val_loss", self.val_loss)
         if self._pending is None:  # after a step that is not logged itself
@@ -251,49 +242,6 @@ class KeepSignal(pl.Callback):
     on_validation_start = on_test_start = on_predict_start = on_train_start
 
 
-class LastCheckpoint(Checkpoint):
-    """Writes a checkpoint of the last step, inside the loop, where resuming finds its place.
-
-    Lightning runs checkpoint callbacks after all others: by then a timer has spoken.
-    """
-
-    reads_weights = False  # The checkpoint itself makes them whole.
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.path: Path | None = None
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
-    ) -> None:
-        """Saves when this batch is the last one."""
-        loop = trainer.fit_loop
-        enough = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
-        last_epoch = (
-            trainer.max_epochs is not None
-            and trainer.max_epochs != -1
-            and trainer.current_epoch + 1 >= trainer.max_epochs
-            and loop.epoch_loop.batch_progress.is_last_batch
-        )
-        if enough or last_epoch or trainer.should_stop:
-            self._save(trainer)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Saves if training ended in another way."""
-        self._save(trainer)
-
-    def _save(self, trainer: pl.Trainer) -> None:
-        path = self._folder / checkpoint_name(trainer.global_step)
-        if not pipeline(trainer).has_checkpoint(path):
-            trainer.save_checkpoint(path)
-        self.path = path
-
-
-def checkpoint_name(step: int) -> str:
-    """``step-00000060.ckpt``: a name that sorts by step."""
-    return f"step-{step:08d}.ckpt"
-
-
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     for name, value in metrics.items():
@@ -302,10 +250,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-# ------------------------------------------------------------------------------------- lost loader
-#
 # A process of a DataLoader that has died: torch names its pid, which tells nobody anything.
-
 
 _WORD = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9, ]+)\)")
 _KILLED = "SIGKILL: killed by somebody, or by the system for lack of memory"
@@ -319,10 +264,6 @@ def as_lost_loader(error: BaseException, trainer: pl.Trainer) -> LoaderProcessEr
     """The same failure with rank and batch; None if it is another one.
 
     torch raises it wherever the rank is at that moment, be it in the middle of a step.
-
-    Args:
-        error: What ended the training.
-        trainer: Knows how far its loops are.
     """
     found = _WORD.search(str(error))
     if found is None:

@@ -26,14 +26,16 @@ from launcher.processes.task import resolve_task
 from launcher.processes.watchdog import own_heartbeat
 from launcher.rank.callbacks import (
     KeepSignal,
-    LastCheckpoint,
     MetricsFile,
     Progress,
     as_lost_loader,
     pipeline,
 )
-from launcher.rank.checkpoint_rotation import RegularCheckpoints
-from launcher.rank.stopping import StopWhenAsked
+from launcher.rank.checkpoint_callbacks import (
+    LastCheckpoint,
+    RegularCheckpoints,
+    StopWhenAsked,
+)
 from launcher.rank.trackers import Tracked, build_loggers
 from launcher.report.predicted import ideal_step_s
 from launcher.resolve import Run, text_source
@@ -71,10 +73,9 @@ def run(task: dict[str, Any], run_dir: Path) -> None:
         "export": _export,
         "profile": _profile,
     }
-    first = os.environ["RANK"] == "0"
     outcome = jobs[resolved.config.mode](resolved, run_dir, task["checkpoint"])
     stopped_by = outcome.pop("stopped_by", None)
-    if first:
+    if os.environ["RANK"] == "0":
         write_outcome(run_dir, outcome, stopped_by=stopped_by)
     elif stopped_by is not None and resolved.config.cluster.name == "slurm":
         # srun ends the others with the first that leaves, and rank 0 may have trackers to finish.
@@ -109,7 +110,6 @@ def _strategy(run: Run) -> PipelineStrategy:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    """The leaves of a configuration by their dotted paths."""
     found: dict[str, object] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -158,7 +158,6 @@ def build_model(run: Run) -> pl.LightningModule:
 
 
 def build_data(run: Run) -> pl.LightningDataModule:
-    """The run's data module."""
     config = run.config
     if run.own_data:
         return cast(pl.LightningDataModule, load(DATA, config.data.name)(config, run.batch_size))
@@ -189,8 +188,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     file = MetricsFile(run_dir / "metrics.csv") if rank == 0 else None
     progress = Progress(file, tokens, ideal)
     callbacks: list[Callback] = [progress]
-    writes = given.save_last or given.checkpoint_every_n_steps is not None or given.keep_best > 0
-    if writes:
+    if given.save_last or given.checkpoint_every_n_steps is not None or given.keep_best > 0:
         callbacks.append(
             RegularCheckpoints(
                 folder,
@@ -205,10 +203,9 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     if given.save_last:
         callbacks.append(last)
     closing = _Closing(run)
-    callbacks.append(closing)
     request = installed_request() or StopRequest()
     stopping = StopWhenAsked(folder, request, timeout_s=run.options.timeout_s)
-    callbacks.append(stopping)
+    callbacks += [closing, stopping]
     trainer = _trainer(
         run,
         run_dir,
@@ -234,9 +231,9 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         if lost is None:
             raise
         raise lost from error
-    ran = pipeline(trainer).plan
+    ran, shown = pipeline(trainer).plan, closing.timeline
     if rank == 0:
-        tracked.end(run, closing.timeline, ran)
+        tracked.end(run, shown, ran)
     # The first step pays for connections and allocations.
     times = progress.step_times[1:] or progress.step_times
     step_time = statistics.median(times) if times else None
@@ -261,7 +258,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
             or os.environ.get("SLURM_RESTART_COUNT")
             or 0
         ),
-        "timeline": None if closing.timeline is None else _plain(closing.timeline),
+        "timeline": None if shown is None else {"start": shown.start, "end": shown.end},
         "buckets": list(ran.stage_buckets(pipeline(trainer).engine.placement.num_stages)),
         "skips": [list(ends) for ends in ran.skips],
     }
@@ -294,10 +291,6 @@ class _Closing(Callback):
         self.peaks = [max(peaks[i : i + size]) for i in range(0, len(peaks), size)]
         # The rank that is done first waits longest.
         self.norm_sync_s = max((wait for _, wait in gathered if wait is not None), default=None)
-
-
-def _plain(timeline: Timeline) -> dict[str, Any]:
-    return {"start": timeline.start, "end": timeline.end}
 
 
 def _evaluate(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:

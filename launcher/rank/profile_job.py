@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher.profiles.profile_check import (
+from launcher.profile_check import (
     class_numbers,
     classes_of,
     measured_sizes,
@@ -105,7 +105,9 @@ def _layers(
     sample = sample_units(numbers, [unit.parameters for unit in model_units(run.shape)])
     sizes = measured_sizes(config)
     dtype = _MIXED.get(config.trainer.precision)
-    autocast: Any = nullcontext if dtype is None else partial(_autocast, device.type, dtype)
+    autocast: Any = (
+        nullcontext if dtype is None else partial(torch.autocast, device.type, dtype=dtype)
+    )
     task = Task(
         make=partial(_module, run, sample.units, device),
         sample=sample,
@@ -155,10 +157,6 @@ def _batch(run: Run, device: torch.device, rows: int) -> dict[str, torch.Tensor]
     tokens = torch.randint(run.shape.vocab, (rows, run.shape.sequence + 1), generator=generator)
     tokens = tokens.to(device)
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
-
-
-def _autocast(device: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    return torch.autocast(device, dtype=dtype)
 
 
 def _profile(

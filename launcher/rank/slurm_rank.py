@@ -25,7 +25,6 @@ _NAMES = {
 
 
 def main() -> int:
-    """Runs this rank; returns its exit code."""
     StopRequest().install(signal.SIGUSR1, signal.SIGTERM)
     os.environ.update(rank_environment(os.environ))
     fork_under_guard(int(os.environ["RANK"]))

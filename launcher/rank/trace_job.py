@@ -31,7 +31,6 @@ _ROWS = 4
 
 
 def main(folder: Path) -> int:
-    """Traces; returns the exit code."""
     try:
         config = from_dict(json.loads((folder / TASK).read_text())["config"])
         (folder / TRACE).write_text(dump_trace(trace(config)))
@@ -54,11 +53,6 @@ def main(folder: Path) -> int:
 
 
 def trace(config: LaunchConfig) -> TracedModel:
-    """The trace of a configuration's model, for rows of its data.
-
-    Raises:
-        PipelineError: It cannot be built, cut or traced.
-    """
     run = resolve(_alone(config))
     pl.seed_everything(config.seed, workers=True, verbose=False)
     trainer = pl.Trainer(

@@ -33,12 +33,7 @@ _LISTED_FILES = 200
 
 
 class Tracked:
-    """Follows a training on rank 0.
-
-    Args:
-        loggers: The Trainer's.
-        folder: Where its checkpoints lie.
-    """
+    """Follows a training on rank 0, whose checkpoints lie in ``folder``."""
 
     def __init__(self, loggers: Sequence[Logger], folder: Path) -> None:
         self._loggers = list(loggers)
@@ -46,12 +41,7 @@ class Tracked:
         self._known: set[Path] = set()
 
     def row(self, row: Mapping[str, Any], peaks: Sequence[int]) -> None:
-        """Hands on a row of metrics.csv.
-
-        Args:
-            row: Which is on disk already.
-            peaks: Peak bytes of each pipeline rank, where they are known.
-        """
+        """Hands on a row of metrics.csv."""
         figures = {name: float(row[name]) for name in FIGURES if row.get(name) is not None}
         for rank, peak in enumerate(peaks):
             figures[f"peak_memory_bytes/rank_{rank:05d}"] = float(peak)
@@ -61,13 +51,7 @@ class Tracked:
         self._checkpoints()
 
     def end(self, run: Run, measured: Timeline | None, plan: Plan) -> None:
-        """Hands on the timeline and the last checkpoints, and ends wandb's run.
-
-        Args:
-            run: What ran.
-            measured: A step as it was; None if there was none.
-            plan: As the ranks have compiled it.
-        """
+        """Hands on the timeline and the last checkpoints, and ends wandb's run."""
         self._checkpoints()
         for logger in self._wandb():
             _log_timeline(logger, run, measured, plan)
@@ -136,17 +120,11 @@ def _log_timeline(logger: WandbLogger, run: Run, measured: Timeline | None, plan
         logger.experiment.log(media)
 
 
-# ---------------------------------------------------------------------------------------- tracking
-#
 # Loggers beside metrics.csv: Weights & Biases (offline without a key) and TensorBoard.
 
 
 def build_loggers(config: LaunchConfig, run_dir: Path) -> list[Logger]:
-    """The loggers that ``tracking=`` asks for; metrics.csv needs none.
-
-    Raises:
-        PlanError: A package for it is not installed.
-    """
+    """The loggers that ``tracking=`` asks for; metrics.csv needs none."""
     name = config.tracking.name
     if name == "wandb":
         return [_wandb(config, run_dir)]

@@ -38,8 +38,6 @@ _STRIP_COLUMNS = 200
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One line of the picture: its label and events that do not overlap."""
-
     label: str
     events: tuple[Event, ...]
 

@@ -35,7 +35,6 @@ class Panel:
 
     Attributes:
         label: Its heading, ``predicted`` or ``measured`` for instance.
-        timeline: What is drawn.
         metrics: Adds the bound to the figures; the rest is read off the timeline.
         memory: Per rank, at its worst moment; adds a bar each. None or () where it is unknown.
         memory_limit: Bytes that a rank has; None for a prediction without a machine.
@@ -49,12 +48,10 @@ class Panel:
 
     @cached_property
     def data(self) -> TimelineData:
-        """What is drawn, for those that know no programs."""
         return timeline_data(self.label, self.timeline)
 
 
 def write_timeline_html(path: Path, panels: Sequence[Panel], *, title: str) -> None:
-    """Writes ``timeline.html``."""
     write_atomically(path, timeline_html(panels, title=title))
 
 
@@ -64,31 +61,55 @@ def timeline_html(panels: Sequence[Panel], *, title: str) -> str:
     Panels with the same time unit share one axis; with different units each unit has its own axis
     over the full width, and zooming keeps them aligned.
     """
-    script = page_script(_SCRIPTS)
-    style = page_asset("timeline.css")
     payload = {"kinds": KIND_NAMES, "panels": [panel.data.panel for panel in panels]}
-    # "<" must not occur: "</script>" would end the element, whatever the JSON says.
-    data = json.dumps(payload, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    sections = "".join(
-        f'<section><h2>{escape(panel.label)}</h2><dl class="figures">{_figures(panel)}</dl>'
+    data = page_json(payload)
+    sections = "".join(_section(index, panel) for index, panel in enumerate(panels))
+    return (
+        page_head(title, ("timeline.css",))
+        + f'<header><h1>{escape(title)}</h1><div id="legend"></div><p class="help">{_HELP}</p>'
+        f"</header>\n<main>\n{sections}</main>\n{page_scripts(data, _SCRIPTS)}</body>\n</html>\n"
+    )
+
+
+def _section(index: int, panel: Panel) -> str:
+    figures = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in _figure_items(panel)
+    )
+    memory = memory_html(panel.memory, limit_bytes=panel.memory_limit) if panel.memory else ""
+    return (
+        f'<section><h2>{escape(panel.label)}</h2><dl class="figures">{figures}</dl>'
         f'<canvas class="timeline" id="panel{index}" role="img" '
         f'aria-label="{escape(panel.label)}: timeline of every rank"></canvas>'
-        f"{_memory(panel)}</section>\n"
-        for index, panel in enumerate(panels)
+        f"{memory}</section>\n"
     )
+
+
+def page_head(title: str, styles: Sequence[str]) -> str:
+    style = "".join(map(_asset, styles))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        f'<header><h1>{escape(title)}</h1><div id="legend"></div><p class="help">{_HELP}</p>'
-        f'</header>\n<main>\n{sections}</main>\n<div id="tip" role="tooltip" hidden></div>\n'
+    )
+
+
+def page_json(value: object) -> str:
+    # "<" must not occur: "</script>" would end the element, whatever the JSON says.
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def page_scripts(data: str, names: Sequence[str]) -> str:
+    """The end of a page: its data as JSON, and scripts of ``assets`` that draw them."""
+    return (
+        '<div id="tip" role="tooltip" hidden></div>\n'
         f'<script type="application/json" id="data">{data}</script>\n'
-        f"<script>\n{script}</script>\n</body>\n</html>\n"
+        f"<script>\n{page_script(names)}</script>\n"
     )
 
 
 def page_script(names: Sequence[str]) -> str:
-    """Scripts of ``assets`` behind what the table of kinds tells them."""
+    """Scripts behind what the table of kinds tells them."""
     words, numbers, colours = {}, {}, {}
     for kind, facts in KINDS.items():
         if facts.occupies != "wire":
@@ -97,7 +118,7 @@ def page_script(names: Sequence[str]) -> str:
             colours[kind.value] = facts.colour
     told = [_constant("WORDS", words), _constant("NUMBERS", numbers), _constant("COLOURS", colours)]
     # A directive counts only as the very first statement.
-    return "\n".join(['"use strict";', *told, *map(page_asset, names)])
+    return "\n".join(['"use strict";', *told, *map(_asset, names)])
 
 
 def _constant(name: str, values: Mapping[str, object]) -> str:
@@ -105,19 +126,8 @@ def _constant(name: str, values: Mapping[str, object]) -> str:
     return f"const {name} = {{\n{lines}}};"
 
 
-def page_asset(name: str) -> str:
+def _asset(name: str) -> str:
     return files("launcher.report").joinpath("assets", name).read_text(encoding="ascii")
-
-
-def _memory(panel: Panel) -> str:
-    return memory_html(panel.memory, limit_bytes=panel.memory_limit) if panel.memory else ""
-
-
-def _figures(panel: Panel) -> str:
-    return "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-        for name, value in _figure_items(panel)
-    )
 
 
 def _figure_items(panel: Panel) -> Iterator[tuple[str, str]]:
@@ -142,10 +152,7 @@ def _figure_items(panel: Panel) -> Iterator[tuple[str, str]]:
             yield "peak memory", f"{max(known) / 2**30:.4g} GiB (rank {rank})"
 
 
-# ------------------------------------------------------------------------------------- memory bars
-#
 # What each rank holds at its worst moment, by what it is for: as text, JSON and bars.
-
 
 _NAMES = tuple(entry.name for entry in fields(RankMemory))
 # Okabe and Ito's colours, which colour-blind people can tell apart; a grey for the least.
@@ -181,12 +188,7 @@ def memory_line(held: RankMemory) -> str:
 
 
 def memory_html(ranks: Sequence[RankMemory], *, limit_bytes: float | None = None) -> str:
-    """A bar per rank, all on one scale; a mark where the machine's memory ends.
-
-    Args:
-        ranks: At their worst moments.
-        limit_bytes: Memory of one rank; None to draw no mark.
-    """
+    """A bar per rank, all on one scale; a mark where the machine's memory ends, if it is known."""
     scale = max([held.total for held in ranks] + [limit_bytes or 0.0, 1.0])
     shown = [name for name in _NAMES if any(getattr(held, name) for held in ranks)]
     keys = "".join(

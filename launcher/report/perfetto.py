@@ -27,7 +27,6 @@ TraceEvent = dict[str, object]
 
 
 def write_trace(path: Path, panels: Sequence[Panel]) -> None:
-    """Writes ``trace.json``."""
     write_atomically(path, trace_json(panels))
 
 

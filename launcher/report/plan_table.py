@@ -7,7 +7,7 @@ from itertools import groupby
 
 from launcher.planning.largest_model import Reach
 from launcher.report.summary import format_duration, format_percent
-from strategies.costs.profile_file import Link, Profile, Seconds
+from strategies.costs.profile_file import Profile, Seconds
 from strategies.plan import NUM_PASSES, Recompute
 from strategies.planner.outcome import Refusal
 
@@ -16,11 +16,7 @@ _MOST_RANKS = 16
 
 
 def plan_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """A line per plan.
-
-    Args:
-        rows: As ``plans`` in result.json.
-    """
+    """A line per plan of ``plans`` in result.json."""
     head = (
         "", "tp", "pp", "dp", "batch", "schedule", "overlap", "recompute", "step", "tokens/s",
         "MFU", "bubble", "exposed", "GiB per rank", "over bound", "layers per stage",
@@ -40,10 +36,7 @@ def plan_table(rows: Sequence[Mapping[str, object]]) -> str:
 def memory_bars(state: Sequence[float], activations: Sequence[float], limit: float) -> str:
     """A bar per rank: ``#`` weights, gradients, optimizer; ``=`` all that moves; ``|`` the limit.
 
-    Args:
-        state: Bytes per rank.
-        activations: Bytes per rank at the worst moment, buffers included.
-        limit: Bytes that a rank may use.
+    ``activations``: bytes per rank at the worst moment, buffers included.
     """
     lines = [
         "memory per rank: # weights, gradients, optimizer; = activations, buffers; "
@@ -107,9 +100,7 @@ def _row(number: int, plan: Mapping[str, object]) -> tuple[str, ...]:
     schedule = f"{plan['schedule']}" + (f" x{stages}" if stages != 1 else "")
     return (
         f"{number}",
-        f"{plan['tp']}",
-        f"{plan['pp']}",
-        f"{plan['dp']}",
+        *(f"{plan[name]}" for name in ("tp", "pp", "dp")),
         f"{plan['num_microbatches']} x {plan['microbatch_size']}",
         schedule,
         f"{plan['overlap']}",
@@ -134,10 +125,7 @@ def _float(value: object) -> float:
     return float(value)
 
 
-# ----------------------------------------------------------------------------------- profile table
-#
 # A profile as a table for the terminal.
-
 
 _HEAD = ("", "F", "B", "I", "W", "R", "step", "saved", "temporary")
 
@@ -162,50 +150,33 @@ def profile_table(profile: Profile) -> str:
     lines.append(f"rest of a step: {profile.rest_s * 1e3:.3f} ms")
     for label, link in (("messages", profile.messages), ("reductions", profile.reductions)):
         if link is not None:
-            lines.append(_link(label, link))
+            lines.append(f"{label}: {link.latency_s * 1e6:.0f} us, {link.bandwidth / 1e9:.2f} GB/s")
     return "\n".join(lines)
 
 
 def _times(seconds: Seconds) -> tuple[str, ...]:
-    values = (
-        seconds.forward,
-        seconds.backward,
-        seconds.backward_input,
-        seconds.backward_weight,
-        seconds.recompute,
-        seconds.step,
-    )
-    return tuple(f"{value * 1e3:.3f}" for value in values)
+    names = ("forward", "backward", "backward_input", "backward_weight", "recompute", "step")
+    return tuple(f"{getattr(seconds, name) * 1e3:.3f}" for name in names)
 
 
 def _profile_row(cells: tuple[str, ...], width: int) -> str:
     return (f"  {cells[0]:{width}}" + "".join(f"{cell:>10}" for cell in cells[1:])).rstrip()
 
 
-def _link(label: str, link: Link) -> str:
-    return f"{label}: {link.latency_s * 1e6:.0f} us, {link.bandwidth / 1e9:.2f} GB/s"
-
-
-# ------------------------------------------------------------------------------------ tuning table
-#
 # The tuner's answer for people: what is not listed and why, and how far policies get.
-
 
 _MOST = 24
 
 
 def refusals_text(refusals: Sequence[Refusal], fastest_s: float, limit_bytes: int) -> str:
-    """A line per refusal.
-
-    Args:
-        refusals: As the tuner sorts them.
-        fastest_s: The step time of plan 1.
-        limit_bytes: Of a rank.
-    """
+    """A line per refusal, in the tuner's order; ``fastest_s`` is the step time of plan 1."""
     if not refusals:
         return "not listed: nothing, every setting is above"
     lines = ["not listed:"]
-    names = [(_name(r.recompute), _batch(r)) for r in refusals]
+    names = [
+        (_name(r.recompute), f"{r.layout.num_microbatches} x {r.layout.microbatch_size}")
+        for r in refusals
+    ]
     widths = [max(len(name[column]) for name in names) for column in range(2)]
     for (policy, batch), refusal in list(zip(names, refusals, strict=True))[:_MOST]:
         reason = _reason(refusal, fastest_s, limit_bytes)
@@ -216,7 +187,6 @@ def refusals_text(refusals: Sequence[Refusal], fastest_s: float, limit_bytes: in
 
 
 def refusal_mapping(refusal: Refusal) -> dict[str, object]:
-    """One of ``rejected.settings`` in result.json."""
     return {
         "recompute": refusal.recompute.policy,
         "microbatch_size": refusal.layout.microbatch_size,
@@ -248,7 +218,6 @@ def reaches_text(reaches: Sequence[Reach], key: str, limit_bytes: int) -> str:
 
 
 def reach_mapping(reach: Reach) -> dict[str, object]:
-    """One of ``reaches`` in result.json."""
     return {
         "recompute": reach.recompute.policy,
         "value": reach.value,
@@ -289,10 +258,6 @@ def _reason(refusal: Refusal, fastest_s: float, limit_bytes: int) -> str:
 def _name(recompute: Recompute) -> str:
     passes = f" passes={recompute.passes}" if recompute.passes != NUM_PASSES else ""
     return f"recompute={recompute.policy}{passes}"
-
-
-def _batch(refusal: Refusal) -> str:
-    return f"{refusal.layout.num_microbatches} x {refusal.layout.microbatch_size}"
 
 
 def _gb(num_bytes: int) -> str:

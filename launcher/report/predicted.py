@@ -9,7 +9,12 @@ from pathlib import Path
 from launcher.report.ascii import draw, legend
 from launcher.report.html import Panel, memory_mapping, write_timeline_html
 from launcher.report.perfetto import write_trace
-from launcher.report.result import versions, write_atomically
+from launcher.report.result import (
+    metrics_mapping,
+    recompute_mapping,
+    versions,
+    write_atomically,
+)
 from launcher.report.summary import format_duration, format_percent
 from launcher.resolve import Run
 from launcher.workloads.model_share import model_units
@@ -24,7 +29,7 @@ from strategies.simulator.engine import simulate
 
 def predict(run: Run) -> tuple[Timeline, Metrics]:
     """The training step as the run's costs have it."""
-    timeline = simulate(run.programs.train, run.costs, cores=cores_per_replica(run))
+    timeline = simulate(run.programs.train, run.costs, cores=_cores_per_replica(run))
     cap = run.plan.recompute.max_full_activations
     return timeline, measure(timeline, run.costs, cap=cap)
 
@@ -34,18 +39,18 @@ def rank_memory(run: Run) -> tuple[RankMemory, ...] | None:
     return peak_memory(run.programs.train, run.costs.table(run.programs.train))
 
 
-def cores_per_replica(run: Run) -> float | None:
+def _cores_per_replica(run: Run) -> float | None:
     """``hardware.cores`` as the ranks of one pipeline share them with all others."""
     cores = run.config.hardware.cores
     return None if cores is None else cores / (run.dp * run.config.tp)
 
 
-def run_mapping(run: Run, status: str) -> dict[str, object]:
+def run_mapping(run: Run) -> dict[str, object]:
     """The keys of result.json that every mode has."""
     config = run.config
     memory = rank_memory(run)
     return {
-        "status": status,
+        "status": "done",
         "mode": config.mode,
         "schedule": config.schedule.name,
         "pp": config.pp,
@@ -63,6 +68,11 @@ def run_mapping(run: Run, status: str) -> dict[str, object]:
         "split_backward": config.schedule.split_backward,
         "memory_breakdown": None if memory is None else memory_mapping(memory),
     }
+
+
+def predicted_mapping(run: Run, metrics: Metrics) -> dict[str, object]:
+    """The same with the figures of the predicted step."""
+    return run_mapping(run) | metrics_mapping(metrics) | recompute_mapping(metrics)
 
 
 def write_pictures(run_dir: Path, panels: Sequence[Panel], run: Run) -> None:
@@ -84,8 +94,6 @@ def write_pictures(run_dir: Path, panels: Sequence[Panel], run: Run) -> None:
     write_trace(run_dir / "trace.json", drawn)
 
 
-# ------------------------------------------------------------------------------------- model flops
-#
 # Model FLOPs of a training step, and what share of the hardware's peak they are (MFU).
 #
 # What the model itself asks for, whatever a run does on top: matrix products of the forward and
@@ -114,13 +122,10 @@ def ideal_step_s(run: Run) -> float | None:
     return None if flops is None else flops / (run.world_size * run.config.hardware.peak_flops)
 
 
-# ----------------------------------------------------------------------------------- schedule files
-#
 # schedule.txt and schedule.csv: what runs where, for people and for torch's own loader.
 
 
 def write_schedule_files(folder: Path, timeline: Timeline, metrics: Metrics) -> None:
-    """Writes ``schedule.txt`` and ``schedule.csv`` into a run's folder."""
     write_atomically(folder / "schedule.txt", schedule_text(timeline, metrics))
     write_atomically(folder / "schedule.csv", compute_csv(timeline.program))
 
@@ -167,9 +172,7 @@ def compute_csv(program: Program) -> str:
     left out: recompute, reductions and optimizer steps. ``schedule=custom schedule.file=`` takes it
     back; torch, too, except where a stage stands on two ranks.
     """
-    rows = (
-        [_torch_text(item) for item in row if item.kind in NEEDED_KINDS] for row in program.ranks
-    )
+    rows = ([_torch_text(i) for i in row if i.kind in NEEDED_KINDS] for row in program.ranks)
     return "".join(",".join(row) + "\n" for row in rows)
 
 

@@ -24,9 +24,7 @@ def write_result(path: Path, mapping: Mapping[str, object]) -> None:
     NaN and infinities become null: JSON has no such numbers, and a run whose loss exploded must
     still leave a result that every parser reads.
 
-    Args:
-        path: The file; what it held before survives a crash.
-        mapping: Strings, numbers, booleans, None, paths, and mappings and sequences of them.
+    ``mapping``: strings, numbers, booleans, None, paths, and mappings and sequences of them.
 
     Raises:
         TypeError: A value is something else, a tensor say; the message names its key.
@@ -58,10 +56,7 @@ def recompute_mapping(metrics: Metrics) -> dict[str, object]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of what decides a run's numbers; None for what is not installed.
-
-    Read from package metadata, so nothing is imported.
-    """
+    """Versions of Python and of what decides a run's numbers; None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
@@ -92,8 +87,6 @@ def _plain(value: object, where: str) -> object:
     raise TypeError(f"result.json: {where} is a {type(value).__name__}, which JSON cannot say.")
 
 
-# ------------------------------------------------------------------------------------------ atomic
-#
 # Files that are either the old or the new version, never half of one.
 
 

@@ -42,7 +42,6 @@ class TimelineData:
     """A timeline for those that know no programs: scripts, and whoever finds it in a file.
 
     Attributes:
-        label: ``predicted`` or ``measured``.
         panel: What JSON has words for. ``unit``, ``axis`` (its title), ``makespan``, ``stages``,
             ``channel`` (whether any collective takes time) and ``rows``: per rank the lanes of
             bars ``compute`` and ``channel``, and ``held``, see ``held_over_time``. A bar is [kind,
@@ -164,8 +163,6 @@ def _short(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-# -------------------------------------------------------------------------------------------- held
-#
 # Activations that a rank holds, over time: the curve behind the peaks of the metrics.
 
 
@@ -196,8 +193,6 @@ def held_over_time(timeline: Timeline, rank: int) -> Curve:
     return tuple(points)
 
 
-# ------------------------------------------------------------------------------------------- waits
-#
 # What each instruction waited for: the last of its predecessors to end.
 
 

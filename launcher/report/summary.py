@@ -18,9 +18,7 @@ _Write = Callable[[object, Result], tuple[str, str]]
 def print_summary(result: Result, *, file: TextIO | None = None) -> None:
     """Prints the table; headings are bold on a terminal, and plain in a pipe or file.
 
-    Args:
-        result: The mapping of result.json; missing and null figures are left out.
-        file: Where to print instead of standard output.
+    ``result``: the mapping of result.json; missing and null figures are left out.
     """
     # Rich takes 80 columns for whatever is no terminal and would cut longer lines there.
     probe = Console(file=file, highlight=False)
@@ -33,11 +31,7 @@ def print_summary(result: Result, *, file: TextIO | None = None) -> None:
 
 
 def summary(result: Result) -> str:
-    """The table as plain text, a line per figure, without a newline at the end.
-
-    Args:
-        result: The mapping of result.json; missing and null figures are left out.
-    """
+    """The table as plain text, a line per figure, without a newline at the end."""
     file = io.StringIO()
     print_summary(result, file=file)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -88,8 +82,7 @@ def _duration(value: object, result: Result) -> tuple[str, str]:
 
 
 def _seconds(value: object, result: Result) -> tuple[str, str]:
-    number, _, unit = format_duration(_float(value), "s").partition(" ")
-    return number, unit
+    return _duration(value, {})
 
 
 def _bound(value: object, result: Result) -> tuple[str, str]:
@@ -197,30 +190,24 @@ _SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
 )
 
 
-# ------------------------------------------------------------------------------------------- units
-#
 # How durations are written for people.
 
-
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def format_duration(value: float, unit: str) -> str:
     """A duration with its unit, four significant digits.
 
-    Args:
-        value: In ``unit``.
-        unit: ``F`` or ``s``; seconds are written in the largest unit that gives at least 1.
+    Seconds are written in the largest unit that gives at least 1.
 
     >>> format_duration(13.5, "F"), format_duration(0.0125, "s"), format_duration(0.0, "s")
     ('13.5 F', '12.5 ms', '0 s')
     """
     if unit != "s" or value == 0.0:
         return f"{value:.4g} {unit}"
-    scale, name = next((pair for pair in _SECONDS if abs(value) >= pair[0]), _SECONDS[-1])
+    scale, name = next((pair for pair in SECONDS if abs(value) >= pair[0]), SECONDS[-1])
     return f"{value / scale:.4g} {name}"
 
 
 def format_percent(ratio: float) -> str:
-    """A ratio in percent, one decimal."""
     return f"{100 * ratio:.1f} %"

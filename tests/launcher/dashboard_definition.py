@@ -1,9 +1,10 @@
-"""Rewrites ``launcher/dashboard/workspace.json`` with the package wandb-workspaces.
+"""Rewrites ``launcher/commands/workspace.json`` with the package wandb-workspaces.
 
     pip install --no-deps 'wandb-workspaces==0.4.*' && python -m tests.launcher.dashboard_definition
 
 The file is what the package would send (``View.spec``); pushing it needs neither the package nor
-wandb (``launcher/dashboard/push.py``). Panels get fixed ids: the same definition is the same file.
+wandb (``launcher/commands/dashboard.py``). Panels get fixed ids: the same definition is the same
+file.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import wandb_workspaces.reports.v2 as wr
 import wandb_workspaces.workspaces as ws
 
-FILE = Path(__file__).resolve().parents[2] / "launcher" / "dashboard" / "workspace.json"
+FILE = Path(__file__).resolve().parents[2] / "launcher" / "commands" / "workspace.json"
 _STEP = "trainer/global_step"
 
 # Section -> panel title -> metrics over the steps; a name that ends in .* is a pattern.

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from launcher.config import LaunchConfig, check, from_dict
-from launcher.rank import checkpoint_rotation
-from launcher.rank.checkpoint_rotation import surplus
+from launcher.rank import checkpoint_callbacks
+from launcher.rank.checkpoint_callbacks import surplus
 from strategies.errors import PlanError
 from tests.launcher.command_line import launch_here
 from tests.launcher.conftest import TRAIN
@@ -29,7 +29,7 @@ def test_the_newest_and_the_best_stay() -> None:
 
 
 def test_the_example_holds() -> None:
-    assert doctest.testmod(checkpoint_rotation) == (0, 1)
+    assert doctest.testmod(checkpoint_callbacks) == (0, 1)
 
 
 @pytest.mark.parametrize(

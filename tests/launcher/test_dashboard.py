@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher.dashboard.push import VIEW, definition
+from launcher.commands.dashboard import VIEW, definition
 from launcher.rank.trackers import FIGURES
 from tests.launcher.command_line import run_here
 

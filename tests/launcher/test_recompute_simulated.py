@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from launcher.commands import simulate, validate
+from launcher.commands import validate
+from launcher.commands.layouts import simulate
 from tests.launcher.command_line import launch_here, run_here
 
 UNIFORM = ("mode=simulate", "costs=uniform", "pp=4", "hydra.run.dir=out")
@@ -14,7 +15,7 @@ CAP = "recompute.max_full_activations"
 
 
 def simulated(tmp_path, monkeypatch, *words):
-    done = run_here((*UNIFORM, *words), tmp_path, monkeypatch, simulate.run)
+    done = run_here((*UNIFORM, *words), tmp_path, monkeypatch, simulate)
     assert done.code == 0, done.errors
     return json.loads((tmp_path / "out" / "result.json").read_text())
 
@@ -115,7 +116,7 @@ def test_analytic_costs_take_the_memory_of_the_machine(tmp_path, monkeypatch):
 )
 def test_what_cannot_be_is_refused_in_one_message(tmp_path, monkeypatch, words, message):
     words = (*UNIFORM, "num_microbatches=4", *words)
-    done = run_here(words, tmp_path, monkeypatch, simulate.run)
+    done = run_here(words, tmp_path, monkeypatch, simulate)
     assert done.code == 2
     assert message in done.errors
     assert done.errors.count("\n") == 1
@@ -125,7 +126,7 @@ def test_what_cannot_be_is_refused_in_one_message(tmp_path, monkeypatch, words, 
 def test_an_r_in_a_file_names_the_key_that_asks_for_it(tmp_path, monkeypatch):
     (tmp_path / "my.csv").write_text("0F0,0R0,0B0\n")
     words = ("mode=simulate", "costs=uniform", "schedule=custom", "schedule.file=my.csv", "pp=1")
-    done = run_here(words, tmp_path, monkeypatch, simulate.run)
+    done = run_here(words, tmp_path, monkeypatch, simulate)
     assert done.code == 2
     assert "line 1, column 2" in done.errors
     assert "recompute=full" in done.errors

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from launcher.commands import simulate
+from launcher.commands.layouts import simulate
 from launcher.compose.search import Axis, Space, asks_for_trials, find_space
 from strategies.errors import PlanError, RunError
 from tests.launcher.command_line import run_here
@@ -94,7 +94,7 @@ def test_without_optuna_the_fix_is_named(tmp_path, monkeypatch):
 @needs_optuna
 def test_trials_move_towards_the_best(tmp_path, monkeypatch):
     words = [*WORDS, "costs.forward=interval(1,9)", "costs.backward=2", "sweep.trials=20"]
-    done = run_here(words, tmp_path, monkeypatch, simulate.run)
+    done = run_here(words, tmp_path, monkeypatch, simulate)
     assert (done.code, done.errors, len(done.calls)) == (0, "", 20)
     tried = [call.config.costs.forward for call in done.calls]
     assert len(set(tried)) == 20
@@ -112,7 +112,7 @@ def test_a_seed_repeats_the_search_and_a_failed_trial_does_not_end_it(tmp_path, 
     def fail_second(config, run_dir):
         if len(list(run_dir.parent.glob("*/.hydra"))) == 2:
             raise RunError("rank 0 was killed")
-        return simulate.run(config, run_dir)
+        return simulate(config, run_dir)
 
     words = [*WORDS, "schedule=1f1b,gpipe,foldx_fifo", "sweep.trials=4", "seed=7"]
     once = run_here(words, tmp_path / "a", monkeypatch, fail_second)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from launcher.commands import collect, simulate
+from launcher.commands import collect
+from launcher.commands.layouts import simulate
 from launcher.config import LaunchConfig
 from launcher.config.running import SweepConfig
 from strategies.errors import PlanError, RunError
@@ -26,7 +27,7 @@ def sweep(
     words: tuple[str, ...],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    command: Callable[[LaunchConfig, Path], int] = simulate.run,
+    command: Callable[[LaunchConfig, Path], int] = simulate,
 ) -> tuple[Done, list[dict[str, str]]]:
     """Runs a sweep in this process; with the rows of its sweep.csv."""
     done = run_here([*WORDS, *words], folder, monkeypatch, command)
@@ -80,7 +81,7 @@ def test_a_sweep_of_one_job_has_its_table_too(tmp_path, monkeypatch):
 
 
 def test_single_runs_have_none(tmp_path, monkeypatch):
-    done = run_here(["mode=simulate", "hydra.run.dir=s"], tmp_path, monkeypatch, simulate.run)
+    done = run_here(["mode=simulate", "hydra.run.dir=s"], tmp_path, monkeypatch, simulate)
     assert (done.code, files(tmp_path)) == (0, [])
 
 
@@ -96,7 +97,7 @@ def test_a_job_that_fails_has_a_row_with_its_error(error, code, status, tmp_path
     def fail_second(config: LaunchConfig, run_dir: Path) -> int:
         if config.schedule.name == "gpipe":
             raise error
-        return simulate.run(config, run_dir)
+        return simulate(config, run_dir)
 
     words = ("schedule=1f1b,gpipe,foldx_fifo", "pp=2")
     done, rows = sweep(words, tmp_path, monkeypatch, fail_second)
@@ -119,7 +120,7 @@ def test_a_sweep_in_which_every_job_fails_has_a_table_without_a_picture(tmp_path
 
 def test_a_preempted_sweep_compares_what_ran(tmp_path, monkeypatch):
     def preempt_second(config: LaunchConfig, run_dir: Path) -> int:
-        return 85 if config.pp == 4 else simulate.run(config, run_dir)
+        return 85 if config.pp == 4 else simulate(config, run_dir)
 
     done, rows = sweep(("pp=2,4,8",), tmp_path, monkeypatch, preempt_second)
     assert (done.code, len(done.calls), files(tmp_path)) == (85, 2, FILES)
@@ -131,7 +132,7 @@ def test_an_interrupted_sweep_compares_what_ran(tmp_path, monkeypatch):
     def interrupt_second(config: LaunchConfig, run_dir: Path) -> int:
         if config.pp == 4:
             raise KeyboardInterrupt
-        return simulate.run(config, run_dir)
+        return simulate(config, run_dir)
 
     done, rows = sweep(("pp=2,4,8",), tmp_path, monkeypatch, interrupt_second)
     assert (done.code, len(done.calls), files(tmp_path)) == (130, 2, FILES[:3])
@@ -162,7 +163,7 @@ def test_a_defect_of_the_report_does_not_change_the_exit_code(tmp_path, monkeypa
 def test_folders_may_have_any_name(tmp_path, monkeypatch):
     words = ("-m", "mode=simulate", "pp=1,2", "hydra.sweep.dir='a b%$x$'")
     subdir = "hydra.sweep.subdir='j:${hydra.job.num} #'"
-    done = run_here([*words, subdir], tmp_path, monkeypatch, simulate.run)
+    done = run_here([*words, subdir], tmp_path, monkeypatch, simulate)
     assert (done.code, done.errors) == (0, "")
     text = (tmp_path / "a b%$x$" / "sweep.html").read_text()
     assert 'href="j%3A1%20%23/timeline.html"' in text

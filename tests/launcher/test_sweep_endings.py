@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.commands import simulate
+from launcher.commands.layouts import simulate
 from launcher.config import LaunchConfig
 from strategies.errors import RunError
 from tests.launcher.command_line import run_here
@@ -20,7 +20,7 @@ WORDS = ("-m", "mode=simulate", "costs=uniform", "num_microbatches=4", "hydra.sw
 def fail_gpipe(config: LaunchConfig, run_dir: Path) -> int:
     if config.schedule.name == "gpipe":
         raise RunError("rank 0 was killed")
-    return simulate.run(config, run_dir)
+    return simulate(config, run_dir)
 
 
 def statuses(folder: Path) -> list[tuple[str, str]]:
@@ -63,7 +63,7 @@ def test_a_sweep_goes_on_or_stops_at_its_first_failure(tmp_path, monkeypatch):
 
 def test_the_best_job_is_named_with_the_command_that_repeats_it(tmp_path, monkeypatch):
     words = [*WORDS, "schedule=1f1b,foldx_fifo,gpipe", "pp=4", "model.layers=4"]
-    done = run_here(words, tmp_path, monkeypatch, simulate.run)
+    done = run_here(words, tmp_path, monkeypatch, simulate)
     (line,) = [x for x in done.output.splitlines() if x.startswith("best by")]
     assert line == (
         "best by makespan (16.5 F): job 1: python -m launcher mode=simulate costs=uniform "
@@ -73,7 +73,7 @@ def test_the_best_job_is_named_with_the_command_that_repeats_it(tmp_path, monkey
 
 def test_what_is_best_can_be_chosen(tmp_path, monkeypatch):
     words = [*WORDS, "schedule=gpipe,1f1b", "pp=2", "sweep.metric=peak_activations_max"]
-    done = run_here(words, tmp_path, monkeypatch, simulate.run)
+    done = run_here(words, tmp_path, monkeypatch, simulate)
     (line,) = [x for x in done.output.splitlines() if x.startswith("best by")]
     assert line.startswith("best by peak_activations_max (2): job 1: ")
     assert "sweep.metric" not in line
@@ -81,7 +81,7 @@ def test_what_is_best_can_be_chosen(tmp_path, monkeypatch):
 
 def test_jobs_that_cannot_be_compared_have_no_best(tmp_path, monkeypatch):
     """An F is what one rank does: with more ranks it is another one."""
-    done = run_here([*WORDS, "pp=2,4"], tmp_path, monkeypatch, simulate.run)
+    done = run_here([*WORDS, "pp=2,4"], tmp_path, monkeypatch, simulate)
     assert done.code == 0
     assert "best by" not in done.output
 
@@ -110,7 +110,7 @@ def test_words_about_sweeps_are_refused_where_they_mean_nothing(
 def test_collecting_writes_the_files_of_the_sweep_again(tmp_path, monkeypatch):
     words = [*WORDS[:-1], "schedule=1f1b,foldx_fifo,gpipe", "pp=4"]
     folder = tmp_path / "multirun" / "x"
-    ran = run_here([*words, f"hydra.sweep.dir={folder}"], tmp_path, monkeypatch, simulate.run)
+    ran = run_here([*words, f"hydra.sweep.dir={folder}"], tmp_path, monkeypatch, simulate)
     before = {path.name: path.read_bytes() for path in folder.glob("sweep.*")}
     assert len(before) == 4
     for name in before:
@@ -124,9 +124,7 @@ def test_collecting_writes_the_files_of_the_sweep_again(tmp_path, monkeypatch):
 
 
 def test_collecting_tells_what_is_missing_and_what_failed(tmp_path, monkeypatch):
-    run_here(
-        [*WORDS, "schedule=1f1b,gpipe,foldx_fifo", "pp=4"], tmp_path, monkeypatch, simulate.run
-    )
+    run_here([*WORDS, "schedule=1f1b,gpipe,foldx_fifo", "pp=4"], tmp_path, monkeypatch, simulate)
     jobs = tmp_path / "s"
     (jobs / "0" / "result.json").unlink()
     failed = json.loads((jobs / "1" / "result.json").read_text())

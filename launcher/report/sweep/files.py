@@ -13,7 +13,7 @@ from urllib.parse import quote
 from rich.console import Console
 from rich.text import Text
 
-from launcher.report.html import page_asset, page_script
+from launcher.report.html import page_head, page_json, page_scripts
 from launcher.report.result import write_atomically
 from launcher.report.rows import KIND_NAMES, TimelineData
 from launcher.report.sweep.picture import write_sweep_png
@@ -61,11 +61,8 @@ def report_sweep(folder: Path, sweep: Sweep, *, metric: str = AUTO, hurry: bool 
     A file that cannot be written is named on standard error and changes nothing else: the jobs
     have run, and their exit codes are what the sweep says.
 
-    Args:
-        folder: The sweep's.
-        sweep: What ran.
-        metric: By which the best job is named, see ``launcher.report.sweep.sweep_figures``.
-        hurry: Whether somebody waits for the end; the ``.png`` takes longest and is left out.
+    ``metric``: by which the best job is named, see ``launcher.report.sweep.sweep_figures``.
+    ``hurry``: whether somebody waits for the end; the ``.png`` takes longest and is left out.
     """
     print_sweep(sweep)
     if (best := describe_best(sweep, metric)) is not None:
@@ -112,25 +109,16 @@ def _title(sweep: Sweep) -> str:
 
 
 def _common(sweep: Sweep) -> str:
-    """Overrides that all jobs share."""
     first = sweep.jobs[0].overrides if sweep.jobs else ()
     keys = sweep.varied
     return " ".join(word for word in first if word.lstrip("+").partition("=")[0] not in keys)
 
 
-# -------------------------------------------------------------------------------------- sweep live
-#
 # A sweep while it runs: after each job a table of the last ones, and files that are up to date.
 
 
 def report_so_far(folder: Path, sweep: Sweep, *, file: TextIO | None = None) -> None:
-    """Prints the last jobs' figures, and writes ``sweep.csv`` and ``sweep.json`` of all so far.
-
-    Args:
-        folder: The sweep's.
-        sweep: The jobs that have ended.
-        file: Where to print; None for standard output.
-    """
+    """Prints the last jobs' figures, and writes ``sweep.csv`` and ``sweep.json`` of all so far."""
     try:
         write_sweep_csv(folder / "sweep.csv", sweep)
         write_sweep_json(folder / "sweep.json", sweep)
@@ -151,8 +139,6 @@ def _progress(sweep: Sweep) -> str:
     return f"sweep: {len(sweep.jobs)} of {sweep.num_jobs} jobs have ended{failed}{last}"
 
 
-# -------------------------------------------------------------------------------------- sweep html
-#
 # sweep.html: the table of a sweep and all of its timelines on one time scale, in one file. The
 # timelines are those of the jobs' own pages, drawn by the same scripts.
 
@@ -167,17 +153,13 @@ class _Drawn:
 
 
 def write_sweep_html(path: Path, sweep: Sweep, *, title: str) -> None:
-    """Writes ``sweep.html``."""
     write_atomically(path, sweep_html(sweep, title=title, folder=path.parent))
 
 
 def sweep_html(sweep: Sweep, *, title: str, folder: Path) -> str:
     """The page.
 
-    Args:
-        sweep: The jobs that have ended.
-        title: Its heading.
-        folder: Where it will lie; links to the jobs' own pages start there.
+    ``folder``: where it will lie; links to the jobs' own pages start there.
     """
     drawn = _drawn(sweep)
     left_out = sum(len(job.timelines) for job in sweep.jobs) - sum(map(len, drawn.values()))
@@ -187,17 +169,14 @@ def sweep_html(sweep: Sweep, *, title: str, folder: Path) -> str:
             f"timelines left out here, because the page would be too large to open: {left_out}; "
             "each job's own page has them"
         )
-    style = "".join(map(page_asset, _STYLES))
     tables = "".join(_table(sweep, section, drawn) for section in sections(sweep))
     listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
     figures = "".join(
         _figure(sweep, job, drawn[job.index], folder) for job in sweep.jobs if drawn[job.index]
     )
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        f"<header><h1>{escape(title)}</h1></header>\n<main>\n{tables}"
+        page_head(title, _STYLES)
+        + f"<header><h1>{escape(title)}</h1></header>\n<main>\n{tables}"
         + (f'<ul class="notes">{listed}</ul>\n' if notes else "")
         + (_VIEW + figures if figures else "")
         + "</main>\n"
@@ -212,11 +191,7 @@ def _drawn(sweep: Sweep) -> dict[int, list[_Drawn]]:
     found: dict[int, list[_Drawn]] = {}
     for job in sweep.jobs:
         found[job.index] = []
-        # "<" must not occur: "</script>" would end the element, whatever the JSON says.
-        texts = [
-            json.dumps(timeline.panel, separators=(",", ":")).replace("<", "\\u003c")
-            for timeline in job.timelines
-        ]
+        texts = [page_json(timeline.panel) for timeline in job.timelines]
         room -= sum(map(len, texts))
         if room < 0:
             continue
@@ -229,11 +204,7 @@ def _drawn(sweep: Sweep) -> dict[int, list[_Drawn]]:
 def _scripts(drawn: dict[int, list[_Drawn]]) -> str:
     panels = [panel for job in drawn.values() for panel in job]
     data = f'{{"kinds":{json.dumps(KIND_NAMES)},"panels":[{",".join(p.data for p in panels)}]}}'
-    return (
-        '<div id="tip" role="tooltip" hidden></div>\n'
-        f'<script type="application/json" id="data">{data}</script>\n'
-        f"<script>\n{page_script(_SCRIPTS)}</script>\n"
-    )
+    return page_scripts(data, _SCRIPTS)
 
 
 def _table(sweep: Sweep, section: Section, drawn: dict[int, list[_Drawn]]) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.report.html import Panel
 from launcher.report.rows import KIND_NAMES, TimelineData
-from launcher.report.summary import format_duration, format_percent
+from launcher.report.summary import SECONDS, format_duration, format_percent
 from launcher.report.sweep.sweep_figures import timeline_facts
 from launcher.report.sweep.sweep_jobs import Sweep, SweepJob
 from strategies.ir.kinds import KINDS, MICROBATCH_KINDS
@@ -53,7 +53,6 @@ _CHARACTER = 6.4  # width of one in a bar's text
 _MAX_TITLE = 150
 _TEXT, _MUTED, _IDLE, _LINE = "#1c1c1e", "#63636b", "#efeff2", "#d4d4da"
 _COMPUTE_SHARE = 0.66  # of a rank's row, where its collectives have a line of their own
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def bar_colour(kind: str, stage: int, num_stages: int) -> Rgb:
@@ -71,18 +70,7 @@ def text_colour(fill: Rgb) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One instruction.
-
-    Attributes:
-        rank: Whose row.
-        top: Upper border in that row, 0 to 1.
-        bottom: Lower border.
-        kind: Name of its kind.
-        stage: Global stage index.
-        number: Its microbatch or bucket, -1 for neither.
-        start: In the panel's unit.
-        end: In the panel's unit.
-    """
+    """One instruction; borders are shares of its row, ``number`` is -1 where it has none."""
 
     rank: int
     top: float
@@ -95,12 +83,11 @@ class Bar:
 
     @property
     def short_text(self) -> str:
-        """Its number alone: what the row and the colour do not say."""
         return str(self.stage if self.number < 0 else self.number)
 
     @property
     def text(self) -> str:
-        """What is written upon it where there is room."""
+        """What is written upon it where there is room; a fused pair names its forward."""
         number = "" if self.number < 0 else str(self.number)
         # A fused pair names its forward.
         return (
@@ -119,9 +106,6 @@ class PicturePanel:
         facts: Its makespan, bubble and peak in words.
         unit: ``F`` or ``s``.
         makespan: Last end; the first start is 0.
-        num_stages: All stages.
-        num_ranks: Rows.
-        bars: In no particular order.
     """
 
     label: str
@@ -176,10 +160,7 @@ def _bars(rows: Sequence[Any], *, channel: bool) -> Iterator[Bar]:
 def write_sweep_png(path: Path, sweep: Sweep, *, title: str) -> int:
     """Writes ``sweep.png``, all or nothing.
 
-    Args:
-        path: The file.
-        sweep: With at least one timeline.
-        title: What stands above.
+    ``sweep``: with at least one timeline.
 
     Returns:
         How many timelines found no room.
@@ -218,7 +199,8 @@ def sweep_png(panels: Sequence[PicturePanel], *, title: str) -> bytes:
         from matplotlib.figure import Figure
 
         row = _row_height(panels)
-        groups = _groups(panels)
+        units = dict.fromkeys(panel.unit for panel in panels)
+        groups = [[panel for panel in panels if panel.unit == unit] for unit in units]
         heights = [sum(_panel_height(panel, row) for panel in group) for group in groups]
         height = _HEADER + sum(heights) + _AXIS * len(groups)
         figure = Figure(figsize=(_WIDTH / _DPI, height / _DPI), facecolor="white")
@@ -237,11 +219,6 @@ def sweep_png(panels: Sequence[PicturePanel], *, title: str) -> bytes:
         return file.getvalue()
 
 
-def _groups(panels: Sequence[PicturePanel]) -> list[list[PicturePanel]]:
-    units = dict.fromkeys(panel.unit for panel in panels)
-    return [[panel for panel in panels if panel.unit == unit] for unit in units]
-
-
 def _row_height(panels: Sequence[PicturePanel]) -> int:
     ranks = sum(panel.num_ranks for panel in panels)
     return next((height for most, height in _ROWS if ranks <= most), _THINNEST)
@@ -252,7 +229,6 @@ def _panel_height(panel: PicturePanel, row: int) -> int:
 
 
 def _header(figure: Figure, height: float, title: str, panels: Sequence[PicturePanel]) -> None:
-    """The title, and what the colours mean."""
     from matplotlib.patches import Rectangle
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -282,7 +258,7 @@ def _group(axes: Axes, panels: Sequence[PicturePanel], row: int, height: int) ->
     span = max(panel.makespan for panel in panels) or 1.0
     scale = 1.0
     if unit == "s":
-        scale, unit = next((pair for pair in _UNITS if span >= pair[0]), _UNITS[-1])
+        scale, unit = next((pair for pair in SECONDS if span >= pair[0]), SECONDS[-1])
     axes.set_xlim(0, span / scale)
     axes.set_ylim(height, 0)
     axes.set_yticks([])
@@ -304,8 +280,6 @@ def _group(axes: Axes, panels: Sequence[PicturePanel], row: int, height: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _Label:
-    """The text of a bar, at its centre."""
-
     x: float
     y: float
     text: str
@@ -381,7 +355,6 @@ class _Drawing:
         self._colours.append(fill)
 
     def finish(self) -> None:
-        """Hands everything over to Matplotlib."""
         from matplotlib.collections import PolyCollection
 
         self._axes.add_collection(
@@ -405,7 +378,6 @@ def _write(
     bold: bool = False,
     transform: Transform | None = None,
 ) -> Text:
-    """Plain text, vertically centred; a "$" starts no formula."""
     written = target.text(
         x, y, text, fontsize=size, color=colour, fontweight="bold" if bold else "normal",
         horizontalalignment=align, verticalalignment="center", parse_math=False, zorder=3,
@@ -415,8 +387,6 @@ def _write(
     return written
 
 
-# ------------------------------------------------------------------------------------ timeline png
-#
 # One run's timelines as a picture: for trackers, which show images and no pages.
 
 

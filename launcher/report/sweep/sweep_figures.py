@@ -16,7 +16,7 @@ from launcher.config.decode import did_you_mean, nearest
 from launcher.config.key import shorten
 from launcher.report.result import write_atomically
 from launcher.report.rows import TimelineData
-from launcher.report.summary import format_duration, format_percent
+from launcher.report.summary import SECONDS, format_duration, format_percent
 from launcher.report.sweep.sweep_jobs import Sweep, SweepJob, override_values
 from strategies.errors import PlanError
 
@@ -133,9 +133,7 @@ def best_jobs(figure: Figure, jobs: Sequence[SweepJob]) -> frozenset[int]:
     An F is what a rank computes for one microbatch: a makespan in F says which job is faster only
     among jobs with as many ranks and microbatches.
 
-    Args:
-        figure: Which.
-        jobs: With one time unit; those that are not done do not compete.
+    ``jobs``: with one time unit; those that are not done do not compete.
     """
     done = [job for job in jobs if job.status == "done"]
     if figure.better is None:
@@ -184,10 +182,7 @@ def timeline_facts(job: SweepJob, timeline: TimelineData) -> str:
     return ", ".join(facts)
 
 
-# -------------------------------------------------------------------------------------- sweep best
-#
 # Which job of a sweep is the best, and the command that repeats it.
-
 
 AUTO = "auto"
 # Where one of these varies, what a model has learnt differs, and not only how fast.
@@ -197,11 +192,7 @@ _FAST = ("tokens_per_s", "step_time_s", "makespan")
 
 
 def check_metric(name: str) -> None:
-    """Refuses a figure by which nothing can be the best.
-
-    Raises:
-        PlanError: With the nearest figures.
-    """
+    """Refuses a figure by which nothing can be the best."""
     known = [figure.name for figure in FIGURES.values() if figure.better is not None]
     if name != AUTO and name not in known:
         hint = did_you_mean(f"sweep.metric={found}" for found in nearest(name, known))
@@ -211,12 +202,10 @@ def check_metric(name: str) -> None:
         )
 
 
-def best_job(sweep: Sweep, metric: str = AUTO) -> tuple[Figure, SweepJob] | None:
+def _best_job(sweep: Sweep, metric: str = AUTO) -> tuple[Figure, SweepJob] | None:
     """The best job, the earliest of equals; None where the jobs cannot be compared.
 
-    Args:
-        sweep: Its jobs; those that are not done do not compete.
-        metric: A figure's name; auto goes by the loss where learning varies, else by speed.
+    ``metric``: A figure's name; auto goes by the loss where learning varies, else by speed.
     """
     groups = by_time_unit([job for job in sweep.jobs if job.status == "done"])
     if len(groups) != 1:
@@ -232,12 +221,7 @@ def best_job(sweep: Sweep, metric: str = AUTO) -> tuple[Figure, SweepJob] | None
 
 
 def figures_for(metric: str, varied: Sequence[str]) -> tuple[Figure, ...]:
-    """Figures by which jobs may be compared; the first that they have counts.
-
-    Args:
-        metric: A figure's name, or auto.
-        varied: Keys with more than one value.
-    """
+    """Figures by which jobs may be compared; the first that they have counts."""
     if metric != AUTO:
         return (FIGURES[metric],)
     learning = any(key.partition(".")[0] in _LEARNING for key in varied)
@@ -247,7 +231,7 @@ def figures_for(metric: str, varied: Sequence[str]) -> tuple[Figure, ...]:
 
 def describe_best(sweep: Sweep, metric: str = AUTO) -> str | None:
     """``best by tokens_per_s (15,210): job 2: python -m launcher pp=4 schedule=foldx_fifo``."""
-    found = best_job(sweep, metric)
+    found = _best_job(sweep, metric)
     if found is None:
         return None
     figure, job = found
@@ -257,12 +241,8 @@ def describe_best(sweep: Sweep, metric: str = AUTO) -> str | None:
     return f"best by {figure.name} ({value}): job {job.index}: python -m launcher {words}".rstrip()
 
 
-# ------------------------------------------------------------------------------------- sweep cells
-#
 # How the figures of a column are written: one unit and as many decimals for all of them.
 
-
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 _FORMATS: dict[Quantity, str] = {"percent": "{:.1%}", "count": "{:,.0f}", "loss": "{:.4f}"}
 _MAX_DECIMALS = 3
@@ -275,10 +255,7 @@ def write_column(
 ) -> tuple[str, list[str]]:
     """The column's unit, and a text per value; empty for None.
 
-    Args:
-        values: As in result.json.
-        quantity: What they are.
-        time_unit: Of ``time`` values, ``F`` or ``s``.
+    ``time_unit`` is that of ``time`` values, ``F`` or ``s``.
 
     >>> write_column([0.0125, None, 0.00098], "seconds", None)
     ('ms', ['12.50', '', '0.98'])
@@ -294,7 +271,7 @@ def write_column(
         return unit, [text.removesuffix("%") for text in texts]
     largest = max((abs(value) for value in values if value is not None), default=0.0)
     if quantity == "seconds" or (quantity == "time" and time_unit == "s"):
-        scale, unit = _scale(_SECONDS, largest)
+        scale, unit = _scale(SECONDS, largest)
     elif quantity == "bytes":
         scale, unit = _scale(_BYTES, largest)
     else:
@@ -319,8 +296,6 @@ def _aligned(values: Sequence[Number]) -> list[str]:
     return ["" if value is None else f"{value:,.{decimals}f}" for value in values]
 
 
-# --------------------------------------------------------------------------------------- sweep csv
-#
 # sweep.csv and sweep.json: every job's figures exactly as in its result.json.
 #
 # The columns of sweep.csv, in this order:
@@ -340,7 +315,6 @@ def _aligned(values: Sequence[Number]) -> list[str]:
 #
 # A cell is empty where a job has no such figure.
 
-
 _JOB = ("job", "folder", "status", "label")
 _SHAPE = ("schedule", "pp", "dp", "tp", "stages_per_rank", "num_microbatches")
 _PREDICTED = tuple(figure.name for figure in PREDICTED)
@@ -349,13 +323,11 @@ FIXED = (*_JOB, *_SHAPE, *_PREDICTED, "time_unit", *_MEASURED, "error")
 
 
 def columns(sweep: Sweep) -> tuple[str, ...]:
-    """The header of ``sweep.csv``."""
     own = tuple(key for key in sweep.varied if key not in FIXED)
     return (*_JOB, *own, *FIXED[len(_JOB) :])
 
 
 def write_sweep_csv(path: Path, sweep: Sweep) -> None:
-    """Writes ``sweep.csv``, a row per job in the order of running."""
     file = io.StringIO()
     writer = csv.DictWriter(file, columns(sweep), lineterminator="\n")
     writer.writeheader()
@@ -365,7 +337,6 @@ def write_sweep_csv(path: Path, sweep: Sweep) -> None:
 
 
 def write_sweep_json(path: Path, sweep: Sweep) -> None:
-    """Writes ``sweep.json``: the same jobs with the whole of their result.json."""
     jobs = [
         {
             "job": job.index,
@@ -384,7 +355,6 @@ def write_sweep_json(path: Path, sweep: Sweep) -> None:
 
 
 def relative_folder(job: SweepJob, folder: Path) -> str:
-    """A job's folder as seen from the sweep's."""
     return Path(os.path.relpath(job.folder, folder)).as_posix()
 
 

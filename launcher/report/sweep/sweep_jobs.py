@@ -24,11 +24,9 @@ class SweepJob:
 
     Attributes:
         index: Its number, from 0, in the order of running.
-        folder: Absolute.
         overrides: ``key=value`` as the command line gave them to this job.
         status: ``done``, ``failed``, ``refused`` (exit 2), ``preempted`` or ``interrupted``.
         exit_code: Of its command; None where that did not end by itself.
-        error: Empty for a job that is done.
         result: The mapping of result.json; of a job that left none, what was asked for.
         timelines: Predicted first; empty for a mode that draws none.
     """
@@ -66,14 +64,11 @@ def ended_job(
 ) -> SweepJob:
     """Reads what a job left in its folder; to be called before the next job starts.
 
-    Args:
-        index: Its number.
-        folder: Its folder.
-        overrides: Its overrides; Hydra's own keys are left out.
-        config: What it ran, None if it could not be composed.
-        before: ``file_stamps`` of the folder before it started.
-        exit_code: None for a job that was interrupted.
-        error: What ended it; a failed job's result.json may know it as well.
+    ``overrides``: its overrides; Hydra's own keys are left out.
+    ``config``: what it ran, None if it could not be composed.
+    ``before``: ``file_stamps`` of the folder before it started.
+    ``exit_code``: None for a job that was interrupted.
+    ``error``: what ended it; a failed job's result.json may know it as well.
     """
     after = file_stamps(folder)
     fresh = [new is not None and new != old for new, old in zip(after, before, strict=True)]
@@ -132,8 +127,6 @@ def _read_timelines(path: Path) -> tuple[TimelineData, ...]:
         return ()
 
 
-# ------------------------------------------------------------------------------------ sweep labels
-#
 # What tells the jobs of a sweep apart: the overrides whose values differ.
 
 
@@ -142,7 +135,6 @@ class Sweep:
     """The jobs of a sweep that have ended, and what varies among all that were asked for.
 
     Attributes:
-        jobs: In the order of running.
         num_jobs: How many were asked for; more than ``jobs`` where a sweep ended early.
         varied: Keys of overrides with more than one value, in the order of the command line.
         missing: What is said of the jobs that were asked for and are not here.
@@ -162,12 +154,6 @@ class Sweep:
 
 
 def make_sweep(jobs: Sequence[SweepJob], asked: Sequence[Sequence[str]]) -> Sweep:
-    """A sweep over the jobs that have ended.
-
-    Args:
-        jobs: In the order of running.
-        asked: The overrides of every job on the command line.
-    """
     values = [override_values(words) for words in asked]
     keys = list(dict.fromkeys(key for given in values for key in given))
     varied = tuple(key for key in keys if len({given.get(key) for given in values}) > 1)
@@ -180,22 +166,14 @@ def override_values(words: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-# ------------------------------------------------------------------------------------ sweep record
-#
 # ``jobs.json``: which jobs a sweep consists of, for whoever compares them later.
-
 
 RECORD = "jobs.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The jobs that were asked for.
-
-    Attributes:
-        overrides: ``key=value`` words of each.
-        folders: Absolute, of those that have begun, in the same order.
-    """
+    """The jobs that were asked for; folders are absolute, of those that have begun."""
 
     overrides: tuple[tuple[str, ...], ...]
     folders: tuple[Path, ...]
@@ -211,11 +189,6 @@ def write_record(folder: Path, overrides: Sequence[Sequence[str]], folders: Sequ
 
 
 def read_record(folder: Path) -> Record:
-    """Reads the record of a sweep's folder.
-
-    Raises:
-        PlanError: There is none.
-    """
     file = folder / RECORD
     try:
         jobs = json.loads(file.read_text())["jobs"]
@@ -231,11 +204,6 @@ def read_record(folder: Path) -> Record:
 
 
 def newest_record(root: Path) -> Path:
-    """The folder of the newest sweep below a folder.
-
-    Raises:
-        PlanError: There is none.
-    """
     found = sorted(root.glob(f"**/{RECORD}"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise PlanError(

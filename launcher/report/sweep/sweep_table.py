@@ -34,7 +34,6 @@ class Column:
         unit: Of all its cells, empty where there is none.
         cells: A text per job, empty where a job has no such figure.
         best: Whether a cell is to be marked.
-        text: Words as opposed to numbers.
     """
 
     heading: str
@@ -143,7 +142,6 @@ def _in_words(column: Column) -> str:
 
 
 def draw_table(columns: Sequence[Column]) -> Table:
-    """Columns as a table, the best cells marked."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         lines = column.heading.split("\n")

@@ -35,12 +35,7 @@ from strategies.simulator.engine import simulate
 
 
 def this_machine(*, ranks: int, gpu: bool) -> Machine:
-    """The machine as the ranks of a run find it.
-
-    Args:
-        ranks: Processes of the run, which share the cores.
-        gpu: Whether they run on GPUs.
-    """
+    """The machine as the ranks of a run find it, which share its cores."""
     return Machine(
         processor=_processor(),
         accelerator=_accelerator() if gpu else None,
@@ -68,7 +63,6 @@ def _processor() -> str:
 
 
 def _accelerator() -> str:
-    """The first GPU's name as its driver gives it."""
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -77,10 +71,7 @@ def _accelerator() -> str:
     return "GPU"
 
 
-# ---------------------------------------------------------------------------------------- profiled
-#
 # ``costs=profiled``: the profile in ``costs.file``, if it is of this machine and of this model.
-
 
 # A profile is one of layers, so it serves any number of them.
 _LAYER_COUNTS = ("layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -95,24 +86,9 @@ def profiled_costs(
     ranks: int,
     gpu: bool,
 ) -> ProfiledCosts:
-    """The costs of a run from its profile.
-
-    Args:
-        config: Its ``costs.file`` is given.
-        shape: The run's model.
-        stages: Its cut.
-        assumed: For what the profile does not know.
-        ranks: Processes on this machine.
-        gpu: Whether they run on GPUs.
-
-    Raises:
-        CostError: There is no such file, or it is a profile of something else.
-    """
-    profile = read_profile(config)
-    wanted = words(config)
-    if not config.costs.any_machine:
-        _check_machine(config, profile, this_machine(ranks=ranks, gpu=gpu), wanted)
-    _check_model(config, profile, model_facts(config, shape), wanted)
+    """The costs of a run from its profile; ``assumed`` is for what that does not know."""
+    profile = _read_profile(config)
+    _check_profile(config, profile, shape, ranks=ranks, gpu=gpu)
     costs = ProfiledCosts(
         profile,
         stage_classes(profile, classes_of(shape), stages),
@@ -133,42 +109,30 @@ def checked_profile(
 ) -> tuple[Profile, LaunchConfig]:
     """The profile for a plan, and the configuration with what it leaves to be chosen.
 
-    Args:
-        config: Its ``costs.file`` is given.
-        shape: The model.
-        ranks: Processes that are planned for.
-        gpu: Whether they run on GPUs.
-        pinned: Keys that the user has set: of the others, those that decide a unit's costs (tp,
-            selective recomputation) become what they were when it was made.
+    ``ranks``: processes that are planned for.
+    ``pinned``: keys that the user has set: of the others, those that decide a unit's costs (tp,
+    selective recomputation) become what they were when it was made.
 
     Raises:
         CostError: There is no such file, or it is a profile of something else.
     """
-    profile = read_profile(config)
+    profile = _read_profile(config)
     facts = dict(profile.model)
     if "tp" not in pinned and facts.get("tp", "").isdigit():
         config = replace(config, tp=int(facts["tp"]))
     free = not {"recompute", "recompute.name"} & set(pinned)
     if free and facts.get("selective", "null") != "null":
         config = replace(config, recompute=replace(config.recompute, name="selective"))
-    wanted = words(config)
-    if not config.costs.any_machine:
-        _check_machine(config, profile, this_machine(ranks=ranks, gpu=gpu), wanted)
-    _check_model(config, profile, model_facts(config, shape), wanted)
+    _check_profile(config, profile, shape, ranks=ranks, gpu=gpu)
     return profile, config
 
 
-def read_profile(config: LaunchConfig) -> Profile:
-    """The profile in ``costs.file``.
-
-    Raises:
-        CostError: There is none.
-    """
+def _read_profile(config: LaunchConfig) -> Profile:
     given = config.costs.file
     if given is None:
         raise CostError(
             "costs=profiled needs costs.file, a profile of this machine and model. Try "
-            f"{words(config)}, then costs.file=profile.json."
+            f"{_words(config)}, then costs.file=profile.json."
         )
     path = Path(given).expanduser().absolute()
     try:
@@ -176,21 +140,13 @@ def read_profile(config: LaunchConfig) -> Profile:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise CostError(
-            f"costs.file={given} cannot be read ({reason}). Try {words(config)}, which writes one."
+            f"costs.file={given} cannot be read ({reason}). Try {_words(config)}, which writes one."
         ) from error
     return parse_profile(text, label=given)
 
 
 def writable(given: str, *, key: str) -> Path:
-    """Where a profile is to be written.
-
-    Args:
-        given: What the user has typed.
-        key: For it, for the message.
-
-    Raises:
-        CostError: No file can be written there.
-    """
+    """Where a profile is to be written."""
     target = Path(given).expanduser().absolute()
     if target.is_dir() or not os.access(target.parent, os.W_OK):
         raise CostError(
@@ -201,7 +157,6 @@ def writable(given: str, *, key: str) -> Path:
 
 
 def classes_of(shape: ModelShape) -> tuple[str, ...]:
-    """The class of each unit of a model."""
     return unit_classes(
         (unit.name, (unit.parameters, unit.forward_flops)) for unit in model_units(shape)
     )
@@ -239,11 +194,10 @@ def model_facts(config: LaunchConfig, shape: ModelShape) -> tuple[tuple[str, str
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
-    """Eight letters that differ where anything does."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def words(config: LaunchConfig) -> str:
+def _words(config: LaunchConfig) -> str:
     """The command that makes the profile a configuration needs."""
     degrees = f"pp={config.pp} dp={config.dp}" + (f" tp={config.tp}" if config.tp > 1 else "")
     return (
@@ -252,15 +206,23 @@ def words(config: LaunchConfig) -> str:
     )
 
 
-def _check_machine(config: LaunchConfig, profile: Profile, here: Machine, wanted: str) -> None:
+def _check_profile(
+    config: LaunchConfig, profile: Profile, shape: ModelShape, *, ranks: int, gpu: bool
+) -> None:
+    if not config.costs.any_machine:
+        _check_machine(config, profile, this_machine(ranks=ranks, gpu=gpu))
+    _check_model(config, profile, model_facts(config, shape))
+
+
+def _check_machine(config: LaunchConfig, profile: Profile, here: Machine) -> None:
     found, own = asdict(profile.machine), asdict(here)
     if here.accelerator is not None:
         del found["threads"], own["threads"]  # Threads of the host decide little there.
     if found == own:
         return
-    threads = {**found, "threads": None} == {**own, "threads": None}
+    wanted = _words(config)
     fix = f"Try {wanted}, or costs.any_machine=true to predict for the profile's machine."
-    if threads:
+    if {**found, "threads": None} == {**own, "threads": None}:
         fix = f"Try OMP_NUM_THREADS={profile.machine.threads} in front of the command, or {wanted}."
     raise CostError(
         f"costs.file={config.costs.file} is a profile of another machine: {fingerprint(found)} "
@@ -268,9 +230,7 @@ def _check_machine(config: LaunchConfig, profile: Profile, here: Machine, wanted
     )
 
 
-def _check_model(
-    config: LaunchConfig, profile: Profile, own: tuple[tuple[str, str], ...], wanted: str
-) -> None:
+def _check_model(config: LaunchConfig, profile: Profile, own: tuple[tuple[str, str], ...]) -> None:
     if profile.model == own:
         return
     theirs, ours = dict(profile.model), dict(own)
@@ -279,7 +239,7 @@ def _check_model(
         f"costs.file={config.costs.file} is a profile of another model: {fingerprint(theirs)} "
         f"({_listed({n: theirs.get(n, 'nothing') for n in differ})}), but this one is "
         f"{fingerprint(ours)} ({_listed({n: ours.get(n, 'nothing') for n in differ})}). "
-        f"Try {wanted}."
+        f"Try {_words(config)}."
     )
 
 
@@ -291,15 +251,12 @@ def _spelt(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-# --------------------------------------------------------------------------------- refined profile
-#
 # A profile corrected by a training run: ``costs.refine``.
 #
 # The layers were measured by themselves; in training they run beside messages, a data loader and
 # the other ranks. Of a run's median step the recorder knows how long each kind of instruction
 # really took, all stages together: every figure of that kind is scaled by it. What units of one
 # stage take cannot be told apart there, so their proportions stay as they were measured.
-
 
 _MEASURED = {entry.name for entry in fields(Seconds)}
 _SCALED = frozenset(kind for kind in MICROBATCH_KINDS if KINDS[kind].duration in _MEASURED)
@@ -316,12 +273,7 @@ def write_refined(target: Path, costs: Costs, measured: Timeline) -> None:
 
 
 def kind_ratios(measured: Timeline, table: CostTable) -> dict[Kind, float]:
-    """Measured over predicted time of every kind of instruction that the step has; pairs left out.
-
-    Args:
-        measured: A step of a run.
-        table: What was predicted for its program.
-    """
+    """Measured over predicted time of every kind of instruction in a step; pairs left out."""
     took: dict[Kind, float] = {}
     predicted: dict[Kind, float] = {}
     for rank in range(len(measured.program.ranks)):
@@ -353,7 +305,6 @@ def refined(profile: Profile, ratios: Mapping[Kind, float]) -> Profile:
 
 
 def with_error(profile: Profile, error: float | None) -> Profile:
-    """The profile with what a run's step has shown of it."""
     return replace(
         profile,
         sizes=tuple((number, replace(figures, error=error)) for number, figures in profile.sizes),

@@ -50,12 +50,8 @@ class Account:
         return f"Account({self.host})"
 
 
-def find_account() -> Account:
-    """The key that ``wandb login`` or WANDB_API_KEY has set up for WANDB_BASE_URL.
-
-    Raises:
-        PlanError: There is none, or it would travel unencrypted to another machine.
-    """
+def _find_account() -> Account:
+    """The key that ``wandb login`` or WANDB_API_KEY has set up for WANDB_BASE_URL."""
     host = (os.environ.get("WANDB_BASE_URL") or _HOST).rstrip("/")
     parts = urlsplit(host)
     local = parts.hostname in ("localhost", "127.0.0.1", "::1")
@@ -74,21 +70,12 @@ def find_account() -> Account:
 
 def definition() -> str:
     """The workspace's specification as JSON in one line."""
-    text = (files("launcher.dashboard") / "workspace.json").read_text(encoding="utf-8")
+    text = (files("launcher.commands") / "workspace.json").read_text(encoding="utf-8")
     return json.dumps(json.loads(text), separators=(",", ":"))
 
 
-def push(account: Account, *, project: str, entity: str | None) -> str:
-    """Saves the workspace; returns its address.
-
-    Args:
-        account: As whom.
-        project: Which is made if it does not exist.
-        entity: Team or user; None for the account's default.
-
-    Raises:
-        RunError: The server cannot be reached, or refuses.
-    """
+def _push(account: Account, *, project: str, entity: str | None) -> str:
+    """Saves the workspace; returns its address. ``entity`` None is the account's default."""
     if entity is None:
         viewer = _ask(account, _VIEWER, {}).get("viewer") or {}
         entity = viewer.get("entity") or viewer.get("username")
@@ -149,19 +136,12 @@ def _from_netrc(host: str) -> str | None:
     return None if found is None else found[2]
 
 
-# --------------------------------------------------------------------------------------- dashboard
-#
 # ``mode=dashboard``: the workspace of the repository, saved in a W&B project.
 
 
 def run(config: LaunchConfig) -> int:
-    """Pushes it; leaves no run folder.
-
-    Raises:
-        PlanError: No key is set up.
-        RunError: The server cannot be reached, or refuses.
-    """
-    account = find_account()
-    address = push(account, project=config.tracking.project, entity=config.tracking.entity)
+    """Pushes it; leaves no run folder."""
+    account = _find_account()
+    address = _push(account, project=config.tracking.project, entity=config.tracking.entity)
     say(f"dashboard: {address}")
     return 0

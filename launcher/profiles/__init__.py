@@ -1,1 +1,0 @@
-"""What was measured: hardware files from profiles, and whether a profile fits a request."""
