@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from launcher.compose.option_groups import conf_dir
 from launcher.config import from_dict
