@@ -357,7 +357,7 @@ def element_sizes(config: LaunchConfig) -> ElementSizes:
 def _profiled(
     config: LaunchConfig, shape: ModelShape, stages: tuple[range, ...], assumed: Costs, dp: int
 ) -> Costs:
-    from launcher.profile_check import profiled_costs  # It needs what this module offers.
+    from launcher.planning.profile_check import profiled_costs  # It needs what this module offers.
 
     if not isinstance(assumed, AnalyticCosts):
         raise PlanError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launcher.commands.ranks import IDLE_RANK_BYTES, check_devices, failure_recorded, run_ranks
 from launcher.config import LaunchConfig
-from launcher.profile_check import class_numbers, measured_sizes, writable
+from launcher.planning.profile_check import class_numbers, measured_sizes, writable
 from launcher.report.plan_table import profile_table
 from launcher.report.predicted import run_mapping
 from launcher.report.result import write_atomically, write_result

@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher.checkpoints import check_model, check_whole, manifest_of, newest_checkpoint, newest_in
 from launcher.config import LaunchConfig
+from launcher.planning.profile_check import rank_threads
 from launcher.processes import torchrun
 from launcher.processes.failure import RankFailedError
 from launcher.processes.local import Listener, LocalRanks, rank_environment, take_outcome
@@ -20,7 +21,6 @@ from launcher.processes.preempted import PreemptedError, Restarts
 from launcher.processes.rank_server import RankServer, rank_server
 from launcher.processes.task import rewrite_task, write_task
 from launcher.processes.watchdog import COMPILING_S
-from launcher.profile_check import rank_threads
 from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, text_source, uses_gpu
 from launcher.terminal import say

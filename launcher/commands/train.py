@@ -17,8 +17,8 @@ from launcher.commands.ranks import (
 )
 from launcher.config import LaunchConfig
 from launcher.planning.plan_auto import planned
+from launcher.planning.profile_check import writable, write_refined
 from launcher.processes.progress import ProgressView
-from launcher.profile_check import writable, write_refined
 from launcher.report.html import Panel
 from launcher.report.predicted import predict, predicted_mapping, step_flops, write_pictures
 from launcher.report.result import write_result

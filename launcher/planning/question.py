@@ -15,7 +15,7 @@ from launcher.config import LaunchConfig
 from launcher.config.key import keys_of, value_at
 from launcher.config.pipeline import recompute_policy
 from launcher.planning.model_trace import needs_trace, traced_shape
-from launcher.profile_check import checked_profile, classes_of
+from launcher.planning.profile_check import checked_profile, classes_of
 from launcher.report.summary import format_percent
 from launcher.resolve import MOMENTS, element_sizes, layer_units, model_shape, num_places, uses_gpu
 from launcher.workloads.loads import unit_loads

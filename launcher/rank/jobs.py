@@ -24,18 +24,8 @@ from launcher.processes.local import wait_for_outcome, write_outcome
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
 from launcher.processes.task import resolve_task
 from launcher.processes.watchdog import own_heartbeat
-from launcher.rank.callbacks import (
-    KeepSignal,
-    MetricsFile,
-    Progress,
-    as_lost_loader,
-    pipeline,
-)
-from launcher.rank.checkpoint_callbacks import (
-    LastCheckpoint,
-    RegularCheckpoints,
-    StopWhenAsked,
-)
+from launcher.rank.callbacks import KeepSignal, MetricsFile, Progress, as_lost_loader, pipeline
+from launcher.rank.checkpoint_callbacks import LastCheckpoint, RegularCheckpoints, StopWhenAsked
 from launcher.rank.trackers import Tracked, build_loggers
 from launcher.report.predicted import ideal_step_s
 from launcher.resolve import Run, text_source

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher.profile_check import (
+from launcher.planning.profile_check import (
     class_numbers,
     classes_of,
     measured_sizes,

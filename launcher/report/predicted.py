@@ -9,12 +9,7 @@ from pathlib import Path
 from launcher.report.ascii import draw, legend
 from launcher.report.html import Panel, memory_mapping, write_timeline_html
 from launcher.report.perfetto import write_trace
-from launcher.report.result import (
-    metrics_mapping,
-    recompute_mapping,
-    versions,
-    write_atomically,
-)
+from launcher.report.result import metrics_mapping, recompute_mapping, versions, write_atomically
 from launcher.report.summary import format_duration, format_percent
 from launcher.resolve import Run
 from launcher.workloads.model_share import model_units

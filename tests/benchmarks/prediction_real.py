@@ -21,7 +21,7 @@ import torch.distributed as dist
 from launcher.config import LaunchConfig, dump, from_dict
 from launcher.config.pipeline import CostsConfig, RecomputeConfig, ScheduleConfig
 from launcher.config.workload import DataConfig, ModelConfig, OptimizerConfig
-from launcher.profile_check import write_refined
+from launcher.planning.profile_check import write_refined
 from launcher.resolve import Run, resolve
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.optimizer import build_optimizer

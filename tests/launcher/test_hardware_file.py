@@ -12,8 +12,8 @@ from launcher.commands.profile import fit_rates, hardware_file, hardware_yaml
 from launcher.config import LaunchConfig
 from launcher.config.decode import from_dict
 from launcher.config.workload import ModelConfig
+from launcher.planning.profile_check import class_numbers
 from launcher.planning.question import calibration, label, question
-from launcher.profile_check import class_numbers
 from launcher.resolve import model_shape
 from launcher.workloads.loads import unit_loads
 from strategies.costs.hardware import ElementSizes

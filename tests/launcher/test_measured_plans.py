@@ -11,9 +11,9 @@ from launcher.config import LaunchConfig
 from launcher.config.decode import from_dict
 from launcher.planning.largest_model import largest_model
 from launcher.planning.plan_auto import tune_layout
+from launcher.planning.profile_check import classes_of, fingerprint, model_facts, this_machine
 from launcher.planning.question import Question, calibration, question
 from launcher.planning.report import answer_mapping, candidate_config, list_plans
-from launcher.profile_check import classes_of, fingerprint, model_facts, this_machine
 from launcher.resolve import model_shape, resolve
 from strategies.analysis.metrics import measure
 from strategies.costs.profile_file import (

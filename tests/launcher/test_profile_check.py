@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.profile_check import kind_ratios, refined, with_error, write_refined
+from launcher.planning.profile_check import kind_ratios, refined, with_error, write_refined
 from strategies import compile_program, simulate
 from strategies.costs.profile_file import dump_profile, parse_profile
 from strategies.costs.uniform import UniformCosts
