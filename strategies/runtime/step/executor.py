@@ -3,7 +3,9 @@
 Receives are posted ahead of their place where messages have tags (never where they are matched by
 order), values are waited for by the instruction that uses them, and sends are never waited for
 inline: a sent buffer is let go when a later receive proves that it has arrived
-(``lowering.release``), or with the next step.
+(``lowering.send_recv``), or with the next step.
+
+The list ends here at its first STEP: Lightning's hooks carry the STEPs out, behind ``update.flush``.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Executor:
         for place, item in enumerate(route.row):
             kind = item.kind
             if kind is Kind.STEP:
-                break
+                break  # Lightning's optimizer_step carries them out.
             beat[STATE] = place << 1
             if kind in MICROBATCH_KINDS and not blocks:
                 # The next few receives of the list, whatever compute stands between. Not before a
@@ -109,6 +111,7 @@ class Executor:
                     posted = passed
                 values.passed(item, place, route.release.get(place, ()))
             elif kind is Kind.REDUCE:
+                # Mostly under way: autograd's hooks started it inside the last backward.
                 assert item.bucket is not None
                 parts.gradients[item.stage].reduce(item.bucket)
             elif kind is Kind.GATHER:
