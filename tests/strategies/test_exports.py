@@ -26,3 +26,10 @@ def test_what_a_user_causes_exits_with_2_and_a_run_that_failed_with_1():
         "RunError": 1,
         "NotFiniteError": 1,
     }
+
+
+def test_styles_of_tensor_parallelism_are_where_modules_of_users_import_them_from():
+    from strategies.models import tensor_parallel as home
+    from strategies.runtime import tensor_parallel
+
+    assert all(getattr(tensor_parallel, name) is getattr(home, name) for name in home.__all__)

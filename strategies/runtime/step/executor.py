@@ -5,7 +5,7 @@ order), values are waited for by the instruction that uses them, and sends are n
 inline: a sent buffer is let go when a later receive proves that it has arrived
 (``lowering.send_recv``), or with the next step.
 
-The list ends here at its first STEP: Lightning's hooks carry the STEPs out, behind ``update.flush``.
+The list ends here at its first STEP: Lightning's hooks carry those out, behind ``update.flush``.
 """
 
 from __future__ import annotations
