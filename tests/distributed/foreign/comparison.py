@@ -1,0 +1,183 @@
+"""Somebody's LightningModule under stock Lightning and in pipelines: what both have come to.
+
+A case is a function of no arguments that makes a module, at the top of a test's file. It is called
+on each rank, as a user's script is.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from strategies.runtime.lightning.strategy import PipelineStrategy
+from tests.distributed.pool import Ranks
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1f1b": {"pp": 2, "schedule": "1f1b"},
+    "zb_v": {"pp": 2, "schedule": "zb_v"},
+    "1f1b-dp2": {"pp": 2, "dp": 2, "schedule": "1f1b"},
+    "zb_v-dp2": {"pp": 2, "dp": 2, "schedule": "zb_v"},
+}
+MORE = [pytest.param(name, marks=pytest.mark.full) for name in ("zb_v", "1f1b-dp2")]
+EVERY_LAYOUT = pytest.mark.parametrize("layout", ["1f1b", "zb_v-dp2", *MORE])
+BATCH, CLASSES, WIDTH, MICROBATCHES = 8, 3, 8, 4
+TOLERANCE = 1e-10
+
+
+class Net(pl.LightningModule):
+    """Four layers and a head, enough for two stages of a split pipeline on two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [m for _ in range(4) for m in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())]
+        self.net = torch.nn.Sequential(*layers)
+        self.head = torch.nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x))  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def examples(*, rows: int = 32, replicas: int = 1, seed: int = 1) -> DataLoader[Any]:
+    """Batches of 8 rows per replica, in a fixed order; a sampler deals them to the replicas."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+    y = torch.randint(CLASSES, (rows,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=BATCH * replicas)
+
+
+@dataclass
+class Fitted:
+    """What a training has come to on one rank.
+
+    Attributes:
+        metrics: ``trainer.callback_metrics`` at the end, all that callbacks decide by.
+        logged: The rows of the logger.
+        weights: The parameters that this rank has, by name.
+        buffers: The same of buffers.
+        told: What the case's ``told(module, trainer)`` gives, if it has such a function.
+    """
+
+    metrics: dict[str, float]
+    logged: list[dict[str, float]]
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    told: Any = field(default=None)
+
+
+def train(
+    case: str, *, strategy: Mapping[str, Any] | None, told: str | None = None, **trainer: Any
+) -> Fitted:
+    """Fits a case; runs on a rank of the tests, or on a single one for stock Lightning.
+
+    Args:
+        case: ``module:function``, which makes the LightningModule.
+        strategy: Keywords of `PipelineStrategy`; None for stock Lightning on one device.
+        told: ``module:function`` of module and trainer; its result is the ``told`` of the answer.
+        trainer: Keywords of the Trainer. ``callbacks`` is ``module:function``, which makes a list.
+    """
+    replicas = trainer.pop("replicas", 1)  # of stock Lightning: as many batches in one
+    if "callbacks" in trainer:
+        trainer["callbacks"] = _find(trainer["callbacks"])()
+    module = _find(case)()
+    with tempfile.TemporaryDirectory() as folder:
+        logger = CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1)
+        quiet: dict[str, Any] = {
+            "max_epochs": 1, "enable_checkpointing": False, "enable_progress_bar": False,
+            "enable_model_summary": False, "num_sanity_val_steps": 0, "log_every_n_steps": 1,
+            "accelerator": "cpu", "precision": "64-true", "logger": logger,
+            "default_root_dir": folder,
+        }  # fmt: skip
+        if strategy is None:
+            how: dict[str, Any] = {"devices": 1}
+        else:
+            options = {"num_microbatches": MICROBATCHES, "timeout_s": 60, **strategy}
+            how = {"strategy": PipelineStrategy(**options)}
+        it = pl.Trainer(**{**quiet, **trainer}, **how)
+        train_data = getattr(module, "loaders", examples)(replicas=replicas)
+        validates = type(module).validation_step is not pl.LightningModule.validation_step
+        it.fit(module, train_data, examples(seed=2, replicas=replicas) if validates else None)
+        answer = Fitted(
+            metrics={name: float(value) for name, value in it.callback_metrics.items()},
+            logged=_rows(logger),
+            weights={n: p.detach().clone() for n, p in module.named_parameters()},
+            buffers={n: b.detach().clone() for n, b in module.named_buffers()},
+            told=None if told is None else _find(told)(module, it),
+        )
+        if isinstance(it.strategy, PipelineStrategy):
+            it.strategy.engine.close()
+    return answer
+
+
+def equal_to_stock(
+    ranks: Callable[[int], Ranks],
+    case: Callable[[], pl.LightningModule],
+    layout: str,
+    *,
+    told: Callable[[Any, Any], Any] | None = None,
+    callbacks: Callable[[], Sequence[Any]] | None = None,
+    strategy: Mapping[str, Any] | None = None,
+    buffers: Sequence[str] = (),
+    **trainer: Any,
+) -> tuple[Fitted, list[Fitted]]:
+    """Fits a case under stock Lightning and in a pipeline, and compares weights and metrics.
+
+    Every rank has all metrics of stock Lightning, together the ranks have all its parameters, and
+    the named ``buffers`` are compared on all ranks. Returns both for what else is to be compared.
+    """
+    names = {
+        key: f"{value.__module__}:{value.__qualname__}"
+        for key, value in {"case": case, "told": told, "callbacks": callbacks}.items()
+        if value is not None
+    }
+    options = LAYOUTS[layout] | dict(strategy or {})
+    replicas = options.get("dp", 1)
+    (stock,) = ranks(1).run(train, strategy=None, replicas=replicas, **names, **trainer)
+    world = options["pp"] * replicas
+    piped: list[Fitted] = ranks(world).run(train, strategy=options, **names, **trainer)
+    seen = set()
+    for rank, fitted in enumerate(piped):
+        assert fitted.metrics == pytest.approx(stock.metrics, abs=TOLERANCE), f"rank {rank}"
+        for name, value in fitted.weights.items():
+            if value.shape == stock.weights[name].shape:
+                seen.add(name)
+                assert (value - stock.weights[name]).abs().max().item() < TOLERANCE, name
+        for name in buffers:
+            assert torch.allclose(fitted.buffers[name], stock.buffers[name], atol=TOLERANCE), name
+    assert seen == set(stock.weights)
+    return stock, piped
+
+
+def _find(place: str) -> Any:
+    module, _, name = place.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _rows(logger: CSVLogger) -> list[dict[str, float]]:
+    logger.save()
+    path = Path(logger.log_dir) / "metrics.csv"
+    if not path.is_file():
+        return []
+    with path.open(newline="") as stream:
+        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(stream)]
