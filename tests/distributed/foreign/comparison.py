@@ -157,9 +157,8 @@ def equal_to_stock(
     for rank, fitted in enumerate(piped):
         assert fitted.metrics == pytest.approx(stock.metrics, abs=TOLERANCE), f"rank {rank}"
         for name, value in fitted.weights.items():
-            if value.shape == stock.weights[name].shape:
-                seen.add(name)
-                assert (value - stock.weights[name]).abs().max().item() < TOLERANCE, name
+            seen.add(name)
+            assert torch.allclose(value, stock.weights[name], rtol=0, atol=TOLERANCE), name
         for name in buffers:
             assert torch.allclose(fitted.buffers[name], stock.buffers[name], atol=TOLERANCE), name
     assert seen == set(stock.weights)
