@@ -223,6 +223,7 @@ class Options:
     async_save: bool = True
     compile: bool = False
     on_nan: OnNan = "stop"
+    whole_after: bool | Literal["auto"] = "auto"
 
 
 def num_buckets(num_bytes: int, bucket_mb: float) -> int:

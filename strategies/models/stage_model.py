@@ -150,6 +150,18 @@ class StageModel(ABC):
     def parameter_names(self) -> tuple[str, ...]:
         """Global names of all parameters of the uncut module."""
 
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        """Makes the module whole again, until ``release``.
+
+        ``values`` has, by their names in the uncut module's state, the parameters that other ranks
+        hold; those of this rank stay the objects that they are.
+        """
+        raise ModelError(f"{type(self).__name__} cannot be made whole: whole_after=False.")
+
+    def release(self) -> None:
+        """Takes out again what ``restore`` has put back."""
+        raise ModelError(f"{type(self).__name__} has not been made whole.")
+
     def shard(self, ranks: TensorRanks) -> None:
         """Prepares for tensor-parallel ranks; called once, before ``cut``.
 
@@ -187,6 +199,14 @@ class StageModel(ABC):
     def partial_parameters(self) -> Collection[str]:
         """Whole parameters whose gradients are to be added up over tensor-parallel ranks."""
         return ()
+
+
+def filled(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """The same object with a value; another one where that cannot be, as on the meta device."""
+    if parameter.is_meta or parameter.dtype != value.dtype:
+        return nn.Parameter(value, requires_grad=parameter.requires_grad)
+    parameter.data = value
+    return parameter
 
 
 # -- ``torch.compile`` for the units of a cut model, one by one ------------------------------------

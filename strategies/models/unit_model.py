@@ -27,7 +27,7 @@ from strategies.errors import ModelError
 from strategies.models.logs import captured_logs
 from strategies.models.selective.policy import Selection
 from strategies.models.selective.region import SelectiveLayer
-from strategies.models.stage_model import Mode, StageModel, StageOutput, Unit
+from strategies.models.stage_model import Mode, StageModel, StageOutput, Unit, filled
 from strategies.models.state import reseed
 from strategies.models.tensor_parallel.sharding import Sharding
 from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
@@ -87,6 +87,7 @@ class UnitModel(StageModel):
             for (name, _), cost in zip(declared, costs, strict=True)
         )
         self._runs: dict[int, nn.Module] = {i: unit for i, (_, unit) in enumerate(declared)}
+        self._away: dict[int, nn.Module] = {}  # units of other ranks, without their weights
         self._names = tuple(name for name, _ in module.named_parameters())
         covered = {id(p) for _, unit in declared for p in unit.parameters()}
         for name, parameter in module.named_parameters():
@@ -117,10 +118,9 @@ class UnitModel(StageModel):
         kept = {index for stage in owned for index in stages[stage]}
         for index in list(self._runs):
             if index not in kept:
-                parent, _, child = self._units[index].name.rpartition(".")
-                setattr(self._module.get_submodule(parent), child, Elsewhere())
-                del self._runs[index]
+                self._away[index] = self._runs.pop(index)
                 self._selective.pop(index, None)
+        self.release()
         # One unit after the other: only one is whole at a time.
         for index, unit in self._runs.items():
             self._draw(index, unit)
@@ -128,6 +128,38 @@ class UnitModel(StageModel):
                 self._sharding.apply(self._module, self._units[index].name)
         if self._sharding is not None:
             self._sharding.finish(self._canonical)
+
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        if self._sharding is not None:
+            raise ModelError("the matrices of a module that is cut with tp > 1 stay cut.")
+        placed = {name: p for stage in self._owned() for name, p in self.stage_parameters(stage)}
+        for index, unit in self._away.items():
+            prefix = self._units[index].name
+            names = {id(p): self._canonical[f"{prefix}.{n}"] for n, p in unit.named_parameters()}
+            for path, child in unit.named_modules(prefix=prefix):
+                for attribute, parameter in child._parameters.items():
+                    if parameter is not None:
+                        name = names[id(parameter)]
+                        if name not in placed:
+                            placed[name] = filled(parameter, values[f"{path}.{attribute}"])
+                        # Assigning to a known key is no change of the dict that is gone through.
+                        child._parameters[attribute] = placed[name]
+            self._put(index, unit)
+
+    def release(self) -> None:
+        held = {id(p) for unit in self._runs.values() for p in unit.parameters()}
+        for index, unit in self._away.items():
+            for parameter in unit.parameters():
+                if id(parameter) not in held:
+                    parameter.data = parameter.data.new_empty(0)
+            self._put(index, Elsewhere())
+
+    def _put(self, index: int, unit: nn.Module) -> None:
+        parent, _, child = self._units[index].name.rpartition(".")
+        setattr(self._module.get_submodule(parent), child, unit)
+
+    def _owned(self) -> Iterator[int]:
+        return (s for s, units in enumerate(self._stages) if units and units[0] in self._runs)
 
     def select(self, selection: Selection) -> None:
         self._selective = selection.layers_of(self._runs)

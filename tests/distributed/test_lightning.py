@@ -139,6 +139,7 @@ def fit(kind: str, pipelined: bool, **strategy_options: Any) -> dict[str, Any]:
         result["tested"] = tested
         result["predicted"] = torch.cat(trainer.predict(module, _loader(16)))
     if strategy is not None:
+        result["owned"] = set(strategy.engine.named_parameters())
         strategy.engine.close()
     return result
 
@@ -150,10 +151,9 @@ def test_an_ordinary_module_trains_as_on_one_device(
 ) -> None:
     alone = fit(kind, pipelined=False)
     cut = ranks(2).run(fit, kind=kind, pipelined=True)
-    names: set[str] = set()
     for result in cut:
+        assert result["parameters"].keys() == alone["parameters"].keys()
         for name, value in result["parameters"].items():
-            names.add(name)
             assert torch.allclose(value, alone["parameters"][name], atol=1e-10, rtol=0), name
         for name, value in alone["metrics"].items():
             assert result["metrics"][name] == pytest.approx(value, abs=1e-10), name
@@ -161,8 +161,8 @@ def test_an_ordinary_module_trains_as_on_one_device(
         if kind == "plain":
             assert result["tested"]["test_loss"] == pytest.approx(alone["tested"]["test_loss"])
             assert torch.allclose(result["predicted"], alone["predicted"], atol=1e-10)
-    assert names == set(alone["parameters"])
-    assert not (cut[0]["parameters"].keys() & cut[1]["parameters"].keys())
+    assert cut[0]["owned"] | cut[1]["owned"] == alone["parameters"].keys()
+    assert not cut[0]["owned"] & cut[1]["owned"]
 
 
 def stop_early(folder: str) -> dict[str, Any]:

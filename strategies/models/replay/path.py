@@ -7,14 +7,15 @@ tracked operations have run since the last one. A value's key adds its place in 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from strategies.models.replay.hole import Hole, Spec
+from strategies.models.stage_model import filled
 
 Position = tuple[int, int]
 Key = tuple[int, int, int]
@@ -123,6 +124,8 @@ class ParameterTable:
         first: dict[int, str] = {}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
         self._order = {id(m): tuple(m._parameters) for m in modules.values()}
+        # What ``free`` has taken out, with the hole in its place.
+        self._freed: dict[str, tuple[nn.Parameter, Hole]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             path, _, attribute = name.rpartition(".")
             canonical = first.setdefault(id(parameter), name)
@@ -170,15 +173,39 @@ class ParameterTable:
             parameter = self.find(name)
             if isinstance(parameter, Hole):
                 continue
-            device = self._device if parameter.is_meta else None
-            hole = Hole(Spec.of(parameter, device))
-            hole.parameter = name
+            if name in self._freed:
+                hole = self._freed[name][1]
+            else:
+                device = self._device if parameter.is_meta else None
+                hole = Hole(Spec.of(parameter, device))
+                hole.parameter = name
             for module, attribute in self._places[name]:
                 module._parameters.pop(attribute, None)
                 # setattr, not __dict__: nn.LSTM keeps a list of its weights up to date here.
                 setattr(module, attribute, hole)
             # Lists, optimizers or closures of the user may still refer to the object.
             parameter.data = parameter.data.new_empty(0)
+            self._freed[name] = (parameter, hole)
+
+    @property
+    def freed(self) -> tuple[str, ...]:
+        """What has been taken out, whether or not it is back."""
+        return tuple(self._freed)
+
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Puts freed parameters back, with these values; ``free`` takes them out again."""
+        for name, (parameter, hole) in self._freed.items():
+            parameter = filled(parameter, values[name])
+            self._freed[name] = (parameter, hole)
+            for module, attribute in self._places[name]:
+                module.__dict__.pop(attribute, None)
+                setattr(module, attribute, parameter)
+        for module in {id(m): m for places in self._places.values() for m, _ in places}.values():
+            table = module._parameters
+            ordered = {key: table[key] for key in self._order[id(module)] if key in table}
+            ordered |= {key: value for key, value in table.items() if key not in ordered}
+            table.clear()
+            table.update(ordered)
 
 
 def used_parameters(path: Path, start: Position, end: Position, calls: range) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,12 @@ class ReplayModel(StageModel):
         self._owned = frozenset(owned)
         kept = {name for stage in owned for name in layout.parameters[stage]}
         self._table.free(name for name in self._table.names if name not in kept)
+
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        self._table.fill(values)
+
+    def release(self) -> None:
+        self._table.free(self._table.freed)
 
     def forward(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from strategies.heartbeat import Heartbeat, Phase
 from strategies.manifest import MANIFEST, committed, find_damage, read_manifest
 from strategies.plan import Options, Plan
 from strategies.runtime.lightning.ranks_strategy import RanksStrategy
+from strategies.runtime.lightning.whole_state import WholeModule, bring_together, fits
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
 from strategies.runtime.storage.commit import Exchange
@@ -27,6 +29,8 @@ from strategies.runtime.storage.part import Part, Piece, flatten, split
 from strategies.runtime.storage.saver import Saver
 from strategies.runtime.storage.share_pieces import Shares
 from strategies.runtime.update.main_optimizer import MainOptimizer
+
+_log = logging.getLogger(__name__)
 
 
 class CheckpointingStrategy(RanksStrategy):
@@ -47,6 +51,7 @@ class CheckpointingStrategy(RanksStrategy):
         self._saver: Saver | None = None
         self._checkpoints: set[Path] = set()
         self._random_state: Mapping[str, Any] | None = None
+        self._whole: WholeModule | None = None
 
     @property
     def engine(self) -> Engine:
@@ -69,15 +74,67 @@ class CheckpointingStrategy(RanksStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's part, under the names of the uncut module."""
-        assert self.lightning_module is not None
+        """This rank's part, under the names of the uncut module; collective."""
+        return self._shares(self.engine.holders(share=True)).pieces(self._own(self.whole.part()))
+
+    def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Any]:
+        """The whole module's ``state_dict``, in host memory; collective.
+
+        From ``setup`` on: in a hook that runs on all ranks, or after training.
+
+        Args:
+            everywhere: Whether every rank gets it; else rank 0 does, and the others get {}.
+        """
+        state = self.lightning_module_state_dict()
+        first = self.coordinates.dp_rank == 0
+        found = bring_together(state if first else {}, everywhere=everywhere)
+        known = {name: found[name] for name in self.whole.names if name in found}
+        return known | found
+
+    @property
+    def whole(self) -> WholeModule:
+        assert self._whole is not None
+        return self._whole
+
+    def _own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Without what is another rank's; collective."""
         self.engine.mains.complete()
-        state = owned_state(
-            self.lightning_module.state_dict(),
+        where = self.coordinates
+        own = owned_state(
+            state,
             every_parameter=self.engine.model.parameter_names,
             owned_parameters=set(self.engine.named_parameters()),
         )
-        return self._shares(self.engine.holders(share=True)).pieces(state)
+        foreign = self.whole.foreign(speaks=where.dp_rank == where.tp_rank == 0)
+        return {name: value for name, value in own.items() if name not in foreign}
+
+    def _note_cut(self) -> None:
+        """The module has been cut, and its buffers are the same on all ranks."""
+        names = self.engine.model.parameter_names
+        free = owned_state(self.whole.part(), every_parameter=names, owned_parameters=set())
+        self.whole.cut(free.keys() - set(names))
+
+    def _make_whole(self) -> None:
+        """After training, all weights on every rank, if that is asked for and fits; collective."""
+        asked, copies = self._options.whole_after, self.num_processes
+        reason = "tp > 1 has cut its matrices" if self._options.tp > 1 else None
+        if asked is False or self.whole.restored:
+            reason = ""
+        elif asked == "auto" and reason is None:
+            enough, figures = fits(self.whole.num_bytes, copies=copies)
+            if not self.reduce_boolean_decision(enough):
+                reason = f"it would take {figures}"
+        if reason is None:
+            self.whole.restore(self.engine.model, self._own(self.whole.tensors(self.engine)))
+            return
+        self.whole.leave(cut=not self.whole.restored)
+        if reason and self.is_global_zero:
+            _log.warning(
+                "%s stays cut over the ranks: %s. trainer.strategy.full_state_dict() on all ranks "
+                "brings the weights to rank 0; checkpoints have all of them.",
+                type(self.lightning_module).__name__,
+                reason,
+            )
 
     def _shares(self, holders: Mapping[str, tuple[int, ...]]) -> Shares:
         where = self.coordinates

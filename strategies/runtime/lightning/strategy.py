@@ -17,7 +17,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,6 +51,7 @@ from strategies.runtime.lightning.refusals import (
     refuse_optimizers,
 )
 from strategies.runtime.lightning.user_module import stage_model_of
+from strategies.runtime.lightning.whole_state import WholeModule, refuse_cut
 from strategies.runtime.messages import fingerprint
 from strategies.runtime.messages.fingerprint import compare
 from strategies.runtime.step.microbatch import concatenate, count_rows, in_order
@@ -96,6 +97,7 @@ class Keywords(TypedDict, total=False):
     async_save: bool
     compile: bool
     on_nan: OnNan
+    whole_after: bool | Literal["auto"]
 
 
 class PipelineStrategy(CheckpointingStrategy):
@@ -168,6 +170,10 @@ class PipelineStrategy(CheckpointingStrategy):
             begun its next step (schedules whose period is below their makespan); ``ignore`` looks
             at nothing. With a gradient scaler, infinite gradients are the scaler's, as long as its
             scale is at least 1.
+        whole_after: Whether the module is made whole on every rank when ``fit`` and its kin end,
+            so that ``state_dict()``, ``forward()`` and other Trainers find what stock Lightning
+            leaves. ``auto``, the default, does so where it fits into half of a host's free
+            memory. Where it stays cut, ``full_state_dict()`` brings the weights to rank 0.
     """
 
     def __init__(
@@ -222,11 +228,13 @@ class PipelineStrategy(CheckpointingStrategy):
         self._take_over_sampling(trainer)
         self.model = self.precision_plugin.convert_module(module)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._engine is not None and self._engine_module is not module:
-            self._engine.close()  # Another model in the same Trainer.
+        if self._engine is not None and (self._engine_module is not module or self.whole.changed):
+            self._engine.close()  # Another model in the same Trainer, or other parameters in it.
             self._engine = self._saver = self._device_mesh = None
         if self._engine is None:
             self._start_engine(trainer, module)
+        else:
+            self.whole.release(self._engine.model)
         self.model_to_device()
         if fitting:
             self._reset_optimizers_and_schedulers()
@@ -248,7 +256,8 @@ class PipelineStrategy(CheckpointingStrategy):
         """Cuts the module and makes what runs it; collective."""
         if self._plan.file is not None:
             self._plan = self.broadcast(self._plan)  # It may have changed between two reads.
-        self._engine_module = module
+        refuse_cut(module)
+        self._engine_module, self._whole = module, WholeModule(module)
         seed = self._options.seed
         if seed is None:
             seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
@@ -287,6 +296,7 @@ class PipelineStrategy(CheckpointingStrategy):
         )
         self.model_to_device()
         self._synchronise(module)
+        self._note_cut()
 
     def _synchronise(self, module: pl.LightningModule) -> None:
         self.engine.synchronise_weights()
@@ -624,9 +634,14 @@ class PipelineStrategy(CheckpointingStrategy):
     on_test_end = on_predict_end = on_validation_end
 
     def teardown(self) -> None:
-        """Keeps this rank's weights where they are: the base would move them to the CPU."""
+        """Makes the module whole again where that fits; else leaves this rank's part where it is.
+
+        Not where something has failed: others might not come here.
+        """
         if self._engine is not None:
             self._engine.remove_hooks()
+            if self._trainer.state.status == TrainerStatus.RUNNING and self._pipeline > 1:
+                self._make_whole()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
