@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from strategies.errors import ModelError
+from strategies.models.collectives import is_collective
 from strategies.models.flops import CostCounter
 from strategies.models.nested import leaves, signature, tensors
 from strategies.models.replay.gate import STEP_FRAME
@@ -69,6 +70,7 @@ class Record:
     writes: list[tuple[int, Any]] = field(default_factory=list)
     uncuttable: list[tuple[int, int, str]] = field(default_factory=list)
     deferred: list[tuple[int, str]] = field(default_factory=list)
+    collectives: list[tuple[int, str]] = field(default_factory=list)
 
 
 class Probe(ShapeMode):
@@ -168,6 +170,9 @@ class Probe(ShapeMode):
             return answer
         name = operation_name(func)
         self._refuse(func, name, args)
+        if is_collective(func):
+            called = f"{user_line()}: {name} is called"
+            self.record.collectives.append((len(self.record.calls), called))
         region = self._region()
         self._clock += 1
         parameters = self._note_uses(args, kwargs)

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
+from strategies.models.collectives import shapes_only
 from strategies.models.logs import LogCapture
 from strategies.models.nested import rebuild, tensors
 from strategies.models.replay.gate import call_step, gated, unchanged
@@ -98,6 +99,7 @@ def probe_path(
         torch.set_grad_enabled(mode == "train"),
         table.shown(),
         gated(module, probe.units, logs.log, logs.log_dict),
+        shapes_only(),
     ):
         try:
             with probe.costs, probe:
@@ -179,6 +181,13 @@ def _make_path(record: Record, names: tuple[str, ...], *, step: str, clones_batc
         ModelError: If the step looks at data before its last layer, which no cut can serve.
     """
     num_calls = len(record.calls)
+    for call, what in record.collectives:
+        if call < num_calls:
+            raise ModelError(
+                f"{what} on a value between layers of {step}. Only the ranks of one stage get to "
+                "that line. Do it after the last layer, inside a layer with parameters, or on the "
+                "batch itself."
+            )
     for call, what in record.deferred:
         if call < num_calls:
             raise ModelError(

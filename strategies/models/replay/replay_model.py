@@ -196,8 +196,8 @@ class ReplayModel(StageModel):
         self, run: StageRun, stage: int, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int
     ) -> StageOutput:
         logs = LogCapture(lambda value: run.on_log())
-        run.begin()
         try:
+            run.begin()
             gates = gated(self._module, self._modules, logs.log, logs.log_dict)
             shown = self._table.shown() if run.names_parameters else nullcontext()
             with gates, shown, run:

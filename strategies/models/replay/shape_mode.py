@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from strategies.errors import ModelError
+from strategies.models.collectives import is_collective, refuse_own_group
 from strategies.models.nested import is_plain, leaves, rebuild, tensors
 from strategies.models.replay.gate import KeptObjects, StageDone, enter_unit, unwatched
 from strategies.models.replay.hole import (
@@ -111,6 +112,8 @@ class ShapeMode(TorchFunctionMode):
         if func is unwatched:
             return args[1]()
         kwargs = kwargs or {}
+        if is_collective(func):
+            refuse_own_group(func, kwargs)
         if not self._any_tracked(args) and not (kwargs and self._any_tracked(kwargs.values())):
             return func(*args, **kwargs)
         if func in _LIKE and not any(self.tracked(a) for a in args[1:] if isinstance(a, Tensor)):

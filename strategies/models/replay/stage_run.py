@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
+from strategies.models.collectives import ShapesFirst
 from strategies.models.nested import leaves, signature, tensors
 from strategies.models.replay.gate import KeptObjects, StageDone, unchanged
 from strategies.models.replay.hole import (
@@ -68,6 +69,7 @@ class StageRun(ShapeMode):
         self._modules = modules
         self._position: Position = (0, 0)
         self._active = False
+        self._processes = ShapesFirst()
         self._wanted = _ordinals(entry, leave)
         self._found: dict[tuple[int, int, int], Tensor] = {}
         random = seed is not None and any(e.random for events in path.events for e in events)
@@ -75,7 +77,8 @@ class StageRun(ShapeMode):
         self.names_parameters = any(e.parameters for events in path.events[:-1] for e in events)
 
     def begin(self) -> None:
-        """Takes the start position; must run under the mode's own step, before the user's code."""
+        """Takes the start position; must run before the user's code, and ``close`` behind it."""
+        self._processes.begin()
         self._arrive((0, 0))
 
     def outputs(self) -> tuple[Tensor, ...]:
@@ -87,6 +90,7 @@ class StageRun(ShapeMode):
         self._found.clear()
         self._twins.clear()
         self._inputs = ()
+        self._processes.end()
 
     def on_return(self) -> None:
         """Checks that a step which returned was meant to."""
@@ -205,6 +209,7 @@ class StageRun(ShapeMode):
         if not self._active and position == self._entry.position:
             self._fill()
             self._active = True
+            self._processes.open()
         if position[1] == 0 and self._seed is not None:
             reseed(self._seed, position[0], 0)
 

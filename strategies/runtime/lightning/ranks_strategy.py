@@ -33,6 +33,7 @@ class RanksStrategy(ParallelStrategy):
         super().__init__()
         self._heartbeat = heartbeat or Heartbeat()
         self._hosts: dict[int, str] = {}
+        self._world: dist.ProcessGroup | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -87,7 +88,22 @@ class RanksStrategy(ParallelStrategy):
     @property
     def coordinates(self) -> Coordinates:
         pp, tp = self._plan.pp, self._options.tp
-        return Coordinates.of(self.global_rank, pp=pp, dp=self.dp, tp=tp)
+        return Coordinates.of(super().global_rank, pp=pp, dp=self.dp, tp=tp)
+
+    @property
+    def inside_step(self) -> bool:
+        """Whether somebody's step runs, for which all processes are the replicas."""
+        return self._world is not None and dist.group.WORLD is not self._world
+
+    @property
+    def global_rank(self) -> int:
+        """Inside a step the replica's number: all ranks of a replica run the same lines of it."""
+        return self.coordinates.dp_rank if self.inside_step else super().global_rank
+
+    @property
+    def world_size(self) -> int:
+        """Inside a step the number of replicas: in so many shares the data are dealt."""
+        return self.dp if self.inside_step else super().world_size
 
     @property
     def root_device(self) -> torch.device:
@@ -145,6 +161,7 @@ class RanksStrategy(ParallelStrategy):
                     self.cluster_environment, backend, timeout=timeout, store=store
                 )
             self._heartbeat.phase(Phase.SETTING_UP)
+            self._world = dist.group.WORLD
 
     @property
     def backend(self) -> Backend:

@@ -28,6 +28,7 @@ from strategies.compiler import schedule_of
 from strategies.costs.table import Costs
 from strategies.errors import ModelError, NotFiniteError, PlanError
 from strategies.heartbeat import Heartbeat
+from strategies.models.collectives import LocalGroup, default_group, gather
 from strategies.models.stage_model import Mode
 from strategies.plan import (
     Backend,
@@ -277,8 +278,10 @@ class PipelineStrategy(CheckpointingStrategy):
             | fingerprint.weights_print(module),
             what="versions, configuration and model",
         )
+        with default_group(LocalGroup(self.coordinates.dp_rank, self.dp)):
+            model = stage_model_of(trainer, module, layers=self._options.pipeline_layers)
         self._engine = Engine(
-            model=stage_model_of(trainer, module, layers=self._options.pipeline_layers),
+            model=model,
             plan=self._plan,
             options=options,
             coordinates=self.coordinates,
@@ -587,11 +590,26 @@ class PipelineStrategy(CheckpointingStrategy):
             op = getattr(dist.ReduceOp, str(reduce_op).upper())
         where = self.coordinates
         total = tensor.detach().clone().cpu()
-        # A group of this rank's replicas exists for its stages' gradients.
-        group = self.engine.communicators.get("metrics", where.replicas((where.pp_rank,)))
+        group = None  # Inside a step, the default one is that of this rank's replicas.
+        if not self.inside_step:
+            group = self.engine.communicators.get("metrics", where.replicas((where.pp_rank,)))
         dist.all_reduce(total, op=op, group=group)
         result = total / self.dp if mean else total
         return result.to(tensor.device)
+
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Over the replicas, ``[dp, ...]``; with one replica as it is, as on a single device."""
+        if group is not None and group is not self._world and group is not dist.group.WORLD:
+            return super().all_gather(tensor, group, sync_grads)
+        if self.dp == 1:
+            return tensor
+        if self.inside_step:
+            return gather(tensor, None, sync_grads=sync_grads)
+        where = self.coordinates
+        group = self.engine.communicators.get("metrics", where.replicas((where.pp_rank,)))
+        return gather(tensor, group, sync_grads=sync_grads)
 
     # ------------------------------------------------------------- the end
 

@@ -197,8 +197,10 @@ def create(communicators: Communicators, wanted: Wanted, *, backend: str, timeou
     """Makes groups, the same on all processes; what is small or waits for a disk goes by gloo."""
     if communicators.coordinates.world_size > 1:
         fast = "nccl" if backend == "nccl" else "gloo"
+        # A step may gather what it has on the device, and a hook what it has on the host.
+        both = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
         backends = {
-            "control": "gloo", "metrics": "gloo", "messages": fast, "reduce": fast,
+            "control": "gloo", "metrics": both, "messages": fast, "reduce": fast,
             "tensor": fast, "checkpoint": "gloo",
         }  # fmt: skip
         communicators.create(wanted, backends=backends, timeout_s=timeout_s)

@@ -18,6 +18,7 @@ from strategies.compiler import compile_plan, compile_short, resolve_shape, sche
 from strategies.errors import DataError
 from strategies.heartbeat import Heartbeat, Phase
 from strategies.ir.placement import Placement
+from strategies.models.collectives import LocalGroup
 from strategies.models.logs import start_packing, unpack_logs
 from strategies.models.selective.policy import Selection
 from strategies.models.stage_model import LogCall, Mode, StageModel
@@ -124,6 +125,7 @@ class Engine:
             recomputation=Recomputation(model.module),
             tensor_ranks=self.tensor_ranks,
             watch=None if options.on_nan == "ignore" else NanWatch(),
+            replicas=self._replicas(),
         )
         self._executor = Executor(coordinates.pp_rank, self._parts)
         self._flush = Flush(
@@ -167,6 +169,14 @@ class Engine:
         """All ranks of this replica; None if it is a single one."""
         where = self.coordinates
         return self.communicators.get("control", where.replica(where.dp_rank))
+
+    def _replicas(self) -> dist.ProcessGroup | None:
+        """What a step of this rank sees as all processes; None where there is one process."""
+        where = self.coordinates
+        if where.world_size == 1 or not dist.is_initialized():
+            return None
+        group = self.communicators.get("metrics", where.replicas((where.pp_rank,)))
+        return LocalGroup(0, 1) if group is None else group
 
     def _tensor_ranks(self) -> TensorRanks | None:
         """Who shares the matrices of this rank's stages; needed before the model is cut."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
+
 from strategies.models.stage_model import StageModel
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.runtime.messages.mailbox import Mailbox
@@ -30,5 +32,6 @@ class RankParts:
     tensor_ranks: TensorRanks | None = None
     watch: NanWatch | None = None  # of what is not finite
     activations: ActivationBytes | None = None
+    replicas: dist.ProcessGroup | None = None  # what a step sees as all processes
     # Stages whose first operation changes its input, found while running.
     begins_in_place: set[int] = field(default_factory=set)

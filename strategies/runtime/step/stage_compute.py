@@ -14,6 +14,7 @@ from torch import Tensor
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
+from strategies.models.collectives import default_group
 from strategies.models.logs import LogEntry
 from strategies.models.split_backward.input_step import input_backward
 from strategies.models.split_backward.pending import Meanwhile, PendingWeights
@@ -85,8 +86,13 @@ class StageCompute:
     def run(self, item: Instruction, inputs: tuple[Tensor, ...], *, final: bool) -> None:
         """Runs one F, B, I, W or R, no fused pair.
 
-        The ``final`` one completes its stage's gradient, so that ready buckets may go.
+        The ``final`` one completes its stage's gradient, so that ready buckets may go. All
+        processes are the replicas to the user's code in it, also where a backward calls it.
         """
+        with default_group(self._parts.replicas):
+            self._run(item, inputs, final=final)
+
+    def _run(self, item: Instruction, inputs: tuple[Tensor, ...], *, final: bool) -> None:
         if item.kind is Kind.F:
             self._forward(item, inputs)
         elif item.kind is Kind.B:

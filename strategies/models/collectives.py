@@ -1,0 +1,194 @@
+"""What a user's step sees of ``torch.distributed``: the replicas, as under data parallelism.
+
+A step that talks to other processes means those that train on other rows of the same batch. In a
+pipeline these are the replicas of the rank that runs it, and the default group would hold all
+processes, most of which never get to that line. So while a step runs (forward or backward), the
+default group is that of its replicas, whatever function asks for it; nothing in torch is patched.
+Where values are only shapes, a ``LocalGroup`` stands in its place and talks to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from strategies.errors import ModelError
+from strategies.models.nested import tensors
+from strategies.models.replay.hole import Hole, user_line
+
+# Torch renames its methods now and then; a group answers under the old names and the new ones.
+_ANSWERED = """
+    allgather allgather_coalesced _allgather_base all_gather_single allgather_into_tensor_coalesced
+    all_gather_single_coalesced allreduce allreduce_coalesced broadcast reduce gather scatter
+    reduce_scatter _reduce_scatter_base reduce_scatter_single reduce_scatter_tensor_coalesced
+    reduce_scatter_single_coalesced alltoall alltoall_base all_to_all_single barrier
+"""
+_C10D = distributed_c10d.__name__
+
+
+class LocalGroup(dist.ProcessGroup):
+    """A group that has this process only, or that knows shapes only.
+
+    With ``inner`` real values go to that group, and those without data are answered here: each
+    result has its shape, and its data is this process's own, which for a single process is right.
+    """
+
+    def __init__(self, rank: int, size: int, inner: dist.ProcessGroup | None = None) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # without a store: not in the stubs
+        self._inner = inner
+
+    def _answer(self, name: str, args: Any, kwargs: Any) -> Any:
+        written = tensors(args[0]) if args and name != "barrier" else []
+        given = tensors(args[1]) if len(args) > 1 else []
+        dataless = any(t.is_meta or isinstance(t, Hole) for t in (*written, *given))
+        if self._inner is not None and not dataless:
+            return getattr(self._inner, name)(*args, **kwargs)
+        for index, tensor in enumerate(written):
+            source = given[index % len(given)] if given else tensor
+            tensor.copy_(source if source.shape == tensor.shape else tensor.zero_())
+        return _Ended(written)
+
+
+class _Ended:
+    """A piece of work that has ended already."""
+
+    def __init__(self, result: list[Tensor]) -> None:
+        self._result = result
+
+    def wait(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    is_success = is_completed
+
+    def result(self) -> list[Tensor]:
+        return self._result
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def answer(self: LocalGroup, *args: Any, **kwargs: Any) -> Any:
+        return self._answer(name, args, kwargs)
+
+    return answer
+
+
+for _name in _ANSWERED.split():
+    setattr(LocalGroup, _name, _method(_name))
+
+
+@contextmanager
+def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Inside, it is torch's default group; None leaves what is there.
+
+    Holds for all threads: autograd runs backwards of custom functions in threads of its own.
+    """
+    before = dist.group.WORLD
+    if group is None or before is None:
+        yield
+        return
+    with _known(group):
+        try:
+            _set_default(group)
+            yield
+        finally:
+            _set_default(before)
+
+
+class ShapesFirst:
+    """The default group of a replay: answers by shapes until ``open``, then as it was before."""
+
+    def __init__(self) -> None:
+        self._before = dist.group.WORLD
+        self._inside = ExitStack()
+
+    def begin(self) -> None:
+        before = self._before
+        if before is not None:
+            group = LocalGroup(before.rank(), before.size(), before)
+            self._inside.enter_context(default_group(group))
+
+    def open(self) -> None:
+        if self._before is not None:
+            _set_default(self._before)
+
+    def end(self) -> None:
+        self._inside.close()
+
+
+def shapes_only() -> AbstractContextManager[None]:
+    """The default group of a probe: of the same size, and talks to nobody."""
+    before = dist.group.WORLD
+    return default_group(None if before is None else LocalGroup(before.rank(), before.size()))
+
+
+def gather(tensor: Tensor, group: dist.ProcessGroup | None, *, sync_grads: bool) -> Tensor:
+    """Every member's tensor, ``[size, ...]``; with ``sync_grads`` gradients go back to each."""
+    with nullcontext() if sync_grads else torch.no_grad():
+        gathered: Tensor = _Gather.apply(tensor.contiguous(), group)  # type: ignore[no-untyped-call]
+        return gathered
+
+
+class _Gather(torch.autograd.Function):
+    """As torch.distributed.nn.functional.all_gather, which warns of its own end."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, tensor, group=group)
+        return torch.stack(everyone)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        whole = gradient.contiguous().clone()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole[dist.get_rank(ctx.group)], None
+
+
+def is_collective(func: Any) -> bool:
+    return getattr(func, "__module__", None) == _C10D
+
+
+def refuse_own_group(func: Any, kwargs: dict[str, Any]) -> None:
+    """Refuses a collective over another group than the default one.
+
+    Raises:
+        ModelError: Its members are not known to be the replicas of one pipeline rank.
+    """
+    group = kwargs.get("group")
+    if group is None or group is dist.group.WORLD or isinstance(group, LocalGroup):
+        return
+    raise ModelError(
+        f"{user_line()}: {func.__name__} inside a step goes over a process group of its own. Only "
+        "the ranks of one stage get to that line, so others in the group would be waited for for "
+        "ever. Leave the group out: inside a step the default group is that of the replicas "
+        "(world size dp), or use self.all_gather."
+    )
+
+
+def _set_default(group: dist.ProcessGroup | None) -> None:
+    dist.group.WORLD = group  # a property of the metaclass, with a setter
+
+
+@contextmanager
+def _known(group: dist.ProcessGroup) -> Iterator[None]:
+    """Enters a local group into torch's tables, where questions about backends look."""
+    world = distributed_c10d._world
+    fresh = isinstance(group, LocalGroup) and group not in world.pg_map
+    if fresh:
+        world.pg_map[group] = (dist.Backend.GLOO, None)  # type: ignore[assignment]
+        world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    try:
+        yield
+    finally:
+        if fresh:
+            world.pg_map.pop(group, None)
+            world.pg_group_ranks.pop(group, None)
