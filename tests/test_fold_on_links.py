@@ -247,6 +247,7 @@ def test_the_command_writes_table_and_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(fold_on_links, "scenarios", lambda: {"quick": QUICK})
+    monkeypatch.setattr(fold_on_links, "WARMUPS", 0)
     figures, table = tmp_path / "figures.json", tmp_path / "table.md"
     words = ["--repetitions", "1", "--json", str(figures), "--markdown", str(table)]
     monkeypatch.setattr(sys, "argv", ["fold_on_links", *words])

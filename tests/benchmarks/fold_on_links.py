@@ -20,19 +20,17 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tests.benchmarks.fold_on_links_hosts import MissingRightError, address, hosts, inside
+from tests.benchmarks.fold_on_links_hosts import MissingRightError, address, hosts
 from tests.benchmarks.fold_on_links_scenario import Assignment, Link, Scenario, predict, scenarios
 from tests.benchmarks.fold_on_links_table import Line, make_line, markdown
 
@@ -86,45 +84,21 @@ def measure(scenario: Scenario, *, rate_mbit: float, warmups: int, repetitions: 
 
 
 def _run_ranks(names: Sequence[str], task: Path, result: Path) -> None:
-    """Starts a rank per host and waits for all; ends all as soon as one has failed."""
-    logs = [task.with_name(f"rank{rank}.log") for rank in range(len(names))]
-    priority = _realtime()
-    processes: list[subprocess.Popen[bytes]] = []
+    """Starts what forks a rank per host, and waits for it; ends all if one has failed."""
+    words = [
+        *(sys.executable, "-m", "tests.benchmarks.fold_on_links_rank"),
+        *(f"{address(0)}:{_PORT}", str(task), str(result), *names),
+    ]
+    log = task.with_name("ranks.log")
+    with log.open("wb") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=output)
     try:
-        for rank, (name, log) in enumerate(zip(names, logs, strict=True)):
-            words = [
-                *(*inside(name), *priority, sys.executable),
-                *("-m", "tests.benchmarks.fold_on_links_rank", str(rank)),
-                *(f"{address(0)}:{_PORT}", str(task), str(result)),
-            ]
-            with log.open("wb") as output:
-                processes.append(subprocess.Popen(words, stdout=output, stderr=output))
-        until = time.monotonic() + _LIMIT_S
-        while any(process.poll() is None for process in processes):
-            failed = [rank for rank, process in enumerate(processes) if process.poll()]
-            if failed or time.monotonic() > until:
-                break
-            time.sleep(0.2)
+        code = process.wait(_LIMIT_S)
     finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
-    failed = [rank for rank, process in enumerate(processes) if process.returncode]
-    if failed:
-        # A rank that was ended because another one had failed says nothing.
-        own = [rank for rank in failed if processes[rank].returncode != -signal.SIGKILL] or failed
-        text = logs[own[0]].read_text(errors="replace")[-_TAIL:]
-        raise RuntimeError(f"rank {own[0]} failed:\n{text}")
-
-
-def _realtime() -> list[str]:
-    """The words that put a rank before other programs, where that is allowed."""
-    words = ["chrt", "-f", "10"]
-    if shutil.which("chrt") is None:
-        return []
-    tried = subprocess.run([*words, "true"], check=False, capture_output=True)
-    return words if tried.returncode == 0 else []
+        process.kill()
+        process.wait()
+    if code:
+        raise RuntimeError(log.read_text(errors="replace")[-_TAIL:])
 
 
 def predictions(scenario: Scenario, link: Link) -> str:

@@ -1,8 +1,9 @@
 """What every rank does: measures the links, then runs all contenders in turn.
 
-    python -m tests.benchmarks.fold_on_links_rank RANK MASTER:PORT SCENARIO.pickle RESULT.json
+    python -m tests.benchmarks.fold_on_links_rank MASTER:PORT SCENARIO.pickle RESULT.json HOST...
 
-Started by ``fold_on_links`` on a host of its own. Rank 0 writes the result.
+Started by ``fold_on_links``. It forks a rank per host, so that what ranks import is imported once,
+and ends them all as soon as one has failed. Rank 0 writes the result.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import signal
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ _PROBES = 12
 _SMALL, _MIDDLE, _LARGE = 1024, 2**18, 2**21  # bytes
 _LEAD_S = 0.05
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
 
 
 @contextmanager
@@ -175,20 +178,67 @@ def run_all(
 
 
 def main() -> None:
-    """One rank, from its start to its end."""
-    rank, master, task, result = sys.argv[1:]
-    # Whatever ends the parent ends this rank, or namespaces would live on with it.
+    """A rank per host, each forked onto its own, and the first failure of any."""
+    master, task, result, *hosts = sys.argv[1:]
+    # Whatever ends the parent ends these, or namespaces would live on with them.
+    _die_with_parent()
+    ranks: dict[int, int] = {}
+    for rank, host in enumerate(hosts):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(rank, host, log_of(Path(task), rank), master, Path(task), Path(result))
+        ranks[pid] = rank
+    while ranks:
+        pid, status = os.wait()
+        rank = ranks.pop(pid)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"rank {rank} failed:\n{log_of(Path(task), rank).read_text(errors='replace')}")
+
+
+def log_of(task: Path, rank: int) -> Path:
+    return task.with_name(f"rank{rank}.log")
+
+
+def _be_rank(rank: int, host: str, log: Path, master: str, task: Path, result: Path) -> NoReturn:
+    code = 1
+    try:
+        _die_with_parent()
+        with log.open("wb") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        with Path("/run/netns", host).open() as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter {host}")
+        with suppress(PermissionError):  # Before other programs, where that is allowed.
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+        run_rank(rank, master, task, result)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    assignment: Assignment = pickle.loads(Path(task).read_bytes())
+
+
+def run_rank(rank: int, master: str, task: Path, result: Path) -> None:
+    """One rank, from its start to its end."""
+    assignment: Assignment = pickle.loads(task.read_bytes())
     scenario = assignment.scenario
     torch.set_num_threads(1)
     overhead_ranks.prepare(realtime=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    where = Coordinates.of(int(rank), pp=scenario.pp, dp=scenario.dp)
+    where = Coordinates.of(rank, pp=scenario.pp, dp=scenario.dp)
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://{master}",
-        rank=int(rank),
+        rank=rank,
         world_size=where.world_size,
         timeout=_DEADLINE,
     )
@@ -201,11 +251,11 @@ def main() -> None:
             build(contender, scenario, link, where, groups) for contender in scenario.contenders
         ]
     steps = run_all(assignment, engines, scenario.interfaces)
-    everybody: list[Any] = [None] * where.world_size if rank == "0" else []
-    dist.gather_object(steps, everybody if rank == "0" else None)
-    if rank == "0":
+    everybody: list[Any] = [None] * where.world_size if rank == 0 else []
+    dist.gather_object(steps, everybody if rank == 0 else None)
+    if rank == 0:
         content = {"link": asdict(link), "reduction_s": reduction_s, "ranks": everybody}
-        Path(result).write_text(json.dumps(content))
+        result.write_text(json.dumps(content))
     dist.barrier()
     for engine in engines:
         engine.close()

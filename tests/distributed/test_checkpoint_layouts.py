@@ -20,7 +20,7 @@ from tests.distributed.training import Case, small_shape, train
 
 pytestmark = pytest.mark.distributed
 
-AFTER = 20  # steps
+AFTER = 6  # steps
 SAVED = Case("1f1b", pp=4, dp=1, steps=4 + AFTER, clip=0.5, shape=small_shape(dropout=0.1))
 PATH = "step-4.ckpt"
 
