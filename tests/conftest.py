@@ -24,7 +24,7 @@ SEVERAL_PROCESSES = re.compile(r"\bmark\.(distributed|faults|gpu|slurm)\b")
 
 # No deadline: on a shared machine it would assert a timing. The everyday profile draws the same
 # examples each time; `make test-all` looks further and at random.
-hypothesis.settings.register_profile("everyday", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.register_profile("everyday", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.register_profile("full", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("everyday")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from launcher.processes.rank_server import SHARED
 from strategies.compiler import compile_program
 from strategies.costs.uniform import UniformCosts
 from strategies.simulator.engine import simulate
@@ -27,6 +28,7 @@ from tests.benchmarks import (
 from tests.benchmarks.overhead_paths import critical_path
 from tests.benchmarks.split_backward_cost import Size
 from tests.distributed.pool import Ranks
+from tests.warm_server import rank_server_address
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "Makefile")
@@ -123,6 +125,7 @@ def test_a_command_on_ranks_prints_its_figures(
 
     for user in (flush_period, plan_ranking, prediction_emulated, prediction_real):
         monkeypatch.setattr(user, "Ranks", lend)
+    monkeypatch.setenv(SHARED, rank_server_address())  # for those that measure this machine
     words, printed = ON_TWO_RANKS[name]
     run(name, words, monkeypatch)
     assert re.search(printed, capfd.readouterr().out)

@@ -7,7 +7,9 @@ user's YAML), and a value is never bent into another type except where nothing i
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
@@ -223,4 +225,10 @@ ENTRY_POINTS = {
 
 def installed_names(option: str) -> tuple[str, ...]:
     """Names for ``model=``, ``data=`` or ``schedule=`` beyond our own, sorted."""
-    return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINTS[option])}))
+    return _names_on(ENTRY_POINTS[option], tuple(sys.path))
+
+
+@functools.cache
+def _names_on(group: str, _path: tuple[str, ...]) -> tuple[str, ...]:
+    # Every installed distribution is looked at, which takes as long as reading all of conf/.
+    return tuple(sorted({point.name for point in entry_points(group=group)}))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -304,3 +306,19 @@ def fit_lbfgs() -> str:
 def test_lbfgs_on_several_ranks_is_refused(ranks: Callable[[int], Ranks]) -> None:
     for message in ranks(2).run(fit_lbfgs):
         assert message.startswith("LBFGS decides on each rank")
+
+
+def train_from_file(folder: str) -> tuple[int, str, int]:
+    with contextlib.chdir(folder):
+        strategy = PipelineStrategy(pp=2, schedule="custom", file="my.csv", timeout_s=60)
+        trainer = _trainer(strategy, max_epochs=1, enable_checkpointing=False)
+        trainer.fit(Plain(), _loader(), _loader())
+    strategy.engine.close()
+    assert strategy.plan.file is not None
+    return strategy.plan.num_microbatches, strategy.plan.file.name, trainer.global_step
+
+
+def test_a_script_of_ones_own_names_a_file(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    (tmp_path / "my.csv").write_text("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
+    answers = ranks(2).run(train_from_file, folder=str(tmp_path))
+    assert answers == [(2, "my.csv", len(_loader()))] * 2

@@ -25,7 +25,8 @@ MODEL = (
 )  # fmt: skip
 
 
-_MODES_WITH_RANKS = {f"mode={name}" for name in ("train", "eval", "predict", "generate", "export")}
+_WITH_RANKS = ("train", "eval", "predict", "generate", "export", "profile")
+_MODES_WITH_RANKS = {f"mode={name}" for name in _WITH_RANKS}
 
 
 @dataclass(frozen=True)

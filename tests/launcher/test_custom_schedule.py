@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from launcher.config import from_dict
 from launcher.resolve import resolve
 from strategies.plan import read_schedule_file
 from tests.launcher.command_line import launch_here, run_here
-from tests.launcher.runs import MODEL, environment, launch, read_metrics
+from tests.launcher.runs import MODEL, launch, read_metrics
 
 PLAIN = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 CUSTOM = ("schedule=custom", "schedule.file=my.csv", "pp=2")
@@ -177,64 +174,3 @@ def test_a_placement_of_ones_own_trains_like_any_other(tmp_path):
         result = launch((*words, *CUSTOM), tmp_path / name).assert_done().result
         assert result["loss_last"] == pytest.approx(known["loss_last"], abs=1e-12)
         assert result["val_loss"] == pytest.approx(known["val_loss"], abs=1e-12)
-
-
-SCRIPT = """
-import lightning.pytorch as pl
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-from strategies import PipelineStrategy
-
-
-class Net(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-
-    def training_step(self, batch, batch_idx):
-        return nn.functional.mse_loss(self.layers(batch[0]), batch[0] * 2)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Say(pl.Callback):
-    def on_train_end(self, trainer, module):
-        plan = trainer.strategy.plan
-        rank = trainer.global_rank
-        print(f"rank {rank}: {plan.num_microbatches} of {plan.file.name}", flush=True)
-
-
-if __name__ == "__main__":
-    data = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)))
-    trainer = pl.Trainer(
-        strategy=PipelineStrategy(pp=2, schedule="custom", file="my.csv"),
-        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, callbacks=[Say()],
-    )
-    trainer.fit(Net(), DataLoader(data, batch_size=4))
-    print(f"steps {trainer.global_step}", flush=True)
-"""
-
-
-@pytest.mark.distributed
-def test_a_script_of_ones_own_names_a_file(tmp_path):
-    write(tmp_path)
-    write(tmp_path, SCRIPT, "train.py")
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    # Two processes write here: a line of one may begin inside a line of the other.
-    said = re.findall(r"rank \d: \d of my\.csv", done.stdout)
-    assert sorted(said) == ["rank 0: 2 of my.csv", "rank 1: 2 of my.csv"]
-    assert "steps 4" in done.stdout

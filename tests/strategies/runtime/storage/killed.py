@@ -1,4 +1,4 @@
-"""Saves, and is killed: ``python -m tests.strategies.runtime.storage.killed FOLDER KIND COUNT``.
+"""Saves, and is killed: ``python -m tests.strategies.runtime.storage.killed FOLDER KIND=COUNT...``.
 
 A process of its own because it forks: importing torch for every kill would take seconds. Prints a
 JSON summary; fails where what is left behind cannot be loaded, or is a mixture of two steps.
@@ -159,14 +159,15 @@ def one_of_two(folder: Path, kills: int, seed: int = 0) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
-    folder, kind, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    if kind == "calls":
-        points = [every_call(folder, target) for target in ("first.ckpt", "second.ckpt")]
-        print(json.dumps({"points": points}))  # noqa: T201
-    elif kind == "random":
-        print(json.dumps({"reached": at_random(folder, count)}))  # noqa: T201
-    else:
-        print(json.dumps({"reached": one_of_two(folder, count)}))  # noqa: T201
+    found: dict[str, Any] = {}
+    for word in sys.argv[2:]:
+        kind, _, count = word.partition("=")
+        folder = Path(sys.argv[1]) / kind / "checkpoints"
+        if kind == "calls":
+            found[kind] = [every_call(folder, name) for name in ("first.ckpt", "second.ckpt")]
+        else:
+            found[kind] = {"random": at_random, "ranks": one_of_two}[kind](folder, int(count))
+    print(json.dumps(found))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -14,39 +14,36 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def everyday() -> Iterator[dict[str, Any]]:
     """In memory where that can be had: a kill loses nothing that was written, synced or not."""
     memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path / "checkpoints"
-        return
-    with tempfile.TemporaryDirectory(dir=memory) as found:
-        yield Path(found) / "checkpoints"
+    folder = memory if os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=folder) as found:
+        yield run(Path(found), "calls=0", "ranks=2")
 
 
-def run(folder: Path, kind: str, count: int) -> dict[str, Any]:
+def run(folder: Path, *kinds: str) -> dict[str, Any]:
     words = [sys.executable, "-m", "tests.strategies.runtime.storage.killed", str(folder)]
-    done = subprocess.run([*words, kind, str(count)], capture_output=True, text=True, check=False)
+    done = subprocess.run([*words, *kinds], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
 
-def test_at_each_call_that_changes_a_file(folder: Path) -> None:
-    points = run(folder, "calls", 0)["points"]
-    assert sum(points) >= 50
+def test_at_each_call_that_changes_a_file(everyday: dict[str, Any]) -> None:
+    assert sum(everyday["calls"]) >= 50
+
+
+def test_one_of_two_ranks(everyday: dict[str, Any]) -> None:
+    assert everyday["ranks"] > 0
 
 
 @pytest.mark.full
-def test_at_random_while_a_thread_saves(folder: Path) -> None:
-    assert run(folder, "random", 12)["reached"] > 0
-
-
-def test_one_of_two_ranks(folder: Path) -> None:
-    assert run(folder, "ranks", 2)["reached"] > 0
+def test_at_random_while_a_thread_saves(tmp_path: Path) -> None:
+    assert run(tmp_path, "random=12")["random"] > 0
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("kind", ["random", "ranks"])
 def test_many_times(kind: str, tmp_path: Path) -> None:
-    assert run(tmp_path / "checkpoints", kind, 300 if kind == "random" else 40)["reached"] > 0
+    assert run(tmp_path, f"{kind}={300 if kind == 'random' else 40}")[kind] > 0
