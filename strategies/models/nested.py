@@ -113,6 +113,23 @@ def signature(value: Any) -> Hashable:
     return cast(Hashable, type(value))
 
 
+def structure(value: Any) -> Hashable:
+    """Containers, keys and types of leaves: batches of equal structure take one path in a step."""
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, list | tuple):
+        items = tuple(structure(item) for item in value) if tensors(value) else ()
+        return (type(value).__name__, *items)
+    if isinstance(value, dict | UserDict):
+        pairs = ((str(key), structure(item)) for key, item in value.items())
+        return (type(value).__name__, *pairs)
+    if _is_record(value):
+        names = (field.name for field in dataclasses.fields(value))
+        pairs = ((name, structure(getattr(value, name, None))) for name in names)
+        return (type(value).__name__, *pairs)
+    return type(value).__name__
+
+
 def is_plain(leaf: Any) -> bool:
     """Whether a leaf is a number, string or the like, which has no identity of its own."""
     return isinstance(leaf, _PLAIN)

@@ -111,7 +111,7 @@ class StageModel(ABC):
         microbatch: int,
         mode: Mode,
         seed: int | None,
-        dataloader_idx: int = 0,
+        dataloader_idx: int | None = None,
     ) -> StageOutput:
         """Runs ``stage`` for one microbatch.
 
@@ -126,7 +126,7 @@ class StageModel(ABC):
             mode: Which of the user's steps runs.
             seed: With a seed, every unit reseeds the generators from (seed, unit index) so that
                 dropout does not depend on the cut; None leaves the generators alone.
-            dataloader_idx: Which of several evaluation loaders the batch is from.
+            dataloader_idx: Which of several evaluation loaders the batch is from, if any.
         """
 
     @abstractmethod

@@ -199,7 +199,7 @@ class UnitModel(StageModel):
         microbatch: int,
         mode: Mode,
         seed: int | None,
-        dataloader_idx: int = 0,
+        dataloader_idx: int | None = None,
     ) -> StageOutput:
         module = self._module
         assert isinstance(module, HasUnits)

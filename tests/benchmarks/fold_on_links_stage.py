@@ -166,7 +166,7 @@ class LayeredModel(StageModel):
         microbatch: int,
         mode: Mode,
         seed: int | None,
-        dataloader_idx: int = 0,
+        dataloader_idx: int | None = None,
     ) -> StageOutput:
         output = self._stages[stage](*(inputs or (batch,)))
         if stage == len(self._units) - 1:

@@ -48,7 +48,7 @@ class SleepingModel(StageModel):
         microbatch: int,
         mode: Mode,
         seed: int | None,
-        dataloader_idx: int = 0,
+        dataloader_idx: int | None = None,
     ) -> StageOutput:
         output = self._stages[stage](*(inputs or (batch,)))
         if stage == len(self._units) - 1:

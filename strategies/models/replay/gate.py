@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -68,25 +70,29 @@ def gated(
 
 
 def call_step(
-    module: LightningModule, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    module: LightningModule,
+    mode: Mode,
+    batch: Any,
+    batch_idx: int,
+    dataloader_idx: int | None = None,
 ) -> Any:
-    """Calls the user's step of ``mode`` with the arguments its signature asks for."""
+    """Calls the user's step of ``mode`` with the arguments that Lightning gives it."""
     step = getattr(module, STEP_NAMES[mode])
-    parameters = inspect.signature(step).parameters
-    if "dataloader_iter" in parameters:
+    if "dataloader_iter" in inspect.signature(step).parameters:
         raise ModelError(
             f"{STEP_NAMES[mode]} takes dataloader_iter; stages must all see the same microbatch. "
             "Take batch and batch_idx instead, or use pp=1."
         )
-    if "dataloader_idx" in parameters:
-        return step(batch, batch_idx, dataloader_idx=dataloader_idx)
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    if variadic or len(parameters) > 1 or "batch_idx" in parameters:
-        return step(batch, batch_idx)
-    return step(batch)
+    arguments = [batch, batch_idx] if takes_batch_idx(step) else [batch]
+    return step(*arguments) if dataloader_idx is None else step(*arguments, dataloader_idx)
 
 
 STEP_FRAME = call_step.__code__
+
+
+def takes_batch_idx(step: Callable[..., Any]) -> bool:
+    """Lightning's rule: the name ``batch_idx``, any second argument, or ``*args``."""
+    return is_param_in_hook_signature(step, "batch_idx", min_args=2)
 
 
 def _gate(index: int, forward: Function) -> Callable[..., Any]:
@@ -98,9 +104,13 @@ def _gate(index: int, forward: Function) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Runs the body, then puts attributes, containers, buffers and random states back."""
+    """Runs the body, then puts attributes, containers, buffers and random states back.
+
+    Attributes may be of any kind. What the body has not changed is not touched, and containers are
+    read and refilled by the methods of their builtin type: a subclass may forbid its own.
+    """
     modules = [(child, dict(child.__dict__)) for child in module.modules()]
-    containers: list[tuple[Any, Any]] = []
+    containers: dict[int, _Kept] = {}
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
     for _, state in modules:
         for value in state.values():
@@ -114,8 +124,8 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         for child, state in modules:
             child.__dict__.clear()
             child.__dict__.update(state)
-        for container, content in containers:
-            _refill(container, content)
+        for kept in containers.values():
+            kept.restore()
         for tensor, saved in tensors.values():
             _restore(tensor, saved)
 
@@ -155,17 +165,74 @@ class KeptObjects:
             self._walk(item, depth - 1)
 
 
+_DEPTH = 4
+_MANY = 10_000  # items that are looked through for containers and tensors
+
+
 def _remember(
-    value: Any, containers: list[tuple[Any, Any]], tensors: dict[int, tuple[Tensor, Tensor]]
+    value: Any,
+    containers: dict[int, _Kept],
+    tensors: dict[int, tuple[Tensor, Tensor]],
+    depth: int = _DEPTH,
 ) -> None:
     if isinstance(value, Tensor):
         if not isinstance(value, nn.Parameter | Hole) and not value.is_meta:
             tensors[id(value)] = (value, value.detach().clone())
-    elif type(value) in (list, dict, set) or isinstance(value, dict):
-        containers.append((value, value.copy()))
-        for item in value.values() if isinstance(value, dict) else value:
-            if isinstance(item, Tensor):
-                _remember(item, containers, tensors)
+        return
+    if isinstance(value, UserDict):
+        value = getattr(value, "data", None)
+    kind = next((kind for kind in _KINDS if isinstance(value, kind)), None)
+    if kind is None or id(value) in containers or not depth:
+        return
+    kept = _Kept(value, kind)
+    containers[id(value)] = kept
+    if len(kept.content) <= _MANY:
+        for item in kept.values():
+            _remember(item, containers, tensors, depth - 1)
+
+
+# The builtin containers, subclasses first.
+_KINDS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
+
+
+class _Kept:
+    """A container of one of these kinds, or of a subclass, and what it holds."""
+
+    def __init__(self, container: Any, kind: Any) -> None:
+        self._container = container
+        self._kind = kind
+        self.content: list[Any] = self._now()
+
+    def values(self) -> Iterator[Any]:
+        if issubclass(self._kind, dict):
+            return (value for _, value in self.content)
+        return iter(self.content)
+
+    def restore(self) -> None:
+        """Refills the container if it has changed."""
+        now = self._now()
+        pairs = zip(self.content, now, strict=False)
+        if len(now) == len(self.content) and all(self._same(a, b) for a, b in pairs):
+            return
+        kind, container = self._kind, self._container
+        kind.clear(container)
+        if kind in (list, deque):
+            kind.extend(container, self.content)
+        elif kind is set:
+            set.update(container, self.content)
+        else:
+            for key, value in self.content:
+                kind.__setitem__(container, key, value)
+
+    def _now(self) -> list[Any]:
+        if issubclass(self._kind, dict):
+            return list(self._kind.items(self._container))
+        return list(self._kind.__iter__(self._container))
+
+    def _same(self, first: Any, second: Any) -> bool:
+        if issubclass(self._kind, dict):
+            return first[0] is second[0] and first[1] is second[1]
+        return first is second
 
 
 def _refill(container: Any, content: Any) -> None:

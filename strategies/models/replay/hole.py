@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+import torch.distributions
 import torch.utils.checkpoint
 from torch import Tensor
 
@@ -216,6 +217,12 @@ def _unreachable(func: Function, args: Args) -> ModelError:
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 _MODELS = str(Path(__file__).parents[1])
 _TRACING = str(Path(__file__).parents[2] / "tracing")
+_FOLDER = Path(torch.distributions.__file__).parent
+_DISTRIBUTIONS = frozenset(
+    str(_FOLDER / f"{name}.py")
+    for name in ("distribution", "constraints", "continuous_bernoulli", "geometric")
+)
+_CHECKS = frozenset({"__init__", "_validate_sample", "check"})
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
@@ -254,8 +261,17 @@ def checkpoint_region(stop: Any) -> tuple[FrameType | None, bool]:
         if frame.f_code.co_filename == _CHECKPOINT_FILE:
             if frame.f_code.co_name == "checkpoint":
                 region = frame
-            reentrant = reentrant or frame.f_code.co_name == "forward"
+            reentrant = reentrant or frame.f_code.co_qualname == "CheckpointFunction.forward"
     return region, reentrant
+
+
+def checks_arguments() -> bool:
+    """Whether ``torch.distributions`` is asking if the values that it was given are valid."""
+    for frame in _frames():
+        code = frame.f_code
+        if not code.co_filename.startswith(_MODELS):
+            return code.co_filename in _DISTRIBUTIONS and code.co_name in _CHECKS
+    return False
 
 
 def _frames() -> Iterator[FrameType]:

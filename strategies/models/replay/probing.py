@@ -40,6 +40,7 @@ def probe_units(
     mode: Mode,
     chain: str | None,
     make: Callable[..., Probe] = Probe,
+    dataloader_idx: int | None = None,
 ) -> Probed:
     """Probes a step until its units are those that it calls; arguments as ``probe_path``.
 
@@ -50,7 +51,7 @@ def probe_units(
     while True:
         units = _select_units(module, chain, opened)
         cache: dict[Hashable, Outcome] = {}
-        path = probe_path(module, units, table, mode, batch, 0, cache, make)
+        path = probe_path(module, units, table, mode, batch, 0, cache, make, dataloader_idx)
         more = _units_to_open(units, path, table) - opened
         if not more:
             break
@@ -72,6 +73,7 @@ def probe_path(
     batch_idx: int,
     cache: dict[Hashable, Outcome],
     make: Callable[..., Probe] = Probe,
+    dataloader_idx: int | None = None,
 ) -> Path:
     """Runs one step of ``mode`` on shapes; leaves module, batch and random states as they were.
 
@@ -103,7 +105,7 @@ def probe_path(
     ):
         try:
             with probe.costs, probe:
-                result = call_step(module, mode, batch, batch_idx)
+                result = call_step(module, mode, batch, batch_idx, dataloader_idx)
         except ModelError:
             raise
         except Exception as error:

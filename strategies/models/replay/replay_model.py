@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from strategies.errors import ModelError
 from strategies.models.logs import LogCapture
-from strategies.models.nested import rebuild
+from strategies.models.nested import rebuild, structure
 from strategies.models.replay.gate import StageDone, call_step, gated
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.inference import Outcome
@@ -25,6 +25,11 @@ from strategies.models.state import kept_generators
 if TYPE_CHECKING:
     from strategies.models.selective.policy import Selection
     from strategies.models.selective.region import SelectiveLayer
+
+
+# Loaders, and batches of one loader, may be of different kinds, and the step has a path for each:
+# mode, index of the loader, structure of the batch.
+Step = tuple[Mode, int, Hashable]
 
 
 class ReplayModel(StageModel):
@@ -41,17 +46,17 @@ class ReplayModel(StageModel):
         that they return) see microbatches in the order of the schedule.
     """
 
-    def __init__(self, module: LightningModule, mode: Mode, probed: Probed) -> None:
+    def __init__(self, module: LightningModule, first: Step, probed: Probed) -> None:
         self._module = module
         self._units = probed.units
         self._modules = list(probed.units.values())
         self._by_name = dict(module.named_modules(remove_duplicate=False))
         self._table = probed.table
-        self._mode = mode
-        self._paths: dict[Mode, Path] = {mode: probed.path}
-        self._caches: dict[Mode, dict[Hashable, Outcome]] = {mode: probed.cache}
+        self._first = first
+        self._paths: dict[Step, Path] = {self._first: probed.path}
+        self._caches: dict[Step, dict[Hashable, Outcome]] = {self._first: probed.cache}
         self._groups = group_calls(probed.path)
-        self._layouts: dict[Mode, Layout] = {}
+        self._layouts: dict[Step, Layout] = {}
         self._owned: frozenset[int] = frozenset()
         self._selective: dict[int, SelectiveLayer] = {}
 
@@ -63,6 +68,7 @@ class ReplayModel(StageModel):
         *,
         mode: Mode = "train",
         chain: str | None = None,
+        dataloader_idx: int | None = None,
     ) -> ReplayModel:
         """Runs the user's step once on shapes alone and finds where it can be cut.
 
@@ -75,6 +81,7 @@ class ReplayModel(StageModel):
             mode: The step that decides about units and stages.
             chain: Name of the container of layers (``model.pipeline_layers``), for models whose
                 layers are not found as wished.
+            dataloader_idx: Which of several evaluation loaders the batch is from; None for one.
 
         Raises:
             ModelError: If the step cannot be cut; the message has the user's line and the remedy.
@@ -85,7 +92,8 @@ class ReplayModel(StageModel):
                 "The pipeline runs backward passes and optimizer steps itself, stage by stage. "
                 "Use automatic optimization with one optimizer, or pp=1."
             )
-        return cls(module, mode, probe_units(module, example_batch, mode, chain))
+        probed = probe_units(module, example_batch, mode, chain, dataloader_idx=dataloader_idx)
+        return cls(module, (mode, dataloader_idx or 0, structure(example_batch)), probed)
 
     @property
     def module(self) -> nn.Module:
@@ -98,17 +106,19 @@ class ReplayModel(StageModel):
         A unit is one call of a module, or several calls between which no cut is possible; it has
         the name of its first module, with ``#2`` for the second call of the same module.
         """
-        path = self._paths[self._mode]
+        path = self._paths[self._first]
         return tuple(
             Unit(path.name(calls.start), sum(path.calls[call].cost for call in calls))
             for calls in self._groups
         )
 
     def cut(self, stages: Sequence[range], owned: Sequence[int]) -> None:
-        path = self._paths[self._mode]
+        path = self._paths[self._first]
         self._check_ranges(stages)
-        layout = first_layout(path, self._groups, stages, self._table.names, STEP_NAMES[self._mode])
-        self._layouts = {self._mode: layout}
+        layout = first_layout(
+            path, self._groups, stages, self._table.names, STEP_NAMES[self._first[0]]
+        )
+        self._layouts = {self._first: layout}
         self._owned = frozenset(owned)
         kept = {name for stage in owned for name in layout.parameters[stage]}
         self._table.free(name for name in self._table.names if name not in kept)
@@ -129,15 +139,17 @@ class ReplayModel(StageModel):
         microbatch: int,
         mode: Mode,
         seed: int | None,
-        dataloader_idx: int = 0,
+        dataloader_idx: int | None = None,
     ) -> StageOutput:
         assert stage in self._owned, f"stage {stage} is not owned here"
-        path = self._path(mode, batch, batch_idx)
-        entry, leave = self._layouts[mode].cuts[stage]
+        which: Step = (mode, dataloader_idx or 0, structure(batch))
+        path = self._path(which, batch, batch_idx, dataloader_idx)
+        layout = self._layouts[which]
+        entry, leave = layout.cuts[stage]
         if leave is not None and entry.position == leave.position:
             given = {b.key: tensor for b, tensor in zip(entry.tensors, inputs, strict=True)}
             passed = tuple(given[b.key].view_as(given[b.key]) for b in leave.tensors)
-            return StageOutput(passed, groups=self._layouts[mode].groups[stage])
+            return StageOutput(passed, groups=layout.groups[stage])
         if path.clones_batch:
             batch = rebuild(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
         run = StageRun(
@@ -150,14 +162,14 @@ class ReplayModel(StageModel):
             step=STEP_NAMES[mode],
             modules=self._by_name,
             device=batch_device(batch, self._module),
-            cache=self._caches[mode],
+            cache=self._caches[which],
             selective=self._selective,
         )
         with nullcontext() if seed is None else kept_generators():
-            return self._run(run, stage, mode, batch, batch_idx, dataloader_idx)
+            return self._run(run, layout.groups[stage], mode, batch, batch_idx, dataloader_idx)
 
     def owned_modules(self) -> Iterator[nn.Module]:
-        path, layout = self._paths[self._mode], self._layouts[self._mode]
+        path, layout = self._paths[self._first], self._layouts[self._first]
         called = {path.calls[call].unit for stage in self._owned for call in layout.calls[stage]}
         yield from (self._modules[index] for index in sorted(called))
 
@@ -167,14 +179,14 @@ class ReplayModel(StageModel):
 
     def stage_parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
         """One that two stages of this rank use is one object: its gradient holds both shares."""
-        for name in self._layouts[self._mode].parameters[stage]:
+        for name in self._layouts[self._first].parameters[stage]:
             parameter = self._table.find(name)
             assert isinstance(parameter, nn.Parameter), f"{name} is not owned here"
             yield name, parameter
 
     def shared_parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         users: dict[str, list[int]] = {}
-        for stage, names in enumerate(self._layouts[self._mode].parameters):
+        for stage, names in enumerate(self._layouts[self._first].parameters):
             for name in names:
                 users.setdefault(name, []).append(stage)
         return tuple((name, tuple(stages)) for name, stages in users.items() if len(stages) > 1)
@@ -185,15 +197,22 @@ class ReplayModel(StageModel):
 
     @property
     def skips(self) -> tuple[tuple[int, int], ...]:
-        return self._layouts[self._mode].skips
+        return self._layouts[self._first].skips
 
     def boundaries(self, stage: int, mode: Mode = "train") -> tuple[Boundary, ...]:
         """What ``stage`` sends on: shapes, dtypes and requires_grad, as the probe saw them."""
-        leave = self._layouts[mode].cuts[stage][1]
+        layout = next(found for key, found in self._layouts.items() if key[0] == mode)
+        leave = layout.cuts[stage][1]
         return () if leave is None else leave.tensors
 
     def _run(
-        self, run: StageRun, stage: int, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int
+        self,
+        run: StageRun,
+        groups: tuple[tuple[int, int], ...],
+        mode: Mode,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int | None,
     ) -> StageOutput:
         logs = LogCapture(lambda value: run.on_log())
         try:
@@ -204,32 +223,41 @@ class ReplayModel(StageModel):
                 result = call_step(self._module, mode, batch, batch_idx, dataloader_idx)
             run.on_return()
         except StageDone:
-            groups = self._layouts[mode].groups[stage]
             return StageOutput(run.outputs(), logs=logs.calls(), groups=groups)
         finally:
             run.close()
         return _final_output(result, mode, logs.calls(), self._module)
 
-    def _path(self, mode: Mode, batch: Any, batch_idx: int) -> Path:
-        """The path of a mode; probed when the mode runs for the first time."""
-        if mode in self._layouts:
-            return self._paths[mode]
-        path, cache = self._paths.get(mode), self._caches.get(mode, {})
+    def _path(self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None) -> Path:
+        """The path of a step; probed when the step runs for the first time."""
+        if which in self._layouts:
+            return self._paths[which]
+        mode = which[0]
+        path, cache = self._paths.get(which), self._caches.get(which, {})
         if path is None:
-            path = probe_path(self._module, self._units, self._table, mode, batch, batch_idx, cache)
-        layout = self._layouts[self._mode]
-        self._layouts[mode] = follow_layout(path, layout, STEP_NAMES[mode])
-        self._paths[mode], self._caches[mode] = path, cache
+            path = probe_path(
+                self._module,
+                self._units,
+                self._table,
+                mode,
+                batch,
+                batch_idx,
+                cache,
+                dataloader_idx=dataloader_idx,
+            )
+        layout = self._layouts[self._first]
+        self._layouts[which] = follow_layout(path, layout, STEP_NAMES[mode])
+        self._paths[which], self._caches[which] = path, cache
         return path
 
     def _check_ranges(self, stages: Sequence[range]) -> None:
         num_units = len(self._groups)
         if len(stages) > num_units:
-            path = self._paths[self._mode]
+            path = self._paths[self._first]
             reasons = sorted({cut for cut in path.cuts if isinstance(cut, str)})
             why = f" Cuts inside units are not possible: {'; '.join(reasons)}." if reasons else ""
             raise ModelError(
-                f"{len(stages)} stages were asked for, but {STEP_NAMES[self._mode]} of "
+                f"{len(stages)} stages were asked for, but {STEP_NAMES[self._first[0]]} of "
                 f"{type(self._module).__name__} has {num_units} units that can be put on stages of "
                 f"their own.{why} Use pp * schedule.stages_per_rank <= {num_units}."
             )

@@ -8,15 +8,19 @@ a restart inside an epoch the batches that were seen are left out.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
+from itertools import chain
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from strategies.errors import DataError
+from strategies.models.state import Generators
 
 
 class ReplicaSampler(DistributedSampler[int]):
@@ -107,10 +111,98 @@ def _nothing_to_load(state: dict[str, Any]) -> None:
     assert not state
 
 
+# -- a look at the data before training ------------------------------------------------------------
+
+
 def first_batch(loaders: Any) -> Any:
-    """One batch to probe a model with; the global generators are left as they were."""
-    state = torch.get_rng_state()
+    """One batch to probe a model with; the generators are left as they were."""
+    states = Generators.now()
     try:
         return next(iter(loaders))
     finally:
-        torch.set_rng_state(state)
+        states.put_back()
+
+
+class Looked:
+    """Loaders of which a batch was taken before the loop: what they began is gone on with.
+
+    A stream can be read once, and a sampler of the user's may count how often it was asked. So the
+    loop's first iteration gives the batches that were taken, and then those of the same iterator.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[int, _Begun] = {}
+
+    def first_batch(self, combined: CombinedLoader) -> tuple[Any, int]:
+        """The first batch as the loop will have it, and the index of its loader.
+
+        All generators are left as they were.
+        """
+        looking = copy(combined)
+        states = Generators.now()
+        own = [(g, g.get_state()) for loader in combined.flattened for g in _generators(loader)]
+        begun = [_Begun(loader) for loader in combined.flattened]
+        looking.flattened = begun
+        try:
+            batch, _, index = next(iter(looking))
+        except StopIteration:
+            raise DataError(
+                "the data loaders have no batch, and a pipeline cuts the model by running its step "
+                "on one. Give them at least one batch."
+            ) from None
+        finally:
+            states.put_back()
+            for generator, state in own:
+                generator.set_state(state)
+        self._begun = {id(item.loader): item for item in begun if item.rest is not None}
+        return batch, index
+
+    def resumed(self, loader: Any) -> Any:
+        """The loader, which once gives again what was taken."""
+        begun = self._begun.pop(id(loader), None)
+        if begun is None:
+            return loader
+        if not isinstance(loader, DataLoader):
+            return begun.again() if begun.rest is loader else loader
+        if loader.persistent_workers:
+            return loader
+        make = "_get_iterator"  # what its __iter__ asks
+
+        def once() -> Iterator[Any]:
+            delattr(loader, make)
+            return begun.again()
+
+        setattr(loader, make, once)
+        return loader
+
+    def forget(self) -> None:
+        """Lets iterators that nobody goes on with end, and their workers."""
+        self._begun = {}
+
+
+class _Begun:
+    """A loader and how far it was read."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.rest: Iterator[Any] | None = None
+        self._taken: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.rest = iter(self.loader)
+        for item in self.rest:
+            self._taken.append(item)
+            yield item
+
+    def again(self) -> Iterator[Any]:
+        assert self.rest is not None
+        return chain(self._taken, self.rest)
+
+
+def _generators(loader: Any) -> Iterator[torch.Generator]:
+    """Generators of their own that a loader and its samplers draw from."""
+    inner = getattr(loader, "batch_sampler", None)
+    for owner in (loader, getattr(loader, "sampler", None), inner, getattr(inner, "sampler", None)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            yield generator

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils._pytree import TreeSpec
 
 from strategies.analysis.timeline import Timeline
 from strategies.compiler import schedule_of
@@ -29,7 +30,8 @@ from strategies.costs.table import Costs
 from strategies.errors import ModelError, NotFiniteError, PlanError
 from strategies.heartbeat import Heartbeat
 from strategies.models.collectives import LocalGroup, default_group, gather
-from strategies.models.stage_model import Mode
+from strategies.models.replay.gate import takes_batch_idx
+from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.plan import (
     Backend,
     GradientType,
@@ -43,7 +45,7 @@ from strategies.plan import (
     read_schedule_file,
 )
 from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStrategy
-from strategies.runtime.lightning.data_order import shard
+from strategies.runtime.lightning.data_order import Looked, shard
 from strategies.runtime.lightning.ranks_strategy import make_device_mesh
 from strategies.runtime.lightning.refusals import (
     SharedGradScaler,
@@ -55,7 +57,7 @@ from strategies.runtime.lightning.user_module import stage_model_of
 from strategies.runtime.lightning.whole_state import WholeModule, refuse_cut
 from strategies.runtime.messages import fingerprint
 from strategies.runtime.messages.fingerprint import compare
-from strategies.runtime.step.microbatch import concatenate, count_rows, in_order
+from strategies.runtime.step.microbatch import concatenate, count_rows, in_order, share_sizes
 from strategies.runtime.step.rank_engine import Engine, PassResult
 from strategies.runtime.step.recorder import StepStats, gather_timeline
 from strategies.runtime.update.grad_sync import clip_
@@ -206,6 +208,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self._accumulating = False
         self._last_norm: Tensor | None = None
         self._own_sampler = True
+        self._looked = Looked()
 
     # ------------------------------------------------------------- set-up
 
@@ -279,7 +282,9 @@ class PipelineStrategy(CheckpointingStrategy):
             what="versions, configuration and model",
         )
         with default_group(LocalGroup(self.coordinates.dp_rank, self.dp)):
-            model = stage_model_of(trainer, module, layers=self._options.pipeline_layers)
+            model = stage_model_of(
+                trainer, module, layers=self._options.pipeline_layers, looked=self._looked
+            )
         self._engine = Engine(
             model=model,
             plan=self._plan,
@@ -371,14 +376,14 @@ class PipelineStrategy(CheckpointingStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Gives a replica its share, and continues where a checkpoint was written."""
         if not self._own_sampler:
-            return dataloader
+            return self._looked.resumed(dataloader)
         trainer = self._trainer
         training = trainer.state.fn == TrainerFn.FITTING and trainer.training
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         epochs: Any = trainer.fit_loop.epoch_progress.current
         # Until an epoch begins, the batch counter is still that of the epoch before.
         inside = training and epochs.ready > epochs.processed
-        return shard(
+        given = shard(
             dataloader,
             num_replicas=self.dp,
             replica=self.coordinates.dp_rank,
@@ -387,13 +392,19 @@ class PipelineStrategy(CheckpointingStrategy):
             epoch=epochs.processed if training else 0,
             batches_done=batches.processed if inside else 0,
         )
+        return self._looked.resumed(dataloader) if given is dataloader else given
 
     # ------------------------------------------------------------- training
 
-    def training_step(self, batch: Any, batch_idx: int, *_: Any) -> Tensor:
-        """Runs the whole program, backwards included, up to the flush."""
+    def training_step(self, batch: Any, batch_idx: int | None = None, *_: Any) -> Tensor:
+        """Runs the whole program, backwards included, up to the flush.
+
+        Lightning leaves ``batch_idx`` out where the user's step does not take it.
+        """
         self.saver.check()
         trainer = self._trainer
+        if batch_idx is None:
+            batch_idx = trainer.fit_loop.batch_idx
         self._heartbeat.step(trainer.global_step + 1)
         scale = None
         if self._scaler is not None:
@@ -407,6 +418,7 @@ class PipelineStrategy(CheckpointingStrategy):
                 accumulation=trainer.accumulate_grad_batches,
                 update=not self._accumulating,
                 loss_scale=scale,
+                loaders=self._loaders,
             )
         self._repeat_logs(result, batch)
         if result.loss is None:
@@ -525,19 +537,22 @@ class PipelineStrategy(CheckpointingStrategy):
 
     # ------------------------------------------------------------- evaluation
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """The forward program; the user's ``validation_step`` runs on the last stage."""
+    def validation_step(self, batch: Any, *indices: int) -> Any:
+        """The forward program; the user's ``validation_step`` runs on the last stage.
+
+        ``indices`` are those of batch and loader, as far as the user's step is to have them.
+        """
         with self.precision_plugin.val_step_context():
-            self._evaluate(batch, batch_idx, "validate", dataloader_idx)
+            self._evaluate(batch, indices, "validate")
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def test_step(self, batch: Any, *indices: int) -> Any:
         with self.precision_plugin.test_step_context():
-            self._evaluate(batch, batch_idx, "test", dataloader_idx)
+            self._evaluate(batch, indices, "test")
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def predict_step(self, batch: Any, *indices: int) -> Any:
         """The forward program with ``predict_step``; predictions are brought to every rank."""
         with self.precision_plugin.predict_step_context():
-            result = self._evaluate(batch, batch_idx, "predict", dataloader_idx)
+            result = self._evaluate(batch, indices, "predict")
         where = self.coordinates
         results: list[Any] = result.results
         if where.pp > 1:
@@ -550,20 +565,34 @@ class PipelineStrategy(CheckpointingStrategy):
                 dist.broadcast_object_list(box, src=pipeline[owner], group=group)
                 gathered.append(box[0])
             results = in_order(placement, gathered)
-        return concatenate(results)
+        return concatenate(results, share_sizes(count_rows(batch), len(results)))
 
-    def _evaluate(self, batch: Any, batch_idx: int, mode: Mode, dataloader_idx: int) -> PassResult:
+    def _evaluate(self, batch: Any, indices: Sequence[int], mode: Mode) -> PassResult:
+        taken = int(takes_batch_idx(getattr(self.lightning_module, STEP_NAMES[mode])))
         result = self.engine.evaluation_pass(
-            batch, mode=mode, batch_idx=batch_idx, dataloader_idx=dataloader_idx
+            batch,
+            mode=mode,
+            batch_idx=indices[0] if taken else 0,
+            dataloader_idx=indices[taken] if len(indices) > taken else None,
+            loaders=self._loaders,
         )
         self._repeat_logs(result, batch)
         return result
+
+    @property
+    def _loaders(self) -> TreeSpec | None:
+        """Where a batch has the batches of several loaders; None for a single one's."""
+        combined = self._trainer._active_loop._combined_loader  # type: ignore[union-attr]
+        if combined is None or combined._mode == "sequential" or len(combined.flattened) == 1:
+            return None
+        spec: TreeSpec = combined._spec
+        return spec
 
     def _repeat_logs(self, result: PassResult, batch: Any) -> None:
         """The user's log calls, on every rank: ModelCheckpoint and EarlyStopping decide alike."""
         module = self.lightning_module
         assert module is not None
-        rows = count_rows(batch)
+        rows = count_rows(batch, self._loaders)
         for call in result.logs:
             options = {"batch_size": rows, **call.options}
             module.log(call.name, torch.tensor(call.value, dtype=torch.float64), **options)
@@ -640,6 +669,7 @@ class PipelineStrategy(CheckpointingStrategy):
         Runs after ``on_train_start`` of callbacks and module, which had theirs before it was saved.
         """
         self._restore_random_state()
+        self._looked.forget()
 
     def on_train_end(self) -> None:
         """Ends all sends, so that no peer is left without its message, and the last save."""

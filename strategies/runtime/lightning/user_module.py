@@ -6,18 +6,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 
+from strategies.models.replay.gate import unchanged
 from strategies.models.stage_model import Mode, StageModel
 from strategies.models.unit_model import HasUnits, UnitModel
-from strategies.runtime.lightning.data_order import first_batch
+from strategies.runtime.lightning.data_order import Looked
 
 
 def stage_model_of(
-    trainer: pl.Trainer, module: pl.LightningModule, *, layers: str | None
+    trainer: pl.Trainer, module: pl.LightningModule, *, layers: str | None, looked: Looked
 ) -> StageModel:
     """A module that declares units as it is; any other after its step was run on shapes.
 
-    Its layers are found unless ``layers`` says where they are (``net.layers``).
+    Its layers are found unless ``layers`` says where they are (``net.layers``). ``looked`` is told
+    what was read of the data for that.
     """
     if isinstance(module, HasUnits):
         return UnitModel(module)
@@ -30,10 +33,17 @@ def stage_model_of(
         TrainerFn.PREDICTING: ("predict", trainer.predict_loop),
     }
     mode, loop = modes[trainer.state.fn]
-    loader = loop._data_source.dataloader()
-    while isinstance(loader, list | tuple):
-        loader = loader[0]
+    loaders = loop._data_source.dataloader()
+    if not isinstance(loaders, CombinedLoader):  # As the loop combines them.
+        loaders = CombinedLoader(loaders, "max_size_cycle" if mode == "train" else "sequential")
+    batch, index = looked.first_batch(loaders)
+    several = loaders._mode == "sequential" and len(loaders.flattened) > 1
     plugin = trainer.precision_plugin
-    batch = plugin.convert_input(first_batch(loader))
+    batch = plugin.convert_input(batch)
+    with unchanged(module):  # The user's hooks may count, or draw.
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=index)
+        batch = trainer.strategy.batch_to_device(batch, device=module.device, dataloader_idx=index)
     with plugin.forward_context():  # The types are those of the steps that will run.
-        return ReplayModel.probe(module, batch, mode=mode, chain=layers)
+        return ReplayModel.probe(
+            module, batch, mode=mode, chain=layers, dataloader_idx=index if several else None
+        )

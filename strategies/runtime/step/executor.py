@@ -60,7 +60,9 @@ class Executor:
         }
         stamp = parts.recorder.stamp
         start, end = record.start, record.end
-        mailbox.begin(program, options.mode, [m.signature for m in microbatches])
+        mailbox.begin(
+            program, options.step_of(microbatches[0].data), [m.signature for m in microbatches]
+        )
         if parts.activations is not None:
             parts.activations.begin(len(route.row), tensors_in([m.data for m in microbatches]))
         posted = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from strategies.errors import DataError
+from strategies.errors import DataError, ModelError
 from strategies.ir.placement import Placement
 from strategies.models.state import Fetch
 
@@ -31,34 +33,67 @@ class Microbatch:
     signature: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
-def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
+def split_batch(
+    batch: Any, num_microbatches: int, loaders: TreeSpec | None = None
+) -> list[Microbatch]:
     """At most ``num_microbatches`` shares whose rows differ by at most one (fewer if rows lack).
 
     Tensors whose dimension 0 is the batch are cut; everything else is the same in every share.
+    Where the batch holds one of each of several ``loaders``, each is cut by its own rows, and all
+    into equal shares: a mean over the rows of one is then that over its shares.
 
     Raises:
         DataError: The batch holds no tensor with a batch dimension.
     """
-    rows = count_rows(batch)
+    parts, spec = _parts(batch, loaders)
+    sizes = [0 if part is None else count_rows(part) for part in parts]
+    rows = [size for size in sizes if size]
+    count = min(num_microbatches, min(rows))
+    if len(set(rows)) > 1:
+        count = max(n for n in range(1, count + 1) if all(size % n == 0 for size in rows))
+    shares = [share_sizes(size, count) if size else [0] * count for size in sizes]
+    starts = [0] * len(parts)
+    microbatches = []
+    for index in range(count):
+        cut = [
+            _cut(part, size, start, share[index])
+            for part, size, start, share in zip(parts, sizes, starts, shares, strict=True)
+        ]
+        starts = [start + share[index] for start, share in zip(starts, shares, strict=True)]
+        data = cut[0] if spec is None else tree_unflatten(cut, spec)
+        first = next(place for place, size in enumerate(sizes) if size)
+        share = shares[first][index] / sizes[first]
+        microbatches.append(Microbatch(data, share, signature(data)))
+    return microbatches
+
+
+def _parts(batch: Any, loaders: TreeSpec | None) -> tuple[list[Any], TreeSpec | None]:
+    """The batches of several loaders; one that is through has None."""
+    try:
+        found = None if loaders is None else loaders.flatten_up_to(batch)
+    except (ValueError, TypeError):  # A hook of the user's has made something else of them.
+        found = None
+    if found is None or all(part is None for part in found):
+        return [batch], None
+    return found, loaders
+
+
+def share_sizes(rows: int, num_microbatches: int) -> list[int]:
+    """Rows of each share; the longer ones come first, as ``torch.tensor_split`` has them."""
     count = min(num_microbatches, rows)
     bounds = [rows * index // count for index in range(count + 1)]
-    # The longer shares come first, as torch.tensor_split has them.
-    sizes = sorted((high - low for low, high in pairwise(bounds)))[::-1]
-    shares = []
-    start = 0
-    for size in sizes:
-        data = _cut(batch, rows, start, size)
-        shares.append(Microbatch(data, size / rows, signature(data)))
-        start += size
-    return shares
+    return sorted((high - low for low, high in pairwise(bounds)), reverse=True)
 
 
-def count_rows(batch: Any) -> int:
+def count_rows(batch: Any, loaders: TreeSpec | None = None) -> int:
     """Rows of a batch: the size that most of its tensors have in dimension 0.
+
+    With several ``loaders``, those of the first one's batch.
 
     Raises:
         DataError: No tensor has rows, or two sizes are equally frequent.
     """
+    batch = next(part for part in _parts(batch, loaders)[0] if part is not None)
     sizes = Counter(tensor.shape[0] for tensor in list_tensors(batch) if tensor.dim() > 0)
     (rows, votes), *others = sizes.most_common() or [(0, 0)]
     if rows == 0:
@@ -156,15 +191,79 @@ def in_order(placement: Placement, gathered: list[list[Any]]) -> list[Any]:
     ]
 
 
-def concatenate(results: list[Any]) -> Any:
-    if results and all(isinstance(item, Tensor) and item.dim() > 0 for item in results):
-        return torch.cat([item.cpu() for item in results])
-    if not results or all(item is None for item in results):
-        return None
+def concatenate(results: Sequence[Any], rows: Sequence[int]) -> Any:
+    """The prediction of a batch from those of its microbatches, which have so many ``rows``.
+
+    Tensors and arrays are joined along dimension 0, lists and tuples with an item per row end to
+    end, other containers item by item; what is the same in all microbatches is kept.
+
+    Raises:
+        ModelError: A value belongs to a microbatch as a whole.
+    """
+    first = results[0]
     if len(results) == 1:
-        return results[0]
-    if all(isinstance(item, dict) for item in results):
-        return {key: concatenate([item[key] for item in results]) for key in results[0]}
-    if all(isinstance(item, tuple) for item in results):
-        return tuple(concatenate(list(column)) for column in zip(*results, strict=True))
-    return results
+        return first.cpu() if isinstance(first, Tensor) else first
+    kind: Any = type(first)
+    if any(type(item) is not kind for item in results):
+        raise _cannot_join(results)
+    if isinstance(first, Tensor) and first.dim() > 0:
+        return torch.cat([item.cpu() for item in results])
+    if kind.__module__ == "numpy" and getattr(first, "ndim", 0) > 0:
+        return sys.modules["numpy"].concatenate(results)
+    if isinstance(first, Mapping):
+        return _join_mappings(results, rows)
+    if is_dataclass(first):
+        record = copy(first)
+        for entry in fields(first):
+            column = [getattr(item, entry.name) for item in results]
+            object.__setattr__(record, entry.name, concatenate(column, rows))
+        return record
+    if isinstance(first, list | tuple):
+        named = hasattr(first, "_fields")
+        per_row = all(len(result) == size for result, size in zip(results, rows, strict=True))
+        if per_row and not named and not all(map(_are_columns, results, rows)):
+            return kind(item for result in results for item in result)
+        if len({len(item) for item in results}) == 1:
+            columns = [concatenate(column, rows) for column in zip(*results, strict=True)]
+            return kind(*columns) if named else kind(columns)
+        if not list_tensors(results):  # Of what was found in it, so many in this microbatch.
+            return kind(item for result in results for item in result)
+    elif all(_equal(first, item) for item in results):
+        return first
+    raise _cannot_join(results)
+
+
+def _are_columns(value: Any, rows: int) -> bool:
+    """Whether a list holds tensors with a row for each of the batch's."""
+    return all(isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == rows for t in value)
+
+
+def _join_mappings(results: Sequence[Any], rows: Sequence[int]) -> Any:
+    first = results[0]
+    names = [list(item) for item in results]
+    if all(set(keys) == set(names[0]) for keys in names):
+        parts = {key: concatenate([item[key] for item in results], rows) for key in names[0]}
+    elif len({key for keys in names for key in keys}) == sum(map(len, names)):
+        parts = {key: item[key] for item in results for key in item}  # Keyed by row.
+    else:
+        raise _cannot_join(results)
+    return parts if type(first) is dict else _like(first, parts)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        return torch.equal(first.cpu(), second.cpu())
+    try:
+        return bool(first == second)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _cannot_join(results: Sequence[Any]) -> ModelError:
+    kinds = ", ".join(dict.fromkeys(type(item).__name__ for item in results))
+    return ModelError(
+        f"predict_step gives {kinds} for a microbatch as a whole, and those of {len(results)} "
+        "microbatches are not the one of their batch. Return tensors with the batch's rows first, "
+        "lists with an item per row, or dicts, tuples and dataclasses of them; or use "
+        "num_microbatches=1."
+    )

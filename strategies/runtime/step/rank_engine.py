@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
 
 from strategies.compiler import compile_plan, compile_short, resolve_shape, schedule_of
 from strategies.errors import DataError
@@ -287,6 +288,7 @@ class Engine:
         accumulation: int,
         update: bool,
         loss_scale: Tensor | None = None,
+        loaders: TreeSpec | None = None,
     ) -> PassResult:
         """Forwards and backwards of one batch.
 
@@ -298,6 +300,7 @@ class Engine:
             update: Whether gradients are reduced, to be followed by ``flush``.
             loss_scale: Factor on the loss, a scalar, which somebody takes off the gradients again
                 between ``flush`` and the optimizer's update; None for 1.
+            loaders: Where the batch has the batches of several loaders; None for one loader.
         """
         # The same rule by which Lightning clears gradients, and as often as it calls the closure.
         fresh = batch_idx % accumulation == 0
@@ -310,22 +313,36 @@ class Engine:
         self._flush.expect(loss_scale)
         scale = 1.0 / (accumulation * self.coordinates.dp)
         seed = (self.seed * 1_000_003 + step) * 1021 + self.coordinates.dp_rank
-        options = PassOptions(batch_idx, "train", scale, loss_scale, seed, dataloader_idx=0)
-        result = self._run(batch, options, step=step, update=update)
+        options = PassOptions(batch_idx, "train", scale, loss_scale, seed, dataloader_idx=None)
+        result = self._run(batch, options, step=step, update=update, loaders=loaders)
         # Lightning clears gradients after this and before backward(): keep ours out of its reach.
         self._gradients.detach()
         return result
 
     def evaluation_pass(
-        self, batch: Any, *, mode: Mode, batch_idx: int, dataloader_idx: int = 0
+        self,
+        batch: Any,
+        *,
+        mode: Mode,
+        batch_idx: int,
+        dataloader_idx: int | None = None,
+        loaders: TreeSpec | None = None,
     ) -> PassResult:
         self.mains.complete()
         options = PassOptions(batch_idx, mode, 1.0, None, None, dataloader_idx)
-        return self._run(batch, options, step=batch_idx, update=False)
+        return self._run(batch, options, step=batch_idx, update=False, loaders=loaders)
 
-    def _run(self, batch: Any, options: PassOptions, *, step: int, update: bool) -> PassResult:
+    def _run(
+        self,
+        batch: Any,
+        options: PassOptions,
+        *,
+        step: int,
+        update: bool,
+        loaders: TreeSpec | None,
+    ) -> PassResult:
         train = options.mode == "train"
-        microbatches = split_batch(batch, self.plan.num_microbatches)
+        microbatches = split_batch(batch, self.plan.num_microbatches, loaders)
         count = len(microbatches)
         full = count == self.plan.num_microbatches
         programs = self.programs if full else compile_short(self.plan, count)

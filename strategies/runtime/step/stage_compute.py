@@ -16,6 +16,7 @@ from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
 from strategies.models.collectives import default_group
 from strategies.models.logs import LogEntry
+from strategies.models.nested import structure
 from strategies.models.split_backward.input_step import input_backward
 from strategies.models.split_backward.pending import Meanwhile, PendingWeights
 from strategies.models.stage_model import Mode, StageOutput
@@ -46,7 +47,11 @@ class PassOptions:
     scale: float  # factor on every gradient: 1 / (accumulation * dp)
     loss_scale: Tensor | None  # another one, on the device; None for 1
     seed: int | None  # every (microbatch, unit) draws from its own; None draws anew
-    dataloader_idx: int  # which of several evaluation loaders the batch is from
+    dataloader_idx: int | None  # which of several evaluation loaders the batch is from
+
+    def step_of(self, batch: Any) -> str:
+        """What decides which tensors cross a boundary, besides their shapes."""
+        return f"{self.mode} {self.dataloader_idx or 0} {structure(batch)}"
 
 
 @dataclass

@@ -32,6 +32,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 MORE = [pytest.param(name, marks=pytest.mark.full) for name in ("zb_v", "1f1b-dp2")]
 EVERY_LAYOUT = pytest.mark.parametrize("layout", ["1f1b", "zb_v-dp2", *MORE])
+
+
+def spread(cases: Sequence[Callable[[], pl.LightningModule]]) -> pytest.MarkDecorator:
+    """Parameters ``case`` and ``layout``: each case in one layout every day, else in all."""
+    return pytest.mark.parametrize(
+        ("case", "layout"),
+        [
+            pytest.param(
+                case,
+                layout,
+                id=f"{getattr(case, '__name__', case)}-{layout}",
+                marks=() if layout == ("1f1b", "zb_v-dp2")[number % 2] else pytest.mark.full,
+            )
+            for number, case in enumerate(cases)
+            for layout in LAYOUTS
+        ],
+    )
+
+
 BATCH, CLASSES, WIDTH, MICROBATCHES = 8, 3, 8, 4
 TOLERANCE = 1e-10
 
@@ -113,7 +132,9 @@ def train(
             how = {"strategy": PipelineStrategy(**options)}
         it = pl.Trainer(**{**quiet, **trainer}, **how)
         train_data = getattr(module, "loaders", examples)(replicas=replicas)
-        validates = type(module).validation_step is not pl.LightningModule.validation_step
+        own, none = type(module), pl.LightningModule
+        validates = own.validation_step is not none.validation_step
+        validates = validates and own.val_dataloader is none.val_dataloader
         it.fit(module, train_data, examples(seed=2, replicas=replicas) if validates else None)
         answer = Fitted(
             metrics={name: float(value) for name, value in it.callback_metrics.items()},

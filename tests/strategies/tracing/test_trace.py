@@ -163,7 +163,7 @@ def test_what_stages_hand_on_is_what_the_runtime_sends(name):
     for cuts in chosen_cuts(len(model.units)):
         ranges = [r for r in stage_ranges(cuts, len(model.units)) if r]
         model.cut(ranges, range(len(ranges)))
-        layout = model._layouts["train"]
+        layout = model._layouts[model._first]
         handed = handed_on(graph, tuple(map(len, ranges)))
         assert skips(handed) == model.skips
         for stage, (_, leave) in enumerate(layout.cuts[:-1]):

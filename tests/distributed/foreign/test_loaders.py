@@ -1,0 +1,234 @@
+"""Several loaders, loaders that can be read once, and steps that take what Lightning gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from lightning.pytorch.utilities import CombinedLoader
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from tests.distributed.foreign.comparison import BATCH, Net, equal_to_stock, examples, spread
+from tests.distributed.pool import Ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class Pairs(Net):
+    """The loss of each loader's batch, added up."""
+
+    def loaders(self, replicas: int) -> Any:
+        return {"a": examples(replicas=replicas), "b": examples(replicas=replicas, seed=3)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.losses(batch["a"], batch["b"])
+
+    def losses(self, *pairs: Any) -> Any:
+        return sum(cross_entropy(self(pair[0]), pair[1]) for pair in pairs if pair is not None)
+
+
+class Lists(Pairs):
+    def loaders(self, replicas: int) -> Any:
+        return [examples(replicas=replicas), examples(replicas=replicas, seed=3)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.losses(*batch)
+
+
+class Nested(Pairs):
+    def loaders(self, replicas: int) -> Any:
+        return {"a": Lists.loaders(self, replicas), "b": examples(replicas=replicas, seed=4)}  # type: ignore[arg-type]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.losses(*batch["a"], batch["b"])
+
+
+class Cycled(Pairs):
+    mode = "max_size_cycle"
+
+    def loaders(self, replicas: int) -> Any:
+        short = examples(rows=16, replicas=replicas, seed=3)
+        return CombinedLoader({"a": examples(replicas=replicas), "b": short}, self.mode)
+
+
+class Shortest(Cycled):
+    mode = "min_size"
+
+
+class Longest(Cycled):
+    """Then one of the loaders has nothing more to give."""
+
+    mode = "max_size"
+
+
+class Unequal(Pairs):
+    """Batches of 8 and 4 rows."""
+
+    def loaders(self, replicas: int) -> Any:
+        short = DataLoader(examples(rows=16, seed=3).dataset, batch_size=BATCH // 2 * replicas)
+        return {"a": examples(replicas=replicas), "b": short}
+
+
+class Indivisible(Pairs):
+    """Batches of 8 and 3 rows, which no number of microbatches but one divides."""
+
+    def loaders(self, replicas: int) -> Any:
+        odd = DataLoader(examples(rows=12, seed=3).dataset, batch_size=3 * replicas)
+        return {"a": examples(replicas=replicas), "b": odd}
+
+
+class Working(Pairs):
+    def loaders(self, replicas: int) -> Any:
+        return {
+            name: DataLoader(loader.dataset, batch_size=loader.batch_size, num_workers=1)
+            for name, loader in super().loaders(replicas).items()
+        }
+
+
+class Transferred(Net):
+    """What the loader gives is no batch yet."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"x": batch[0], "y": batch[1]}
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch | {"x": 2 * batch["x"]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return cross_entropy(self(batch["x"]), batch["y"])
+
+
+class TwoValidations(Net):
+    """Batches of two kinds, for each of which the step goes another way."""
+
+    def loaders(self, replicas: int) -> Any:
+        self.replicas = replicas
+        return examples(replicas=replicas)
+
+    def val_dataloader(self) -> Any:
+        images = [{"x": x} for x, _ in examples(seed=5).dataset]  # type: ignore[attr-defined]
+        plain = examples(seed=2, replicas=self.replicas)
+        return CombinedLoader(
+            [plain, DataLoader(images, batch_size=BATCH * self.replicas)], "sequential"
+        )
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        if dataloader_idx == 0:
+            self.log("loss", cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+        else:
+            self.log("mean", self.net(batch["x"]).mean(), sync_dist=True)
+
+
+SEVERAL = [
+    Pairs, Lists, Nested, Cycled, Shortest, Longest, Unequal, Indivisible, Working, Transferred,
+    TwoValidations,
+]  # fmt: skip
+
+
+@spread(SEVERAL)
+def test_batches_of_several_loaders_are_cut_each_by_its_own_rows(
+    case: type[Net], layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    equal_to_stock(ranks, case, layout)
+
+
+# -- what can be read once: the batch that the model was probed with is not lost ------------------
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.rows = iter(list(examples().dataset))  # type: ignore[call-overload]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.rows
+
+
+class Counting(Sampler[int]):
+    """Another order each time it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.asked += 1
+        return iter([(7 * row + self.asked) % 32 for row in range(32)])
+
+    def __len__(self) -> int:
+        return 32
+
+
+class Generated(Net):
+    def loaders(self, replicas: int) -> Any:
+        return (batch for batch in list(examples()))
+
+
+class Streamed(Net):
+    def loaders(self, replicas: int) -> Any:
+        return DataLoader(Stream(), batch_size=BATCH)
+
+
+class OneStreamed(Pairs):
+    def loaders(self, replicas: int) -> Any:
+        return {"a": DataLoader(Stream(), batch_size=BATCH), "b": examples(seed=3)}
+
+
+class Sampled(Net):
+    def loaders(self, replicas: int) -> Any:
+        return DataLoader(examples().dataset, batch_size=BATCH, sampler=Counting())
+
+
+@pytest.mark.parametrize("case", [Generated, Streamed, OneStreamed, Sampled])
+def test_data_that_can_be_read_once_is_trained_on_from_its_beginning(
+    case: type[Net], ranks: Callable[[int], Ranks]
+) -> None:
+    equal_to_stock(ranks, case, "1f1b")
+
+
+# -- arguments of steps ---------------------------------------------------------------------------
+
+
+class BatchAlone(Net):
+    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        return cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("loss", self.training_step(batch), sync_dist=True)
+
+
+class BatchAndKeywords(Net):
+    def training_step(self, batch: Any, **_: Any) -> Any:  # type: ignore[override]
+        return cross_entropy(self(batch[0]), batch[1])
+
+
+class AllArguments(Net):
+    def training_step(self, *args: Any, **_: Any) -> Any:
+        batch, batch_idx = args
+        return cross_entropy(self(batch[0]), batch[1]) * (1 + batch_idx)
+
+    def validation_step(self, *args: Any) -> None:
+        self.log("loss", self.training_step(*args), sync_dist=True)
+
+
+class OtherNames(Net):
+    def training_step(self, b: Any, i: int) -> Any:  # type: ignore[override]
+        return cross_entropy(self(b[0]), b[1]) * (1 + i)
+
+    def validation_step(self, b: Any, i: int, dataloader_idx: int = 0) -> None:
+        self.log("loss", self.training_step(b, i) * (1 + dataloader_idx), sync_dist=True)
+
+
+class LoaderAlone(Net):
+    """Lightning gives a second argument the batch's index, whatever its name."""
+
+    def validation_step(self, batch: Any, dataloader_idx: int = 0) -> None:
+        loss = cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss * (1 + dataloader_idx), sync_dist=True)
+
+
+@spread([BatchAlone, BatchAndKeywords, AllArguments, OtherNames, LoaderAlone])
+def test_a_step_gets_the_arguments_that_lightning_gives_it(
+    case: type[Net], layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    equal_to_stock(ranks, case, layout)

@@ -1,0 +1,121 @@
+"""What people write in a step or keep on a module comes out as without a pipeline."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import distributions as D  # noqa: N812
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint_sequential
+
+from tests.distributed.foreign.comparison import Net, equal_to_stock, spread
+from tests.distributed.pool import Ranks
+
+pytestmark = pytest.mark.distributed
+
+# -- distributions: their arguments are checked where the values are ------------------------------
+
+
+class Distributed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        D.Distribution.set_default_validate_args(True)  # torch.compile has switched it off for all
+
+
+class Autoencoder(Distributed):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        mean = self.net[:4](batch[0])
+        found, prior = D.Normal(mean, mean.exp()), D.Normal(0 * mean, torch.ones_like(mean))
+        logits = self.head(self.net[4:](found.mean + 0.1 * found.stddev))
+        divergence = D.kl_divergence(found, prior).mean()
+        return cross_entropy(logits, batch[1]) + 0.1 * divergence
+
+
+class ManyKinds(Distributed):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h, x = self.net[:4](batch[0]), batch[0]
+        s = h.exp()
+        known = [
+            D.Independent(D.Normal(h, s), 1).log_prob(x),
+            D.TransformedDistribution(D.Normal(h, s), [D.TanhTransform()]).log_prob(0.9 * x.tanh()),
+            D.MixtureSameFamily(D.Categorical(logits=h), D.Normal(h, s)).log_prob(x[:, 0]),
+            D.MultivariateNormal(h, torch.eye(8, dtype=h.dtype)).log_prob(x),
+            D.OneHotCategorical(logits=h).entropy(),
+            D.Bernoulli(logits=h).entropy(),
+            D.Dirichlet(s).mean,
+            D.Geometric(probs=h.sigmoid()).log_prob(x.abs().round()),
+            D.Gamma(s, s).log_prob(x.abs() + 0.1),
+        ]
+        return cross_entropy(self.head(self.net[4:](h)), batch[1]) - sum(k.mean() for k in known)
+
+
+class Policy(Distributed):
+    """Validation that the user has asked for."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        early = D.Categorical(logits=self.net[:2](batch[0]), validate_args=True)
+        policy = D.Categorical(logits=self(batch[0]), validate_args=True)
+        entropy = policy.entropy() + early.entropy()
+        return -(policy.log_prob(batch[1]) * batch[0].sum(1) + 0.1 * entropy).mean()
+
+
+class Negative(Distributed):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        found = D.Normal(hidden, hidden - 10)
+        return cross_entropy(self.head(self.net[4:](found.mean)), batch[1])
+
+
+def test_wrong_arguments_are_found_where_the_values_are(ranks: Callable[[int], Ranks]) -> None:
+    """Stock Lightning, too, ends with this error of torch."""
+    with pytest.raises(AssertionError, match=r"parameter scale .*GreaterThan\(lower_bound=0.0\)"):
+        equal_to_stock(ranks, Negative, "1f1b")
+
+
+# -- activation checkpoints -----------------------------------------------------------------------
+
+
+class Checkpointed(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(checkpoint_sequential(self.net, 2, x, use_reentrant=False))
+
+
+# -- attributes -----------------------------------------------------------------------------------
+
+
+class Frozen(OrderedDict[str, Any]):
+    """As the configurations of some libraries' models are."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("frozen")
+
+    def __delitem__(self, key: str) -> None:
+        raise RuntimeError("frozen")
+
+    pop = clear = setdefault = update  # type: ignore[assignment]
+
+
+class Guarded:
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("read only")
+
+
+class Configured(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self, self.net, self.net[0]):
+            module.config = Frozen(width=8, sizes=[1, 2])  # type: ignore[assignment]
+            module.table = MappingProxyType({"a": 1})  # type: ignore[assignment]
+            module.guarded = Guarded()  # type: ignore[assignment]
+
+
+@spread([Autoencoder, ManyKinds, Policy, Checkpointed, Configured])
+def test_a_step_comes_to_what_it_comes_to_without_a_pipeline(
+    case: type[Net], layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    equal_to_stock(ranks, case, layout)

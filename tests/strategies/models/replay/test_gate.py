@@ -1,0 +1,79 @@
+"""What a trial run leaves of a module's state: nothing, whatever kind of objects hold it."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strategies.models.replay.gate import unchanged
+
+
+class Frozen(OrderedDict[str, Any]):
+    """Refuses everything that changes it, as the configurations of libraries do."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("frozen")
+
+    update = pop = clear = __delitem__ = setdefault = copy = _refuse  # type: ignore[assignment]
+    items = values = keys = __eq__ = __iter__ = _refuse  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Guarded:
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("read only")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Frozen(a=1), MappingProxyType({"a": 1}), Guarded(), torch.Size([1]), iter([1]), UserDict(a=1)],
+    ids=lambda value: type(value).__name__,
+)
+def test_attributes_of_any_kind_are_left_as_they_are(value: Any) -> None:
+    module = nn.Linear(2, 2)
+    module.held = value
+    with unchanged(module):
+        module.held = None  # type: ignore[assignment]
+    assert module.held is value
+
+
+def fill(held: dict[str, Any]) -> None:
+    held["list"].append(2)
+    held["dict"]["inner"].append(2)
+    held["set"].add(2)
+    held["deque"].append(2)
+    held["ordered"]["b"] = 2
+    held["ordered"].move_to_end("a")
+    held["counter"]["a"] += 1
+    held["user"]["b"] = 2
+    held["default"]["new"].append(2)
+    held["tensors"][0] += 1
+
+
+def contents() -> dict[str, Any]:
+    return {
+        "list": [1], "dict": {"inner": [1]}, "set": {1}, "deque": deque([1], maxlen=1),
+        "ordered": OrderedDict(a=1), "counter": Counter(a=1), "user": UserDict(a=1),
+        "default": defaultdict(list, a=[1]), "tensors": [torch.zeros(2)],
+    }  # fmt: skip
+
+
+def test_containers_that_were_filled_hold_what_they_held_before() -> None:
+    module = nn.Linear(2, 2)
+    module.held = contents()  # type: ignore[assignment]
+    for name, value in contents().items():
+        setattr(module, name, value)
+    with unchanged(module):
+        fill(module.held)  # type: ignore[arg-type]
+        fill({name: getattr(module, name) for name in contents()})
+    kept = {name: getattr(module, name) for name in contents()}
+    for held in (module.held, kept):
+        assert held["tensors"][0].tolist() == [0, 0]  # type: ignore[operator,index]
+        assert {k: v for k, v in held.items() if k != "tensors"} == {  # type: ignore[operator,union-attr]
+            k: v for k, v in contents().items() if k != "tensors"
+        }

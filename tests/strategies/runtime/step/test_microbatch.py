@@ -1,0 +1,116 @@
+"""Batches cut into microbatches, and their predictions put together again."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten
+
+from strategies.errors import ModelError
+from strategies.runtime.step.microbatch import concatenate, count_rows, share_sizes, split_batch
+
+ROWS = (3, 2, 2)
+
+
+def loaders(batch: Any) -> Any:
+    """Where the batches of loaders are in ``batch``, which has one tensor for each."""
+    return tree_flatten(batch)[1]
+
+
+def test_batches_of_several_loaders_are_cut_into_equal_shares_of_each() -> None:
+    batch = {"a": torch.arange(8), "b": torch.arange(6)}
+    shares = split_batch(batch, 4, loaders(batch))
+    assert [(len(s.data["a"]), len(s.data["b"]), s.share) for s in shares] == [(4, 3, 0.5)] * 2
+    assert count_rows(batch, loaders(batch)) == 8
+
+
+def test_loaders_of_equal_rows_are_cut_like_one() -> None:
+    batch = [torch.arange(7), torch.arange(7)]
+    shares = split_batch(batch, 4, loaders(batch))
+    assert [len(s.data[1]) for s in shares] == [2, 2, 2, 1]
+    assert sum(s.share for s in shares) == pytest.approx(1)
+
+
+def test_a_loader_that_is_through_gives_nothing_to_any_share() -> None:
+    spec = loaders([torch.arange(4), torch.arange(4)])
+    shares = split_batch([None, torch.arange(4)], 2, spec)
+    assert [s.data[0] for s in shares] == [None, None]
+    assert [s.data[1].tolist() for s in shares] == [[0, 1], [2, 3]]
+
+
+def test_a_batch_that_a_hook_has_rebuilt_is_cut_like_that_of_one_loader() -> None:
+    spec = loaders({"a": torch.arange(4), "b": torch.arange(4)})
+    shares = split_batch(torch.arange(4), 2, spec)
+    assert [s.data.tolist() for s in shares] == [[0, 1], [2, 3]]
+
+
+Pair = namedtuple("Pair", "scores names")
+
+
+@dataclass(frozen=True)
+class Found:
+    scores: Any
+    count: int
+
+
+def predicted(rows: slice) -> dict[str, Any]:
+    """A prediction of each kind for these rows of a batch."""
+    scores = torch.arange(21.0).reshape(7, 3)[rows]
+    names = [f"row {row}" for row in range(7)][rows]
+    return {
+        "tensor": scores,
+        "array": scores.numpy(),
+        "strings": names,
+        "pair": (scores, scores * 2),
+        "columns": [scores, scores.sum(1)],
+        "named": Pair(scores, names),
+        "record": Found(scores, 3),
+        "rows": [{"name": name, "score": float(s)} for name, s in zip(names, scores[:, 0])],  # noqa: B905
+        "by name": dict(zip(names, scores.tolist(), strict=True)),
+        "tensors": list(scores),
+        "nothing": None,
+        "classes": ["cat", "dog", "cow", "owl"],
+        "batch_idx": 4,
+        "weight": torch.tensor(2.0),
+    }
+
+
+def test_predictions_of_all_kinds_are_those_of_the_whole_batch() -> None:
+    parts = [predicted(slice(a, b)) for a, b in ((0, 3), (3, 5), (5, 7))]
+    joined, whole = concatenate(parts, ROWS), predicted(slice(0, 7))
+    assert share_sizes(7, 3) == list(ROWS)
+    assert isinstance(joined["array"], np.ndarray)
+    assert isinstance(joined["named"], Pair)
+    assert isinstance(joined["record"], Found)
+    assert same(joined, whole)
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor | np.ndarray):
+        return bool((torch.as_tensor(first) == torch.as_tensor(second)).all())
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, Found):
+        return same(first.scores, second.scores) and first.count == second.count
+    return bool(first == second)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [torch.tensor(1.0), torch.tensor(2.0)],
+        ["a, b", "c, d"],
+        [{"x": 1, "y": 1}, {"x": 1}],
+        [torch.zeros(2), None],
+    ],
+)
+def test_what_belongs_to_a_microbatch_as_a_whole_is_refused(parts: list[Any]) -> None:
+    with pytest.raises(ModelError, match="num_microbatches=1"):
+        concatenate(parts, [2, 2])
