@@ -8,6 +8,7 @@ from pathlib import Path
 from launcher.commands.ranks import check_before_start, check_world, find_checkpoint
 from launcher.commands.submit import on_nodes
 from launcher.config import LaunchConfig
+from launcher.planning.model_trace import check_buildable
 from launcher.planning.plan_auto import planned
 from launcher.planning.question import typed_words
 from launcher.processes.nodes import node_commands, plan_nodes
@@ -18,6 +19,7 @@ from launcher.report.result import write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve
 from launcher.terminal import say
+from launcher.workloads.hf.hf_shape import HfShape
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
@@ -26,6 +28,8 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     resolved = resolve(on_nodes(config) if config.cluster.name == "slurm" else config)
     checkpoint = find_checkpoint(resolved, config.trainer.resume, run_dir, optional=True)
     check_before_start(resolved, checkpoint)
+    if isinstance(resolved.shape, HfShape):
+        check_buildable(config)
     timeline, metrics = predict(resolved)
     write_pictures(run_dir, [Panel("predicted", timeline, metrics)], resolved)
     result = predicted_mapping(resolved, metrics)

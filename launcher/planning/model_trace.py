@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -147,35 +148,58 @@ def traced_shape(config: LaunchConfig, run_dir: Path) -> TracedShape | None:
     )
 
 
+def check_buildable(config: LaunchConfig) -> None:
+    """Has a child process build a ``model=hf`` as its ranks will, without weights.
+
+    Raises:
+        ModelError: What the ranks would say.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        code = _ask(config, folder, wanted="model")
+        if code:
+            told = (folder / _LOG).read_text(errors="replace").strip().splitlines()
+            raise ModelError(
+                f"model={config.model.name} could not be built: the process that tried ended with "
+                f"code {code} ({told[-1] if told else 'it said nothing'}). Try mode=train, which "
+                "leaves the output of every rank."
+            )
+
+
 def _trace(config: LaunchConfig, run_dir: Path) -> TracedModel:
-    """Runs the child; it writes the trace, or what is wrong."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / TASK).write_text(json.dumps({"config": dump(config)}))
-    log = run_dir / _LOG
     say(f"tracing model={config.model.name} (once; kept in the user's cache)")
-    with log.open("w") as output:
+    code = _ask(config, run_dir, wanted="trace")
+    if code or not (run_dir / TRACE).is_file():
+        raise ModelError(
+            f"model={config.model.name} could not be traced: the tracing process ended with code "
+            f"{code}; the end of {run_dir / _LOG} says why. Try mode=train with pp= and schedule= "
+            "by hand."
+        )
+    trace = parse_trace((run_dir / TRACE).read_text())
+    (run_dir / TRACE).unlink()
+    return trace
+
+
+def _ask(config: LaunchConfig, folder: Path, *, wanted: str) -> int:
+    """Runs the child in a folder; it leaves what is wanted, or what is wrong, which is raised."""
+    (folder / TASK).write_text(json.dumps({"config": dump(config), "wanted": wanted}))
+    with (folder / _LOG).open("w") as output:
         code = subprocess.run(
-            [sys.executable, "-m", "launcher.rank.trace_job", str(run_dir)],
+            [sys.executable, "-m", "launcher.rank.trace_job", str(folder)],
             stdout=output,
             stderr=subprocess.STDOUT,
             check=False,
             # A GPU would be taken for a trace that runs on shapes.
             env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         ).returncode
-    (run_dir / TASK).unlink(missing_ok=True)
-    problem = run_dir / PROBLEM
+    (folder / TASK).unlink(missing_ok=True)
+    problem = folder / PROBLEM
     if problem.is_file():
         found = json.loads(problem.read_text())
         problem.unlink()
         raise _error(found["kind"])(found["message"])
-    if code or not (run_dir / TRACE).is_file():
-        raise ModelError(
-            f"model={config.model.name} could not be traced: the tracing process ended with code "
-            f"{code}; the end of {log} says why. Try mode=train with pp= and schedule= by hand."
-        )
-    trace = parse_trace((run_dir / TRACE).read_text())
-    (run_dir / TRACE).unlink()
-    return trace
+    return code
 
 
 def _error(kind: str) -> type[PipelineError]:

@@ -1,7 +1,8 @@
 """Traces the model in a process of its own: ``python -m launcher.rank.trace_job FOLDER``.
 
 Builds the model without its weights, takes a batch from its data, and leaves ``model_trace.json``,
-or ``trace_problem.json`` with what the user can do about it.
+or ``trace_problem.json`` with what the user can do about it. A Hugging Face model may be built
+only, which finds all that its ranks would refuse.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -21,8 +23,11 @@ from launcher.config.pipeline import PlannerConfig
 from launcher.planning.model_trace import PROBLEM, TASK, TRACE
 from launcher.rank.jobs import build_data, build_model
 from launcher.resolve import Run, resolve
+from launcher.workloads.hf.hf_model import HfLanguageModel
 from strategies.costs.trace_file import TracedModel, dump_trace
 from strategies.errors import ModelError, PipelineError
+from strategies.models.tensor_parallel.sharding import Sharding
+from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.runtime.lightning.data_order import first_batch
 from strategies.runtime.step.microbatch import count_rows, split_batch
 from strategies.tracing.trace import empty_weights, trace_model
@@ -32,8 +37,12 @@ _ROWS = 4
 
 def main(folder: Path) -> int:
     try:
-        config = from_dict(json.loads((folder / TASK).read_text())["config"])
-        (folder / TRACE).write_text(dump_trace(trace(config)))
+        task = json.loads((folder / TASK).read_text())
+        config = from_dict(task["config"])
+        if task["wanted"] == "model":
+            build(config)
+        else:
+            (folder / TRACE).write_text(dump_trace(trace(config)))
     except PipelineError as error:
         _write_problem(folder, type(error).__name__, str(error))
         return 1
@@ -50,6 +59,22 @@ def main(folder: Path) -> int:
         )
         return 1
     return 0
+
+
+def build(config: LaunchConfig) -> None:
+    """Builds a Hugging Face model as a rank does before it has weights.
+
+    Raises:
+        ModelError: It cannot be cut, or its files do not fit.
+    """
+    model = build_model(resolve(_alone(config)))
+    assert isinstance(model, HfLanguageModel)
+    model.check_tied()
+    if config.tp > 1:
+        members = SimpleNamespace(rank=0, size=config.tp, sequence=False)
+        sharding = Sharding(model, cast(TensorRanks, members))
+        for name, _ in model.pipeline_units():
+            sharding.apply(model, name)
 
 
 def trace(config: LaunchConfig) -> TracedModel:

@@ -102,7 +102,9 @@ def reference(model: Any, case: HfCase) -> list[float]:
     losses = []
     for step in range(STEPS):
         part = {k: v[step * ROWS : (step + 1) * ROWS] for k, v in batch.items()}
-        logits = model(part["tokens"], attention_mask=part.get("attention_mask")).logits
+        logits = model(
+            part["tokens"], attention_mask=part.get("attention_mask"), use_cache=False
+        ).logits
         loss = functional.cross_entropy(logits.flatten(0, 1), part["targets"].flatten())
         losses.append(loss.item())
         loss.backward()

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, MambaConfig
+from transformers import AutoModelForCausalLM
 
 from strategies.manifest import FORMAT, seal
 from tests.launcher.command_line import launch_here, refused_here
 from tests.launcher.runs import Finished, launch
-from tests.tiny_models import write_model
+from tests.tiny_models import tiny_config, write_model
 
 WORDS = ("model=hf", "model.sequence=16", "data.max_bytes=100000")
 LLAMA = {"vocab_size": 300, "tie_word_embeddings": True}
@@ -63,8 +64,6 @@ def test_its_export_has_the_validation_loss_of_the_run(trained, folder):
     again(trained, folder, "mode=predict", "pp=2", "trainer.limit_predict_batches=2")
     model = AutoModelForCausalLM.from_pretrained(trained.cwd / "written").eval()
     assert model.dtype == torch.float64
-    from safetensors.torch import load_file
-
     from launcher.workloads.data.module import TextDataModule
     from launcher.workloads.data.source import TextSource
 
@@ -94,21 +93,98 @@ def test_a_folder_is_evaluated_without_a_checkpoint(trained, folder):
     assert result["checkpoint"] is None
 
 
+UNCUTTABLE = ("model.pretrained=false", "pp=2", "model.layers_path=model.layers")
+
+
+@pytest.fixture(scope="module")
+def uncuttable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its layers are given more than the residual stream."""
+    path = tmp_path_factory.mktemp("models") / "shared"
+    tiny_config("gemma3n_text", num_kv_shared_layers=0, head_dim=8, vocab_size=300).save_pretrained(
+        path
+    )
+    return path
+
+
 @pytest.mark.distributed
 @pytest.mark.full
-def test_what_only_a_rank_can_refuse_is_one_message_and_exit_code_2(tmp_path):
-    MambaConfig(
-        vocab_size=300, hidden_size=16, state_size=4, num_hidden_layers=2, intermediate_size=32,
-        architectures=["MambaForCausalLM"],
-    ).save_pretrained(tmp_path / "mamba")  # fmt: skip
-    words = (*WORDS, f"model.path={tmp_path / 'mamba'}", "model.pretrained=false", "pp=2")
-    done = launch(words, tmp_path)
+def test_what_only_a_rank_can_refuse_is_one_message_and_exit_code_2(uncuttable, tmp_path):
+    done = launch((*WORDS, f"model.path={uncuttable}", *UNCUTTABLE), tmp_path)
     assert done.code == 2
     assert done.errors.startswith("error: model.path=")
     assert "Try another list, model.layers_path=NAME" in done.errors
     assert done.errors.count("\n") == 1
     assert done.result["status"] == "failed"
     assert done.result["error"] + "\n" == done.errors.removeprefix("error: ")
+
+
+def invalid(folder: Path, *words: str) -> str:
+    """The one message of ``mode=validate``, after a child process has built the model."""
+    done = launch_here((*WORDS, "mode=validate", *words), folder)
+    assert (done.code, done.output) == (2, ""), done.errors
+    assert done.errors.startswith("error: ")
+    assert done.errors.count("\n") == 1
+    assert list(folder.glob("**/*.json")) == []
+    return done.errors
+
+
+def test_validating_refuses_what_the_ranks_would_refuse(uncuttable, tmp_path):
+    message = invalid(tmp_path, f"model.path={uncuttable}", *UNCUTTABLE)
+    assert "cannot be cut between the layers of model.layers" in message
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "words", "expected"),
+    [
+        ("mixtral", (), "lacks 1 of 30 tensors (model.norm.weight) that config.json asks for"),
+        ("falcon", (), "lacks 1 of 22 tensors (transformer.ln_f.weight) that config.json asks"),
+        ("mixtral", ("tp=2",), "cuts mlp.experts.gate_up_proj of model_type=mixtral over tensor"),
+        ("gpt_neox", ("pp=1", "tp=3"), "tp=3 does not divide the"),
+        ("llama", ("model.layers_path=model.blocks",), "has no list of layers of that name"),
+    ],
+    ids=["experts", "falcon", "experts-tp", "heads", "list"],
+)
+def test_what_is_wrong_with_the_files_of_any_family_is_found(family, words, expected, tmp_path):
+    write_model(tmp_path / "model", family, vocab_size=300)
+    file = tmp_path / "model" / "model.safetensors"
+    if not words:
+        lost = ("model.norm.weight", "transformer.ln_f.weight")
+        left = {name: value for name, value in load_file(file).items() if name not in lost}
+        save_file(left, file, metadata={"format": "pt"})
+    message = invalid(tmp_path / "run", f"model.path={tmp_path / 'model'}", "pp=2", *words)
+    assert expected in message
+
+
+@pytest.mark.full
+def test_tied_weights_that_differ_are_found_before_a_rank_is_started(tmp_path):
+    write_model(tmp_path / "model", "llama", **LLAMA)
+    file = tmp_path / "model" / "model.safetensors"
+    stored = load_file(file)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"] + 1
+    save_file(stored, file, metadata={"format": "pt"})
+    message = invalid(tmp_path / "run", f"model.path={tmp_path / 'model'}", "pp=2")
+    assert "lm_head.weight and model.embed_tokens.weight differ" in message
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_a_model_of_merged_experts_is_valid_trains_and_is_exported(tmp_path):
+    write_model(tmp_path / "model", "mixtral", vocab_size=300)
+    words = (
+        *WORDS, f"model.path={tmp_path / 'model'}", "pp=2", "trainer.max_steps=2",
+        "data.microbatch_size=2", "experiment_name=experts",
+    )  # fmt: skip
+    assert launch_here((*words, "mode=validate"), tmp_path / "validated").code == 0
+    launch((*words, "trainer.val_check_interval=2"), tmp_path).assert_done()
+    launch((*words[:4], "mode=export", "export.path=out", "experiment_name=experts"), tmp_path)
+    written, stored = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("out", "model")
+    )
+    assert set(written) == set(stored)
+    assert any(not torch.equal(written[name], stored[name]) for name in stored)
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
 
 
 def test_validating_prints_layers_and_memory(folder, tmp_path):
@@ -119,6 +195,7 @@ def test_validating_prints_layers_and_memory(folder, tmp_path):
     assert "stage 1: 1 layers" in done.output
 
 
+@pytest.mark.full
 def test_layers_per_stage_counts_decoder_layers(folder, tmp_path):
     words = (*WORDS, f"model.path={folder}", "mode=validate", "pp=2")
     done = launch_here((*words, "schedule.layers_per_stage=[0,3]"), tmp_path)

@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from launcher.workloads.hf.conversion import as_stored
 from launcher.workloads.hf.counterpart import config_of, counterpart
 from launcher.workloads.hf.families import CONFIG
 from launcher.workloads.hf.hf_shape import HfShape
+from launcher.workloads.hf.skeleton import build_skeleton
 from launcher.workloads.hf.stored import SINGLE
 from launcher.workloads.model_share import ModelShape
 from launcher.workloads.transformer_shape import UNIT_PREFIX, TransformerShape
@@ -40,21 +42,14 @@ def export_checkpoint(checkpoint: Path, shape: ModelShape, target: Path) -> None
         raise CheckpointError(f"{checkpoint} has no weights to export. Use another checkpoint.")
     if isinstance(shape, HfShape):
         folder = Path(shape.folder)
-        tied = _ties(shape)
         config = {k: v for k, v in shape.config.items() if k != "torch_dtype"}
         companions = [folder / name for name in _COMPANIONS if (folder / name).is_file()]
-        tensors = _library_tensors(state, tied=tied)
+        tensors = as_stored(
+            build_skeleton(shape), {library_name(name): value for name, value in state.items()}
+        )
         write_folder(target, config | {"dtype": floating[0]}, tensors, companions=companions)
         return
     write_folder(target, config_of(shape, floating[0]), _built_in_tensors(shape, state))
-
-
-def _ties(shape: HfShape) -> bool:
-    if shape.sizes is not None:
-        return shape.sizes.tied
-    from launcher.workloads.hf.skeleton import build_skeleton
-
-    return "lm_head.weight" in build_skeleton(shape).tied
 
 
 # What belongs to a model besides its weights: text in, text out.
@@ -139,14 +134,6 @@ def library_name(name: str) -> str:
     'model.layers.3.mlp.up_proj.weight'
     """
     return _UNIT.sub("", name)
-
-
-def _library_tensors(state: Mapping[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
-    """As the library stores them; a ``tied`` head has the embedding's weight, stored once."""
-    found = {library_name(name): value for name, value in state.items()}
-    if tied:
-        found.pop("lm_head.weight", None)
-    return found
 
 
 def _built_in_tensors(shape: TransformerShape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -92,6 +92,14 @@ class HfLanguageModel(LanguageModel):
         self._weights.fill(unit, device=device)
         self.network.tie()  # creating real weights for one unit takes the tie apart
 
+    def check_tied(self) -> None:
+        """Looks whether stored weights that ``config.json`` ties are alike.
+
+        Raises:
+            ModelError: They are not.
+        """
+        self._weights.check_tied()
+
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.network(tokens)
         return logits

@@ -8,7 +8,7 @@ and, for batches that have one, the attention mask ``[batch, sequence]`` as it c
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,19 @@ class Part(nn.Module):
             node = node.get_submodule(step)
         node.add_module(last, module)
         self.held += (name,)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Part:
+        """As any module; experts are computed one by one in double precision.
+
+        The library has them multiplied as a group, which torch does in shorter types alone.
+        """
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if any(parameter.dtype == torch.float64 for parameter in self.parameters()):
+            for module in self.modules():
+                config: Any = getattr(module, "config", None)
+                if getattr(config, "_experts_implementation", None) == "grouped_mm":
+                    config._experts_implementation = "eager"
+        return self
 
     def held_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for name in self.held:
@@ -91,8 +104,9 @@ class HeadPart(Part):
 
     def forward(self, hidden: Tensor, *mask: Tensor) -> Tensor:
         self._shell.layers[-1].answer = hidden
+        inputs = {"inputs_embeds": self._shell.blank(hidden)}
         try:
-            output = self._shell.run({"inputs_embeds": _blank(hidden)}, training=self.training)
+            output = self._shell.run(inputs, training=self.training)
         finally:
             self._shell.forget()
         logits: Tensor = output.logits
@@ -136,18 +150,13 @@ class LayerArguments:
         # takes fake tensors for a compiler's and makes masks that it leaves out otherwise.
         with unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
             given = None if mask is None else mask.clone()
-            self._shell.run({"inputs_embeds": _blank(hidden), "attention_mask": given})
+            self._shell.run({"inputs_embeds": self._shell.blank(hidden), "attention_mask": given})
         calls = tuple(
             None if layer.call is None else _without_stream(layer.call)
             for layer in self._shell.layers
         )
         self._shell.forget()
         return calls
-
-
-def _blank(like: Tensor) -> Tensor:
-    """A tensor of the same kind that takes no memory."""
-    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 def _without_stream(call: Call) -> Call:
@@ -224,8 +233,15 @@ def library_plan(skeleton: Skeleton, shape: HfShape) -> dict[str, Style]:
     plan: dict[str, Style] = {}
     for key, word in own.items():
         name = key.removeprefix(_LISTED)
-        style = read_style(key, word)
-        if "attn" in name and isinstance(style, Column | Row):
+        try:
+            style = read_style(key, word)
+        except ModelError:
+            raise ModelError(
+                f"model.path={shape.folder}: the transformers library cuts {name} of "
+                f"model_type={shape.model_type} over tensor-parallel ranks as {word!r}, which "
+                "model=hf does not. Try tp=1 and a larger pp."
+            ) from None
+        if ("attn" in name or "attention" in name) and isinstance(style, Column | Row):
             # Heads stay whole.
             style = Column(head, style.gather) if isinstance(style, Column) else Row(head)
         plan[layers + name] = style

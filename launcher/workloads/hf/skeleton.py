@@ -7,7 +7,8 @@ of it and behind it by running the library's forward once (``_probe``).
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,15 @@ class Skeleton:
 
     def part(self, name: str) -> nn.Module:
         return copy.deepcopy(self.model.get_submodule(name))  # type: ignore[no-any-return]
+
+    @contextmanager
+    def whole(self) -> Iterator[Any]:
+        """The model with its layers where they were, for what asks for shapes."""
+        _put(self.model, self.layers_path, nn.ModuleList(self.layers))
+        try:
+            yield self.model
+        finally:
+            _put(self.model, self.layers_path, nn.ModuleList())
 
     def shell(self, live: Mapping[str, nn.Module]) -> Shell:
         """The library's forward around some real modules; stand-ins for all others."""
@@ -130,13 +140,13 @@ class _NoChainError(Exception):
 
 def _probe(model: Any, layers: Sequence[nn.Module], path: str, folder: str) -> _Order:
     """Runs a few tokens through the model's own forward, without weights."""
-    reasons = []
+    reasons: list[str] = []
     for returns_tuple in (False, True):
         shell = Shell(model, layers, path, {}, returns_tuple=returns_tuple)
         try:
             before, after = _order(shell, model, path)
         except _NoChainError as reason:
-            reasons.append(str(reason))
+            reasons.insert(0, str(reason))  # says more than what a forward has stumbled over
         except Exception as error:  # whatever a forward does when its parts are missing
             reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
         else:
@@ -188,12 +198,13 @@ def _run(shell: Shell, **inputs: Tensor) -> tuple[list[str], list[str]]:
     for mark, module in marked:
         hooks.append(module.register_forward_pre_hook(lambda *_, mark=mark: seen.append(mark)))
     # Each layer answers with a tensor of its own, by which the next one's input is recognised.
-    answers = [torch.zeros(_ROWS, _TOKENS, shell.width) for _ in shell.layers]
-    for layer, answer in zip(shell.layers, answers, strict=True):
-        layer.answer = answer
+    for layer in shell.layers:
+        layer.answer, layer.answers_anew = None, True
     try:
         shell.run(inputs)
     finally:
+        for layer in shell.layers:
+            layer.answers_anew = False
         for hook in hooks:
             hook.remove()
     order = [mark for mark in seen if isinstance(mark, int)]
@@ -206,8 +217,10 @@ def _run(shell: Shell, **inputs: Tensor) -> tuple[list[str], list[str]]:
         raise _NoChainError(f"{between[0]} runs between its layers")
     for index in range(1, len(shell.layers)):
         call = shell.layers[index].call
-        if call is None or call.hidden is not answers[index - 1]:
+        if call is None or call.hidden is not shell.layers[index - 1].answer:
             raise _NoChainError(f"layer {index} is not given the output of layer {index - 1}")
+        if any(value is _BESIDE for value in (*call.args, *call.kwargs.values())):
+            raise _NoChainError(f"layer {index} is given more of layer {index - 1} than its output")
     return [str(mark) for mark in seen[:first]], [str(mark) for mark in seen[last + 1 :]]
 
 
@@ -257,12 +270,18 @@ class Shell:
         for name, module in self.sides.items():
             if isinstance(module, _WeightStandIn):
                 module.dtype = first.dtype if first.is_floating_point() else torch.float32
+                module.device = device
             elif name not in self._live:
                 for part in module.modules():
                     for key, buffer in part._buffers.items():
                         if buffer is not None and buffer.device != device:
                             part._buffers[key] = buffer.to(device)
         return self._model(**inputs, use_cache=False)
+
+    def blank(self, stream: Tensor) -> Tensor:
+        """Embeddings for a residual stream of this kind, which may be wider; takes no memory."""
+        zero = torch.zeros((), dtype=stream.dtype, device=stream.device)
+        return zero.expand(*stream.shape[:2], self.width)
 
     def forget(self) -> None:
         for layer in self.layers:
@@ -337,6 +356,9 @@ class Call:
         return found
 
 
+_BESIDE = "what a layer returns besides the residual stream"
+
+
 class _LayerStandIn(nn.Module):
     """Stands for a decoder layer: remembers how it was called and hands its input on.
 
@@ -351,6 +373,7 @@ class _LayerStandIn(nn.Module):
         self._returns_tuple = returns_tuple
         self.call: Call | None = None
         self.answer: Tensor | None = None
+        self.answers_anew = False  # with zeros like its input, which ``answer`` then is
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The answer that was put in, else the residual stream as it came."""
@@ -358,8 +381,10 @@ class _LayerStandIn(nn.Module):
         rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         hidden = args[0] if positional else kwargs["hidden_states"]
         self.call = Call(hidden, positional, args[1:] if positional else args, rest)
+        if self.answers_anew:
+            self.answer = torch.zeros_like(hidden)
         answer = hidden if self.answer is None else self.answer
-        return (answer, None) if self._returns_tuple else answer
+        return (answer, _BESIDE) if self._returns_tuple else answer
 
 
 class _WeightStandIn(nn.Module):
@@ -369,6 +394,12 @@ class _WeightStandIn(nn.Module):
         super().__init__()
         self._width = width
         self.dtype = torch.float32
+        self.device = torch.device("cpu")
+
+    @property
+    def weight(self) -> Tensor:
+        """For its type and device, which forwards ask for; nothing can be computed with it."""
+        return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Vectors as they are; zeros of ``dtype`` for ids and positions, once per element."""

@@ -27,6 +27,11 @@ class Stored:
 
     file: Path
     shape: tuple[int, ...]
+    dtype: str  # as the header spells it, e.g. BF16
+
+
+def is_floating(tensor: Stored) -> bool:
+    return tensor.dtype.startswith(("F", "BF"))
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
@@ -68,7 +73,8 @@ def _read_header(file: Path) -> dict[str, Stored]:
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            found[name] = Stored(file, tuple(int(extent) for extent in entry["shape"]))
+            shape = tuple(int(extent) for extent in entry["shape"])
+            found[name] = Stored(file, shape, str(entry["dtype"]))
             end = max(end, int(entry["data_offsets"][1]))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise _damaged(file, f"its header is incomplete ({error!r})") from None
@@ -155,6 +161,11 @@ def match_tensors(
         )
     for name, spelling in found.items():
         shape = stored[spelling].shape
+        if not is_floating(stored[spelling]):
+            raise ModelError(
+                f"{stored[spelling].file}: {spelling} is of type {stored[spelling].dtype}, which "
+                "is no floating-point number. Try the unquantised model."
+            )
         if shape != expected[name]:
             raise ModelError(
                 f"{stored[spelling].file}: {spelling} has shape {list(shape)}, but config.json "

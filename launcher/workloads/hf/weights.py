@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from launcher.workloads.hf.conversion import Conversion
 from launcher.workloads.hf.parts import Part
 from launcher.workloads.hf.skeleton import Skeleton, fill_constants
 from launcher.workloads.hf.stored import Stored, match_tensors, stored_tensors
@@ -43,6 +44,10 @@ class Weights(ABC):
                     _put(module, key, nn.Parameter(value, requires_grad=parameter.requires_grad))
 
     @abstractmethod
+    def check_tied(self) -> None:
+        """Refuses weights that ``config.json`` ties and that differ."""
+
+    @abstractmethod
     def _values(self, name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Names in the library and values of all parameters of a module."""
 
@@ -59,6 +64,9 @@ class FreshWeights(Weights):
     def __init__(self, skeleton: Skeleton, seed: int) -> None:
         super().__init__(skeleton)
         self._seed = seed
+
+    def check_tied(self) -> None:
+        """Both ends are drawn alike."""
 
     def _values(self, name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         tied = self._skeleton.tied
@@ -89,9 +97,11 @@ class StoredWeights(Weights):
         super().__init__(skeleton)
         model = skeleton.model
         self._stored: dict[str, Stored] = stored_tensors(folder)
+        expected = expected_tensors(skeleton)
+        self._conversion = Conversion(skeleton, expected, self._stored, folder=folder)
         self._names = match_tensors(
-            expected_tensors(skeleton),
-            self._stored,
+            expected,
+            self._conversion.made,
             folder=folder,
             prefix=f"{model.base_model_prefix}.",
             tied=skeleton.tied,
@@ -99,25 +109,37 @@ class StoredWeights(Weights):
         )
 
     def _values(self, name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        for key, _ in module.named_parameters():
-            full = f"{name}.{key}"
-            value = self._read(self._names[full])
+        buffers = {
+            f"{name}.{key}": (key, buffer)
+            for key, buffer in module.named_buffers()
+            if f"{name}.{key}" in self._names and buffer.is_meta
+        }
+        wanted = [f"{name}.{key}" for key, _ in module.named_parameters()] + list(buffers)
+        sources = [self._names[full] for full in wanted]
+        found = self._conversion.values(sources, self._read)
+        for full, (_, value) in zip(wanted, found, strict=True):
+            if full in buffers:
+                key, buffer = buffers[full]
+                path, _, leaf = key.rpartition(".")
+                module.get_submodule(path)._buffers[leaf] = value.to(buffer.dtype)
+                continue
             self._check_tied(full, value)
             yield full, value
-        for key, buffer in module.named_buffers():
-            full = f"{name}.{key}"
-            if full in self._names and buffer.is_meta:
-                path, _, leaf = key.rpartition(".")
-                value = self._read(self._names[full]).to(buffer.dtype)
-                module.get_submodule(path)._buffers[leaf] = value
+
+    def check_tied(self) -> None:
+        for name in self._skeleton.tied:
+            if self._names[name] != self._names[self._skeleton.tied[name]]:
+                ((_, value),) = self._conversion.values([self._names[name]], self._read)
+                self._check_tied(name, value)
 
     def _check_tied(self, name: str, value: Tensor) -> None:
         source = self._skeleton.tied.get(name)
         if source is None or self._names[source] == self._names[name]:
             return
-        if not torch.equal(value, self._read(self._names[source])):
+        ((_, other),) = self._conversion.values([self._names[source]], self._read)
+        if not torch.equal(value, other):
             raise ModelError(
-                f"{self._stored[self._names[name]].file}: {name} and {source} differ, but "
+                f"{self._conversion.made[self._names[name]].file}: {name} and {source} differ, but "
                 "config.json ties them (tie_word_embeddings). "
                 'Try "tie_word_embeddings": false there.'
             )
@@ -129,11 +151,6 @@ class StoredWeights(Weights):
                 found: Tensor = opened.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file} cannot be read: {error}. Try a fresh copy of it.") from None
-        if not found.is_floating_point():
-            raise ModelError(
-                f"{file}: {name} is of type {str(found.dtype).removeprefix('torch.')}, which is "
-                "no floating-point number. Try the unquantised model."
-            )
         return found
 
 

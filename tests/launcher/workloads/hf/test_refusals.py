@@ -49,13 +49,28 @@ def test_a_list_that_is_not_found_can_be_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "layers_path"), [("mamba", None), ("gemma3n_text", "model.layers")]
+    ("family", "changes", "layers_path", "reason"),
+    [
+        ("gemma3n_text", {"num_kv_shared_layers": 0, "head_dim": 8}, "model.layers", "Error"),
+        ("deepseek_v4", {}, None, "layer 0 is given other arguments, which depend on the tokens"),
+        ("glm_moe_dsa", {}, None, "layer 1 is given more of layer 0 than its output"),
+    ],
 )
-def test_layers_that_need_more_than_the_residual_stream_are_refused(family, layers_path, tmp_path):
-    changes = {"num_kv_shared_layers": 0, "head_dim": 8} if family == "gemma3n_text" else {}
+def test_layers_that_need_more_than_the_residual_stream_are_refused(
+    family, changes, layers_path, reason, tmp_path
+):
     tiny_config(family, **changes).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"cannot be cut between .*entry points foldpipe.models"):
+    with pytest.raises(
+        ModelError, match=r"cannot be cut between .*entry points foldpipe.models"
+    ) as caught:
         build_skeleton(shape_of(tmp_path, pretrained=False, layers_path=layers_path))
+    assert reason in str(caught.value)
+
+
+def test_a_loss_for_the_balance_of_experts_is_refused_as_it_would_be_left_out(tmp_path):
+    tiny_config("mixtral", output_router_logits=True).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"output_router_logits=true, which adds a loss .* Try "):
+        shape_of(tmp_path, pretrained=False)
 
 
 @pytest.mark.parametrize("family", ["t5", "no_such_thing"])
