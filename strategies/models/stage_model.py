@@ -20,6 +20,7 @@ from strategies.errors import ModelError
 from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
 
 if TYPE_CHECKING:
+    from strategies.models.replay.path import ParameterTable
     from strategies.models.selective.policy import Selection
 
 
@@ -189,6 +190,19 @@ class StageModel(ABC):
     def owned_modules(self) -> Iterator[nn.Module]:
         """The modules of the units that run on this rank, each once; known after ``cut``."""
         raise ModelError(f"{type(self).__name__} has no modules to compile. Use compile=false.")
+
+    @property
+    def table(self) -> ParameterTable | None:
+        """All parameters by name, those of other ranks as holes; None where they are not known."""
+        return None
+
+    def first_stages(self) -> Mapping[str, int]:
+        """The first stage that has each parameter of the uncut module; known after ``cut``."""
+        raise NotImplementedError
+
+    def follow_freezing(self) -> None:
+        """Parameters of any rank were frozen or unfrozen: later steps find out what that means."""
+        raise NotImplementedError
 
     @property
     def shards(self) -> Mapping[str, Shard]:

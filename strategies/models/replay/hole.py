@@ -166,6 +166,15 @@ def exchange(first: Tensor, second: Tensor) -> None:
         ) from error
 
 
+def is_question(func: Function) -> bool:
+    """Whether a function asks for shape, dtype, device and the like, which need no data."""
+    name = func.__name__
+    if name == "__get__":
+        prop = getattr(getattr(func, "__self__", None), "__name__", "")
+        return prop in _DATALESS_PROPERTIES or prop in ("requires_grad", "is_leaf")
+    return name in _DATALESS
+
+
 def dataless(func: Function, args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
     """Answers a question about shape, dtype, device and the like; (False, None) if it is none."""
     name = func.__name__

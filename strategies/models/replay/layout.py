@@ -103,6 +103,21 @@ def follow_layout(path: Path, layout: Layout, step: str) -> Layout:
     return replace(divided, parameters=layout.parameters)
 
 
+def same_layout(path: Path, layout: Layout, step: str) -> Layout:
+    """Divides a step that was probed again, with other gradients, where it was divided.
+
+    Raises:
+        ModelError: If other tensors would have to cross its cuts.
+    """
+    divided = _layout(path, layout.calls, step, allowed=layout.skips)
+    if divided.groups != layout.groups:
+        raise ModelError(
+            f"{step} hands other tensors from stage to stage since parameters were frozen or "
+            "unfrozen. Use the same values in every step, freeze before fit(), or use pp=1."
+        )
+    return replace(divided, parameters=layout.parameters)
+
+
 def _layout(
     path: Path,
     calls: Sequence[range],

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from strategies.errors import ModelError
 from strategies.models.replay.hole import Hole, Spec
 from strategies.models.stage_model import filled
 
@@ -206,6 +207,48 @@ class ParameterTable:
             ordered |= {key: value for key, value in table.items() if key not in ordered}
             table.clear()
             table.update(ordered)
+
+    # -- parameters of other ranks, back for a while -----------------------------------------------
+
+    def original(self, name: str) -> nn.Parameter:
+        """The object that was taken out; it has no data while the hole is in its place."""
+        return self._freed[name][0]
+
+    def spec(self, name: str) -> Spec:
+        """What a parameter is, here or elsewhere."""
+        return self._freed[name][1].spec if name in self._freed else Spec.of(self.find(name))
+
+    def take_out(self) -> bool:
+        """Ends ``fill``; says whether a parameter was frozen or unfrozen since.
+
+        Raises:
+            ModelError: Somebody has put other parameters into their places.
+        """
+        changed = False
+        for name, (parameter, hole) in self._freed.items():
+            if any(m._parameters.get(a) is not parameter for m, a in self._places[name]):
+                raise ModelError(
+                    f"parameter {name} was replaced or removed during training. Stages and "
+                    "optimizers hold the parameters that were there at the start: change their "
+                    "values in place (copy_, mul_) instead, or use pp=1."
+                )
+            parameter.grad = None
+            if parameter.requires_grad != hole.spec.requires_grad:
+                changed = True
+                hole.spec = replace(hole.spec, requires_grad=parameter.requires_grad)
+                hole._meta = None
+        self.free(self.freed)
+        return changed
+
+    @contextlib.contextmanager
+    def listed(self) -> Iterator[None]:
+        """Lets ``parameters()`` list the parameters of other ranks, by shape: of no use as data."""
+        specs = {name: hole.spec for name, (_, hole) in self._freed.items()}
+        self.fill({n: torch.zeros((), dtype=s.dtype).expand(s.shape) for n, s in specs.items()})
+        try:
+            yield
+        finally:
+            self.take_out()
 
 
 def used_parameters(path: Path, start: Position, end: Position, calls: range) -> tuple[str, ...]:

@@ -15,8 +15,14 @@ from strategies.models.nested import rebuild, structure
 from strategies.models.replay.gate import StageDone, call_step, gated
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.inference import Outcome
-from strategies.models.replay.layout import Layout, first_layout, follow_layout, group_calls
-from strategies.models.replay.path import Boundary, Path
+from strategies.models.replay.layout import (
+    Layout,
+    first_layout,
+    follow_layout,
+    group_calls,
+    same_layout,
+)
+from strategies.models.replay.path import Boundary, ParameterTable, Path
 from strategies.models.replay.probing import Probed, batch_device, probe_path, probe_units
 from strategies.models.replay.stage_run import StageRun
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput, Unit
@@ -59,6 +65,7 @@ class ReplayModel(StageModel):
         self._layouts: dict[Step, Layout] = {}
         self._owned: frozenset[int] = frozenset()
         self._selective: dict[int, SelectiveLayer] = {}
+        self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
 
     @classmethod
     def probe(
@@ -196,6 +203,20 @@ class ReplayModel(StageModel):
         return self._table.names
 
     @property
+    def table(self) -> ParameterTable:
+        return self._table
+
+    def first_stages(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for stage, names in enumerate(self._layouts[self._first].parameters):
+            for name in names:
+                found.setdefault(name, stage)
+        return found
+
+    def follow_freezing(self) -> None:
+        self._frozen_anew |= {step for step in self._layouts if step[0] == "train"}
+
+    @property
     def skips(self) -> tuple[tuple[int, int], ...]:
         return self._layouts[self._first].skips
 
@@ -230,6 +251,8 @@ class ReplayModel(StageModel):
 
     def _path(self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None) -> Path:
         """The path of a step; probed when the step runs for the first time."""
+        if which in self._frozen_anew:
+            self._probe_again(which, batch, batch_idx, dataloader_idx)
         if which in self._layouts:
             return self._paths[which]
         mode = which[0]
@@ -249,6 +272,25 @@ class ReplayModel(StageModel):
         self._layouts[which] = follow_layout(path, layout, STEP_NAMES[mode])
         self._paths[which], self._caches[which] = path, cache
         return path
+
+    def _probe_again(
+        self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None
+    ) -> None:
+        """Finds anew which tensors between the stages, cut as they are, need a gradient."""
+        cache: dict[Hashable, Outcome] = {}
+        path = probe_path(
+            self._module,
+            self._units,
+            self._table,
+            which[0],
+            batch,
+            batch_idx,
+            cache,
+            dataloader_idx=dataloader_idx,
+        )
+        self._layouts[which] = same_layout(path, self._layouts[which], STEP_NAMES[which[0]])
+        self._paths[which], self._caches[which] = path, cache
+        self._frozen_anew.discard(which)
 
     def _check_ranges(self, stages: Sequence[range]) -> None:
         num_units = len(self._groups)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -46,6 +46,7 @@ from strategies.plan import (
 )
 from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStrategy
 from strategies.runtime.lightning.data_order import Looked, shard
+from strategies.runtime.lightning.parameter_hooks import ParameterHooks
 from strategies.runtime.lightning.ranks_strategy import make_device_mesh
 from strategies.runtime.lightning.refusals import (
     SharedGradScaler,
@@ -209,6 +210,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self._last_norm: Tensor | None = None
         self._own_sampler = True
         self._looked = Looked()
+        self._hooks: ParameterHooks | None = None
 
     # ------------------------------------------------------------- set-up
 
@@ -247,6 +249,8 @@ class PipelineStrategy(CheckpointingStrategy):
             else:
                 self.engine.build_gradients()
             self._build_optimizers(trainer)
+        if self._hooks is not None:
+            self._hooks.watch(trainer)
         self.setup_precision_plugin()
         # The stock plugin clips by the norm of this rank's parameters alone, without an error.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
@@ -305,6 +309,23 @@ class PipelineStrategy(CheckpointingStrategy):
         self.model_to_device()
         self._synchronise(module)
         self._note_cut()
+        self._hooks = None
+        if self.coordinates.pp > 1 and self._engine.model.table is not None:
+            self._hooks = ParameterHooks(
+                self._engine,
+                module,
+                reduced=lambda: self.dp == 1 or not self._accumulating,
+                changed=self._weights_changed,
+            )
+
+    def _weights_changed(self) -> None:
+        """A hook has had the whole model, on all ranks."""
+        self._last_norm = None
+        self.whole.meet()
+
+    def _away(self) -> AbstractContextManager[None]:
+        """Around the pipeline's own work, which people's hooks may have called."""
+        return nullcontext() if self._hooks is None else self._hooks.away()
 
     def _synchronise(self, module: pl.LightningModule) -> None:
         self.engine.synchronise_weights()
@@ -328,7 +349,9 @@ class PipelineStrategy(CheckpointingStrategy):
 
     def _build_optimizers(self, trainer: pl.Trainer) -> None:
         try:
-            self.setup_optimizers(trainer)
+            hooks = self._hooks
+            with nullcontext() if hooks is None else hooks.whole_groups(lambda: self.optimizers):
+                self.setup_optimizers(trainer)
         except ValueError as error:
             if "empty parameter list" not in str(error):
                 raise
@@ -348,6 +371,14 @@ class PipelineStrategy(CheckpointingStrategy):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if mains.sharded and not any(isinstance(c, WholeWeights) for c in callbacks):
             callbacks.insert(0, WholeWeights(lambda: self.engine.mains.complete()))
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with self._away():
+            return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with self._away():
+            return super().optimizer_state(optimizer)
 
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:
@@ -475,7 +506,8 @@ class PipelineStrategy(CheckpointingStrategy):
             return result
 
         try:
-            output = super().optimizer_step(optimizer, flushed, model, **kwargs)
+            with self._away():
+                output = super().optimizer_step(optimizer, flushed, model, **kwargs)
         except NotFiniteStep:
             self._leave_out()
             return result
@@ -526,14 +558,16 @@ class PipelineStrategy(CheckpointingStrategy):
     def gradient_norm(self) -> Tensor:
         """2-norm of the whole model's gradient; collective, once per step however often asked."""
         if self._last_norm is None:
-            self._last_norm = self.engine.gradient_norm()
+            with self._away():
+                self._last_norm = self.engine.gradient_norm()
         return self._last_norm
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        norm = self.gradient_norm()
-        if self._looks and self._clips_by_norm and not bool(torch.isfinite(norm)):
-            raise NotFiniteStep  # All ranks have the same norm.
-        clip_(self.engine.updated_parameters(), norm, float(clip_val))
+        with self._away():
+            norm = self.gradient_norm()
+            if self._looks and self._clips_by_norm and not bool(torch.isfinite(norm)):
+                raise NotFiniteStep  # All ranks have the same norm.
+            clip_(self.engine.updated_parameters(), norm, float(clip_val))
 
     # ------------------------------------------------------------- evaluation
 
@@ -690,6 +724,8 @@ class PipelineStrategy(CheckpointingStrategy):
             self._engine.remove_hooks()
             if self._trainer.state.status == TrainerStatus.RUNNING and self._pipeline > 1:
                 self._make_whole()
+        if self._hooks is not None:
+            self._hooks.unwatch()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

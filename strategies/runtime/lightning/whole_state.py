@@ -207,6 +207,11 @@ class WholeModule:
                     owners[name] = rank
         return {name for name, owner in owners.items() if owner != exchange.rank}
 
+    def meet(self) -> None:
+        """All ranks have the same buffers now: whose they are is seen by what changes from here."""
+        buffers = dict(self.module.named_buffers())
+        self._free = {name: buffers[name].clone() for name in self._free if name in buffers}
+
     def part(self) -> dict[str, Any]:
         """What this rank has of the module's state, or had of it when it was cut."""
         left, self._left = self._left, False

@@ -203,6 +203,12 @@ class Mailbox:
             self._previous.extend(kept)
         self._sent.clear()
 
+    def forget(self) -> None:
+        """Lets shapes travel anew with the next messages; all ranks do so between two passes."""
+        self._specs.clear()
+        self._announced.clear()
+        self._awaited.clear()
+
     def drain(self) -> None:
         """Waits for everything sent; the peers have posted all receives or will without us."""
         self.finish()

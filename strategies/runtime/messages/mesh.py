@@ -193,6 +193,14 @@ def checkpoint_groups(where: Coordinates) -> Wanted:
     return [("checkpoint", tuple(range(where.world_size)))]
 
 
+def hook_groups(where: Coordinates, *, fast: bool) -> Wanted:
+    """Ranks of each replica, for people's hooks; ``fast`` for a group beside it for tensors."""
+    purposes = ("hooks", "whole") if fast else ("hooks",)
+    return [
+        (purpose, where.replica(replica)) for purpose in purposes for replica in range(where.dp)
+    ]
+
+
 def create(communicators: Communicators, wanted: Wanted, *, backend: str, timeout_s: float) -> None:
     """Makes groups, the same on all processes; what is small or waits for a disk goes by gloo."""
     if communicators.coordinates.world_size > 1:
@@ -201,6 +209,6 @@ def create(communicators: Communicators, wanted: Wanted, *, backend: str, timeou
         both = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
         backends = {
             "control": "gloo", "metrics": both, "messages": fast, "reduce": fast,
-            "tensor": fast, "checkpoint": "gloo",
+            "tensor": fast, "checkpoint": "gloo", "hooks": "gloo", "whole": fast,
         }  # fmt: skip
         communicators.create(wanted, backends=backends, timeout_s=timeout_s)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from strategies.compiler import compile_plan, compile_short, resolve_shape, schedule_of
-from strategies.errors import DataError
+from strategies.errors import DataError, ModelError
 from strategies.heartbeat import Heartbeat, Phase
 from strategies.ir.placement import Placement
 from strategies.models.collectives import LocalGroup
@@ -268,6 +268,32 @@ class Engine:
             refuse_freezing(self.mains)
             self.build_gradients()
 
+    def follow_freezing(self) -> None:
+        """Parameters of any rank were frozen or unfrozen since the last pass; on all ranks."""
+        refuse_freezing(self.mains)
+        self.model.follow_freezing()
+        self.mailbox.forget()
+
+    def adopt(self, *, gradients: bool) -> None:
+        """Takes over weights, and gradients, that somebody has changed between two passes."""
+        if self._gradients.stages:
+            self.mains.refresh()
+            if gradients:
+                self._gradients.adopt()
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Which of this rank's parameters the gradients are laid out for, in a fixed order."""
+        return self._trained
+
+    def trained_now(self) -> tuple[bool, ...]:
+        return self._weights.trained()
+
+    def create_hook_groups(self, *, timeout_s: float) -> None:
+        """Groups in which a replica's ranks talk inside people's hooks; collective."""
+        wanted = mesh.hook_groups(self.coordinates, fast=self.options.backend == "nccl")
+        self._create(wanted, timeout_s=timeout_s)
+
     def measure_activations(self) -> ActivationBytes:
         """Counts, from the next pass on, what this rank holds for its backwards; takes time."""
         if self._parts.activations is None:
@@ -309,6 +335,11 @@ class Engine:
             self.mains.relink()
             if self._parts.watch is not None:
                 self._parts.watch.begin()
+        elif self._weights.trained() != self._trained:
+            raise ModelError(
+                "parameters were frozen or unfrozen between two batches of one optimizer step "
+                f"(accumulate_grad_batches={accumulation}). Do it at the beginning of an epoch."
+            )
         self._gradients.attach(zero=fresh)
         self._flush.expect(loss_scale)
         scale = 1.0 / (accumulation * self.coordinates.dp)

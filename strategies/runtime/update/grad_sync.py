@@ -257,6 +257,13 @@ class StageGradients:
             elif not used:
                 share.parameter.grad = None
 
+    def adopt(self) -> None:
+        """Takes over gradients that somebody has put in the place of those in the buffer."""
+        for share in self._shares:
+            if share.widened or id(share.parameter) in self.targets:
+                continue
+            adopt_gradient(share.parameter, share.view)
+
     def taint(self, nothing: Tensor) -> None:
         """Lets all members of the group know of a NaN, without a message of its own.
 
@@ -309,6 +316,15 @@ class StageGradients:
                 if counts(parameter):
                     ranges.append((start, start + parameter.numel()))
         return [buffer.flat[start:stop] for start, stop in ranges]
+
+
+def adopt_gradient(parameter: nn.Parameter, view: Tensor) -> None:
+    """Lets a parameter's gradient lie in ``view`` again, with the values that it has now."""
+    if parameter.grad is None:
+        view.zero_()
+    elif parameter.grad.data_ptr() != view.data_ptr():
+        view.copy_(parameter.grad)
+        parameter.grad = view
 
 
 def clip_(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:

@@ -14,7 +14,13 @@ from strategies.ir.placement import Placement
 from strategies.models.stage_model import StageModel
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.runtime.messages.mesh import Communicators, Coordinates, holders_of
-from strategies.runtime.update.grad_sync import Launched, Noted, StageGradients, main_dtype
+from strategies.runtime.update.grad_sync import (
+    Launched,
+    Noted,
+    StageGradients,
+    adopt_gradient,
+    main_dtype,
+)
 from strategies.runtime.update.main_weights import AllMainWeights, MainWeights, widened_piece
 from strategies.runtime.update.reduction import check_asynchronous
 
@@ -137,6 +143,14 @@ class RankGradients:
             shared.parameter.grad = None
             for piece in self.mains.pieces_of(shared.parameter) or ():
                 piece.main.grad = None
+
+    def adopt(self) -> None:
+        """Takes over gradients that somebody has changed or replaced between two passes."""
+        for gradients in self.stages.values():
+            gradients.adopt()
+        for shared in self._shared:
+            if not shared.widened:
+                adopt_gradient(shared.parameter, shared.gradient)
 
     def finish(self) -> None:
         """Ends this rank's reductions, those of weights that several stages use included."""

@@ -1,0 +1,243 @@
+"""Hooks that look at the whole model's weights or gradients, or change them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss, normalize
+
+from tests.distributed.foreign.comparison import (
+    CLASSES,
+    EVERY_LAYOUT,
+    WIDTH,
+    Net,
+    equal_to_stock,
+)
+from tests.distributed.pool import Ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def _follow(student: nn.Module, teacher: nn.Module, momentum: float) -> None:
+    with torch.no_grad():
+        for p, q in zip(student.parameters(), teacher.parameters(), strict=True):
+            q.mul_(momentum).add_(p, alpha=1 - momentum)
+
+
+class Byol(Net):
+    """The teacher's layers lie on other ranks than the student's that they follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            wanted = self.teacher(batch[0])
+        return mse_loss(self.net(batch[0]), wanted + 1) + self.head.weight.sum() * 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        _follow(self.net, self.teacher, 0.5)
+
+
+class BeforeZeroGrad(Byol):
+    on_train_batch_end = pl.LightningModule.on_train_batch_end
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        _follow(self.net, self.teacher, 0.5)
+
+
+class Dino(Byol):
+    """A momentum that changes with the steps, a centre, and a last layer that waits."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(WIDTH, dtype=torch.float64))
+        self.calls = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.calls += 1
+        momentum = 0.5 + 0.1 * self.trainer.global_step
+        _follow(self.net, self.teacher, momentum)
+        with torch.no_grad():
+            self.centre.mul_(0.9).add_(self.teacher[-2].weight.mean(dim=0), alpha=0.1)
+        self.log("momentum", momentum)
+        self.log("calls", float(self.calls))
+
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step < 2:
+            self.net[-2].weight.grad = None
+
+
+class Moco(Net):
+    """A queue of keys, filled by the step, and an encoder that follows."""
+
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys_net = copy.deepcopy(self.net).requires_grad_(False)
+        generator = torch.Generator().manual_seed(3)
+        self.register_buffer("queue", torch.randn(WIDTH, WIDTH, generator=generator))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            keys = normalize(self.keys_net(batch[0]), dim=1)
+        queries = normalize(self.net(batch[0]), dim=1)
+        same = (queries * keys).sum(dim=1, keepdim=True)
+        scores = torch.cat([same, queries @ self.queue], dim=1) / 0.2
+        target = torch.zeros(len(scores), dtype=torch.long)
+        return cross_entropy(scores, target) + cross_entropy(self.head(queries), batch[1])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        _follow(self.net, self.keys_net, 0.7)
+        with torch.no_grad():  # of the weights: the rows of a microbatch are no batch
+            self.queue.copy_(normalize(self.keys_net[0].weight @ self.queue, dim=0))
+
+
+class MeanTeacher(pl.Callback):
+    """Keeps a copy of the whole module and takes the weights over at the end."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.copy = copy.deepcopy(pl_module.net)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for name, value in self.copy.state_dict().items():
+            value.mul_(0.9).add_(pl_module.net.state_dict()[name], alpha=0.1)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net.load_state_dict(self.copy.state_dict())
+
+
+def mean_teacher() -> list[pl.Callback]:
+    return [MeanTeacher()]
+
+
+class ClippedByNorm(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class ClippedGroups(Net):
+    """Goes by the optimizer's groups instead of the module."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(
+            [{"params": self.net.parameters(), "lr": 0.2}, {"params": self.head.parameters()}],
+            lr=0.1,
+        )
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for number, group in enumerate(optimizer.param_groups):
+            norms = [p.grad.norm() for p in group["params"]]
+            self.log(f"norm{number}", torch.stack(norms).norm())
+            self.log(f"count{number}", float(len(group["params"])))
+            torch.nn.utils.clip_grad_value_(group["params"], 0.02)
+
+
+class OwnClipping(Net):
+    """Clips the head alone, then everything by Lightning's way, as its documentation shows."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), 0.01)
+        self.clip_gradients(
+            optimizer, gradient_clip_val=0.05, gradient_clip_algorithm=gradient_clip_algorithm
+        )
+
+
+class NormsLogged(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+    def on_train_epoch_end(self) -> None:
+        norm = torch.stack([p.norm() for p in self.parameters()]).norm()
+        self.log("weight_norm", norm, sync_dist=True)
+        self.log("one_weight", self.net[0].weight.abs().max(), sync_dist=True)
+        number = sum(p.numel() for p in self.parameters())
+        self.log("number", float(number), sync_dist=True)
+
+
+class Clamped(Net):
+    """As a critic of a WGAN."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+
+class LateTouch(Net):
+    """Touches nothing in its first call."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            with torch.no_grad():
+                self.net[0].weight.add_(self.head.weight.sum())
+
+
+class WholeForward(Net):
+    """Runs the whole model in a hook, on noise."""
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            noise = self(torch.randn(4, WIDTH, dtype=torch.float64))
+            self.log("noise", noise.mean(), sync_dist=True)
+
+
+class HeadOnly(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.head.parameters(), lr=0.1)
+
+
+class OwnStep(Net):
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        optimizer.step(closure=optimizer_closure)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.99)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", grad_norm(self, norm_type=2)["grad_2.0_norm_total"])
+
+
+CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
+    "byol": (Byol, {}),
+    "before_zero_grad": (BeforeZeroGrad, {}),
+    "dino": (Dino, {"buffers": ["centre"]}),
+    "moco": (Moco, {"buffers": ["queue"]}),
+    "mean_teacher": (Net, {"callbacks": mean_teacher}),
+    "clipped_by_norm": (ClippedByNorm, {}),
+    "clipped_groups": (ClippedGroups, {}),
+    "own_clipping": (OwnClipping, {}),
+    "norms_logged": (NormsLogged, {"max_epochs": 2}),
+    "clamped": (Clamped, {}),
+    "late_touch": (LateTouch, {}),
+    "whole_forward": (WholeForward, {}),
+    "head_only": (HeadOnly, {}),
+    "own_step": (OwnStep, {}),
+}
+
+
+@EVERY_LAYOUT
+@pytest.mark.parametrize("name", CASES)
+def test_a_hook_sees_the_whole_model(name: str, layout: str, ranks: Callable[[int], Ranks]) -> None:
+    case, options = CASES[name]
+    stock, _ = equal_to_stock(ranks, case, layout, **options)
+    assert stock.weights
+    assert CLASSES
