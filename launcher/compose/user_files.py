@@ -6,6 +6,7 @@ file and line: after composition nobody knows any more where a key came from.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,7 +142,23 @@ MAX_BYTES = 64 * 1024
 MAX_NODES = 2_000
 MAX_DEPTH = 20
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads scalars as OmegaConf does, which is how Hydra will read them: ``3e-4`` is a number.
+
+    YAML 1.1 wants a dot and a signed exponent, and takes ``2026-11-22`` for a date.
+    """
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
+    for first, known in _Loader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(_[0-9]+)*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
 
 
 @dataclass(slots=True)
@@ -164,7 +181,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     text = _text(file)
     try:
         _scan(text, file)
-        value = yaml.load(text, Loader=_LOADER)
+        value = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
@@ -185,7 +202,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 def _line_of(file: Path, path: tuple[str, ...]) -> int | None:
     """Line of a (nested) key, counted from 1, for messages; None where it is not found."""
-    node = yaml.compose(_text(file), Loader=_LOADER)
+    node = yaml.compose(_text(file), Loader=_Loader)
     found = None
     for name in path:
         if not isinstance(node, yaml.MappingNode):
@@ -215,7 +232,7 @@ def _scan(text: str, file: Path) -> None:
     stack: list[_Open] = []
     anchors: dict[str, int] = {}
     total = 0
-    for event in yaml.parse(text, Loader=_LOADER):
+    for event in yaml.parse(text, Loader=_Loader):
         line = event.start_mark.line + 1
         if isinstance(event, yaml.CollectionStartEvent):
             stack.append(_Open(isinstance(event, yaml.MappingStartEvent), event.anchor))

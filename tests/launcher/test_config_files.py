@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+import launcher
 from launcher.compose.user_files import MAX_NODES, read_yaml
 from strategies.errors import PlanError
 from tests.launcher.command_line import run_here
@@ -156,3 +158,71 @@ def test_aliases_within_the_limit_are_written_out(tmp_path):
 def test_a_missing_file_is_a_plan_error(tmp_path):
     with pytest.raises(PlanError, match="cannot be read"):
         read_yaml(tmp_path / "none.yaml")
+
+
+WORDS = [
+    "1",
+    "-1",
+    "+1",
+    "1_000",
+    "010",
+    "0x1f",
+    "1.",
+    ".5",
+    "-.5",
+    "1.5",
+    "1.5e3",
+    "1.5e-3",
+    "1.5E+3",
+    "3e-4",
+    "3E4",
+    "+3e4",
+    "-3e-4",
+    "9.89e14",
+    "1_0e3",
+    "1e",
+    "1e+",
+    "e3",
+    "1e3x",
+    "1.e3",
+    ".5e3",
+    ".5e-3",
+    ".inf",
+    "-.Inf",
+    ".nan",
+    "12:30",
+    "12:30.5",
+    "2026-11-22",
+    "2026-11-22T10:00:00",
+    "yes",
+    "No",
+    "true",
+    "null",
+    "~",
+    "1.2.3",
+    "0b11",
+    "1e400",
+    "3e-4.5",
+    "--1",
+    "+-1",
+    "1__0",
+]
+
+
+def test_every_scalar_is_read_as_hydra_reads_it(tmp_path):
+    file = tmp_path / "words.yaml"
+    file.write_text("".join(f"w{i}: {word}\n" for i, word in enumerate(WORDS)))
+    expected = OmegaConf.to_container(OmegaConf.load(file))
+    # By their text: what is not a number is unequal to itself.
+    assert [repr(v) for v in read_yaml(file).values()] == [repr(v) for v in expected.values()]
+
+
+@pytest.mark.parametrize("group", ["hardware", "optimizer", "model"])
+def test_a_copy_of_every_file_of_ours_is_accepted_as_ones_own(group, tmp_path, monkeypatch):
+    for ours in sorted((Path(launcher.__file__).parents[1] / "conf" / group).glob("*.yaml")):
+        own = tmp_path / "cfg" / group / f"my_{ours.name}"
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text(ours.read_text())
+        words = ["--config-dir", str(tmp_path / "cfg"), f"{group}=my_{ours.stem}", "mode=simulate"]
+        done = run_here(words, tmp_path / "run", monkeypatch)
+        assert done.code == 0, done.errors
