@@ -128,7 +128,8 @@ def resolve(
         ProgramError: A user's own schedule made a wrong program.
         DataError: The vocabulary is the data's, and the data cannot be read.
     """
-    if config.trainer.precision == "16-mixed" and not uses_gpu(config):
+    elsewhere = config.mode in ("simulate", "plan")  # Nothing of it runs on this machine.
+    if config.trainer.precision == "16-mixed" and not (elsewhere or uses_gpu(config)):
         raise PlanError(
             "trainer.precision=16-mixed needs a GPU: on a CPU Lightning would run bf16-mixed in "
             "its place. Try trainer.precision=bf16-mixed."

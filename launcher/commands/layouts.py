@@ -11,7 +11,7 @@ from pathlib import Path
 from launcher.config import LaunchConfig
 from launcher.planning.no_plan import refuse
 from launcher.planning.plan_auto import is_one_layout, planned, tune_layout
-from launcher.planning.question import Question, ask, calibration, typed_words
+from launcher.planning.question import Question, ask, calibration
 from launcher.planning.report import (
     ListedPlan,
     answer_mapping,
@@ -123,7 +123,7 @@ def _say_end(
         note = better_order(asked.shape, first.outcome.candidate.units, balance_ratio=ratio)
         if note is not None:
             say(note)
-    say(f"plan 1: {command_line(typed_words(run_dir), first)}")
+    say(f"plan 1: {command_line(run_dir, first)}")
     say(f"files: {run_dir}")
 
 

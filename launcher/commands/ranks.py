@@ -148,13 +148,18 @@ def _check_memory(pp: int, dp: int, tp: int, *, state: int) -> None:
     free = psutil.virtual_memory().available
     needs = pp * dp * tp * IDLE_RANK_BYTES + state
     if needs > free:
-        fits = max(1, int((free - state) // IDLE_RANK_BYTES))
+        fits = int((free - state) // IDLE_RANK_BYTES)
+        advice = f"at most {fits} {'rank' if fits == 1 else 'ranks'}. Try a smaller pp, dp, tp or model=, or mode=simulate."
+        if fits < 1:
+            advice = (
+                "fewer ranks would not fit either. Try a smaller model=, a machine with more "
+                "memory, or mode=simulate, which starts nothing."
+            )
         raise PlanError(
             f"{_product(pp, dp, tp)} ranks need about "
             f"{needs / 1e9:.1f} GB on this machine ({IDLE_RANK_BYTES / 1e9:.2f} GB each, and "
             f"{state / 1e9:.1f} GB of weights, gradients and optimizer state), but "
-            f"{free / 1e9:.1f} GB are free: at most {fits} ranks. "
-            "Try a smaller pp, dp, tp or model=, or mode=simulate."
+            f"{free / 1e9:.1f} GB are free: {advice}"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 from launcher.commands.ranks import check_before_start, check_world, find_checkpoint
@@ -10,13 +9,13 @@ from launcher.commands.submit import on_nodes
 from launcher.config import LaunchConfig
 from launcher.planning.model_trace import check_buildable
 from launcher.planning.plan_auto import planned
-from launcher.planning.question import typed_words
 from launcher.processes.nodes import node_commands, plan_nodes
 from launcher.processes.slurm_script import job_script
 from launcher.report.html import Panel, memory_line
 from launcher.report.predicted import predict, predicted_mapping, rank_memory, write_pictures
 from launcher.report.result import write_result
 from launcher.report.summary import print_summary
+from launcher.report.typed_command import paste, typed_flags, typed_words
 from launcher.resolve import Run, resolve
 from launcher.terminal import say
 from launcher.workloads.hf.hf_shape import HfShape
@@ -38,16 +37,15 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     if checkpoint is not None:
         say(f"continues {checkpoint}")
     print_summary(result)
-    words = " ".join(shlex.quote(word) for word in _overrides(run_dir))
-    _say_commands(resolved, run_dir, words)
+    _say_commands(resolved, run_dir, _overrides(run_dir))
     say("valid: nothing was started")
     return 0
 
 
-def _say_commands(run: Run, run_dir: Path, words: str) -> None:
+def _say_commands(run: Run, run_dir: Path, words: list[str]) -> None:
     cluster = run.config.cluster
     if cluster.name == "local" and cluster.nodes == 1:
-        say(f"command on this machine: python -m launcher {words}".rstrip())
+        say(f"command on this machine: {paste(run_dir, words)}")
         return
     nodes = plan_nodes(run.config, dp=run.dp)
     for line in nodes.describe():
@@ -57,9 +55,9 @@ def _say_commands(run: Run, run_dir: Path, words: str) -> None:
     if cluster.name == "slurm":
         say("job script:")
         say(job_script(run.config, run_dir, nodes, cwd=Path.cwd()))
-        say(f"command on a login node: python -m launcher {words}")
+        say(f"command on a login node: {paste(run_dir, words)}")
         return
-    commands = node_commands(nodes, _overrides(run_dir), master=cluster.master)
+    commands = node_commands(nodes, [*typed_flags(run_dir), *words], master=cluster.master)
     for node, command in enumerate(commands):
         say(f"command on node {node}: {command}")
 

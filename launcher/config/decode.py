@@ -90,7 +90,7 @@ def _typed_value(value: object, hint: object, path: str, example: object) -> obj
         return typed
     words = [word for word in _words(hint) if isinstance(word, str)]
     near = nearest(value, words) if isinstance(value, str) else ()
-    hinted = near[0] if near else spell(example)
+    hinted = _MEANT_VALUES.get(path, {}).get(str(value)) or (near[0] if near else spell(example))
     raise KeyPlaceError(
         f"{path}={shorten(value)}: expected {describe(hint)}. Try {path}={hinted}.", path
     )
@@ -101,7 +101,7 @@ def unknown_key(path: str, *, nested: bool = False) -> KeyPlaceError:
     candidates = [*known, *nodes_of(LaunchConfig), "experiment"]
     if nested:
         candidates = list(nodes_of(LaunchConfig))
-    hint = did_you_mean(nearest_keys(path, candidates))
+    hint = _meant(path) or did_you_mean(nearest_keys(path, candidates))
     return KeyPlaceError(f"{shorten(path)} is not a key.{hint or ' --help lists all keys.'}", path)
 
 
@@ -201,6 +201,63 @@ def nearest_keys(word: str, candidates: Iterable[str], *, limit: int = 3) -> tup
     scored.sort(key=lambda pair: (-pair[0], pair[1]))
     best = scored[0][0] if scored else 0.0
     return tuple(name for score, name in scored[:limit] if score >= max(0.65, best - 0.15))
+
+
+# What is called otherwise elsewhere: Lightning, torchrun, Megatron, Hugging Face, SLURM.
+_PROCESSES = "pp=, dp= and tp=, whose product is the number of processes"
+_SBATCH = "cluster.extra=['--{name}=VALUE'], which goes to sbatch as it is"
+_MEANT = {
+    "devices gpus num_gpus ngpus num_devices nproc nproc_per_node world_size num_processes ntasks":
+        _PROCESSES,
+    "strategy accelerator_strategy parallelism": "schedule=, pp=, dp=, tp= and overlap=zero1",
+    "learning_rate base_lr max_lr": "optimizer.lr=3e-4",
+    "min_learning_rate min_lr": "optimizer.min_lr_ratio=0.1",
+    "warmup warmup_iters lr_warmup_steps": "optimizer.warmup_steps=100",
+    "num_nodes nnodes": "cluster.nodes=2",
+    "qos gres constraint mem exclusive reservation nodelist exclude": _SBATCH,
+    "time_limit walltime": "cluster.time=02:00:00",
+    "batch_size train_batch_size per_device_train_batch_size":
+        "data.global_batch_size=64 (sequences per step) or data.microbatch_size=2",
+    "micro_batch_size": "data.microbatch_size=2",
+    "gradient_accumulation_steps grad_accum accumulation_steps":
+        "trainer.accumulate_grad_batches=2, or num_microbatches=8 for more microbatches per step",
+    "seed_everything random_seed": "seed=1",
+    "logger loggers wandb tensorboard report_to": "tracking=csv, wandb, tensorboard or none",
+    "ckpt_path resume_from_checkpoint resume_from": "trainer.resume=auto, or a checkpoint's folder",
+    "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size": "pp=4",
+    "tensor_parallel tensor_parallel_size tensor_model_parallel_size tp_size": "tp=2",
+    "data_parallel data_parallel_size dp_size replicas": "dp=2",
+    "gradient_checkpointing activation_checkpointing activation_checkpoint": "recompute=full",
+    "zero zero_stage fsdp deepspeed": "overlap=zero1",
+    "num_layers n_layer n_layers depth": "model.layers=8",
+    "hidden_size d_model n_embd hidden_dim embed_dim dim": "model.hidden=256",
+    "num_heads n_head n_heads num_attention_heads": "model.heads=8",
+    "seq_len seq_length sequence_length block_size context_length max_seq_len":
+        "model.sequence=1024",
+    "steps max_iters train_iters num_steps": "trainer.max_steps=1000",
+    "epochs num_epochs num_train_epochs": "trainer.max_epochs=3",
+    "grad_clip clip_grad max_grad_norm clip": "trainer.gradient_clip_val=1.0",
+    "amp fp16 bf16 dtype mixed_precision": "trainer.precision=bf16-mixed",
+    "output_dir save_dir log_dir run_dir": "hydra.run.dir=FOLDER",
+    "workers": "data.num_workers=2",
+    "torch_compile": "compile=true",
+}  # fmt: skip
+_MEANT_VALUES = {
+    # Lightning's own short names, and what others call the same.
+    "trainer.precision": {
+        "bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true",
+        "fp16": "16-mixed", "fp32": "32-true", "fp64": "64-true", "bfloat16": "bf16-mixed",
+    },
+}  # fmt: skip
+
+
+def _meant(path: str) -> str:
+    """`` Try ...`` for a key that others have; empty for one that nobody has."""
+    name = path.rpartition(".")[2].replace("-", "_")
+    for names, ours in _MEANT.items():
+        if name in names.split():
+            return f" Try {ours.format(name=name)}."
+    return ""
 
 
 def did_you_mean(matches: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from launcher.config.pipeline import recompute_policy
 from launcher.planning.model_trace import needs_trace, traced_shape
 from launcher.planning.profile_check import checked_profile, classes_of
 from launcher.report.summary import format_percent
+from launcher.report.typed_command import typed_words
 from launcher.resolve import MOMENTS, element_sizes, layer_units, model_shape, num_places, uses_gpu
 from launcher.workloads.loads import unit_loads
 from launcher.workloads.model_share import ModelShape, PlannedShape, check_tp
@@ -110,14 +111,6 @@ def _pinned_keys(config: LaunchConfig, run_dir: Path) -> frozenset[str]:
 def _own_stages(config: LaunchConfig) -> int | None:
     schedule = find_schedule(config.schedule.name) if config.schedule.file is None else None
     return None if schedule is None else schedule.stages_per_rank
-
-
-def typed_words(run_dir: Path) -> tuple[str, ...]:
-    """The overrides of a run as Hydra has kept them; none where it has not."""
-    from omegaconf import OmegaConf
-
-    file = run_dir / ".hydra" / "overrides.yaml"
-    return tuple(str(word) for word in OmegaConf.load(file)) if file.is_file() else ()
 
 
 def _check_costs(config: LaunchConfig) -> None:

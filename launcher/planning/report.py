@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from launcher.config import LaunchConfig, PlannerConfig
@@ -13,6 +13,7 @@ from launcher.planning.no_plan import describe
 from launcher.planning.question import Question, calibration_error, is_calibrated
 from launcher.report.predicted import predict
 from launcher.report.summary import format_duration, format_percent
+from launcher.report.typed_command import paste, typed_words
 from launcher.resolve import Run, resolve
 from launcher.workloads.model_share import PlannedShape, model_costs, model_units
 from launcher.workloads.traced_shape import TracedShape
@@ -85,19 +86,19 @@ def list_plans(config: LaunchConfig, asked: Question, answer: Answer) -> tuple[L
     return tuple(found)
 
 
-def command_line(typed: Sequence[str], plan: ListedPlan) -> str:
+def command_line(run_dir: Path, plan: ListedPlan) -> str:
+    """What runs a plan that the run in ``run_dir`` has found."""
     chosen = {word.partition("=")[0] for word in plan.words}
     dropped = ("mode", "plan", "experiment_name")
     kept = [
         word
-        for word in typed
+        for word in typed_words(run_dir)
         if not word.startswith(("planner.", "hydra.run.dir"))
         and word.partition("=")[0] not in chosen
         and word.partition("=")[0] not in dropped
         and word.partition("=")[0] not in ("num_microbatches", "schedule.layers_per_stage")
     ]
-    words = " ".join(shlex.quote(word) for word in [*kept, *plan.words])
-    return f"python -m launcher {words}"
+    return paste(run_dir, [*kept, *plan.words])
 
 
 def answer_mapping(

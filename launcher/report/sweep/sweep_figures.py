@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from launcher.report.result import write_atomically
 from launcher.report.rows import TimelineData
 from launcher.report.summary import SECONDS, format_duration, format_percent
 from launcher.report.sweep.sweep_jobs import Sweep, SweepJob, override_values
+from launcher.report.typed_command import paste
 from strategies.errors import PlanError
 
 Quantity = Literal["time", "seconds", "percent", "number", "bytes", "count", "loss"]
@@ -237,8 +237,8 @@ def describe_best(sweep: Sweep, metric: str = AUTO) -> str | None:
     figure, job = found
     unit, (cell,) = write_column([figure.value(job)], figure.quantity, job.time_unit)
     value = f"{cell} {unit}".rstrip()
-    words = " ".join(shlex.quote(word) for word in job.overrides if not word.startswith("sweep."))
-    return f"best by {figure.name} ({value}): job {job.index}: python -m launcher {words}".rstrip()
+    words = [word for word in job.overrides if not word.startswith("sweep.")]
+    return f"best by {figure.name} ({value}): job {job.index}: {paste(job.folder, words)}"
 
 
 # How the figures of a column are written: one unit and as many decimals for all of them.
