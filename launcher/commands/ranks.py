@@ -149,7 +149,10 @@ def _check_memory(pp: int, dp: int, tp: int, *, state: int) -> None:
     needs = pp * dp * tp * IDLE_RANK_BYTES + state
     if needs > free:
         fits = int((free - state) // IDLE_RANK_BYTES)
-        advice = f"at most {fits} {'rank' if fits == 1 else 'ranks'}. Try a smaller pp, dp, tp or model=, or mode=simulate."
+        advice = (
+            f"at most {fits} {'rank' if fits == 1 else 'ranks'}. Try a smaller pp, dp, tp or "
+            "model=, or mode=simulate."
+        )
         if fits < 1:
             advice = (
                 "fewer ranks would not fit either. Try a smaller model=, a machine with more "

@@ -15,9 +15,10 @@ import pytest
 
 from launcher.compose.option_groups import find_groups
 from launcher.config import LaunchConfig
+from launcher.config.decode import _MEANT
 from launcher.config.key import describe, keys_of
 from strategies.errors import PlanError, RunError
-from tests.launcher.command_line import run_here
+from tests.launcher.command_line import launch_here, run_here
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECRET = "0123456789abcdef0123456789abcdef01234567"
@@ -113,9 +114,9 @@ REFUSED = [
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: " ".join(case[0])[:40])
 def test_a_wrong_request_is_refused_with_one_message(case, tmp_path, monkeypatch):
     words, *expected = case
-    start = time.perf_counter()
+    start = time.process_time()
     done = run_here(words, tmp_path, monkeypatch)
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
     done.assert_refused()
     assert expected[-1] in done.errors
 
@@ -335,9 +336,9 @@ def test_200_mutated_requests_end_in_a_run_or_in_one_message(tmp_path, monkeypat
         # Whether a mutation leaves anything valid is chance, and changes with the list of keys.
         words = mutate(draw, keys) if number % 20 else ["pp=2"]
         folder = tmp_path / str(number)
-        start = time.perf_counter()
+        start = time.process_time()
         done = run_here([*words, "mode=simulate"], folder, monkeypatch)
-        assert time.perf_counter() - start < 3, words
+        assert time.process_time() - start < 3, words
         assert "Traceback" not in done.errors, words
         if done.code:
             done.assert_refused()
@@ -346,9 +347,10 @@ def test_200_mutated_requests_end_in_a_run_or_in_one_message(tmp_path, monkeypat
 
 
 def test_from_outside_a_wrong_request_ends_in_time_without_torch(tmp_path):
-    start = time.perf_counter()
+    before = os.times()
     done = run_outside(["schedle=1f1b"], tmp_path)
-    assert time.perf_counter() - start < 4
+    after = os.times()
+    assert sum(after[2:4]) - sum(before[2:4]) < 4  # of processes that have ended
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: schedle is not a key. Did you mean schedule=1f1b?\n"
     assert list(tmp_path.iterdir()) == []
@@ -397,3 +399,51 @@ def test_a_worker_reads_its_configuration_without_hydra():
     subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=REPOSITORY, check=True, timeout=60
     )
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("trainer.devices=4", "Try pp=, dp= and tp=, whose product is the number of processes."),
+        ("gpus=4", "Try pp=, dp= and tp="),
+        ("trainer.strategy=ddp", "Try schedule=, pp="),
+        ("optimizer.learning_rate=1", "Try optimizer.lr=3e-4."),
+        ("cluster.qos=a", "Try cluster.extra=['--qos=VALUE']"),
+        ("trainer.precision=bf16", "Try trainer.precision=bf16-mixed."),
+        ("trainer.precision=32", "Try trainer.precision=32-true."),
+    ],
+)
+def test_names_from_elsewhere_lead_to_ours(word, advice, tmp_path, monkeypatch):
+    done = run_here([word], tmp_path / "run", monkeypatch)
+    done.assert_refused()
+    assert advice in done.errors
+
+
+def test_all_advice_for_names_from_elsewhere_can_be_typed():
+    known = {entry.path for entry in keys_of(LaunchConfig)} | {
+        "hydra.run.dir",
+        "schedule",
+        "tracking",
+    }
+    words = [word for advice in _MEANT.values() for word in re.findall(r"([a-z_.]+)=", advice)]
+    assert len(words) > 30
+    assert set(words) <= known | {"recompute", "overlap"}
+
+
+def test_a_plan_may_be_for_another_machine(tmp_path):
+    words = ("mode=simulate", "trainer.precision=16-mixed", "hardware=v100_32g", "pp=2")
+    launch_here(words, tmp_path).assert_done()
+
+
+def test_printed_commands_carry_the_folder_of_option_files(tmp_path):
+    own = tmp_path / "my cfg" / "model" / "deep.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("name: transformer\nlayers: 6\n")
+    words = ("--config-dir", "my cfg", "model=deep", "mode=validate")
+    done = launch_here(words, tmp_path).assert_done()
+    assert (
+        "command on this machine: python -m launcher --config-dir 'my cfg' model=deep\n"
+        in done.output
+    )
+    plans = launch_here((*words[:3], "mode=plan", "planner.num_gpus=2"), tmp_path).assert_done()
+    assert "plan 1: python -m launcher --config-dir 'my cfg' model=deep pp=" in plans.output

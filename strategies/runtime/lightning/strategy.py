@@ -10,9 +10,8 @@ import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields, replace
-from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from dataclasses import replace
+from typing import Any, Unpack
 
 import lightning.pytorch as pl
 import torch
@@ -25,25 +24,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
 from strategies.analysis.timeline import Timeline
-from strategies.compiler import schedule_of
-from strategies.costs.table import Costs
 from strategies.errors import ModelError, NotFiniteError, PlanError
 from strategies.heartbeat import Heartbeat
 from strategies.models.collectives import LocalGroup, default_group, gather
 from strategies.models.replay.gate import takes_batch_idx
 from strategies.models.stage_model import STEP_NAMES, Mode
-from strategies.plan import (
-    Backend,
-    GradientType,
-    OnNan,
-    Options,
-    Overlap,
-    Plan,
-    Policy,
-    Recompute,
-    ScheduleFile,
-    read_schedule_file,
-)
+from strategies.plan import Options, Plan
 from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStrategy
 from strategies.runtime.lightning.data_order import Looked, shard
 from strategies.runtime.lightning.parameter_hooks import ParameterHooks
@@ -54,6 +40,7 @@ from strategies.runtime.lightning.refusals import (
     refuse_module,
     refuse_optimizers,
 )
+from strategies.runtime.lightning.request import Keywords, plan_and_options
 from strategies.runtime.lightning.user_module import stage_model_of
 from strategies.runtime.lightning.whole_state import WholeModule, refuse_cut
 from strategies.runtime.messages import fingerprint
@@ -64,44 +51,8 @@ from strategies.runtime.step.recorder import StepStats, gather_timeline
 from strategies.runtime.update.grad_sync import clip_
 from strategies.runtime.update.main_optimizer import MainOptimizer
 from strategies.runtime.update.nan_guard import Finding, NotFiniteStep, first_finding
-from strategies.schedules.schedule import given_group
 
 _log = logging.getLogger(__name__)
-
-
-class Keywords(TypedDict, total=False):
-    """What people type: the fields of ``Plan`` and ``Options``, in one list.
-
-    Defaults are theirs; ``num_microbatches``, ``group``, ``file`` and ``recompute`` may be said
-    more shortly than a plan says them.
-    """
-
-    dp: int | Literal["auto"]
-    tp: int
-    sequence_parallel: bool
-    schedule: str
-    num_microbatches: int | None
-    stages_per_rank: int | None
-    group: int | Literal["auto"] | None
-    split_backward: bool
-    recompute: Recompute | Policy
-    costs: Costs | None
-    memory_bytes: int | None
-    file: str | Path | ScheduleFile | None
-    units_per_stage: tuple[int, ...] | None
-    overlap: Overlap
-    bucket_mb: float
-    buckets: tuple[int, ...] | None
-    grad_dtype: GradientType
-    backend: Backend
-    timeout_s: float
-    seed: int | None
-    check_batches: bool
-    pipeline_layers: str | None
-    async_save: bool
-    compile: bool
-    on_nan: OnNan
-    whole_after: bool | Literal["auto"]
 
 
 class PipelineStrategy(CheckpointingStrategy):
@@ -193,7 +144,7 @@ class PipelineStrategy(CheckpointingStrategy):
     ) -> None:
         words: dict[str, Any] = dict(keywords) if pp is None else {"pp": pp, **keywords}
         if plan is None and options is None:
-            plan, options = _from_keywords(words)
+            plan, options = plan_and_options(words)
         elif words or plan is None:
             given = ", ".join(f"{name}=..." for name in words) or "options=... alone"
             raise PlanError(
@@ -731,25 +682,3 @@ class PipelineStrategy(CheckpointingStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-def _from_keywords(words: Mapping[str, Any]) -> tuple[Plan, Options]:
-    """What people have typed, as a plan and its options."""
-    for name in words:
-        if name != "pp" and name not in Keywords.__annotations__:
-            raise TypeError(
-                f"PipelineStrategy.__init__() got an unexpected keyword argument {name!r}"
-            )
-    beside = {entry.name for entry in fields(Options)}
-    options = Options(**{name: value for name, value in words.items() if name in beside})
-    given = {name: value for name, value in words.items() if name not in beside}
-    if isinstance(given.get("file"), str | Path):
-        given["file"] = read_schedule_file(str(given["file"]))
-    if isinstance(given.get("recompute"), str):
-        given["recompute"] = Recompute(given["recompute"])
-    count, group = given.pop("num_microbatches", None), given.pop("group", None)
-    plan = Plan(**given)
-    found = schedule_of(plan)
-    if count is None:
-        count = found.num_microbatches or 2 * plan.pp
-    return replace(plan, num_microbatches=count, group=given_group(group, found)), options

@@ -10,7 +10,7 @@ import pytest
 from strategies import PipelineStrategy
 from strategies.errors import PlanError
 from strategies.plan import Options, Plan, Recompute, ScheduleFile
-from strategies.runtime.lightning.strategy import Keywords
+from strategies.runtime.lightning.request import Keywords
 
 CSV = "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"
 
@@ -83,3 +83,38 @@ def test_a_request_is_not_said_in_two_ways(given, named):
 def test_a_keyword_that_does_not_exist_is_a_type_error_as_everywhere():
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'num_micro_batches'"):
         PipelineStrategy(num_micro_batches=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"pp": 0}, "PipelineStrategy(pp=0): pp is at least 1. Try pp=2."),
+        ({"pp": "2"}, "PipelineStrategy(pp='2'): expected a whole number. Try pp=2."),
+        ({"pp": True}, "expected a whole number"),
+        ({"pp": 2.0}, "expected a whole number"),
+        ({"dp": "all"}, "expected a whole number or 'auto'. Try dp='auto'."),
+        ({"tp": 0}, "tp is at least 1"),
+        ({"num_microbatches": 0}, "num_microbatches is at least 1"),
+        ({"num_microbatches": 2.5}, "expected a whole number or None"),
+        ({"pp": 3, "schedule": "chimera"}, "pp=3 is odd: chimera"),
+        ({"schedule": "zb_v", "stages_per_rank": 3}, "zb_v runs 2 per rank"),
+        ({"bucket_mb": 0}, "bucket_mb is above 0"),
+        ({"timeout_s": float("nan")}, "timeout_s is above 0"),
+        ({"backend": "mpi"}, "expected 'auto' or 'gloo'"),
+        ({"grad_dtype": "fp16"}, "expected 'fp32' or 'bf16'"),
+        ({"check_batches": "no"}, "expected True or False"),
+        ({"costs": 3}, "expected Costs or None"),
+        ({"recompute": 1}, "or 'none' or 'full'"),
+        ({"pp": 2, "units_per_stage": (1, 2, 3)}, "has 3 counts, but there are 2 stages"),
+        ({"pp": 2, "units_per_stage": [1, -2]}, "units_per_stage is at least 0"),
+        ({"sequence_parallel": True}, "Try tp=2"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant_is_told_where_it_stands(words, message):
+    with pytest.raises(PlanError, match=re.escape(message)):
+        PipelineStrategy(**words)
+
+
+def test_a_list_is_as_good_as_a_tuple():
+    assert PipelineStrategy(2, units_per_stage=[1, 2])._options.units_per_stage == (1, 2)

@@ -1,0 +1,184 @@
+"""What people type into ``PipelineStrategy(...)``, as a plan and options, checked where it stands.
+
+Each keyword is a field of one of the two, of that name and meaning, and is held against that
+field's type; what several of them come to together is the schedule's rule. A strategy is made
+before anything is started, so all of it is told there, and not by every rank in the midst of a fit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
+
+from strategies.compiler import resolve_shape, schedule_of
+from strategies.costs.table import Costs
+from strategies.errors import PlanError
+from strategies.plan import (
+    Backend,
+    GradientType,
+    OnNan,
+    Options,
+    Overlap,
+    Plan,
+    Policy,
+    Recompute,
+    ScheduleFile,
+    read_schedule_file,
+)
+from strategies.schedules.schedule import given_group
+
+
+class Keywords(TypedDict, total=False):
+    """What people type: the fields of ``Plan`` and ``Options``, in one list.
+
+    Defaults are theirs; ``num_microbatches``, ``group``, ``file`` and ``recompute`` may be said
+    more shortly than a plan says them.
+    """
+
+    dp: int | Literal["auto"]
+    tp: int
+    sequence_parallel: bool
+    schedule: str
+    num_microbatches: int | None
+    stages_per_rank: int | None
+    group: int | Literal["auto"] | None
+    split_backward: bool
+    recompute: Recompute | Policy
+    costs: Costs | None
+    memory_bytes: int | None
+    file: str | Path | ScheduleFile | None
+    units_per_stage: tuple[int, ...] | None
+    overlap: Overlap
+    bucket_mb: float
+    buckets: tuple[int, ...] | None
+    grad_dtype: GradientType
+    backend: Backend
+    timeout_s: float
+    seed: int | None
+    check_batches: bool
+    pipeline_layers: str | None
+    async_save: bool
+    compile: bool
+    on_nan: OnNan
+    whole_after: bool | Literal["auto"]
+
+
+# What a number must be at least; those that are not here may be any.
+_LEAST: dict[str, float] = {
+    "pp": 1, "dp": 1, "tp": 1, "num_microbatches": 1, "stages_per_rank": 1, "group": 1,
+    "memory_bytes": 1, "seed": 0, "buckets": 0, "units_per_stage": 0,
+}  # fmt: skip
+_ABOVE_ZERO = ("bucket_mb", "timeout_s")
+
+
+def plan_and_options(words: Mapping[str, Any]) -> tuple[Plan, Options]:
+    """What people have typed.
+
+    Raises:
+        TypeError: A keyword that does not exist.
+        PlanError: A value that cannot be meant, or keywords that do not go together.
+    """
+    for name, value in words.items():
+        if name != "pp" and name not in Keywords.__annotations__:
+            raise TypeError(
+                f"PipelineStrategy.__init__() got an unexpected keyword argument {name!r}"
+            )
+        _check(name, value)
+    words = {n: tuple(v) if isinstance(v, list) else v for n, v in words.items()}
+    beside = {entry.name for entry in fields(Options)}
+    options = Options(**{name: value for name, value in words.items() if name in beside})
+    given = {name: value for name, value in words.items() if name not in beside}
+    if isinstance(given.get("file"), str | Path):
+        given["file"] = read_schedule_file(str(given["file"]))
+    if isinstance(given.get("recompute"), str):
+        given["recompute"] = Recompute(given["recompute"])
+    count, group = given.pop("num_microbatches", None), given.pop("group", None)
+    plan = Plan(**given)
+    found = schedule_of(plan)
+    if count is None:
+        count = found.num_microbatches or 2 * plan.pp
+    plan = replace(plan, num_microbatches=count, group=given_group(group, found))
+    _check_together(plan, options)
+    return plan, options
+
+
+def _check_together(plan: Plan, options: Options) -> None:
+    stages = plan.pp * resolve_shape(plan).stages_per_rank
+    counts = options.units_per_stage
+    if counts is not None and len(counts) != stages:
+        raise PlanError(
+            f"units_per_stage={counts} has {len(counts)} counts, but there are {stages} stages "
+            f"({plan.schedule} on pp={plan.pp}). Give one count per stage, or leave it out."
+        )
+    if options.sequence_parallel and options.tp == 1:
+        raise PlanError(
+            "sequence_parallel=True cuts activations between the ranks of tp, and tp=1. Try tp=2, "
+            "or leave sequence_parallel out."
+        )
+
+
+def _check(name: str, value: object) -> None:
+    if name in ("recompute", "overlap") and isinstance(value, str):
+        return  # Their own types know all names.
+    hint, default = _known()[name]
+    shown = f"PipelineStrategy({name}={value!r:.60})"
+    if not _fits(value, hint):
+        example = "" if default is None else f" Try {name}={default!r}."
+        raise PlanError(f"{shown}: expected {_words(hint)}.{example}")
+    numbers = value if isinstance(value, tuple | list) else (value,)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        if name in _LEAST and number < _LEAST[name]:
+            raise PlanError(
+                f"{shown}: {name} is at least {_LEAST[name]:g}. Try {name}={default!r}."
+            )
+        if name in _ABOVE_ZERO and not 0 < number < math.inf:
+            raise PlanError(f"{shown}: {name} is above 0. Try {name}={default!r}.")
+
+
+@functools.cache
+def _known() -> dict[str, tuple[Any, Any]]:
+    """Each keyword's type, and a value to suggest."""
+    hints = get_type_hints(Keywords) | {"pp": int}
+    values = {entry.name: entry.default for kind in (Plan, Options) for entry in fields(kind)}
+    values |= {"pp": 2, "num_microbatches": 8, "stages_per_rank": 2, "group": 4, "seed": 0}
+    values["recompute"] = "none"
+    return {name: (hint, values[name]) for name, hint in hints.items()}
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    if origin is Literal:
+        return any(type(value) is type(word) and value == word for word in get_args(hint))
+    if origin is tuple:
+        inner = get_args(hint)[0]
+        return isinstance(value, tuple | list) and all(_fits(item, inner) for item in value)
+    if hint is Costs:
+        return callable(getattr(value, "table", None))
+    if hint in (int, float):
+        kinds = (int, float) if hint is float else int
+        return isinstance(value, kinds) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _words(hint: Any) -> str:
+    """``a whole number, auto or None``."""
+    names = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
+    if get_origin(hint) in (Union, UnionType):
+        said = [_words(option) for option in get_args(hint)]
+        return ", ".join(said[:-1]) + f" or {said[-1]}"
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return f"a tuple of each {_words(get_args(hint)[0])}"
+    if hint is type(None):
+        return "None"
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
