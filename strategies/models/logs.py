@@ -41,7 +41,7 @@ class LogEntry:
 
 @contextmanager
 def captured_logs(module: nn.Module) -> Iterator[LogCapture]:
-    capture = LogCapture(lambda _: True)
+    capture = LogCapture(lambda _: True, module)
     own = module.__dict__
     with replaced([(own, "log", capture.log), (own, "log_dict", capture.log_dict)]):
         yield capture
@@ -58,10 +58,13 @@ def _join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
         by_name.setdefault(call.name, []).append((call, share))
     joined = []
     for name, group in by_name.items():
+        if group[-1][0].metric is not None:
+            joined.append(group[-1][0])  # The object has seen the whole batch.
+            continue
         options = dict(group[-1][0].options)
         how = options.get("reduce_fx", "mean")
         how = how if isinstance(how, str) else getattr(how, "__name__", "mean")
-        values = [float(call.value) for call, _ in group]
+        values = [float(call.value) for call, _ in group if call.value is not None]
         if how in _REDUCTIONS:
             value = _REDUCTIONS[how](values)
         else:
@@ -72,6 +75,11 @@ def _join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
             options["batch_size"] = sum(sizes)
         joined.append(LogCall(name, value, options))
     return joined
+
+
+def join_entries(entries: Sequence[LogEntry], stage: int) -> list[LogCall]:
+    """One call per name, from all microbatches' on a stage."""
+    return _join_logs([(entry.call, entry.share) for entry in entries if entry.stage == stage])
 
 
 def start_packing(entries: Sequence[LogEntry]) -> Callable[[], list[list[Any]]]:
@@ -92,8 +100,9 @@ def _packed(entries: Sequence[LogEntry]) -> list[list[Any]]:
         key = (entry.call.name, entry.stage, entry.copy)
         groups.setdefault(key, []).append((entry.call, entry.share))
     return [
-        [*_to_plain(_join_logs(group)[0]), sum(share for _, share in group), stage, copy]
+        [*_to_plain(call), sum(share for _, share in group), stage, copy, call.metric]
         for (_, stage, copy), group in groups.items()
+        for call in _join_logs(group)
     ]
 
 
@@ -111,8 +120,20 @@ def unpack_logs(packed: Sequence[Sequence[Sequence[Any]]]) -> list[LogCall]:
     names: dict[str, list[Sequence[Any]]] = {}
     for (name, _), entry in sorted(best.items(), key=lambda item: item[0][1]):
         names.setdefault(name, []).append(entry)
-    calls = ([(LogCall(*entry[:3]), entry[3]) for entry in found] for found in names.values())
+    calls = (
+        [(LogCall(entry[0], entry[1], entry[2], entry[6]), entry[3]) for entry in found]
+        for found in names.values()
+    )
     return [found[0][0] if len(found) == 1 else _join_logs(found)[0] for found in calls]
+
+
+def join_replicas(logs: Sequence[Sequence[LogCall]], own: int) -> list[LogCall]:
+    """One call per name from all replicas' calls of a step; metrics are the ``own`` replica's.
+
+    Replicas count alike, as they do in the loss, unless calls have a ``batch_size``.
+    """
+    joined = _join_logs([(call, 1.0) for calls in logs for call in calls if call.metric is None])
+    return joined + [call for call in logs[own] if call.metric is not None]
 
 
 def _to_plain(call: LogCall) -> list[Any]:
@@ -134,11 +155,13 @@ class LogCapture:
 
     Args:
         keep: Called at every log call with the value; tells whether this stage keeps it.
+        module: Where metric objects that are logged have their names.
     """
 
-    def __init__(self, keep: Callable[[Any], bool]) -> None:
+    def __init__(self, keep: Callable[[Any], bool], module: nn.Module | None = None) -> None:
         self._keep = keep
-        self._kept: list[tuple[str, Tensor | float, dict[str, Any]]] = []
+        self._module = module
+        self._kept: list[LogCall] = []
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         bound = _LOG.bind(None, *args, **kwargs).arguments
@@ -153,16 +176,36 @@ class LogCapture:
     def calls(self) -> tuple[LogCall, ...]:
         """The kept calls; values on a device stay there."""
         return tuple(
-            LogCall(name, value.item() if _at_hand(value) else value, options)
-            for name, value, options in self._kept
+            replace(call, value=call.value.item()) if _at_hand(call.value) else call
+            for call in self._kept
         )
 
     def _add(self, name: str, value: Any, options: dict[str, Any]) -> None:
-        if self._keep(value):
-            self._kept.append((name, unwatched(MARKER, lambda: _number(name, value)), options))
+        if not self._keep(value):
+            return
+        metric = None
+        if isinstance(value, nn.Module):
+            metric = self._name_of(name, value)
+            value = getattr(value, "_forward_cache", None)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                value = None  # Lightning says on its own that it logs single numbers.
+        if metric is None or value is not None:
+            given = value
+            value = unwatched(MARKER, lambda: _number(name, given))
+        self._kept.append(LogCall(name, value, options, metric))
+
+    def _name_of(self, name: str, metric: nn.Module) -> str:
+        for place, module in () if self._module is None else self._module.named_modules():
+            if module is metric:
+                return str(place)
+        raise ModelError(
+            f"{user_line()}: self.log({name!r}) got a {type(metric).__name__} that is no attribute "
+            "of the module, so the ranks cannot tell which one it is. Make it in __init__ "
+            "(self.metric = ..., nn.ModuleDict, nn.ModuleList or MetricCollection)."
+        )
 
 
-def _at_hand(value: Tensor | float) -> TypeGuard[Tensor]:
+def _at_hand(value: Tensor | float | None) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.device.type == "cpu"
 
 
@@ -187,11 +230,6 @@ def _start_fetching(calls: Sequence[LogCall]) -> Callable[[], list[LogCall]]:
 
 def _number(name: str, value: Any) -> Tensor | float:
     """The value as it is now: a tensor without dimensions, not fetched from its device yet."""
-    if isinstance(value, nn.Module):
-        # A torchmetrics object: its value for this batch, as Lightning logs it on a step.
-        metric: Any = value
-        value = getattr(metric, "_forward_cache", None)
-        value = metric.compute() if value is None else value
     if not isinstance(value, Tensor):
         return float(value)
     if value.numel() != 1:

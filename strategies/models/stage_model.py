@@ -52,11 +52,16 @@ class LogCall:
     """One ``self.log(name, value, **options)`` of the user's step, to be repeated on every rank.
 
     The value may be on a device still: nobody waits for it inside the pipeline.
+
+    Attributes:
+        metric: Name inside the module of a torchmetrics object that was logged; the value is then
+            that of the batch, None where the step has not asked for it.
     """
 
     name: str
-    value: float | Tensor
+    value: float | Tensor | None
     options: dict[str, Any]
+    metric: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,9 @@ class StageOutput:
         logs: The user's log calls whose values were real on this stage.
         groups: How many of the tensors go to which stage, in the order of ``tensors``; None where
             all go to the next one.
+        ends: On the last stage, what the rest of the step needs behind the last layer, for
+            ``whole``; or the reason why the step cannot be taken up there.
+        marks: What ``at_end`` of ``forward`` gave at that place.
     """
 
     tensors: tuple[Tensor, ...] = ()
@@ -78,6 +86,8 @@ class StageOutput:
     result: Any = None
     logs: tuple[LogCall, ...] = field(default_factory=tuple)
     groups: tuple[tuple[int, int], ...] | None = None
+    ends: tuple[Tensor, ...] | str = ""
+    marks: Any = None
 
 
 class StageModel(ABC):
@@ -113,6 +123,7 @@ class StageModel(ABC):
         mode: Mode,
         seed: int | None,
         dataloader_idx: int | None = None,
+        at_end: Callable[[], Any] | None = None,
     ) -> StageOutput:
         """Runs ``stage`` for one microbatch.
 
@@ -128,7 +139,46 @@ class StageModel(ABC):
             seed: With a seed, every unit reseeds the generators from (seed, unit index) so that
                 dropout does not depend on the cut; None leaves the generators alone.
             dataloader_idx: Which of several evaluation loaders the batch is from, if any.
+            at_end: Called on the last stage when its last layer has run.
         """
+
+    def whole(
+        self,
+        ends: Sequence[tuple[Tensor, ...]],
+        shares: Sequence[float],
+        *,
+        batch: Any,
+        batch_idx: int,
+        mode: Mode,
+        seed: int | None,
+        dataloader_idx: int | None = None,
+        short: bool = False,
+    ) -> StageOutput:
+        """Runs the step once for the whole batch, without its layers.
+
+        What lies behind the last layer gets the microbatches' ``ends``, joined; what lies before
+        sees shapes alone.
+
+        Args:
+            ends: Per microbatch, as ``forward`` gave them.
+            shares: Of the microbatches in the batch.
+            batch: The batch.
+            batch_idx: As for ``forward``, like the rest.
+            mode: Which step.
+            seed: Of random numbers.
+            dataloader_idx: Which loader.
+            short: Stop where the last layer would have run.
+        """
+        raise ModelError(f"{type(self).__name__} runs microbatches only.")
+
+    @property
+    def draws(self) -> Mapping[Mode, bool]:
+        """For each mode that has run, whether the step draws random numbers between layers."""
+        return {}
+
+    def layers(self) -> Iterator[nn.Module]:
+        """The modules of all units; what their forwards keep is no business of the step."""
+        yield from self.module.children()
 
     @abstractmethod
     def stage_parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:

@@ -18,9 +18,11 @@ layer without an entry is whole on every rank and computes the same there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
@@ -29,6 +31,7 @@ from strategies.models.selective.policy import Selection
 from strategies.models.selective.region import SelectiveLayer
 from strategies.models.stage_model import Mode, StageModel, StageOutput, Unit, filled
 from strategies.models.state import reseed
+from strategies.models.step_state import join_parts
 from strategies.models.tensor_parallel.sharding import Sharding
 from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
 
@@ -200,6 +203,7 @@ class UnitModel(StageModel):
         mode: Mode,
         seed: int | None,
         dataloader_idx: int | None = None,
+        at_end: Callable[[], Any] | None = None,
     ) -> StageOutput:
         module = self._module
         assert isinstance(module, HasUnits)
@@ -213,6 +217,45 @@ class UnitModel(StageModel):
             tensors = result if isinstance(result, tuple) else (result,)
         if stage + 1 < len(self._stages):
             return StageOutput(tensors)
+        ends = tuple(tensor.detach() for tensor in tensors)
+        marks = None if at_end is None else at_end()
+        output = self._result(tensors, batch, batch_idx, mode)
+        return replace(output, ends=ends, marks=marks)
+
+    def whole(
+        self,
+        ends: Sequence[tuple[Tensor, ...]],
+        shares: Sequence[float],
+        *,
+        batch: Any,
+        batch_idx: int,
+        mode: Mode,
+        seed: int | None,
+        dataloader_idx: int | None = None,
+        short: bool = False,
+    ) -> StageOutput:
+        """A result is made from the last unit's outputs alone; its rows are dimension 0."""
+        with torch.no_grad():
+            if short:
+                self._module.pipeline_inputs(batch)
+                return StageOutput()
+            joined = tuple(
+                join_parts(list(parts), shares, (sum(len(p) for p in parts), *parts[0].shape[1:]))
+                if parts[0].dim()
+                else join_parts(list(parts), shares, ())
+                for parts in zip(*ends, strict=True)
+            )
+            return self._result(joined, batch, batch_idx, mode)
+
+    def layers(self) -> Iterator[nn.Module]:
+        for unit in self._units:
+            yield self._module.get_submodule(unit.name)
+
+    def _result(
+        self, tensors: tuple[Tensor, ...], batch: Any, batch_idx: int, mode: Mode
+    ) -> StageOutput:
+        module = self._module
+        assert isinstance(module, HasUnits)
         with captured_logs(module) as logs:
             result = module.pipeline_result(tensors, batch, batch_idx, mode)
         loss = result if mode == "train" else None

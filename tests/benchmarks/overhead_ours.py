@@ -49,6 +49,7 @@ class SleepingModel(StageModel):
         mode: Mode,
         seed: int | None,
         dataloader_idx: int | None = None,
+        at_end: Any = None,
     ) -> StageOutput:
         output = self._stages[stage](*(inputs or (batch,)))
         if stage == len(self._units) - 1:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -22,11 +24,12 @@ from strategies.models.replay.layout import (
     group_calls,
     same_layout,
 )
-from strategies.models.replay.path import Boundary, ParameterTable, Path
+from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
 from strategies.models.replay.probing import Probed, batch_device, probe_path, probe_units
 from strategies.models.replay.stage_run import StageRun
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput, Unit
 from strategies.models.state import kept_generators
+from strategies.models.step_state import join_parts
 
 if TYPE_CHECKING:
     from strategies.models.selective.policy import Selection
@@ -47,9 +50,8 @@ class ReplayModel(StageModel):
     operations inside the stage's own layers cost nothing extra.
 
     Notes:
-        Log calls are captured by the stage that runs them. A torchmetrics object that is logged
-        gives its value on the microbatch. Attributes that layers count up per call (not tensors
-        that they return) see microbatches in the order of the schedule.
+        Log calls are captured by the stage that runs them. Attributes that layers count up per
+        call (not tensors that they return) see microbatches in the order of the schedule.
     """
 
     def __init__(self, module: LightningModule, first: Step, probed: Probed) -> None:
@@ -147,33 +149,96 @@ class ReplayModel(StageModel):
         mode: Mode,
         seed: int | None,
         dataloader_idx: int | None = None,
+        at_end: Callable[[], Any] | None = None,
     ) -> StageOutput:
         assert stage in self._owned, f"stage {stage} is not owned here"
         which: Step = (mode, dataloader_idx or 0, structure(batch))
         path = self._path(which, batch, batch_idx, dataloader_idx)
         layout = self._layouts[which]
         entry, leave = layout.cuts[stage]
+        end = path.cuts[-1] if leave is None else None
         if leave is not None and entry.position == leave.position:
             given = {b.key: tensor for b, tensor in zip(entry.tensors, inputs, strict=True)}
             passed = tuple(given[b.key].view_as(given[b.key]) for b in leave.tensors)
             return StageOutput(passed, groups=layout.groups[stage])
         if path.clones_batch:
             batch = rebuild(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
-        run = StageRun(
+        run = self._new_run(
+            which, entry, leave, inputs, seed, batch,
+            end=end if isinstance(end, Cut) else None, at_end=at_end,
+        )  # fmt: skip
+        with nullcontext() if seed is None else kept_generators():
+            output = self._run(run, layout.groups[stage], mode, batch, batch_idx, dataloader_idx)
+        if end is None:
+            return output
+        return replace(output, ends=end if isinstance(end, str) else run.ends, marks=run.marks)
+
+    def whole(
+        self,
+        ends: Sequence[tuple[Tensor, ...]],
+        shares: Sequence[float],
+        *,
+        batch: Any,
+        batch_idx: int,
+        mode: Mode,
+        seed: int | None,
+        dataloader_idx: int | None = None,
+        short: bool = False,
+    ) -> StageOutput:
+        which: Step = (mode, dataloader_idx or 0, structure(batch))
+        path = self._paths[which]
+        end = path.cuts[-1]
+        assert isinstance(end, Cut)
+        if path.clones_batch:
+            batch = rebuild(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+
+        def joined(place: int, shape: tuple[int, ...]) -> Tensor:
+            return join_parts([parts[place] for parts in ends], shares, shape)
+
+        leave = end if short else None
+        run = self._new_run(which, end, leave, joined, seed, batch)
+        groups = self._layouts[which].groups[-1]
+        with torch.no_grad(), nullcontext() if seed is None else kept_generators():
+            return self._run(run, groups, mode, batch, batch_idx, dataloader_idx)
+
+    @property
+    def draws(self) -> Mapping[Mode, bool]:
+        draws: dict[Mode, bool] = {}
+        for (mode, *_), path in self._paths.items():
+            random = any(event.random for events in path.events for event in events)
+            draws[mode] = draws.get(mode, False) or random
+        return draws
+
+    def layers(self) -> Iterator[nn.Module]:
+        yield from self._modules
+
+    def _new_run(
+        self,
+        which: Step,
+        entry: Cut,
+        leave: Cut | None,
+        inputs: Sequence[Tensor] | Callable[[int, tuple[int, ...]], Tensor],
+        seed: int | None,
+        batch: Any,
+        *,
+        end: Cut | None = None,
+        at_end: Callable[[], Any] | None = None,
+    ) -> StageRun:
+        return StageRun(
             self._modules,
-            path,
+            self._paths[which],
             entry=entry,
             leave=leave,
             inputs=inputs,
             seed=seed,
-            step=STEP_NAMES[mode],
+            step=STEP_NAMES[which[0]],
             modules=self._by_name,
             device=batch_device(batch, self._module),
             cache=self._caches[which],
             selective=self._selective,
+            end=end,
+            at_end=at_end,
         )
-        with nullcontext() if seed is None else kept_generators():
-            return self._run(run, layout.groups[stage], mode, batch, batch_idx, dataloader_idx)
 
     def owned_modules(self) -> Iterator[nn.Module]:
         path, layout = self._paths[self._first], self._layouts[self._first]
@@ -235,7 +300,7 @@ class ReplayModel(StageModel):
         batch_idx: int,
         dataloader_idx: int | None,
     ) -> StageOutput:
-        logs = LogCapture(lambda value: run.on_log())
+        logs = LogCapture(lambda value: run.on_log(), self._module)
         try:
             run.begin()
             gates = gated(self._module, self._modules, logs.log, logs.log_dict)

@@ -5,7 +5,7 @@ Nothing survives a run but its result: microbatches interleave and a rank may ho
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,9 +37,11 @@ if TYPE_CHECKING:
 class StageRun(ShapeMode):
     """Replays one step for one stage, from the cut ``entry`` to ``leave`` (None: the step's end).
 
-    ``inputs`` are received in the order of ``entry.tensors``; ``seed`` is that of this step and
-    microbatch; ``modules`` are the LightningModule's by global name, ``selective`` the units that
-    recompute by index. The rest is as for ``ShapeMode``.
+    ``inputs`` are received in the order of ``entry.tensors``, or come from a function of their
+    places and shapes; ``seed`` is that of this step and microbatch; ``modules`` are the
+    LightningModule's by global name, ``selective`` the units that recompute by index; at ``end`` a
+    run of the last stage keeps what the rest of the step needs, and calls ``at_end``. The rest is
+    as for ``ShapeMode``.
     """
 
     def __init__(
@@ -49,13 +51,15 @@ class StageRun(ShapeMode):
         *,
         entry: Cut,
         leave: Cut | None,
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Tensor] | Callable[[int, tuple[int, ...]], Tensor],
         seed: int | None,
         step: str,
         modules: dict[str, nn.Module],
         device: torch.device,
         cache: dict[Hashable, Outcome],
         selective: Mapping[int, SelectiveLayer],
+        end: Cut | None = None,
+        at_end: Callable[[], Any] | None = None,
     ) -> None:
         super().__init__(units, device, cache)
         self.left = False
@@ -70,10 +74,17 @@ class StageRun(ShapeMode):
         self._position: Position = (0, 0)
         self._active = False
         self._processes = ShapesFirst()
-        self._wanted = _ordinals(entry, leave)
+        self._end = end
+        self._at_end = at_end
+        self.ends: tuple[Tensor, ...] = ()
+        self.marks: Any = None
+        self._wanted = _ordinals(entry, leave, end)
         self._found: dict[tuple[int, int, int], Tensor] = {}
         random = seed is not None and any(e.random for events in path.events for e in events)
-        self._counts = leave is not None or random
+        between = end is not None and any(
+            b.key[1] > 0 and b.key[:2] > entry.position for b in end.tensors
+        )
+        self._counts = leave is not None or random or between
         self.names_parameters = any(e.parameters for events in path.events[:-1] for e in events)
 
     def begin(self) -> None:
@@ -210,10 +221,25 @@ class StageRun(ShapeMode):
             self._fill()
             self._active = True
             self._processes.open()
+        if self._end is not None and self._active and position == self._end.position:
+            # Copies of what the rest of the step writes into.
+            self.ends = tuple(
+                self._found[b.key].detach().clone() if b.written else self._found[b.key].detach()
+                for b in self._end.tensors
+            )
+            self.marks = None if self._at_end is None else self._at_end()
         if position[1] == 0 and self._seed is not None:
             reseed(self._seed, position[0], 0)
 
     def _fill(self) -> None:
+        if callable(self._inputs):
+            for place, boundary in enumerate(self._entry.tensors):
+                hole = self._found[boundary.key]
+                given = self._inputs(place, tuple(hole.shape))
+                received = given.clone() if boundary.written else given.view_as(given)
+                self.mark(received)
+                exchange(hole, received)
+            return
         if len(self._inputs) != len(self._entry.tensors):
             raise ModelError(
                 f"a stage of {self._step} got {len(self._inputs)} tensors, its cut has "

@@ -32,6 +32,7 @@ from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.plan import Options, Plan
 from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStrategy
 from strategies.runtime.lightning.data_order import Looked, shard
+from strategies.runtime.lightning.hook_state import ALIKE, HookState, repeat_logs
 from strategies.runtime.lightning.parameter_hooks import ParameterHooks
 from strategies.runtime.lightning.ranks_strategy import make_device_mesh
 from strategies.runtime.lightning.refusals import (
@@ -193,6 +194,9 @@ class PipelineStrategy(CheckpointingStrategy):
         else:
             self.whole.release(self._engine.model)
         self.model_to_device()
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, HookState) for callback in callbacks):
+            callbacks.insert(0, HookState(lambda: self.engine))
         if fitting:
             self._reset_optimizers_and_schedulers()
             if self.engine.gradients:
@@ -378,7 +382,7 @@ class PipelineStrategy(CheckpointingStrategy):
 
     # ------------------------------------------------------------- training
 
-    def training_step(self, batch: Any, batch_idx: int | None = None, *_: Any) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int | None = None, *_: Any) -> Any:
         """Runs the whole program, backwards included, up to the flush.
 
         Lightning leaves ``batch_idx`` out where the user's step does not take it.
@@ -407,7 +411,8 @@ class PipelineStrategy(CheckpointingStrategy):
             raise ModelError("training_step returned no loss; skipping a step is not supported.")
         # On every rank, so that progress bars, schedulers and callbacks decide alike.
         # Filled in there: a copy to the device would wait for the backwards.
-        return torch.full((), result.loss, dtype=torch.float64, device=self.root_device)
+        loss = torch.full((), result.loss, dtype=torch.float64, device=self.root_device)
+        return loss if result.output is None else {**result.output, "loss": loss}
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *_: Any, **__: Any
@@ -528,11 +533,11 @@ class PipelineStrategy(CheckpointingStrategy):
         ``indices`` are those of batch and loader, as far as the user's step is to have them.
         """
         with self.precision_plugin.val_step_context():
-            self._evaluate(batch, indices, "validate")
+            return self._evaluate(batch, indices, "validate").output
 
     def test_step(self, batch: Any, *indices: int) -> Any:
         with self.precision_plugin.test_step_context():
-            self._evaluate(batch, indices, "test")
+            return self._evaluate(batch, indices, "test").output
 
     def predict_step(self, batch: Any, *indices: int) -> Any:
         """The forward program with ``predict_step``; predictions are brought to every rank."""
@@ -577,10 +582,9 @@ class PipelineStrategy(CheckpointingStrategy):
         """The user's log calls, on every rank: ModelCheckpoint and EarlyStopping decide alike."""
         module = self.lightning_module
         assert module is not None
-        rows = count_rows(batch, self._loaders)
-        for call in result.logs:
-            options = {"batch_size": rows, **call.options}
-            module.log(call.name, torch.tensor(call.value, dtype=torch.float64), **options)
+        alike = self.dp == 1 or result.rows is not None
+        rows = count_rows(batch, self._loaders) if result.rows is None else result.rows
+        repeat_logs(module, result.logs, rows=rows, alike=alike)
 
     # ------------------------------------------------------------- collectives
 
@@ -596,6 +600,8 @@ class PipelineStrategy(CheckpointingStrategy):
     ) -> Tensor | Any:
         """Over the replicas: all ranks of a pipeline hold the same value already."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized() or self.dp == 1:
+            return tensor
+        if group is ALIKE:
             return tensor
         names = dict.fromkeys(("mean", "avg", "sum"), dist.ReduceOp.SUM)
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")

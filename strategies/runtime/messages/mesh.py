@@ -168,7 +168,7 @@ def running_groups(
     """
     shared = tuple(shared)
     wanted: Wanted = [("control", where.replica(replica)) for replica in range(where.dp)]
-    if shards:
+    if shards or where.dp > 1:
         wanted.append(("control", tuple(range(where.world_size))))
     for sharer in range(where.tp):
         for replica in range(where.dp):

@@ -19,8 +19,8 @@ from strategies.compiler import compile_plan, compile_short, resolve_shape, sche
 from strategies.errors import DataError, ModelError
 from strategies.heartbeat import Heartbeat, Phase
 from strategies.ir.placement import Placement
-from strategies.models.collectives import LocalGroup
-from strategies.models.logs import start_packing, unpack_logs
+from strategies.models.collectives import LocalGroup, default_group
+from strategies.models.logs import join_replicas, start_packing, unpack_logs
 from strategies.models.selective.policy import Selection
 from strategies.models.stage_model import LogCall, Mode, StageModel
 from strategies.models.state import Fetch, kept_generators
@@ -35,12 +35,19 @@ from strategies.runtime.messages.mesh import Communicators, Coordinates
 from strategies.runtime.messages.transport import chosen_transport
 from strategies.runtime.step.activation_bytes import ActivationBytes, MemoryUse
 from strategies.runtime.step.executor import Executor
-from strategies.runtime.step.microbatch import Microbatch, split_batch, start_checksum
+from strategies.runtime.step.microbatch import (
+    Microbatch,
+    count_rows,
+    split_batch,
+    start_checksum,
+)
 from strategies.runtime.step.pulse import Pulse
 from strategies.runtime.step.rank_parts import RankParts
 from strategies.runtime.step.recompute import Recomputation
 from strategies.runtime.step.recorder import RankStep, Recorder, StepRecord, StepStats, joined_stats
 from strategies.runtime.step.stage_compute import PassOptions, StepResult
+from strategies.runtime.step.step_mirror import StepMirror
+from strategies.runtime.step.whole_batch import Whole, WholeBatch
 from strategies.runtime.update.flush import Flush
 from strategies.runtime.update.grad_sync import StageGradients, clip_, main_dtype
 from strategies.runtime.update.main_weights import AllMainWeights, refuse_freezing
@@ -54,9 +61,11 @@ _SAVING_S = 3600.0
 class PassResult:
     """A pass as all ranks of the pipeline see it."""
 
-    loss: float | None  # mean over the batch's rows; None when the step returned none
+    loss: float | None  # mean over all replicas' batches; None when the step returned none
     logs: list[LogCall]  # one call per logged name
     results: list[Any]  # return values per microbatch; on the last stage's rank only
+    output: Any = None  # the step's return value for the batch, on every rank, if hooks look at it
+    rows: int | None = None  # of all replicas' batches; None where ``logs`` are this replica's
 
 
 def resolve_placement(plan: Plan) -> Placement:
@@ -105,6 +114,9 @@ class Engine:
         self.plan = plan = replace(plan, buckets=buckets, skips=model.skips)
         self.programs = compile_plan(plan)
         self._bulletin = Bulletin(self.control_group, coordinates.pp * coordinates.tp)
+        # Replicas train on one batch together: its loss is everybody's.
+        everybody = self.communicators.get("control", tuple(range(coordinates.world_size)))
+        self._world_bulletin = Bulletin(everybody, coordinates.world_size)
         transport = chosen_transport(
             options.backend, self.communicators, coordinates, device, self.tensor_ranks
         )
@@ -116,6 +128,18 @@ class Engine:
         self._gradients = RankGradients(
             self._weights, self.placement, coordinates, self.communicators
         )
+        last = self.placement.num_stages - 1
+        source = self.placement.owners(last)[0]
+        self.whole = WholeBatch(model, last, self.placement.weight_copies)
+        self.mirror = StepMirror(
+            self.whole.state,
+            group=self.control_group,
+            source=coordinates.global_rank(source, coordinates.dp_rank, 0),
+            knows=coordinates.pp_rank == source,
+            device=device,
+        )
+        # Modes between whose passes hooks look at the module; the same on all ranks.
+        self.mirrored: frozenset[Mode] = frozenset()
         self._parts = RankParts(
             model=model,
             mailbox=self.mailbox,
@@ -124,6 +148,7 @@ class Engine:
             recorder=self.recorder,
             pulse=self.pulse,
             recomputation=Recomputation(model.module),
+            whole=self.whole,
             tensor_ranks=self.tensor_ranks,
             watch=None if options.on_nan == "ignore" else NanWatch(),
             replicas=self._replicas(),
@@ -387,16 +412,27 @@ class Engine:
         marks = self.options.check_batches and self.control_group is not None
         mark = start_checksum(batch) if marks else lambda: 0
         previous = self.recorder.kept[-1] if self.recorder.kept else None
+        joins = train and self.coordinates.dp > 1
+        bulletin = self._world_bulletin if joins else self._bulletin
+        carries = options.mode in self.whole.carried
+        rows = count_rows(batch, loaders)
+        whole = Whole()
+        self.whole.begin(batch, microbatches, options)
 
         shares: list[Callable[[], None]] = []
 
         def share_later(result: StepResult) -> None:
+            nonlocal whole
+            with default_group(self._parts.replicas):
+                whole, entries = self.whole.end(result.logs, result.loss)
             loss = None if result.loss is None else Fetch(result.loss)
-            logs = start_packing(result.logs)
+            logs = start_packing(entries)
 
             def share() -> None:
                 value = None if loss is None else float(loss.tensor())
-                self._bulletin.post([mark(), value, logs(), self._times(previous)])
+                said = self.mirror.message(whole, carries=carries)
+                times = self._times(previous)
+                bulletin.post([mark(), value, logs(), times, said, rows])
 
             shares.append(share)
             if not self._runs_ahead:
@@ -409,14 +445,26 @@ class Engine:
         for share in shares:
             share()
         self.pulse.phase(Phase.SHARING)
-        answers = self._bulletin.read()
+        everybody = bulletin.read()
+        where = self.coordinates
+        replicas = [everybody]
+        if joins:
+            replicas = [[everybody[r] for r in where.replica(d)] for d in range(where.dp)]
+        answers = replicas[where.dp_rank if joins else 0]
         self.pulse.phase(Phase.UPDATING if train and update else Phase.BETWEEN)
         if not (train and update):
             # Without an optimizer step the pass ends here; only training steps are kept.
             self.recorder.finish(keep=False)
         self._check_same([answer[0] for answer in answers])
         self._note([answer[3] for answer in answers])
-        return self._joined(answers, result)
+        said = next((answer[4] for answer in answers if answer[4] is not None), None)
+        self.mirror.take(said)
+        if options.mode in self.mirrored:
+            self.mirror.share()
+        joined = self._joined(replicas, result, rows=joins)
+        if carries:
+            joined.output = self.mirror.carry(said, whole.result)
+        return joined
 
     def _compare_shapes(self, microbatches: Sequence[Microbatch]) -> None:
         """Refuses a first batch that ranks of a pipeline see in different shapes or types.
@@ -427,13 +475,24 @@ class Engine:
         found = {f"{replica}microbatch {m}": p.signature for m, p in enumerate(microbatches)}
         compare(shared_print(found), what="first batch", partial=True)
 
-    def _joined(self, answers: list[list[Any]], result: StepResult) -> PassResult:
+    def _joined(
+        self, replicas: list[list[list[Any]]], result: StepResult, *, rows: bool
+    ) -> PassResult:
+        where = self.coordinates
         # All sharers of a stage know the same.
-        answers = answers[self.coordinates.tp_rank :: self.coordinates.tp]
-        losses = [answer[1] for answer in answers if answer[1] is not None]
-        logs = unpack_logs([answer[2] for answer in answers])
+        pipelines = [answers[where.tp_rank :: where.tp] for answers in replicas]
+        losses = [
+            sum(answer[1] for answer in answers if answer[1] is not None)
+            for answers in pipelines
+            if any(answer[1] is not None for answer in answers)
+        ]
+        logs = [unpack_logs([answer[2] for answer in answers]) for answers in pipelines]
+        loss = sum(losses) / len(losses) if losses else None
         results = [result.results[key] for key in sorted(result.results)]
-        return PassResult(sum(losses) if losses else None, logs, results)
+        if not rows:
+            return PassResult(loss, logs[0], results)
+        total = sum(answers[0][5] for answers in pipelines)
+        return PassResult(loss, join_replicas(logs, where.dp_rank), results, rows=total)
 
     def _check_same(self, marks: list[int]) -> None:
         if len(set(marks)) > 1:

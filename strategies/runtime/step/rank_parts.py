@@ -13,6 +13,7 @@ from strategies.runtime.step.activation_bytes import ActivationBytes
 from strategies.runtime.step.pulse import Pulse
 from strategies.runtime.step.recompute import Recomputation
 from strategies.runtime.step.recorder import Recorder
+from strategies.runtime.step.whole_batch import WholeBatch
 from strategies.runtime.update.grad_sync import StageGradients
 from strategies.runtime.update.main_weights import AllMainWeights
 from strategies.runtime.update.nan_guard import NanWatch
@@ -29,6 +30,7 @@ class RankParts:
     recorder: Recorder
     pulse: Pulse
     recomputation: Recomputation
+    whole: WholeBatch
     tensor_ranks: TensorRanks | None = None
     watch: NanWatch | None = None  # of what is not finite
     activations: ActivationBytes | None = None

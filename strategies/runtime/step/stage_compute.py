@@ -134,14 +134,17 @@ class StageCompute:
         else:
             leaves = inputs
         here = (item.stage, item.microbatch)
-        if here in self._recomputed:
-            self._kept[here], output = self._parts.recomputation.forward(
-                item.stage, leaves, microbatch.data, partial(self._call, item)
-            )
-            if self._parts.activations is not None:
-                self._parts.activations.note("inputs", *here, leaves)
-        else:
-            output = self._call(item, leaves, microbatch.data)
+        whole = self._parts.whole
+        with whole.around(item.stage):
+            if here in self._recomputed:
+                self._kept[here], output = self._parts.recomputation.forward(
+                    item.stage, leaves, microbatch.data, partial(self._call, item)
+                )
+                if self._parts.activations is not None:
+                    self._parts.activations.note("inputs", *here, leaves)
+            else:
+                output = self._call(item, leaves, microbatch.data)
+        whole.after(item.stage, item.microbatch, output)
         copy = item.microbatch % self._copies
         self.result.logs.extend(
             LogEntry(call, microbatch.share, item.stage, copy) for call in output.logs
@@ -164,7 +167,8 @@ class StageCompute:
         assert item.microbatch is not None
         here = (item.stage, item.microbatch)
         again = partial(self._call, item)
-        leaves, output = self._parts.recomputation.again(self._kept.pop(here), again)
+        with self._parts.whole.around(item.stage):
+            leaves, output = self._parts.recomputation.again(self._kept.pop(here), again)
         self._keep_graph(here, leaves, output)
 
     def _keep_graph(
@@ -195,6 +199,7 @@ class StageCompute:
                         mode=options.mode,
                         seed=seed,
                         dataloader_idx=options.dataloader_idx,
+                        at_end=self._parts.whole.at_end,
                     )
                 except RuntimeError as error:
                     # It failed at its first operation, so nothing has happened yet.

@@ -45,4 +45,7 @@ def test_logs_are_packed_later_as_they_are_at_once():
         for value in (1.0, 3.0)
     ] + [LogEntry(LogCall("rate", 0.1, {}), share=0.5, stage=1, copy=0)]
     later = start_packing(entries)
-    assert later() == [["loss", 2.0, {}, 1.0, 1, 0], ["rate", 0.1, {}, 0.5, 1, 0]]
+    assert later() == [
+        ["loss", 2.0, {}, 1.0, 1, 0, None],
+        ["rate", 0.1, {}, 0.5, 1, 0, None],
+    ]

@@ -1,0 +1,97 @@
+"""torchmetrics objects of a module: who talks to whom when one of them is computed.
+
+Left alone, they would gather over all processes, of which most are other stages: so the last
+stage's rank would wait for ever. Here they gather over the replicas of their own pipeline rank,
+and while a step runs on a microbatch over nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from strategies.models.nested import replaced
+
+
+class Replicas:
+    """With whom this rank's metrics are computed together; one object, shared by all copies."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.silent = False
+
+    def __call__(self) -> bool:
+        """Whether there is anybody to gather from."""
+        return self.group is not None and not self.silent
+
+    def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        """All replicas' tensors, from host memory."""
+        gathered = gather_all_tensors(tensor.detach().cpu(), group=self.group)
+        return [item.to(tensor.device) for item in gathered]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Replicas, (None,)
+
+
+def share_metrics(module: nn.Module, replicas: Replicas) -> None:
+    """Lets all metrics of a module gather over replicas; called again, for new ones."""
+    for child in module.modules():
+        if isinstance(child, Metric) and not isinstance(child.distributed_available_fn, Replicas):
+            child.distributed_available_fn = replicas
+            child.dist_sync_fn = replicas.gather
+
+
+@contextlib.contextmanager
+def on_microbatch(module: nn.Module) -> Iterator[None]:
+    """Inside, metrics talk to nobody, and have no opinion on batches of a few rows.
+
+    A value that cannot be computed from a microbatch (R2 of one row) is not a number there; what
+    counts is computed from the whole batch later.
+    """
+    entries: list[tuple[dict[str, Any], str, Any]] = []
+    shared = set()
+    for child in module.modules():
+        if isinstance(child, Metric):
+            if isinstance(child.distributed_available_fn, Replicas):
+                shared.add(child.distributed_available_fn)
+            for name in ("forward", "compute"):
+                entries.append((child.__dict__, name, _tolerant(getattr(child, name))))
+    for replicas in shared:
+        replicas.silent = True
+    try:
+        with replaced(entries):
+            yield
+    finally:
+        for replicas in shared:
+            replicas.silent = False
+
+
+@contextlib.contextmanager
+def on_whole_batch(module: nn.Module, *, together: bool) -> Iterator[None]:
+    """Inside, with ``together``, the value of a batch is that of all replicas' batches."""
+    metrics = [child for child in module.modules() if isinstance(child, Metric)] if together else []
+    with replaced([(metric.__dict__, "dist_sync_on_step", True) for metric in metrics]):
+        yield
+
+
+def _tolerant(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return function(*args, **kwargs)
+            except (ValueError, RuntimeError, IndexError, ZeroDivisionError):
+                return torch.tensor(float("nan"))
+
+    return call

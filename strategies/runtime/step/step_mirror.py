@@ -1,0 +1,163 @@
+"""The module's state on every rank of a pipeline: what steps left on the last stage goes there.
+
+Small values travel with the loss and the logs, once per step, so that the next step sees the same
+on every stage. Large ones (a list over an epoch, states of a metric) stay on the last stage's rank
+until hooks may look at them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from strategies.errors import ModelError
+from strategies.models.step_state import ABSENT, Slot, StepState
+from strategies.runtime.messages.values import Opening, Parcel, hand_round
+from strategies.runtime.step.whole_batch import Whole
+
+_SMALL_BYTES = 512  # of a tensor
+_WORDS = 4096  # characters of all that goes with the logs
+
+
+class StepMirror:
+    """Keeps one pipeline's modules alike.
+
+    Args:
+        state: This rank's view of the module.
+        group: All ranks of the replica; None for a single one.
+        source: Global rank whose steps count, that of the last stage.
+        knows: Whether this rank runs the last stage.
+    """
+
+    def __init__(
+        self,
+        state: StepState,
+        *,
+        group: dist.ProcessGroup | None,
+        source: int,
+        knows: bool,
+        device: torch.device,
+    ) -> None:
+        self._state = state
+        self._group = group
+        self._source = source
+        self._knows = knows
+        self._device = device
+        self._waiting: dict[Slot, None] = {}  # what has changed and has not been told
+        self._stale = False
+
+    def message(self, whole: Whole, *, carries: bool) -> dict[str, Any] | None:
+        """What this rank says about a pass, JSON-ready; None if there is nothing to say."""
+        if not self._knows:
+            return None
+        if whole.refusal is not None:
+            return {"refusal": whole.refusal}
+        small = []
+        size = 0
+        for slot in sorted(whole.changed, key=lambda slot: (slot.module, slot.kind, slot.key)):
+            words = self._small(slot)
+            length = _WORDS if words is None else len(json.dumps(words))
+            size += length
+            if words is None or size > _WORDS:
+                size -= length
+                self._waiting[slot] = None
+            else:
+                small.append(words)
+                self._waiting.pop(slot, None)
+        said: dict[str, Any] = {}
+        if small:
+            said["small"] = small
+        if self._waiting:
+            said["more"] = True
+        if carries and whole.result is not None:
+            said["result"] = True
+        return said or None
+
+    def take(self, said: dict[str, Any] | None) -> None:
+        """Hears what the last stage's rank has said; the same on all ranks.
+
+        Raises:
+            ModelError: It says why the step cannot be run in a pipeline.
+        """
+        if said is None:
+            return
+        if "refusal" in said:
+            raise ModelError(said["refusal"])
+        if not self._knows:
+            opening = Opening(torch.zeros(0, dtype=torch.uint8), self._device)
+            for place, tree in said.get("small", ()):
+                self._put(Slot(*place), opening, tree)
+        self._stale = self._stale or "more" in said
+
+    def share(self) -> None:
+        """Brings over what has not been told; collective, and nothing where nothing is missing."""
+        if not self._stale:
+            return
+        self._stale = False
+        slots, self._waiting = list(self._waiting), {}
+        if self._group is None:
+            return
+        parcel = Parcel()
+        try:
+            tree: Any = [[_place(slot), _packed(parcel, self._state.value(slot))] for slot in slots]
+        except TypeError as error:
+            tree, parcel = {"refusal": str(error)}, Parcel()
+        if self._knows and isinstance(tree, dict):
+            names = ", ".join(slot.name for slot in slots)
+            tree["refusal"] = (
+                f"steps have changed {names} on the last stage's rank, and hooks may read that on "
+                f"all ranks, but {tree['refusal']}. Keep numbers, tensors, lists and dicts of them."
+            )
+        tree, content = hand_round(tree, parcel.tensors, group=self._group, source=self._source)
+        if isinstance(tree, dict):
+            raise ModelError(tree["refusal"])
+        if not self._knows:
+            opening = Opening(content, self._device)
+            for place, item in tree:
+                self._put(Slot(*place), opening, item)
+
+    def carry(self, said: dict[str, Any] | None, result: Any) -> Any:
+        """What the step has returned for the batch, on every rank; collective."""
+        if said is None or "result" not in said or self._group is None:
+            return result
+        parcel = Parcel()
+        try:
+            tree: Any = ["list", [parcel.pack(result)]] if self._knows else None
+        except TypeError as error:
+            tree, parcel = {"refusal": str(error)}, Parcel()
+        tree, content = hand_round(tree, parcel.tensors, group=self._group, source=self._source)
+        if isinstance(tree, dict):
+            raise ModelError(
+                f"a hook looks at what a step returns (on_*_batch_end), but {tree['refusal']}. "
+                "Return tensors, numbers, and lists and dicts of them."
+            )
+        return result if self._knows else Opening(content, self._device).unpack(tree)[0]
+
+    def _small(self, slot: Slot) -> Any:
+        """A value in few words; None where it takes more."""
+        value = self._state.value(slot)
+        if isinstance(value, list | dict | set) and len(value) > 32:
+            return None
+        parcel = Parcel(inline_bytes=_SMALL_BYTES)
+        try:
+            tree = _packed(parcel, value)
+        except TypeError:
+            return None
+        return None if parcel.tensors else [_place(slot), tree]
+
+    def _put(self, slot: Slot, opening: Opening, tree: Any) -> None:
+        if tree == ["absent"]:
+            self._state.put(slot, ABSENT)
+        else:
+            self._state.put(slot, opening.unpack(tree, self._state.value(slot)))
+
+
+def _place(slot: Slot) -> list[str]:
+    return [slot.module, slot.kind, slot.key]
+
+
+def _packed(parcel: Parcel, value: Any) -> Any:
+    return ["absent"] if value is ABSENT else parcel.pack(value)

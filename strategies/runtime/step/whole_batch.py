@@ -1,0 +1,241 @@
+"""What a step does to its module, and what it logs, as one run on the whole batch would have it.
+
+A pipeline runs the user's step per microbatch and stage. Its loss is a mean over microbatches, its
+side effects are not: a counter would count microbatches, an F1 score is no mean of F1 scores. So
+each of these runs is taken back (``StepState``), and where the step does more than to return a
+loss, the last stage runs what lies behind its last layer once more, for the whole batch and without
+gradients: metrics, counters, lists and log calls are then those of stock Lightning by construction.
+
+Nothing is run twice where nothing is left: a step that only logs means is known by a trial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from strategies.errors import ModelError
+from strategies.models.logs import LogEntry, join_entries
+from strategies.models.metric_objects import on_microbatch, on_whole_batch
+from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput
+from strategies.models.step_state import Slot, StepState
+from strategies.runtime.step.microbatch import Microbatch
+
+# A trial of a step that seems to leave nothing may hold so much for its batch, no more.
+_TRIAL_BYTES = 64 << 20
+
+
+@dataclass
+class Whole:
+    """What a pass has come to on the last stage's rank.
+
+    Attributes:
+        changed: Places of the module that have another value than before.
+        result: What the step returned for the batch; None where nobody asked.
+        refusal: Why it could not be run, although it had to be.
+    """
+
+    changed: set[Slot] = field(default_factory=set)
+    result: Any = None
+    refusal: str | None = None
+
+
+class WholeBatch:
+    """Around the forwards of each pass on one rank.
+
+    Attributes:
+        carried: The modes whose hooks look at what a step has returned.
+        together: Whether a metric's value of a batch is that of all replicas' batches.
+    """
+
+    def __init__(self, model: StageModel, last_stage: int, copies: int) -> None:
+        self.state = StepState(model.module, model.layers())
+        self.carried: frozenset[Mode] = frozenset()
+        self.together = False
+        self._model = model
+        self._last = last_stage
+        self._copies = copies
+        self._linear: dict[Mode, bool] = {}  # whether means over microbatches say all
+        self._has_metrics: bool | None = None
+        self._microbatches: Sequence[Microbatch] = ()
+
+    def refresh(self) -> None:
+        """A hook may have made modules."""
+        self.state.refresh()
+        self._has_metrics = None
+
+    def begin(self, batch: Any, microbatches: Sequence[Microbatch], options: Any) -> None:
+        """Before the first forward of a pass."""
+        self.state.begin()
+        if self._has_metrics is None:
+            self._has_metrics = any(isinstance(m, Metric) for m in self._model.module.modules())
+        self._batch = batch
+        self._microbatches = microbatches
+        self._options = options
+        self._ends: dict[int, tuple[Tensor, ...]] = {}
+        self._why_not = ""
+        self._must = self._needed = self._deep = False
+        self._bytes = 0
+        mode: Mode = options.mode
+        self._tries = self._linear.get(mode) is None
+
+    def around(self, stage: int) -> AbstractContextManager[None]:
+        """Around a forward."""
+        if stage == self._last and self._has_metrics:
+            return on_microbatch(self._model.module)
+        return nullcontext()
+
+    def at_end(self) -> Any:
+        """What ``forward`` of the last stage notes behind its last layer."""
+        return self.state.marks()
+
+    def after(self, stage: int, microbatch: int, output: StageOutput) -> None:
+        """Behind a forward: it has changed nothing."""
+        if stage != self._last:
+            self.state.take_back()
+            return
+        late = output.marks != self.state.marks()
+        touched = self.state.take_back()
+        mode: Mode = self._options.mode
+        must = (touched and late) or any(call.metric is not None for call in output.logs)
+        carried = mode in self.carried and _says_more(output, mode)
+        self._must = self._must or must or touched
+        self._deep = self._deep or must or carried or self._linear.get(mode) is False
+        self._needed = self._must or self._deep
+        if isinstance(output.ends, str):
+            self._why_not = output.ends or "its last layer is not where its result is made"
+            return
+        self._bytes += sum(t.numel() * t.element_size() for t in output.ends)
+        if self._deep or (self._tries and self._bytes <= _TRIAL_BYTES):
+            self._ends[microbatch] = output.ends
+
+    def end(self, logs: list[LogEntry], loss: Tensor | None) -> tuple[Whole, list[LogEntry]]:
+        """Behind the last forward of a rank: runs the step for the whole batch, where it has to.
+
+        Returns what came of it and the log calls of the pass, among them those of the whole batch.
+        """
+        plain = [entry for entry in logs if entry.call.metric is None]
+        batch, microbatches, options = self._batch, self._microbatches, self._options
+        self._batch = self._options = None
+        self._microbatches = ()
+        ends, self._ends = self._ends, {}
+        mode: Mode = options.mode
+        tries = self._tries and not self._needed and len(ends) == len(microbatches)
+        if not self._needed and not tries:
+            return Whole(), plain
+        if tries and not self._is_worth_a_trial(plain, loss, mode):
+            self._linear[mode] = True
+            return Whole(), plain
+        missing = self._refusal(mode, len(ends), len(microbatches))
+        if missing is not None:
+            return Whole(refusal=missing if self._must else None), plain
+        short = self._needed and not self._deep
+        parts = [ends[index] for index in sorted(ends)]
+        try:
+            together = self.together and mode == "train"
+            with on_whole_batch(self._model.module, together=together):
+                output = self._model.whole(
+                    parts,
+                    [microbatch.share for microbatch in microbatches],
+                    batch=batch,
+                    batch_idx=options.batch_idx,
+                    mode=mode,
+                    seed=options.seed,
+                    dataloader_idx=options.dataloader_idx,
+                    short=short,
+                )
+        except ModelError as error:
+            if self._must:
+                return Whole(refusal=f"{self._left(mode)}, but {error}"), plain
+            self._linear[mode] = True
+            self.state.take_back()
+            return Whole(), plain
+        if short:
+            return Whole(self.state.changed()), plain
+        trusted = not self._model.draws.get(mode) and self._agrees(output, loss, mode)
+        calls = [call for call in output.logs if trusted or call.metric is not None]
+        if self._linear.get(mode) is None:
+            self._linear[mode] = not trusted or _means_are_right(calls, plain, self._last)
+        if not self._needed and self._linear[mode]:
+            self.state.take_back()
+            return Whole(), plain
+        # The whole batch's word counts more than any stage's.
+        plain += [LogEntry(call, 1.0, self._last + 1, 0) for call in calls]
+        return Whole(self.state.changed(), output.result), plain
+
+    def _is_worth_a_trial(
+        self, entries: Sequence[LogEntry], loss: Tensor | None, mode: Mode
+    ) -> bool:
+        """Not where all that the step logs is its loss."""
+        values = [call.value for call in join_entries(entries, self._last)]
+        if mode == "train" and loss is not None:
+            mean = float(loss)
+            values = [v for v in values if v is None or not _close(float(v), mean, torch.float32)]
+        return bool(values)
+
+    def _agrees(self, output: StageOutput, loss: Tensor | None, mode: Mode) -> bool:
+        """Whether the loss of the batch is the mean that is trained."""
+        if mode != "train" or loss is None or output.loss is None:
+            return True
+        return _close(float(output.loss), float(loss), output.loss.dtype)
+
+    def _refusal(self, mode: Mode, kept: int, count: int) -> str | None:
+        if self._needed and not self._deep:
+            return None if self._copies == 1 else self._two_copies(mode)
+        if self._copies > 1:
+            return self._two_copies(mode)
+        if self._why_not:
+            return (
+                f"{self._left(mode)}, which is to happen once for the batch, but what is behind "
+                f"the last layer cannot be run by itself: {self._why_not}."
+            )
+        if kept < count:
+            return (
+                f"{self._left(mode)} for some microbatches of a batch and not for others: whether "
+                "it does must not depend on the data. Do it for every batch, or in a hook."
+            )
+        return None
+
+    def _two_copies(self, mode: Mode) -> str:
+        return (
+            f"{self._left(mode)}, but this schedule holds the last stage twice, and each copy sees "
+            "half of the batch. Use a schedule that holds it once (zb_v, 1f1b)."
+        )
+
+    def _left(self, mode: Mode) -> str:
+        return (
+            f"{STEP_NAMES[mode]} of {type(self._model.module).__name__} changes the module or logs "
+            "a metric object"
+        )
+
+
+def _says_more(output: StageOutput, mode: Mode) -> bool:
+    """Whether a step returns something that its loss does not say."""
+    if mode == "train":
+        return isinstance(output.result, dict) and len(output.result) > 1
+    return output.result is not None
+
+
+def _means_are_right(calls: Sequence[LogCall], entries: Sequence[LogEntry], last: int) -> bool:
+    joined = {call.name: call.value for call in join_entries(entries, last)}
+    for call in calls:
+        mean = joined.get(call.name)
+        if mean is None or call.value is None or call.metric is not None:
+            return False
+        dtype = call.value.dtype if isinstance(call.value, Tensor) else torch.get_default_dtype()
+        if not _close(float(call.value), float(mean), dtype):
+            return False
+    return True
+
+
+def _close(first: float, second: float, dtype: torch.dtype) -> bool:
+    if first == second or (first != first and second != second):
+        return True
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-5}.get(dtype, 2e-2)
+    return abs(first - second) <= tolerance * max(abs(first), abs(second), 1e-3)
