@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 
@@ -38,6 +37,7 @@ from launcher.workloads.registry import DATA, MODELS, load
 from strategies.analysis.timeline import Timeline
 from strategies.runtime.lightning.checkpointing_strategy import load_state_dict
 from strategies.runtime.lightning.strategy import PipelineStrategy
+from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.step.activation_bytes import MemoryUse
 
 
@@ -271,10 +271,7 @@ class _Closing(Callback):
         device = pipeline(trainer).root_device
         memory = self._memory if device.type == "cpu" else MemoryUse(device)
         own = (memory.peak_bytes(), statistics.median(waits) if waits else None)
-        gathered = [own]
-        if dist.is_initialized():
-            gathered = [own] * self._run.world_size
-            dist.all_gather_object(gathered, own)
+        gathered = everybody().everyone(own)
         # Per pipeline rank, the largest of its replicas and sharers.
         size = self._run.dp * self._run.config.tp
         peaks = [peak for peak, _ in gathered]
@@ -305,11 +302,7 @@ def _predict(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         joined = torch.cat([item for item in batches if isinstance(item, torch.Tensor)])
         save_file({"log_probabilities": joined.contiguous()}, path)
         own = (str(path), joined.shape[0])
-    parts = [own]
-    if dist.is_initialized():
-        parts = [None] * run.world_size
-        dist.all_gather_object(parts, own)
-    written = [part for part in parts if part is not None]
+    written = [part for part in everybody().everyone(own) if part is not None]
     return {
         "checkpoint": checkpoint,
         "world_size": run.world_size,

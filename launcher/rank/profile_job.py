@@ -44,6 +44,7 @@ from strategies.plan import NO_RECOMPUTE, Backend
 from strategies.profiling.layer_times import Task, choose_units, draw_quickly, measure_layers
 from strategies.profiling.link_times import measure_links, measure_lockstep
 from strategies.profiling.sample import sample_units
+from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.joining import join
 from strategies.runtime.messages.mesh import Coordinates
 
@@ -88,10 +89,7 @@ def measure(run: Run) -> dict[str, Any]:
     if world > config.tp:
         links = measure_links(0, config.tp, backend=backend, device=device)
         lost = measure_lockstep(0, config.tp, backend=backend, device=device)
-    gathered: list[Any] = [(found, links, lost)]
-    if world > 1:
-        gathered = [None] * world
-        dist.all_gather_object(gathered, (found, links, lost))
+    gathered = everybody().everyone((found, links, lost))
     profile = _profile(run, [entry[0] for entry in gathered if entry[0]], gathered[0][1], gpu=gpu)
     profile = replace(profile, lockstep_loss=gathered[0][2] or 0.0)
     return {"profile": dump_profile(profile), "world_size": world}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from strategies.runtime.storage.commit import Exchange
+from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.storage.saver import Saver
 from tests.faults.results import record
 from tests.strategies.runtime.storage.saving import save

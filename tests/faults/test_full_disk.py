@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from strategies.errors import CheckpointError
-from strategies.runtime.storage.commit import Exchange
+from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.storage.saver import Saver
 from tests.faults.results import record
 from tests.strategies.runtime.storage.saving import newest, save, step_in

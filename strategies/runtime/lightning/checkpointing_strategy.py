@@ -21,9 +21,9 @@ from strategies.manifest import MANIFEST, committed, find_damage, read_manifest
 from strategies.plan import Options, Plan
 from strategies.runtime.lightning.ranks_strategy import RanksStrategy
 from strategies.runtime.lightning.whole_state import WholeModule, bring_together, fits
+from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
-from strategies.runtime.storage.commit import Exchange
 from strategies.runtime.storage.opened import Opened
 from strategies.runtime.storage.part import Part, Piece, flatten, split
 from strategies.runtime.storage.saver import Saver

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from strategies.errors import by_host
 from strategies.heartbeat import Heartbeat, Phase
 from strategies.plan import Backend, Options, Plan
+from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.joining import join
 from strategies.runtime.messages.mesh import Communicators, Coordinates, check_world
 
@@ -172,11 +173,8 @@ class RanksStrategy(ParallelStrategy):
         return "staged" if self.num_processes > len(self._parallel_devices or []) else "nccl"
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
+        """Plain data and tensors, see ``Exchange``; the base would unpickle what is sent."""
+        return everybody(self.root_device if self.parallel_devices else None).says(obj, source=src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Over all processes; the base would compare a sum over replicas with the world size."""

@@ -45,6 +45,7 @@ from strategies.runtime.lightning.request import Keywords, plan_and_options
 from strategies.runtime.lightning.user_module import stage_model_of
 from strategies.runtime.lightning.whole_state import WholeModule, refuse_cut
 from strategies.runtime.messages import fingerprint
+from strategies.runtime.messages.exchange import Exchange, everybody
 from strategies.runtime.messages.fingerprint import compare
 from strategies.runtime.step.microbatch import concatenate, count_rows, in_order, share_sizes
 from strategies.runtime.step.rank_engine import Engine, PassResult
@@ -218,7 +219,8 @@ class PipelineStrategy(CheckpointingStrategy):
     def _start_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Cuts the module and makes what runs it; collective."""
         if self._plan.file is not None:
-            self._plan = self.broadcast(self._plan)  # It may have changed between two reads.
+            # It may have changed between two reads.
+            self._plan = replace(self._plan, file=self.broadcast(self._plan.file))
         refuse_cut(module)
         self._engine_module, self._whole = module, WholeModule(module)
         seed = self._options.seed
@@ -497,10 +499,7 @@ class PipelineStrategy(CheckpointingStrategy):
             NotFiniteError: With ``on_nan="stop"``.
         """
         own = self.engine.findings()
-        gathered: list[list[Finding]] = [own]
-        if dist.is_initialized():
-            gathered = [own] * self.world_size
-            dist.all_gather_object(gathered, own)
+        gathered: list[list[Finding]] = everybody().everyone(own)
         step = int(self._trainer.global_step)
         cause = first_finding(item for items in gathered for item in items).sentence()
         message = f"step {step + 1}: {cause}. No rank has applied this step."
@@ -546,14 +545,12 @@ class PipelineStrategy(CheckpointingStrategy):
         where = self.coordinates
         results: list[Any] = result.results
         if where.pp > 1:
-            pipeline = where.pipeline(where.dp_rank, 0)
-            group = self.engine.control_group
-            gathered: list[list[Any]] = []
+            exchange = Exchange(self.engine.control_group, device=self.root_device)
             placement = self.engine.placement
-            for owner in placement.owners(placement.num_stages - 1):
-                box = [results]
-                dist.broadcast_object_list(box, src=pipeline[owner], group=group)
-                gathered.append(box[0])
+            gathered = [
+                exchange.says(results, source=owner * where.tp)
+                for owner in placement.owners(placement.num_stages - 1)
+            ]
             results = in_order(placement, gathered)
         return concatenate(results, share_sizes(count_rows(batch), len(results)))
 

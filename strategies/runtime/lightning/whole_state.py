@@ -20,8 +20,8 @@ from strategies.errors import CheckpointError, ModelError
 from strategies.models.replay.hole import Hole
 from strategies.models.stage_model import StageModel
 from strategies.models.unit_model import Elsewhere
+from strategies.runtime.messages.exchange import Exchange, everybody
 from strategies.runtime.step.rank_engine import Engine
-from strategies.runtime.storage.commit import Exchange
 from strategies.runtime.storage.part import Piece, as_piece, flatten, unflatten
 
 _BLOCK_BYTES = 1 << 26
@@ -65,11 +65,6 @@ def bring_together(state: Mapping[str, Any], *, everywhere: bool) -> dict[str, A
         else:
             found[name] = tensor
     return found | {name: unflatten(tree, nested.get(name, {})) for name, tree in trees.items()}
-
-
-def everybody() -> Exchange:
-    """Words between all processes; not at the same time as other talk in the default group."""
-    return Exchange(dist.group.WORLD if dist.is_initialized() else None)
 
 
 def _plain(state: Mapping[str, Any]) -> tuple[dict[str, Piece], dict[str, Any], str | None]:

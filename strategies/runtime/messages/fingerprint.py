@@ -17,12 +17,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from strategies.errors import PlanError, by_host, name_ranks
 from strategies.ir.program import Program
 from strategies.ir.text import format_rows
+from strategies.runtime.messages.exchange import everybody
 
 _PACKAGES = ("torch", "lightning", "numpy", "foldpipe")
 _LONG = 60
@@ -81,10 +81,8 @@ def compare(own: Print, *, what: str, partial: bool = False) -> None:
     Raises:
         MismatchError: On every rank the same, with the names that differ and who has what.
     """
-    if not dist.is_initialized():
-        return
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (dist.get_rank(), socket.gethostname(), dict(own)))
+    exchange = everybody()
+    gathered = exchange.everyone((exchange.rank, socket.gethostname(), dict(own)))
     message = difference(gathered, what, partial=partial)
     if message is not None:
         raise MismatchError(message)

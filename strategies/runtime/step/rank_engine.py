@@ -29,6 +29,7 @@ from strategies.plan import Options, Plan, num_buckets
 from strategies.planner.cut import balance, by_counts
 from strategies.runtime.messages import mesh
 from strategies.runtime.messages.control import Bulletin
+from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.fingerprint import compare, shared_print
 from strategies.runtime.messages.mailbox import Mailbox
 from strategies.runtime.messages.mesh import Communicators, Coordinates
@@ -243,11 +244,8 @@ class Engine:
             )
             for stage in self.owned
         }
-        sizes = dict(own)
-        if self.coordinates.world_size > 1:
-            gathered: list[dict[int, int]] = [{} for _ in range(self.coordinates.world_size)]
-            dist.all_gather_object(gathered, own)
-            sizes = {stage: size for part in gathered for stage, size in part.items()}
+        gathered = everybody().everyone(own)
+        sizes = {stage: size for part in gathered for stage, size in part.items()}
         reduces = self.coordinates.dp > 1 or self.placement.weight_copies > 1
         return tuple(
             num_buckets(sizes[stage], self.options.bucket_mb) if reduces else 0

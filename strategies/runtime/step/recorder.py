@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from strategies.analysis.timeline import Timeline
 from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
+from strategies.runtime.messages.exchange import Exchange
 
 if TYPE_CHECKING:
     from strategies.runtime.step.rank_engine import Engine
@@ -234,18 +234,13 @@ def gather_timeline(engine: Engine, *, median: bool) -> Timeline | None:
         by_span = next(step for step, span in spans.items() if span == middle)
         chosen = by_span if median else full[-1].step
     where = engine.coordinates
-    replica = where.replica(where.dp_rank)
     group = engine.control_group
-    if group is not None:
-        box = [chosen]
-        dist.broadcast_object_list(box, src=replica[0], group=group)
-        chosen = box[0]
+    exchange = Exchange(group)
+    chosen = exchange.first_says(chosen)
     record = next((r for r in full if r.step == chosen), None)
     own: Any = None if record is None else engine.recorder.seconds(record)
-    gathered: list[Any] = [own]
+    gathered = exchange.everyone(own)
     if group is not None:
-        gathered = [None] * len(replica)
-        dist.all_gather_object(gathered, own, group=group)
         gathered = gathered[where.tp_rank :: where.tp]
     if any(entry is None for entry in gathered):
         return None

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from strategies.errors import CheckpointError
-from strategies.runtime.storage.commit import Exchange, Job, remove, write_checkpoint
+from strategies.runtime.messages.exchange import Exchange
+from strategies.runtime.storage.commit import Job, remove, write_checkpoint
 from strategies.runtime.storage.part import Part, Piece, own_share
 
 

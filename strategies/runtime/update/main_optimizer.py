@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.errors import CheckpointError, ModelError
+from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.update.grad_sync import Buffer
 from strategies.runtime.update.main_weights import AllMainWeights, MainWeights, Piece
 
@@ -200,8 +201,7 @@ class MainOptimizer:
                     else:
                         kept = value.detach().cpu() if isinstance(value, Tensor) else value
                         plain.setdefault(names[index], {})[key] = kept
-        told: list[Any] = [None] * members
-        dist.all_gather_object(told, (kinds, plain), group=talk)
+        told = Exchange(talk).everyone((kinds, plain))
         spread: dict[str, dict[str, str]] = {}
         result: dict[str, _State] = {}
         for theirs, scalars in told:

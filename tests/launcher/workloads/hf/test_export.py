@@ -21,8 +21,8 @@ from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.errors import ModelError, PlanError, RunError
 from strategies.runtime.lightning.checkpointing_strategy import save
+from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.mesh import Coordinates
-from strategies.runtime.storage.commit import Exchange
 from strategies.runtime.storage.saver import Saver
 from tests.tiny_models import batch_of, shape_of, write_model
 

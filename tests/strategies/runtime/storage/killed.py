@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.mesh import Communicators, Coordinates
-from strategies.runtime.storage.commit import Exchange
 from strategies.runtime.storage.saver import Saver
 from tests.strategies.runtime.storage.saving import newest, save, step_in
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from strategies.errors import CheckpointError
 from strategies.runtime.lightning import checkpointing_strategy
+from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.mesh import Coordinates
-from strategies.runtime.storage.commit import Exchange
 from strategies.runtime.storage.saver import Saver
 
 ALONE = Coordinates(pp=1, dp=1, pp_rank=0, dp_rank=0)
