@@ -218,12 +218,18 @@ class Manual(Plain):
         self.automatic_optimization = False
 
 
+class Normed(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(nn.BatchNorm1d(6))
+
+
 @pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|logging interval|validation_step).*")
 @pytest.mark.parametrize(
     ("module", "callbacks", "message"),
     [
         (Manual, [], "uses manual optimization"),
-        (Plain, [StochasticWeightAveraging(1e-2)], "copies the whole model"),
+        (Normed, [StochasticWeightAveraging(1e-2)], "an epoch of forwards alone"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused(

@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from strategies.errors import ModelError
 from strategies.models.replay.hole import Hole, is_question
 from strategies.models.replay.path import ParameterTable
+from strategies.runtime.lightning.refusals import is_weight_averaging
 from strategies.runtime.messages.control import Bulletin
 from strategies.runtime.step.rank_engine import Engine
 
@@ -110,6 +111,9 @@ class ParameterHooks:
                 before = vars(owner).get(name)
                 self._wrapped.append((owner, name, before))
                 vars(owner)[name] = _watched_hook(self, owner, name)
+        for callback in filter(is_weight_averaging, callbacks):
+            self._wrapped.append((callback, "on_load_checkpoint", None))
+            vars(callback)["on_load_checkpoint"] = _no_averages
 
     def unwatch(self) -> None:
         for owner, name, before in self._wrapped:
@@ -501,7 +505,7 @@ def _hooks_of(owner: Any) -> list[str]:
     parent = pl.LightningModule if isinstance(owner, pl.LightningModule) else pl.Callback
     kind = type(owner)
     lookers = (BaseFinetuning, StochasticWeightAveraging, LambdaCallback)
-    averaging = any(base.__name__ == "WeightAveraging" for base in kind.__mro__)
+    averaging = is_weight_averaging(owner)
     if (
         not isinstance(owner, lookers)
         and not averaging
@@ -542,6 +546,15 @@ def _watched_hook(hooks: ParameterHooks, owner: Any, name: str) -> Callable[...,
         return there.run(owner, name, lambda: hook(*args, **kwargs))
 
     return run
+
+
+def _no_averages(trainer: Any, module: Any, checkpoint: Mapping[str, Any]) -> None:
+    if "averaging_state" in checkpoint:
+        raise ModelError(
+            "this checkpoint has the averages of WeightAveraging, which are not put together again "
+            f"for the {trainer.strategy.plan.pp} ranks of a pipeline. Go on without that callback, "
+            "from the averages; or begin anew."
+        )
 
 
 def _leaves(value: Any, depth: int = 3) -> Iterator[Any]:

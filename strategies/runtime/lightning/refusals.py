@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.errors import ModelError
+from strategies.models.unit_model import HasUnits
 from strategies.plan import OnNan, Plan, refuse_selective, refuse_split_backward
 from strategies.schedules import find_schedule
 
@@ -45,12 +46,38 @@ def refuse_module(
     if isinstance(module, torch._dynamo.OptimizedModule):
         raise ModelError("compile the layers inside the module, not the LightningModule.")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        copies = isinstance(callback, StochasticWeightAveraging)
-        if copies or type(callback).__name__ in ("WeightAveraging", "EMAWeightAveraging"):
-            raise ModelError(
-                f"the callback {type(callback).__name__} copies the whole model before it is "
-                f"cut into {plan.pp} ranks and would average the wrong weights. Remove it."
-            )
+        _refuse_callback(callback, module, plan)
+
+
+def _refuse_callback(callback: Any, module: pl.LightningModule, plan: Plan) -> None:
+    """Refuses what changes the model in a way that its stages cannot follow."""
+    name = type(callback).__name__
+    averages = isinstance(callback, StochasticWeightAveraging) or is_weight_averaging(callback)
+    if averages and plan.pp > 1 and isinstance(module, HasUnits):
+        raise ModelError(
+            f"the callback {name} copies the whole model before it is cut into {plan.pp} ranks. "
+            "Of a module that declares pipeline_units() each rank has its own units only, and "
+            "the wrong weights would be averaged. Remove it, or use pp=1."
+        )
+    if isinstance(callback, StochasticWeightAveraging) and any(
+        isinstance(child, torch.nn.modules.batchnorm._BatchNorm) for child in module.modules()
+    ):
+        raise ModelError(
+            f"the callback {name} ends with an epoch of forwards alone that computes the running "
+            f"statistics of {type(module).__name__}'s batch norms anew; a pipeline's training "
+            "step runs forwards and backwards together. Use WeightAveraging, or a norm without "
+            "running statistics (GroupNorm, LayerNorm)."
+        )
+    if isinstance(callback, ModelPruning) and plan.pp > 1:
+        raise ModelError(
+            f"the callback {name} replaces parameters by others during training; the stages and "
+            "optimizers of a pipeline hold those that were there at the start. Prune the module "
+            "before fit() (torch.nn.utils.prune), or use pp=1."
+        )
+
+
+def is_weight_averaging(callback: Any) -> bool:
+    return any(base.__name__ == "WeightAveraging" for base in type(callback).__mro__)
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer], *, world_size: int, on_nan: OnNan) -> None:

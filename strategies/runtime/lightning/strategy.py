@@ -16,6 +16,7 @@ from typing import Any, Unpack
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ from strategies.runtime.step.rank_engine import Engine, PassResult
 from strategies.runtime.step.recorder import StepStats, gather_timeline
 from strategies.runtime.update.grad_sync import clip_
 from strategies.runtime.update.main_optimizer import MainOptimizer
+from strategies.runtime.update.main_weights import refuse_freezing
 from strategies.runtime.update.nan_guard import Finding, NotFiniteStep, first_finding
 
 _log = logging.getLogger(__name__)
@@ -326,6 +328,8 @@ class PipelineStrategy(CheckpointingStrategy):
             MainOptimizer.take_over(optimizer, mains) for optimizer in self.optimizers if mains
         ]
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, BaseFinetuning) for callback in callbacks):
+            refuse_freezing(mains)
         if mains.sharded and not any(isinstance(c, WholeWeights) for c in callbacks):
             callbacks.insert(0, WholeWeights(lambda: self.engine.mains.complete()))
 
