@@ -314,6 +314,7 @@ def _options(config: LaunchConfig, dp: int, cut: tuple[int, ...] | None) -> Opti
         async_save=config.trainer.async_save,
         compile=config.compile,
         on_nan=config.trainer.on_nan,
+        checkpoints="folder",
         whole_after=False,
     )
 

@@ -199,6 +199,7 @@ class Plan:
 Backend = Literal["auto", "gloo", "nccl", "staged", "strict"]
 GradientType = Literal["fp32", "bf16"]
 OnNan = Literal["stop", "skip", "ignore"]
+CheckpointFormat = Literal["auto", "file", "folder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +224,7 @@ class Options:
     async_save: bool = True
     compile: bool = False
     on_nan: OnNan = "stop"
+    checkpoints: CheckpointFormat = "auto"
     whole_after: bool | Literal["auto"] = "auto"
 
 

@@ -35,7 +35,7 @@ from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.model_share import described
 from launcher.workloads.registry import DATA, MODELS, load
 from strategies.analysis.timeline import Timeline
-from strategies.runtime.lightning.checkpointing_strategy import load_state_dict
+from strategies.runtime.lightning.rank_folder import load_state_dict
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.step.activation_bytes import MemoryUse

@@ -133,8 +133,6 @@ class UnitModel(StageModel):
             self._sharding.finish(self._canonical)
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
-        if self._sharding is not None:
-            raise ModelError("the matrices of a module that is cut with tp > 1 stay cut.")
         placed = {name: p for stage in self._owned() for name, p in self.stage_parameters(stage)}
         for index, unit in self._away.items():
             prefix = self._units[index].name

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.transformer_shape import TransformerShape
-from strategies.runtime.lightning.checkpointing_strategy import load_state_dict
+from strategies.runtime.lightning.rank_folder import load_state_dict
 from tests.launcher.command_line import launch_here
 from tests.launcher.conftest import TRAIN
 from tests.launcher.runs import MODEL, Finished, launch, read_metrics

@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
-import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.errors import CheckpointError
 from strategies.heartbeat import Heartbeat, Phase
-from strategies.manifest import MANIFEST, committed, find_damage, read_manifest
+from strategies.manifest import MANIFEST, committed
+from strategies.models.unit_model import HasUnits
 from strategies.plan import Options, Plan
+from strategies.runtime.lightning import stock_file
+from strategies.runtime.lightning.rank_folder import (
+    DATA_HYPER_PARAMETERS,
+    RANDOM,
+    is_plain,
+    layout_of,
+    load,
+    load_state_dict,
+    name_optimizer_state,
+    random_state,
+    save,
+    set_random_state,
+)
 from strategies.runtime.lightning.ranks_strategy import RanksStrategy
+from strategies.runtime.lightning.stock_file import HYPER_PARAMETERS, boxed
 from strategies.runtime.lightning.whole_state import WholeModule, bring_together, fits
-from strategies.runtime.messages.exchange import Exchange
-from strategies.runtime.messages.mesh import Coordinates
+from strategies.runtime.messages.exchange import Exchange, everybody
 from strategies.runtime.step.rank_engine import Engine
-from strategies.runtime.storage.opened import Opened
-from strategies.runtime.storage.part import Part, Piece, flatten, split
 from strategies.runtime.storage.saver import Saver
 from strategies.runtime.storage.share_pieces import Shares
 from strategies.runtime.update.main_optimizer import MainOptimizer
+
+# Two of them can be imported from here as from where they are.
+__all__ = ["CheckpointingStrategy", "load_state_dict", "owned_state", "save"]
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +64,10 @@ class CheckpointingStrategy(RanksStrategy):
         self._checkpoints: set[Path] = set()
         self._random_state: Mapping[str, Any] | None = None
         self._whole: WholeModule | None = None
+        self._from_file = False  # what has been loaded last
+        self._fits_rank_0: bool | None = None  # whether one rank can have all state
+        self._told_objects = False
+        self._orders: list[Any] | None = None  # of the optimizers' parameters, in the whole module
 
     @property
     def engine(self) -> Engine:
@@ -153,22 +169,82 @@ class CheckpointingStrategy(RanksStrategy):
         for main in self._main_optimizers:
             if main.optimizer is getattr(optimizer, "optimizer", optimizer):
                 return main.named_state(named, group_of=self.engine.owners_group)
-        return _name_optimizer_state(optimizer, named)
+        return name_optimizer_state(optimizer, named)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """A folder with files per rank and a manifest; collective, renamed when complete.
+        """A file as stock Lightning's, or a folder with files per rank; collective.
 
-        Inside ``fit``, with ``async_save``, it returns when the state is copied. What goes wrong
-        later is raised by the next training step, save or load, or at the end of training.
+        Either has its name when it is complete. Inside ``fit``, with ``async_save``, a folder is
+        written later: it returns when the state is copied. What goes wrong then is raised by the
+        next training step, save or load, or at the end of training.
 
         Raises:
-            CheckpointError: The folder cannot be written.
+            CheckpointError: It cannot be written.
         """
         self._heartbeat.phase(Phase.SAVING)
         path = Path(self.broadcast(str(filepath)))
         self._checkpoints.add(path.absolute())
+        if self._as_file(checkpoint):
+            self.saver.finish()
+            self._save_file(checkpoint, path)
+        else:
+            self._save_folder(checkpoint, path)
+        self._heartbeat.phase(Phase.BETWEEN)
+
+    def _as_file(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Whether this is to be a file, the same on all ranks; collective when first asked."""
+        asked = self._options.checkpoints
+        if asked != "auto":
+            return asked == "file"
+        if isinstance(self.lightning_module, HasUnits):
+            return False
+        reason = None
+        objects = [
+            name
+            for key in (HYPER_PARAMETERS, DATA_HYPER_PARAMETERS)
+            for name, value in checkpoint.get(key, {}).items()
+            if not is_plain(value)
+        ]
+        if self._fits_rank_0 is None:
+            # Weights and two values of an optimizer for each.
+            enough, figures = fits(3 * self.whole.num_bytes, copies=1)
+            self._fits_rank_0 = bool(everybody().first_says(enough))
+            reason = None if self._fits_rank_0 else f"a file would take {figures}"
+        if objects and not self._told_objects:
+            self._told_objects = True
+            reason = f"the hyper-parameters {', '.join(objects)} are objects, and no file with such"
+            reason += " is loaded here (save_hyperparameters(ignore=[...]) leaves them out)"
+        if reason is not None and self.is_global_zero:
+            _log.warning(
+                "checkpoints are folders: %s. load_from_checkpoint() reads them where strategies "
+                "has been imported; PipelineStrategy(checkpoints='file') writes files.",
+                reason,
+            )
+        return self._fits_rank_0 and not objects
+
+    def _save_file(self, checkpoint: dict[str, Any], path: Path) -> None:
+        orders = self._stock_orders() if "optimizer_states" in checkpoint else []
+        where = self.coordinates
+        stock_file.write(
+            checkpoint,
+            path,
+            orders=orders,
+            names=self.whole.names,
+            first_replica=where.dp_rank == 0,
+            own={RANDOM: random_state(), "layout": layout_of(where)},
+        )
+
+    def _stock_orders(self) -> list[Any]:
+        if self._orders is None:
+            module = self.lightning_module
+            assert module is not None
+            with self.whole.shown(self.engine.model):
+                self._orders = stock_file.stock_orders(module)
+        return self._orders
+
+    def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
         state = self._trainer.state
         holders = self.engine.holders()
         running = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
@@ -189,7 +265,6 @@ class CheckpointingStrategy(RanksStrategy):
                 "parameters": sorted(self.engine.model.parameter_names),
             },
         )
-        self._heartbeat.phase(Phase.BETWEEN)
 
     @property
     def saver(self) -> Saver:
@@ -219,26 +294,58 @@ class CheckpointingStrategy(RanksStrategy):
         self._checkpoints.add(path.absolute())
         fitting = self._trainer.state.fn == TrainerFn.FITTING
         shares = self._shares({})
+        self._from_file = bool(everybody().first_says(committed(path).is_file()))
+        if self._from_file:
+            return self._load_file(path)
         return load(
             path,
             exchange=self._exchange(),
             coordinates=self.coordinates,
-            state=shares.boxes(self.lightning_module.state_dict()),
+            state=shares.boxes(self.whole.part()),
             parameters=set(self.engine.model.parameter_names),
             optimized=shares.boxes(self.engine.named_parameters()) if fitting else {},
             strict=self.lightning_module.strict_loading,
         )
 
+    def _load_file(self, path: Path) -> dict[str, Any]:
+        """A file of stock Lightning's, or one of ours, whole; nothing of it has been read yet."""
+        exchange, found, problem = self._exchange(), {}, None
+        try:
+            found = stock_file.read(path)
+        except CheckpointError as error:
+            problem = str(error)
+        problems = [said for said in exchange.everyone(problem) if said is not None]
+        if problems:
+            raise CheckpointError(problems[0])
+        ranks = found.pop(stock_file.OWN, {}).get("ranks", {})
+        if ranks:
+            where = self.coordinates
+            old = ranks[0]["layout"]
+            same = old == layout_of(where)
+            source = where.dp_rank % old["dp"] * old["tp"]
+            found[RANDOM] = ranks[self.global_rank if same else source][RANDOM]
+        return found
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        state = self._shares({}).padded(checkpoint["state_dict"])
-        self.lightning_module.load_state_dict(state, strict=strict)
+        shares, state = self._shares({}), checkpoint["state_dict"]
+        if self._from_file:
+            if strict:
+                self.whole.check(state)
+            wanted = shares.boxes(self.whole.part())
+            state = {n: boxed(state[n], box) for n, box in wanted.items() if n in state}
+        self.lightning_module.load_state_dict(shares.padded(state), strict=strict)
         self.engine.mains.refresh()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         named = self.engine.named_parameters()
         shares = self._shares({})
-        saved = [shares.padded_optimizer(state, named) for state in checkpoint["optimizer_states"]]
+        states = checkpoint["optimizer_states"]
+        if self._from_file:
+            wanted = shares.boxes(named)
+            orders = zip(states, self._stock_orders(), strict=True)
+            states = [stock_file.by_names(state, order, wanted) for state, order in orders]
+        saved = [shares.padded_optimizer(state, named) for state in states]
         mains = self._main_optimizers or [MainOptimizer.plain(each) for each in self.optimizers]
         for main, state in zip(mains, saved, strict=True):
             main.load(state, named)
@@ -256,7 +363,7 @@ class CheckpointingStrategy(RanksStrategy):
 
     def _restore_random_state(self) -> None:
         if self._random_state is not None:
-            _set_random_state(self._random_state)
+            set_random_state(self._random_state)
             self._random_state = None
 
     def _last_checkpoint(self) -> str:
@@ -266,153 +373,14 @@ class CheckpointingStrategy(RanksStrategy):
             self.saver.finish()
         except CheckpointError as error:
             return f"The last checkpoint failed, too: {error} Try a smaller rate; {skip}."
-        there = [path for path in self._checkpoints if (path / MANIFEST).is_file()]
+        there = [p for p in self._checkpoints if p.is_file() or (p / MANIFEST).is_file()]
         if not there:
             return f"No checkpoint has been written. Try a smaller rate; {skip}."
-        newest = max(there, key=lambda path: (path / MANIFEST).stat().st_mtime)
+        newest = max(there, key=lambda path: path.stat().st_mtime)
         return (
             f"The last checkpoint is {newest}: trainer.resume={newest} goes on from there, say "
             f"with a smaller rate; {skip}."
         )
-
-
-# -------------------------------------------------------------------------------------- checkpoint
-# Names are those of the uncut module and optimizer state is keyed by them, so a checkpoint of one
-# layout can be read by another.
-
-_HYPER_PARAMETERS = "hyper_parameters"
-_RANDOM = "foldpipe_random_state"
-
-
-def save(
-    saver: Saver,
-    checkpoint: Mapping[str, Any],
-    path: Path,
-    *,
-    coordinates: Coordinates,
-    holders: Mapping[str, tuple[int, ...]],
-    optimizer_holders: Mapping[str, tuple[int, ...]],
-    metadata: Mapping[str, Any],
-    in_thread: bool,
-) -> None:
-    """Writes all ranks' parts and commits them together; collective.
-
-    Tensors in what Lightning has collected may be plain and whole, DTensors, or pieces of a sharded
-    tensor. Per parameter ``holders`` are the global ranks that hold the same of it, and
-    ``optimizer_holders`` of its optimizer state; {} where the first replica has it all.
-
-    Raises:
-        CheckpointError: Some rank cannot write; nothing is committed then.
-    """
-
-    def collect() -> Part:
-        part = dict(checkpoint)
-        if _HYPER_PARAMETERS in part:
-            part[_HYPER_PARAMETERS] = _plain_values(part[_HYPER_PARAMETERS])
-        part[_RANDOM] = _random_state()
-        return split(
-            part,
-            rank=coordinates.global_rank(coordinates.pp_rank, coordinates.dp_rank),
-            holders=holders,
-            optimizer_holders=optimizer_holders,
-            first_replica=coordinates.dp_rank == coordinates.tp_rank == 0,
-        )
-
-    saver.save(
-        path, collect, layout=_layout_of(coordinates), metadata=metadata, in_thread=in_thread
-    )
-
-
-def _layout_of(coordinates: Coordinates) -> dict[str, int]:
-    return {"pp": coordinates.pp, "dp": coordinates.dp, "tp": coordinates.tp}
-
-
-def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters as they can be written: an object goes in as its text, for people."""
-    plain = {}
-    for key, value in values.items():
-        try:
-            flatten(value)
-            plain[key] = value
-        except CheckpointError:
-            plain[key] = repr(value)
-    return plain
-
-
-def load(
-    path: Path,
-    *,
-    exchange: Exchange,
-    coordinates: Coordinates,
-    state: Mapping[str, Any],
-    parameters: set[str],
-    optimized: Mapping[str, Tensor | Piece],
-    strict: bool,
-) -> dict[str, Any]:
-    """What one rank needs of a checkpoint, read when all of it is verified; collective.
-
-    Of the module's ``state`` and the ``optimized`` parameters this rank wants the boxes given. With
-    ``strict`` the checkpoint may have neither more nor fewer ``parameters`` than the whole model.
-
-    Raises:
-        CheckpointError: It is damaged, or of another model. All ranks raise.
-    """
-    path = committed(path)
-    manifest = _verified(path, exchange)
-    opened: Opened | None = None
-    try:
-        opened = Opened.of(path, manifest)
-        problem = opened.misfit(state, parameters=parameters, strict=strict)
-    except CheckpointError as error:
-        problem = str(error)
-    problems = [said for said in exchange.everyone(problem) if said is not None]
-    if problems or opened is None:
-        raise CheckpointError(problems[0])
-    now = _layout_of(coordinates)
-    same = all(manifest[degree] == size for degree, size in now.items())
-    # In another layout: the replica's own, if there was one. What is drawn from its generators
-    # (its data) continues; what is drawn inside the model does not depend on them.
-    source = exchange.rank if same else coordinates.dp_rank % manifest["dp"] * manifest["tp"]
-    return opened.read(rank=source, state=state, optimized=optimized)
-
-
-def _verified(path: Path, exchange: Exchange) -> dict[str, Any]:
-    """The manifest, when each file's hash has been compared by some rank."""
-    manifest: dict[str, Any] | None = None
-    problem: str | None
-    try:
-        manifest = read_manifest(path)
-    except CheckpointError as error:
-        problem = str(error)
-    else:
-        problem = find_damage(path, manifest, _own_files(manifest, exchange))
-    problems = [said for said in exchange.everyone(problem) if said is not None]
-    if problems or manifest is None:
-        raise CheckpointError(problems[0])
-    return manifest
-
-
-def _own_files(manifest: Mapping[str, Any], exchange: Exchange) -> set[str]:
-    """A rank's share of the files, about as many bytes as any other's."""
-    loads = [0] * exchange.size
-    own = set()
-    files = manifest["files"]
-    for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
-        rank = loads.index(min(loads))
-        loads[rank] += files[name]["bytes"]
-        if rank == exchange.rank:
-            own.add(name)
-    return own
-
-
-def load_state_dict(path: Path) -> dict[str, Tensor]:
-    """The weights of the whole model, for a single process.
-
-    Raises:
-        CheckpointError: The checkpoint is missing or damaged.
-    """
-    path = committed(path)
-    return Opened.of(path, _verified(path, Exchange(None))).whole_model()
 
 
 def owned_state(
@@ -441,49 +409,3 @@ def owned_state(
         return True
 
     return {key: value for key, value in state.items() if key in parameters or stays(key)}
-
-
-def _name_optimizer_state(
-    optimizer: Optimizer, named: Mapping[str, nn.Parameter]
-) -> dict[str, Any]:
-    """An optimizer's state keyed by parameter names."""
-    names = {id(parameter): name for name, parameter in named.items()}
-    plain = getattr(optimizer, "optimizer", optimizer)
-    groups = []
-    for group in plain.param_groups:
-        unknown = [p for p in group["params"] if id(p) not in names]
-        if unknown:
-            raise CheckpointError(
-                "the optimizer updates a parameter that is no part of the module, so it has no "
-                "name in a checkpoint. Build optimizers from self.parameters()."
-            )
-        rest = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**rest, "params": [names[id(p)] for p in group["params"]]})
-    state = {names[id(parameter)]: dict(entry) for parameter, entry in plain.state.items()}
-    return {"state": state, "param_groups": groups}
-
-
-def _random_state() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": [version, list(words), gauss],
-        "numpy": [kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(checkpoint: Mapping[str, Any]) -> None:
-    state = checkpoint.get(_RANDOM)
-    if state is None:
-        return
-    torch.set_rng_state(state["torch"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

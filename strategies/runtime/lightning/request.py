@@ -20,6 +20,7 @@ from strategies.costs.table import Costs
 from strategies.errors import PlanError
 from strategies.plan import (
     Backend,
+    CheckpointFormat,
     GradientType,
     OnNan,
     Options,
@@ -65,6 +66,7 @@ class Keywords(TypedDict, total=False):
     async_save: bool
     compile: bool
     on_nan: OnNan
+    checkpoints: CheckpointFormat
     whole_after: bool | Literal["auto"]
 
 

@@ -1,7 +1,8 @@
 """``Trainer(strategy=PipelineStrategy(pp=4))``: Lightning's hooks, answered by the engine.
 
 Each hook here exists because Lightning's default would be silently wrong for a pipeline; the reason
-stands beside it. Nothing in Lightning is patched.
+stands beside it. Nothing in Lightning is patched but the function with which
+``load_from_checkpoint`` opens a path, which reads our folders, too (``serve_folders``).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from strategies.runtime.lightning.refusals import (
     refuse_optimizers,
 )
 from strategies.runtime.lightning.request import Keywords, plan_and_options
+from strategies.runtime.lightning.stock_file import serve_folders
 from strategies.runtime.lightning.user_module import stage_model_of
 from strategies.runtime.lightning.whole_state import WholeModule, refuse_cut
 from strategies.runtime.messages import fingerprint
@@ -57,6 +59,9 @@ from strategies.runtime.update.main_weights import refuse_freezing
 from strategies.runtime.update.nan_guard import Finding, NotFiniteStep, first_finding
 
 _log = logging.getLogger(__name__)
+
+
+serve_folders()  # Before anybody has made a strategy: a script that evaluates makes none.
 
 
 class PipelineStrategy(CheckpointingStrategy):
@@ -129,6 +134,13 @@ class PipelineStrategy(CheckpointingStrategy):
             begun its next step (schedules whose period is below their makespan); ``ignore`` looks
             at nothing. With a gradient scaler, infinite gradients are the scaler's, as long as its
             scale is at least 1.
+        checkpoints: What ``save_checkpoint`` and ``ModelCheckpoint`` write; both resume at any
+            layout. ``file``: one file as stock Lightning writes it, for ``load_from_checkpoint``,
+            ``torch.load`` and stock Trainers, for which rank 0 needs memory for all state.
+            ``folder``: files per rank, hashed and written in a thread, for any size. ``auto``, the
+            default, is a file, but a folder for a module that declares its units, for one with
+            objects among its hyper-parameters (no file that holds them is loaded here), and where
+            the state does not fit into half of rank 0's free memory.
         whole_after: Whether the module is made whole on every rank when ``fit`` and its kin end,
             so that ``state_dict()``, ``forward()`` and other Trainers find what stock Lightning
             leaves. ``auto``, the default, does so where it fits into half of a host's free
@@ -197,6 +209,7 @@ class PipelineStrategy(CheckpointingStrategy):
         else:
             self.whole.release(self._engine.model)
         self.model_to_device()
+        self._orders = None
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, HookState) for callback in callbacks):
             callbacks.insert(0, HookState(lambda: self.engine))

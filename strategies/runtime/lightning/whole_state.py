@@ -8,7 +8,8 @@ travels as bytes over the default group, and the holes of a module are filled wi
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -22,6 +23,7 @@ from strategies.models.stage_model import StageModel
 from strategies.models.unit_model import Elsewhere
 from strategies.runtime.messages.exchange import Exchange, everybody
 from strategies.runtime.step.rank_engine import Engine
+from strategies.runtime.storage.opened import shortened
 from strategies.runtime.storage.part import Piece, as_piece, flatten, unflatten
 
 _BLOCK_BYTES = 1 << 26
@@ -162,6 +164,10 @@ class WholeModule:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.names = tuple(module.state_dict())
+        self._kinds = {
+            name: (tuple(p.shape), p.dtype)
+            for name, p in module.named_parameters(remove_duplicate=False)
+        }
         tensors = [*module.parameters(), *module.buffers()]
         self.num_bytes = sum(t.numel() * t.element_size() for t in tensors)
         self.restored = False
@@ -183,6 +189,42 @@ class WholeModule:
         What was found out about it when it was cut does not hold then.
         """
         return self.restored and self._now != _signature(self.module)
+
+    @contextmanager
+    def shown(self, model: StageModel) -> Iterator[None]:
+        """Inside, the module has all parameters, those of other ranks without values or memory."""
+        if self.restored:
+            yield
+            return
+        model.restore(
+            {
+                name: torch.zeros((), dtype=d).expand(shape)
+                for name, (shape, d) in self._kinds.items()
+            }
+        )
+        try:
+            yield
+        finally:
+            model.release()
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuses a state that is not this module's.
+
+        Raises:
+            CheckpointError: Names differ; the same on all ranks.
+        """
+        for which, names, others in (
+            ("lacks", self.names, state),
+            ("has, and this one lacks,", state, self.names),
+        ):
+            other = set(others)
+            missing = [name for name in names if name not in other]
+            if missing:
+                raise CheckpointError(
+                    f"the checkpoint is that of another model: it {which} {len(missing)} names: "
+                    f"{shortened(missing)}. Use the model it was written with, or set "
+                    "self.strict_loading = False in the module."
+                )
 
     def foreign(self, *, speaks: bool) -> set[str]:
         """Free buffers that are another rank's; collective.

@@ -48,15 +48,14 @@ class Opened:
             more = sorted(set(written) - parameters)
             return (
                 f"{self.path} is a checkpoint of another model: it has {len(more)} parameters that "
-                f"this one lacks: {_some(more)}. Use the model it was written with."
+                f"this one lacks: {shortened(more)}. Use the model it was written with."
             )
-        there = (*self.metadata.state_dict_metadata, *self.values)
-        names = {name.removeprefix(_MODEL) for name in there if name.startswith(_MODEL)}
+        names = set(self.whole_names())
         missing = sorted(set(state) - names)
         if missing and strict:
             return (
                 f"{self.path} is a checkpoint of another model: it lacks {len(missing)} of "
-                f"{len(state)} names: {_some(missing)}. Use the model it was written with."
+                f"{len(state)} names: {shortened(missing)}. Use the model it was written with."
             )
         shapes = []
         for name, value in state.items():
@@ -67,8 +66,8 @@ class Opened:
                     shapes.append(f"{name} is {list(found.size)} there and {list(shape)} here")
         if shapes:
             return (
-                f"{self.path} is a checkpoint of another model: {_some(shapes)}. Use the model it "
-                "was written with."
+                f"{self.path} is a checkpoint of another model: {shortened(shapes)}. Use the model "
+                "it was written with."
             )
         return None
 
@@ -104,6 +103,11 @@ class Opened:
             tree, rank=rank, tensors=tensors, values=self.values, wanted=wanted, optimized=known
         )
 
+    def whole_names(self) -> list[str]:
+        """Of the whole model's state, tensors and values."""
+        there = (*self.metadata.state_dict_metadata, *self.values)
+        return [name.removeprefix(_MODEL) for name in there if name.startswith(_MODEL)]
+
     def whole_model(self) -> dict[str, Tensor]:
         names = [name for name in self.metadata.state_dict_metadata if name.startswith(_MODEL)]
         pieces = {name: self._target(name, None) for name in names}
@@ -130,7 +134,8 @@ class Opened:
         self.reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-def _some(names: list[str]) -> str:
+def shortened(names: list[str]) -> str:
+    """The first of them, and how many more there are."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
