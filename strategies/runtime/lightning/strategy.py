@@ -46,7 +46,7 @@ from strategies.runtime.lightning.refusals import (
 from strategies.runtime.lightning.request import Keywords, plan_and_options
 from strategies.runtime.lightning.stock_file import serve_folders
 from strategies.runtime.lightning.user_module import stage_model_of
-from strategies.runtime.lightning.whole_state import WholeModule, refuse_cut
+from strategies.runtime.lightning.whole_state import WholeModule, look_at_whole, refuse_cut
 from strategies.runtime.messages import fingerprint
 from strategies.runtime.messages.exchange import Exchange, everybody
 from strategies.runtime.messages.fingerprint import compare
@@ -205,8 +205,11 @@ class PipelineStrategy(CheckpointingStrategy):
             self._engine.close()  # Another model in the same Trainer, or other parameters in it.
             self._engine = self._saver = self._device_mesh = None
         if self._engine is None:
+            refuse_cut(module)
+            look_at_whole(trainer, module)
             self._start_engine(trainer, module)
-        else:
+        elif self.whole.restored:
+            look_at_whole(trainer, module)
             self.whole.release(self._engine.model)
         self.model_to_device()
         self._orders = None
@@ -236,7 +239,6 @@ class PipelineStrategy(CheckpointingStrategy):
         if self._plan.file is not None:
             # It may have changed between two reads.
             self._plan = replace(self._plan, file=self.broadcast(self._plan.file))
-        refuse_cut(module)
         self._engine_module, self._whole = module, WholeModule(module)
         seed = self._options.seed
         if seed is None:

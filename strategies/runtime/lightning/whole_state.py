@@ -10,11 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import psutil
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from strategies.errors import CheckpointError, ModelError
@@ -283,10 +287,8 @@ class WholeModule:
 
     def release(self, model: StageModel) -> None:
         """Cuts it again, where it was cut before."""
-        if self.restored:
-            model.release()
-            self.restored = False
-        self.leave(cut=False)
+        model.release()
+        self.restored = False
 
     def leave(self, *, cut: bool) -> None:
         """With ``cut``, a ``state_dict`` of the part that is here is refused from now on."""
@@ -317,6 +319,35 @@ def fits(num_bytes: int, *, copies: int) -> tuple[bool, str]:
         f"{copies} copies of {num_bytes / 1e9:.1f} GB on this host, of whose {free / 1e9:.1f} GB "
         f"of free memory {_SHARE:.0%} may be taken"
     )
+
+
+def look_at_whole(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Lets Lightning look now at a module that will be cut when it would look.
+
+    The summary counts parameters and runs ``example_input_array`` through ``forward``; the graph
+    for TensorBoard runs it as well.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    for callback in callbacks:
+        if fitting and isinstance(callback, ModelSummary) and callback._max_depth:
+            vars(callback).pop("_summary", None)
+            kept = _seen(callback._summary(trainer, module))
+            vars(callback)["_summary"] = lambda *_, kept=kept: kept
+    for logger in trainer.loggers:
+        if getattr(logger, "_log_graph", False):
+            graphs: Any = logger
+            graphs.log_graph(module)
+            graphs._log_graph = False
+
+
+def _seen(summary: Any) -> SimpleNamespace:
+    """A summary as it is now: Lightning's counts when it is asked."""
+    data = summary._get_summary_data()
+    names = ("total_parameters", "trainable_parameters", "model_size", "total_training_modes")
+    figures = {name: getattr(summary, name) for name in names}
+    flops = getattr(summary, "total_flops", 0)
+    return SimpleNamespace(_get_summary_data=lambda: data, total_flops=flops, **figures)
 
 
 def refuse_cut(module: nn.Module) -> None:

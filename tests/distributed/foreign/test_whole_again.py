@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelSummary
 from torch import Tensor, nn
 
 from strategies import PipelineStrategy
@@ -27,8 +27,7 @@ pytestmark = pytest.mark.distributed
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu", "logger": False, "enable_progress_bar": False,
-    "enable_model_summary": False, "enable_checkpointing": False, "precision": "64-true",
-    "max_epochs": 1,
+    "enable_checkpointing": False, "precision": "64-true", "max_epochs": 1,
 }  # fmt: skip
 
 
@@ -202,3 +201,44 @@ def test_what_is_changed_between_two_trainings_counts(ranks: Callable[[int], Ran
     for piped in ranks(2).run(thaw_between_trainings, layout="1f1b"):
         for name, value in stock.items():
             assert torch.allclose(piped[name], value, atol=1e-10), name
+
+
+class Shown(Net):
+    """Its summary runs ``forward``, and its inputs are long enough to be told apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(5, WIDTH, dtype=torch.float64)
+        self.net[0].requires_grad_(False)
+
+
+class Noting(ModelSummary):
+    """Keeps what would be printed."""
+
+    said: Any = None
+
+    @staticmethod
+    def summarize(*args: Any, **kwargs: Any) -> None:
+        Noting.said = (args, kwargs)
+
+
+def summarise(layout: str | None) -> Any:
+    Noting.said = None
+    module = Shown()
+    trainer = pl.Trainer(**QUIET, callbacks=[Noting(max_depth=2)], **strategy_of(layout))
+    trainer.fit(module, examples())
+    first, Noting.said = Noting.said, None
+    module.net[0].requires_grad_(True)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, examples())
+    close(trainer)
+    return first, Noting.said
+
+
+def test_the_summary_is_that_of_the_whole_module(ranks: Callable[[int], Ranks]) -> None:
+    (stock,) = ranks(1).run(summarise, layout=None)
+    first, second = ranks(2).run(summarise, layout="1f1b")
+    assert first == stock
+    assert second == (None, None)
+    assert stock[0] != stock[1]
+    assert "[5, 8]" in str(stock[0])
