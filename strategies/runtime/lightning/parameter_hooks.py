@@ -23,26 +23,25 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging
-from lightning.pytorch.callbacks.finetuning import BaseFinetuning
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from strategies.errors import ModelError
 from strategies.models.replay.hole import Hole, is_question
 from strategies.models.replay.path import ParameterTable
+from strategies.runtime.lightning.hook_watch import (
+    Watch,
+    hooks_of,
+    label_of,
+    leaves_of,
+    listings_watched,
+    mapped,
+)
 from strategies.runtime.lightning.refusals import is_weight_averaging
 from strategies.runtime.messages.control import Bulletin
 from strategies.runtime.step.rank_engine import Engine
 
-_BESIDE = {
-    "on_exception", "on_save_checkpoint", "on_load_checkpoint", "on_gpu",
-    "on_before_batch_transfer", "on_after_batch_transfer",
-}  # fmt: skip
-_MORE = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
 # Here gradients of the step before are gone already, which are there under stock Lightning.
 _CLEARED = ("on_before_zero_grad", "optimizer_zero_grad")
 _PATIENCE_S = 300.0
@@ -102,12 +101,12 @@ class ParameterHooks:
         self._look()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         owners = (*callbacks, self._module)
-        hooks = [(owner, name) for owner in owners for name in _hooks_of(owner)]
-        self._bulletin.post([_label(owner, name) for owner, name in hooks])
+        hooks = [(owner, name) for owner in owners for name in hooks_of(owner)]
+        self._bulletin.post([label_of(owner, name) for owner, name in hooks])
         said = self._bulletin.read()
         for owner, name in hooks:
             # Hooks of a callback that only some ranks have are left alone.
-            if all(_label(owner, name) in one for one in said):
+            if all(label_of(owner, name) in one for one in said):
                 before = vars(owner).get(name)
                 self._wrapped.append((owner, name, before))
                 vars(owner)[name] = _watched_hook(self, owner, name)
@@ -139,7 +138,7 @@ class ParameterHooks:
         if self._call is not None:
             return function()  # One hook calls another.
         key = (id(owner), name)
-        self._call = (key, _label(owner, name))
+        self._call = (key, label_of(owner, name))
         try:
             with ExitStack() as stack:
                 stack.callback(self._leave)
@@ -147,8 +146,8 @@ class ParameterHooks:
                     groups.show()
                 self._watching = True
                 self._look_at_buffers()
-                stack.enter_context(_listings_watched(self._on_listing))
-                stack.enter_context(_Watch(self))
+                stack.enter_context(listings_watched(self._on_listing))
+                stack.enter_context(Watch(self._on_operation))
                 result = function()
                 self._watching = False
                 if key not in self._settled or key in self._uneven:
@@ -177,19 +176,15 @@ class ParameterHooks:
 
     # ---------------------------------------------------------------- touches
 
-    def on_call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _on_operation(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """An operation in a watched hook: brings what it needs; gives the arguments to use."""
-        if not any(map(self._counts, _leaves((args, kwargs)))):
+        if not self._watching or not any(map(self._counts, leaves_of((args, kwargs)))):
             return args, kwargs
         if not is_question(func):
             property_of = getattr(func, "__self__", None)
             gradient = getattr(property_of, "__name__", "") == "grad"
             self._bring(_GRADIENTS if gradient else _WEIGHTS)
-        return _mapped(args, self._present), _mapped(kwargs, self._present)
-
-    @property
-    def watching(self) -> bool:
-        return self._watching
+        return mapped(args, self._present), mapped(kwargs, self._present)
 
     def _on_listing(self, module: nn.Module) -> None:
         if self._watching and id(module) in self._modules:
@@ -458,82 +453,6 @@ class _Groups:
             del self.optimizer.state[parameter]
 
 
-class _Watch(TorchFunctionMode):
-    """Tells of every operation on a parameter while a hook runs."""
-
-    def __init__(self, hooks: ParameterHooks) -> None:
-        super().__init__()
-        self._hooks = hooks
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._hooks.watching:
-            args, kwargs = self._hooks.on_call(func, args, kwargs)
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def _listings_watched(touched: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Tells of every module that is asked for its parameters or copied, before it answers."""
-    ways = ("_named_members", "state_dict", "load_state_dict", "_apply", "__reduce_ex__")
-    before = {name: vars(nn.Module).get(name) for name in ways}
-
-    def watched(name: str) -> Callable[..., Any]:
-        way = getattr(nn.Module, name)
-
-        @functools.wraps(way)
-        def ask(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            touched(self)
-            return way(self, *args, **kwargs)
-
-        return ask
-
-    for name in ways:
-        setattr(nn.Module, name, watched(name))
-    try:
-        yield
-    finally:
-        for name, way in before.items():
-            if way is None:
-                delattr(nn.Module, name)
-            else:
-                setattr(nn.Module, name, way)
-
-
-def _hooks_of(owner: Any) -> list[str]:
-    """Hooks that somebody has written; Lightning's own callbacks look at no weights but these."""
-    parent = pl.LightningModule if isinstance(owner, pl.LightningModule) else pl.Callback
-    kind = type(owner)
-    lookers = (BaseFinetuning, StochasticWeightAveraging, LambdaCallback)
-    averaging = is_weight_averaging(owner)
-    if (
-        not isinstance(owner, lookers)
-        and not averaging
-        and not getattr(owner, "reads_weights", True)
-    ):
-        return []
-    names = [name for name in dir(parent) if name.startswith("on_") and name not in _BESIDE]
-    if parent is pl.LightningModule:
-        names += _MORE
-    looking = isinstance(owner, lookers) or averaging
-    return [
-        name
-        for name in names
-        if is_overridden(name, owner, parent)
-        and (looking or name in vars(owner) or not _is_known(kind, name))
-    ]
-
-
-def _label(owner: Any, name: str) -> str:
-    return f"{type(owner).__name__}.{name}"
-
-
-def _is_known(kind: type, name: str) -> bool:
-    """Whether a hook is Lightning's or this project's."""
-    definer = next(base for base in kind.__mro__ if name in vars(base))
-    return definer.__module__.split(".")[0] in ("lightning", "strategies", "launcher")
-
-
 def _watched_hook(hooks: ParameterHooks, owner: Any, name: str) -> Callable[..., Any]:
     hook = getattr(owner, name)
     known = weakref.ref(hooks)  # The module must not keep the engine alive.
@@ -555,25 +474,6 @@ def _no_averages(trainer: Any, module: Any, checkpoint: Mapping[str, Any]) -> No
             f"for the {trainer.strategy.plan.pp} ranks of a pipeline. Go on without that callback, "
             "from the averages; or begin anew."
         )
-
-
-def _leaves(value: Any, depth: int = 3) -> Iterator[Any]:
-    if isinstance(value, list | tuple) and depth:
-        for item in value:
-            yield from _leaves(item, depth - 1)
-    elif isinstance(value, dict) and depth:
-        for item in value.values():
-            yield from _leaves(item, depth - 1)
-    elif isinstance(value, Tensor):
-        yield value
-
-
-def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(item, leaf) for item in value)
-    if type(value) is dict:
-        return {key: _mapped(item, leaf) for key, item in value.items()}
-    return leaf(value)
 
 
 def _same(one: Tensor, other: Tensor | None) -> bool:

@@ -35,6 +35,7 @@ from strategies.plan import Options, Plan
 from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStrategy
 from strategies.runtime.lightning.data_order import Looked, shard
 from strategies.runtime.lightning.hook_state import ALIKE, HookState, repeat_logs
+from strategies.runtime.lightning.hook_watch import OwnBackward
 from strategies.runtime.lightning.parameter_hooks import ParameterHooks
 from strategies.runtime.lightning.ranks_strategy import make_device_mesh
 from strategies.runtime.lightning.refusals import (
@@ -178,6 +179,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self._own_sampler = True
         self._looked = Looked()
         self._hooks: ParameterHooks | None = None
+        self._own_backward: OwnBackward | None = None
 
     # ------------------------------------------------------------- set-up
 
@@ -223,6 +225,8 @@ class PipelineStrategy(CheckpointingStrategy):
             else:
                 self.engine.build_gradients()
             self._build_optimizers(trainer)
+        own = fitting and is_overridden("backward", module)
+        self._own_backward = OwnBackward(module, self.root_device) if own else None
         if self._hooks is not None:
             self._hooks.watch(trainer)
         self.setup_precision_plugin()
@@ -417,6 +421,7 @@ class PipelineStrategy(CheckpointingStrategy):
         if self._scaler is not None:
             # Its number stays on the device: get_scale() would wait for the update before.
             scale = self._scaler.scale(torch.ones((), device=self.root_device))
+        factor = 1.0 if self._own_backward is None else self._own_backward.factor()
         with self.precision_plugin.train_step_context():
             result = self.engine.train_pass(
                 batch,
@@ -424,6 +429,7 @@ class PipelineStrategy(CheckpointingStrategy):
                 step=trainer.fit_loop.total_batch_idx,
                 accumulation=trainer.accumulate_grad_batches,
                 update=not self._accumulating,
+                factor=factor,
                 loss_scale=scale,
                 loaders=self._loaders,
             )
@@ -443,6 +449,8 @@ class PipelineStrategy(CheckpointingStrategy):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if self._own_backward is not None:
+            self._own_backward.call(closure_loss)
         self.engine.restore_gradients()
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         looks = is_overridden("on_after_backward", module) or any(

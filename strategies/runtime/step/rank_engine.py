@@ -336,6 +336,7 @@ class Engine:
         step: int,
         accumulation: int,
         update: bool,
+        factor: float = 1.0,
         loss_scale: Tensor | None = None,
         loaders: TreeSpec | None = None,
     ) -> PassResult:
@@ -347,6 +348,7 @@ class Engine:
             step: Passes since the beginning of training, also across restarts: seeds dropout.
             accumulation: Batches per optimizer step; gradients are divided by it.
             update: Whether gradients are reduced, to be followed by ``flush``.
+            factor: On all gradients.
             loss_scale: Factor on the loss, a scalar, which somebody takes off the gradients again
                 between ``flush`` and the optimizer's update; None for 1.
             loaders: Where the batch has the batches of several loaders; None for one loader.
@@ -365,7 +367,7 @@ class Engine:
             )
         self._gradients.attach(zero=fresh)
         self._flush.expect(loss_scale)
-        scale = 1.0 / (accumulation * self.coordinates.dp)
+        scale = factor / (accumulation * self.coordinates.dp)
         seed = (self.seed * 1_000_003 + step) * 1021 + self.coordinates.dp_rank
         options = PassOptions(batch_idx, "train", scale, loss_scale, seed, dataloader_idx=None)
         result = self._run(batch, options, step=step, update=update, loaders=loaders)

@@ -19,6 +19,8 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, normalize
 
+from strategies.errors import ModelError
+from strategies.runtime.lightning import hook_watch
 from tests.distributed.foreign.comparison import (
     EVERY_LAYOUT,
     WIDTH,
@@ -266,6 +268,28 @@ def learning_rates(module: Any, trainer: Any) -> list[float]:
     return [group["lr"] for group in trainer.optimizers[0].param_groups]
 
 
+class OwnBackward(Net):
+    """Scales the loss by what has been done so far, and counts and logs its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.calls += 1
+        self.log("scaled", loss.detach() * self.calls)
+        super().backward(loss * 0.5 * self.calls, *args, retain_graph=True, **kwargs)
+        (loss / 3).backward()
+
+    def on_after_backward(self) -> None:
+        self.log("norm", grad_norm(self, norm_type=2)["grad_2.0_norm_total"])
+
+
+class ScaledBackward(Net):
+    def backward(self, loss: Tensor) -> None:
+        (loss * 2).backward()
+
+
 class Validated(Net):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
@@ -304,6 +328,8 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "whole_forward": (WholeForward, {}),
     "head_only": (HeadOnly, {}),
     "own_step": (OwnStep, {}),
+    "own_backward": (OwnBackward, {"gradient_clip_val": 0.2}),
+    "own_backward_accumulated": (ScaledBackward, {"accumulate_grad_batches": 2}),
     "swa": (WithScheduler, {"callbacks": swa, "max_epochs": 4, "told": learning_rates}),
     "ema": (Validated, {"callbacks": ema, "max_epochs": 2}),
     "averaging": (Validated, {"callbacks": averaging, "max_epochs": 2}),
@@ -319,3 +345,45 @@ def test_a_hook_sees_the_whole_model(name: str, layout: str, ranks: Callable[[in
     case, options = CASES[name]
     stock, piped = equal_to_stock(ranks, case, layout, **options)
     assert all(fitted.told == stock.told for fitted in piped)
+
+
+class Squared(Net):
+    def backward(self, loss: Tensor) -> None:
+        (loss * loss).backward()
+
+
+class Penalised(Net):
+    def backward(self, loss: Tensor) -> None:
+        (loss + sum(p.square().sum() for p in self.parameters())).backward()
+
+
+class WeightInBackward(Net):
+    def backward(self, loss: Tensor) -> None:
+        (loss + self.head.weight.sum()).backward()
+
+
+class Without(Net):
+    def backward(self, loss: Tensor) -> None:
+        pass
+
+
+class Threshold(Net):
+    def backward(self, loss: Tensor) -> None:
+        (loss if loss > 0.5 else loss * 2).backward()
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Squared, "not linear in the loss"),
+        (Penalised, "looks at the module's parameters"),
+        (WeightInBackward, "tensors with gradients beside the loss"),
+        (Without, "runs no backward of the loss"),
+        (Threshold, "not linear in the loss"),
+    ],
+)
+def test_a_backward_that_does_more_than_scale_the_loss_is_refused_before_training(
+    module: type[Net], reason: str
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        hook_watch.OwnBackward(module(), torch.device("cpu"))
