@@ -79,6 +79,7 @@ class StageOutput:
         ends: On the last stage, what the rest of the step needs behind the last layer, for
             ``whole``; or the reason why the step cannot be taken up there.
         marks: What ``at_end`` of ``forward`` gave at that place.
+        leaves: Where the gradients of the inputs arrive, if those are not the inputs themselves.
     """
 
     tensors: tuple[Tensor, ...] = ()
@@ -88,6 +89,7 @@ class StageOutput:
     groups: tuple[tuple[int, int], ...] | None = None
     ends: tuple[Tensor, ...] | str = ""
     marks: Any = None
+    leaves: tuple[Tensor, ...] | None = None
 
 
 class StageModel(ABC):

@@ -212,12 +212,6 @@ def test_different_batches_on_one_pipeline_are_an_error(ranks: Callable[[int], R
         assert message.startswith("DataError: the ranks of one pipeline see different batches")
 
 
-class Manual(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class Normed(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +222,6 @@ class Normed(Plain):
 @pytest.mark.parametrize(
     ("module", "callbacks", "message"),
     [
-        (Manual, [], "uses manual optimization"),
         (Normed, [StochasticWeightAveraging(1e-2)], "an epoch of forwards alone"),
     ],
 )

@@ -33,7 +33,7 @@ class Layout:
 def group_calls(path: Path) -> tuple[range, ...]:
     """Joins calls between which no cut is possible."""
     starts = [call for call in range(len(path.calls)) if isinstance(path.cuts[call], Cut)]
-    ends = [*starts[1:], len(path.calls)]
+    ends = [*starts[1:], len(path.calls)] if starts else []
     return tuple(range(start, end) for start, end in zip(starts, ends, strict=True))
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -22,6 +23,8 @@ from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
 from strategies.models.replay.probe import Place, Probe, Record, Value
 from strategies.models.stage_model import STEP_NAMES, Mode
+
+P = TypeVar("P", bound=Probe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,10 @@ def probe_units(
     table = ParameterTable(module, batch_device(batch, module))
     opened: frozenset[str] = frozenset()
     while True:
-        units = _select_units(module, chain, opened)
+        units = select_units(module, chain, opened)
         cache: dict[Hashable, Outcome] = {}
         path = probe_path(module, units, table, mode, batch, 0, cache, make, dataloader_idx)
-        more = _units_to_open(units, path, table) - opened
+        more = units_to_open(units, path, table) - opened
         if not more:
             break
         opened |= more
@@ -82,6 +85,37 @@ def probe_path(
     Raises:
         ModelError: If the step cannot be replayed; names the user's line and the remedy.
     """
+    probe, _, written = run_probe(
+        module,
+        units,
+        table,
+        mode,
+        batch,
+        batch_idx,
+        cache,
+        make,
+        dataloader_idx=dataloader_idx,
+    )
+    step = STEP_NAMES[mode]
+    return _make_path(probe.record, tuple(units), step=step, clones_batch=written)
+
+
+def run_probe(
+    module: LightningModule,
+    units: dict[str, nn.Module],
+    table: ParameterTable,
+    mode: Mode,
+    batch: Any,
+    batch_idx: int,
+    cache: dict[Hashable, Outcome],
+    make: Callable[..., P],
+    around: Callable[[P], AbstractContextManager[Any]] = nullcontext,
+    dataloader_idx: int | None = None,
+) -> tuple[P, Any, bool]:
+    """The probe behind a step, what the step returned, and whether it wrote into its batch.
+
+    The step runs inside of ``around``, given the probe.
+    """
     step = STEP_NAMES[mode]
     batch = rebuild(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
     versions = [(tensor, tensor._version) for tensor in tensors(batch) if not tensor.is_inference()]
@@ -102,6 +136,7 @@ def probe_path(
         table.shown(),
         gated(module, probe.units, logs.log, logs.log_dict),
         shapes_only(),
+        around(probe),
     ):
         try:
             with probe.costs, probe:
@@ -114,7 +149,7 @@ def probe_path(
         written = any(
             isinstance(tensor, Hole) or tensor._version != version for tensor, version in versions
         )
-    return _make_path(probe.record, tuple(units), step=step, clones_batch=written)
+    return probe, result, written
 
 
 def batch_device(batch: Any, module: nn.Module) -> torch.device:
@@ -125,9 +160,7 @@ def batch_device(batch: Any, module: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def _units_to_open(
-    units: dict[str, nn.Module], path: Path, table: ParameterTable
-) -> frozenset[str]:
+def units_to_open(units: dict[str, nn.Module], path: Path, table: ParameterTable) -> frozenset[str]:
     """Units that the step never calls although it uses what is in them, piece by piece."""
     called = {path.units[call.unit] for call in path.calls}
     used = {name for events in path.events for event in events for name in event.parameters}
@@ -260,14 +293,14 @@ def _boundary(record: Record, place: Place, value: Value) -> Boundary:
     return Boundary(
         value.key,
         value.spec,
-        _contiguous_order(value.spec),
+        dense_order(value.spec),
         written=_written_after(record, place.clock, value),
         uses=tuple(value.uses),
         changed=_written_after(record, value.born, value),
     )
 
 
-def _contiguous_order(spec: Spec) -> tuple[int, ...] | None:
+def dense_order(spec: Spec) -> tuple[int, ...] | None:
     """Dimensions by falling stride if that is the tensor's dense layout and not the usual one.
 
     A received tensor gets the layout of the sent one back: code after the cut may call ``view``.
@@ -286,7 +319,7 @@ def _contiguous_order(spec: Spec) -> tuple[int, ...] | None:
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def _select_units(
+def select_units(
     module: nn.Module, chain: str | None, opened: frozenset[str]
 ) -> dict[str, nn.Module]:
     """Chooses the units of ``module`` by their global names, in registration order.

@@ -104,6 +104,36 @@ class ReplayModel(StageModel):
         probed = probe_units(module, example_batch, mode, chain, dataloader_idx=dataloader_idx)
         return cls(module, (mode, dataloader_idx or 0, structure(example_batch)), probed)
 
+    @classmethod
+    def divided(
+        cls,
+        module: LightningModule,
+        units: dict[str, nn.Module],
+        table: ParameterTable,
+        parameters: tuple[tuple[str, ...], ...],
+    ) -> ReplayModel:
+        """For a module that somebody else has cut: only evaluates, where its weights are now.
+
+        ``parameters`` are those of each stage.
+        """
+        first: Step = ("train", 0, None)
+        model = cls(
+            module, first, Probed(units, table, Path(tuple(units), (), ((),), (), False), {})
+        )
+        none = tuple(() for _ in parameters)
+        calls = tuple(range(0) for _ in parameters)
+        model._layouts = {first: Layout(calls, (), parameters, none, ())}
+        model._owned = frozenset(range(len(parameters)))
+        return model
+
+    def follow(self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
+        """Finds the path of a step, and what each stage has of it.
+
+        Raises:
+            ModelError: It cannot be cut, or its layers do not run in the order of the stages.
+        """
+        self._path(which, batch, batch_idx, dataloader_idx)
+
     @property
     def module(self) -> nn.Module:
         return self._module

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from strategies.errors import ModelError
 from strategies.models.collectives import is_collective, refuse_own_group
-from strategies.models.nested import is_plain, leaves, rebuild, tensors
-from strategies.models.replay.gate import KeptObjects, StageDone, enter_unit, unwatched
+from strategies.models.nested import is_plain, leaves, rebuild, signature, tensors
+from strategies.models.replay.gate import KeptObjects, StageDone, enter_unit, unchanged, unwatched
 from strategies.models.replay.hole import (
     Args,
     Function,
@@ -60,7 +60,7 @@ _TABLES = """
     _parameters _buffers _modules _non_persistent_buffers_set _forward_hooks _forward_pre_hooks
     _backward_hooks
 """
-_MODULE_TABLES = frozenset(_TABLES.split())
+MODULE_TABLES = frozenset(_TABLES.split())
 
 
 class DataNeededError(Exception):
@@ -166,6 +166,40 @@ class ShapeMode(TorchFunctionMode):
     def infer(self, func: Function, args: Args, kwargs: Kwargs) -> tuple[Outcome, list[Tensor]]:
         return infer_operation(func, args, kwargs, twin=self.twin, device=self._device)
 
+    def skip(
+        self, index: int, forward: Function, args: Args, kwargs: Kwargs, call: int
+    ) -> tuple[Any, list[Tensor]]:
+        """Answers a unit's call by holes; gives its result, and all tensors in it and its effects.
+
+        What the unit did to its state and arguments while it was inferred is undone.
+        """
+        key = ("unit", index, torch.is_grad_enabled(), signature((args, kwargs)))
+        given = list(leaves((args, kwargs)))
+        outcome = self._cache.get(key)
+        if outcome is None:
+            arguments = KeptObjects((args, kwargs))
+            with unchanged(self.units[index]):
+                outcome, _ = self.infer_unit(index, forward, args, kwargs, call)
+            arguments.restore()
+            self._remember(key, outcome)
+        return self.give(outcome, self.new_holes(outcome, None), given)
+
+    def answer(self, func: Function, args: Args, kwargs: Kwargs) -> Outcome:
+        """The outcome of an operation, inferred once per signature."""
+        key = ("operation", func, torch.is_grad_enabled(), signature((args, kwargs)))
+        outcome = self._cache.get(key)
+        if outcome is None:
+            outcome, _ = self.infer(func, args, kwargs)
+            if outcome.exact and not outcome.dependent:
+                self._remember(key, outcome)
+        return outcome
+
+    def _remember(self, key: Hashable, outcome: Outcome) -> None:
+        """Caches an outcome; forgets everything when step after step brings new shapes."""
+        if len(self._cache) >= 4096:
+            self._cache.clear()
+        self._cache[key] = outcome
+
     def instantiate(
         self, outcome: Outcome, metas: list[Tensor] | None, args: Args, kwargs: Kwargs
     ) -> Any:
@@ -256,7 +290,7 @@ class ShapeMode(TorchFunctionMode):
         effects = []
         for child in module.modules():
             for name, value in list(vars(child).items()):
-                if name in _MODULE_TABLES:
+                if name in MODULE_TABLES:
                     continue
                 if self._made_here(value, before.get((id(child), name)), exact, call):
                     effects.append(Effect(child, name, rebuild(value, describe)))

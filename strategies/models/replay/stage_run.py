@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from strategies.errors import ModelError
 from strategies.models.collectives import ShapesFirst
-from strategies.models.nested import leaves, signature, tensors
-from strategies.models.replay.gate import KeptObjects, StageDone, unchanged
+from strategies.models.nested import tensors
+from strategies.models.replay.gate import StageDone
 from strategies.models.replay.hole import (
     Args,
     Function,
@@ -94,7 +94,7 @@ class StageRun(ShapeMode):
 
     def outputs(self) -> tuple[Tensor, ...]:
         assert self._leave is not None
-        return tuple(_dense(self._found[b.key], b) for b in self._leave.tensors)
+        return tuple(dense(self._found[b.key], b) for b in self._leave.tensors)
 
     def close(self) -> None:
         """Forgets all tensors: holes left on the user's modules refer to this object."""
@@ -136,26 +136,12 @@ class StageRun(ShapeMode):
             for module, attribute in seen.effects:
                 produced += tensors(getattr(self._modules[module], attribute))
         else:
-            result, produced = self._skip(index, forward, args, kwargs, call)
+            result, produced = self.skip(index, forward, args, kwargs, call)
         if len(produced) != len(seen.tracked):
             what = f"call {call}, {self._path.units[index]}, gave {len(seen.tracked)} tensors"
             raise self._other_path(f"{what}, gives now {len(produced)}", seen.line)
         self._arrive((call + 1, 0), produced, seen.tracked)
         return result
-
-    def _skip(
-        self, index: int, forward: Function, args: Args, kwargs: Kwargs, call: int
-    ) -> tuple[Any, list[Tensor]]:
-        key = ("unit", index, torch.is_grad_enabled(), signature((args, kwargs)))
-        given = list(leaves((args, kwargs)))
-        outcome = self._cache.get(key)
-        if outcome is None:
-            arguments = KeptObjects((args, kwargs))
-            with unchanged(self.units[index]):
-                outcome, _ = self.infer_unit(index, forward, args, kwargs, call)
-            arguments.restore()
-            self._remember(key, outcome)
-        return self.give(outcome, self.new_holes(outcome, None), given)
 
     # -- operations between calls ----------------------------------------------------------
 
@@ -174,15 +160,10 @@ class StageRun(ShapeMode):
         return result
 
     def _answer(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        key = ("operation", func, torch.is_grad_enabled(), signature((args, kwargs)))
-        outcome = self._cache.get(key)
-        if outcome is None:
-            outcome, _ = self.infer(func, args, kwargs)
-            if outcome.dependent:
-                what = f"{operation_name(func)} needs data of another stage"
-                raise self._other_path(what, "another line")
-            if outcome.exact:
-                self._remember(key, outcome)
+        outcome = self.answer(func, args, kwargs)
+        if outcome.dependent:
+            what = f"{operation_name(func)} needs data of another stage"
+            raise self._other_path(what, "another line")
         return self.instantiate(outcome, None, args, kwargs)
 
     def _count(self, name: str, produced: list[Tensor]) -> None:
@@ -247,7 +228,7 @@ class StageRun(ShapeMode):
             )
         for tensor, boundary in zip(self._inputs, self._entry.tensors, strict=True):
             hole = self._found[boundary.key]
-            received = _like_sent(tensor, boundary)
+            received = like_sent(tensor, boundary)
             self.mark(received)
             exchange(hole, received)
 
@@ -260,12 +241,6 @@ class StageRun(ShapeMode):
             raise StageDone
 
     # -- checks ----------------------------------------------------------------------------
-
-    def _remember(self, key: Hashable, outcome: Outcome) -> None:
-        """Caches an outcome; forgets everything when step after step brings new shapes."""
-        if len(self._cache) >= 4096:
-            self._cache.clear()
-        self._cache[key] = outcome
 
     def _check_call(self, call: int, index: int) -> None:
         calls = self._path.calls
@@ -301,7 +276,8 @@ def _ordinals(*cuts: Cut | None) -> dict[Position, set[int]]:
     return wanted
 
 
-def _dense(tensor: Tensor, boundary: Boundary) -> Tensor:
+def dense(tensor: Tensor, boundary: Boundary) -> Tensor:
+    """What is sent of a tensor that crosses a cut."""
     if isinstance(tensor, Hole):
         raise ModelError(
             "a value that has to cross a cut was never computed on its stage; the step took "
@@ -310,7 +286,7 @@ def _dense(tensor: Tensor, boundary: Boundary) -> Tensor:
     return tensor if boundary.order is None else tensor.permute(boundary.order)
 
 
-def _like_sent(tensor: Tensor, boundary: Boundary) -> Tensor:
+def like_sent(tensor: Tensor, boundary: Boundary) -> Tensor:
     """An alias of a received tensor (or a copy, where it is written to) in the sent layout."""
     order = boundary.order
     if order is not None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from strategies.errors import ModelError
 from strategies.models.unit_model import HasUnits
 from strategies.plan import OnNan, Plan, refuse_selective, refuse_split_backward
+from strategies.runtime.lightning.manual_optimization import refuse_manual
 from strategies.schedules import find_schedule
 
 
@@ -26,11 +27,7 @@ def refuse_module(
 ) -> None:
     """Refuses modules and callbacks that decide what the program decides."""
     if not module.automatic_optimization:
-        raise ModelError(
-            f"{type(module).__name__} uses manual optimization, which decides when backward "
-            "runs; the pipeline program decides that here. Remove "
-            "automatic_optimization=False, or use another strategy."
-        )
+        refuse_manual(trainer, module, plan)
     found = find_schedule(plan.schedule, file=plan.file, pp=plan.pp)
     running = [n for n, m in module.named_modules() if getattr(m, "track_running_stats", False)]
     if found.weight_copies > 1 and running:

@@ -30,12 +30,17 @@ from strategies.errors import ModelError, NotFiniteError, PlanError
 from strategies.heartbeat import Heartbeat
 from strategies.models.collectives import LocalGroup, default_group, gather
 from strategies.models.replay.gate import takes_batch_idx
+from strategies.models.replay.segments import SegmentModel
 from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.plan import Options, Plan
 from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStrategy
 from strategies.runtime.lightning.data_order import Looked, shard
 from strategies.runtime.lightning.hook_state import ALIKE, HookState, repeat_logs
 from strategies.runtime.lightning.hook_watch import OwnBackward
+from strategies.runtime.lightning.manual_optimization import (
+    ManualOptimization,
+    looks_after_backward,
+)
 from strategies.runtime.lightning.parameter_hooks import ParameterHooks
 from strategies.runtime.lightning.ranks_strategy import make_device_mesh
 from strategies.runtime.lightning.refusals import (
@@ -175,6 +180,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self._device_mesh: DeviceMesh | None = None
         self._engine_module: pl.LightningModule | None = None
         self._accumulating = False
+        self._manual: ManualOptimization | None = None
         self._last_norm: Tensor | None = None
         self._own_sampler = True
         self._looked = Looked()
@@ -232,6 +238,14 @@ class PipelineStrategy(CheckpointingStrategy):
         self.setup_precision_plugin()
         # The stock plugin clips by the norm of this rank's parameters alone, without an error.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        clip_by_value: Any = self.precision_plugin.clip_grad_by_value
+
+        def clip_what_is_here(optimizer: Optimizer, clip_val: float) -> None:
+            groups = optimizer.param_groups
+            if any(p.grad is not None for group in groups for p in group["params"]):
+                clip_by_value(optimizer, clip_val)  # which takes no empty list
+
+        self.precision_plugin.clip_grad_by_value = clip_what_is_here  # type: ignore[method-assign]
         scaler = self._scaler
         if scaler is not None and not isinstance(scaler, SharedGradScaler):
             # The stock scaler would skip a step on the ranks that have seen an inf, and only there.
@@ -292,9 +306,14 @@ class PipelineStrategy(CheckpointingStrategy):
             self._hooks = ParameterHooks(
                 self._engine,
                 module,
-                reduced=lambda: self.dp == 1 or not self._accumulating,
+                reduced=self._gradients_are_whole,
                 changed=self._weights_changed,
             )
+
+    def _gradients_are_whole(self) -> bool:
+        if self._manual is not None:
+            return self.dp == 1 or self.engine.settled
+        return self.dp == 1 or not self._accumulating
 
     def _weights_changed(self) -> None:
         """A hook has had the whole model, on all ranks."""
@@ -346,6 +365,9 @@ class PipelineStrategy(CheckpointingStrategy):
         self._main_optimizers = [
             MainOptimizer.take_over(optimizer, mains) for optimizer in self.optimizers if mains
         ]
+        self._manual = None
+        if isinstance(self.engine.model, SegmentModel):
+            self._manual = ManualOptimization(self, self.engine.model)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(callback, BaseFinetuning) for callback in callbacks):
             refuse_freezing(mains)
@@ -417,6 +439,13 @@ class PipelineStrategy(CheckpointingStrategy):
         if batch_idx is None:
             batch_idx = trainer.fit_loop.batch_idx
         self._heartbeat.step(trainer.global_step + 1)
+        if self._manual is not None:
+            with self.precision_plugin.train_step_context():
+                result = self._manual.training_step(
+                    batch, batch_idx, trainer.fit_loop.total_batch_idx, self._loaders
+                )
+            self._repeat_logs(result, batch)
+            return self._shown(result.loss)
         scale = None
         if self._scaler is not None:
             # Its number stays on the device: get_scale() would wait for the update before.
@@ -436,10 +465,15 @@ class PipelineStrategy(CheckpointingStrategy):
         self._repeat_logs(result, batch)
         if result.loss is None:
             raise ModelError("training_step returned no loss; skipping a step is not supported.")
-        # On every rank, so that progress bars, schedulers and callbacks decide alike.
+        return self._shown(result.loss, result.output)
+
+    def _shown(self, loss: float | None, output: Any = None) -> Any:
+        """A loss on every rank, so that progress bars, schedulers and callbacks decide alike."""
+        if loss is None:
+            return None
         # Filled in there: a copy to the device would wait for the backwards.
-        loss = torch.full((), result.loss, dtype=torch.float64, device=self.root_device)
-        return loss if result.output is None else {**result.output, "loss": loss}
+        shown = torch.full((), loss, dtype=torch.float64, device=self.root_device)
+        return shown if output is None else {**output, "loss": shown}
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *_: Any, **__: Any
@@ -452,15 +486,17 @@ class PipelineStrategy(CheckpointingStrategy):
         if self._own_backward is not None:
             self._own_backward.call(closure_loss)
         self.engine.restore_gradients()
-        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
-        looks = is_overridden("on_after_backward", module) or any(
-            is_overridden("on_after_backward", callback, pl.Callback) for callback in callbacks
-        )
-        if looks and not self._accumulating:
+        if self.looks_after_backward and not self._accumulating:
             self.engine.flush()  # They may read gradients, which are still being reduced.
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    @property
+    def looks_after_backward(self) -> bool:
+        """Whether somebody may read gradients behind a backward."""
+        assert self.lightning_module is not None
+        return looks_after_backward(self._trainer, self.lightning_module)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -485,6 +521,8 @@ class PipelineStrategy(CheckpointingStrategy):
             nonlocal result
             result = closure()
             self._last_norm = None
+            if self._manual is not None:
+                self.engine.settle()
             self.engine.flush()
             if self._looks and not self._clips_by_norm and self.engine.leaves_out():
                 raise NotFiniteStep
@@ -545,6 +583,10 @@ class PipelineStrategy(CheckpointingStrategy):
         return self._last_norm
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        if self._manual is not None:
+            with self._away():
+                self._manual.clip_by_norm(optimizer, float(clip_val))
+            return
         with self._away():
             norm = self.gradient_norm()
             if self._looks and self._clips_by_norm and not bool(torch.isfinite(norm)):

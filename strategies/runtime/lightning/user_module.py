@@ -12,6 +12,7 @@ from strategies.models.replay.gate import unchanged
 from strategies.models.stage_model import Mode, StageModel
 from strategies.models.unit_model import HasUnits, UnitModel
 from strategies.runtime.lightning.data_order import Looked
+from strategies.runtime.lightning.manual_optimization import manual_model
 
 
 def stage_model_of(
@@ -43,7 +44,11 @@ def stage_model_of(
     with unchanged(module):  # The user's hooks may count, or draw.
         batch = module._on_before_batch_transfer(batch, dataloader_idx=index)
         batch = trainer.strategy.batch_to_device(batch, device=module.device, dataloader_idx=index)
+    which = index if several else None
+    if not module.automatic_optimization:
+        with plugin.forward_context():
+            return manual_model(
+                trainer, module, batch, mode=mode, layers=layers, dataloader_idx=which
+            )
     with plugin.forward_context():  # The types are those of the steps that will run.
-        return ReplayModel.probe(
-            module, batch, mode=mode, chain=layers, dataloader_idx=index if several else None
-        )
+        return ReplayModel.probe(module, batch, mode=mode, chain=layers, dataloader_idx=which)

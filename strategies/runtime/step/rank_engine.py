@@ -20,7 +20,7 @@ from strategies.errors import DataError, ModelError
 from strategies.heartbeat import Heartbeat, Phase
 from strategies.ir.placement import Placement
 from strategies.models.collectives import LocalGroup, default_group
-from strategies.models.logs import join_replicas, start_packing, unpack_logs
+from strategies.models.logs import LogEntry, join_replicas, start_packing, unpack_logs
 from strategies.models.selective.policy import Selection
 from strategies.models.stage_model import LogCall, Mode, StageModel
 from strategies.models.state import Fetch, kept_generators
@@ -368,12 +368,17 @@ class Engine:
         self._gradients.attach(zero=fresh)
         self._flush.expect(loss_scale)
         scale = factor / (accumulation * self.coordinates.dp)
-        seed = (self.seed * 1_000_003 + step) * 1021 + self.coordinates.dp_rank
-        options = PassOptions(batch_idx, "train", scale, loss_scale, seed, dataloader_idx=None)
+        options = PassOptions(
+            batch_idx, "train", scale, loss_scale, self.seed_of(step), dataloader_idx=None
+        )
         result = self._run(batch, options, step=step, update=update, loaders=loaders)
         # Lightning clears gradients after this and before backward(): keep ours out of its reach.
         self._gradients.detach()
         return result
+
+    def seed_of(self, step: int) -> int:
+        """From which a pass draws, on all ranks of this replica."""
+        return (self.seed * 1_000_003 + step) * 1021 + self.coordinates.dp_rank
 
     def evaluation_pass(
         self,
@@ -388,6 +393,92 @@ class Engine:
         options = PassOptions(batch_idx, mode, 1.0, None, None, dataloader_idx)
         return self._run(batch, options, step=batch_idx, update=False, loaders=loaders)
 
+    # ---------------------------------------------------------------- manual optimization
+
+    def begin_segments(self) -> None:
+        """A batch begins that takes several passes, with optimizer steps wherever it likes."""
+        if self._parts.watch is not None:
+            self._parts.watch.begin()
+
+    def segment_pass(
+        self,
+        batch: Any,
+        *,
+        batch_idx: int,
+        step: int,
+        loaders: TreeSpec | None,
+        part: str,
+        backward: bool,
+        retain_graph: bool,
+    ) -> PassResult:
+        """Forwards and backwards of one segment; gradients add up until ``settle``.
+
+        Args:
+            batch: This replica's batch.
+            batch_idx: Lightning's index.
+            step: As for ``train_pass``.
+            loaders: As for ``train_pass``.
+            part: Which segment it is, the same on all ranks.
+            backward: Whether the segment ends with one.
+            retain_graph: Whether its graphs are for another backward, too.
+        """
+        self._gradients.continue_sums()
+        self._gradients.attach(zero=False)
+        self._flush.expect(None)
+        scale = 1.0 / self.coordinates.dp
+        options = PassOptions(
+            batch_idx, "train", scale, None, self.seed_of(step), None, part, retain_graph
+        )
+        return self._run(
+            batch, options, step=step, update=False, loaders=loaders, backward=backward
+        )
+
+    def settle(self) -> None:
+        """Reduces what has been added up since the last time; collective over the replicas."""
+        self._gradients.start_all()
+        self.flush()
+
+    @property
+    def settled(self) -> bool:
+        return self._gradients.whole
+
+    def clear_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Begins a new sum for some parameters; somebody has cleared their gradients."""
+        self._gradients.clear({id(parameter) for parameter in parameters})
+
+    def clip_some_by_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+        """``clip_by_norm`` of some parameters, those of other ranks included; settled before."""
+        norm = self._flush.gradient_norm({id(parameter) for parameter in parameters})
+        clip_(parameters, norm, limit)
+        return norm
+
+    def trained_flags(self) -> tuple[bool, ...]:
+        return self._weights.trained()
+
+    def share_ends(
+        self,
+        loss: float | None,
+        calls: Sequence[tuple[LogCall, float, int, int]],
+        rows: int,
+    ) -> PassResult:
+        """The loss and the logs behind the last pass of a batch, of all ranks; collective.
+
+        ``calls`` come with the microbatch's share, its stage and its number; ``rows`` are those of
+        this replica's batch.
+        """
+        copies = self.placement.weight_copies
+        entries = [LogEntry(call, share, stage, m % copies) for call, share, stage, m in calls]
+        joins = self.coordinates.dp > 1
+        bulletin = self._world_bulletin if joins else self._bulletin
+        bulletin.post([0, loss, start_packing(entries)(), None, None, rows])
+        return self._joined(self._by_replica(bulletin.read(), joins), StepResult(), rows=joins)
+
+    def _by_replica(self, answers: list[Any], joins: bool) -> list[list[Any]]:
+        where = self.coordinates
+        if not joins:
+            return [answers]
+        return [[answers[r] for r in where.replica(d)] for d in range(where.dp)]
+
     def _run(
         self,
         batch: Any,
@@ -396,6 +487,7 @@ class Engine:
         step: int,
         update: bool,
         loaders: TreeSpec | None,
+        backward: bool = True,
     ) -> PassResult:
         train = options.mode == "train"
         microbatches = split_batch(batch, self.plan.num_microbatches, loaders)
@@ -405,7 +497,7 @@ class Engine:
         if train and not self._compared and self.coordinates.world_size > 1:
             self._compared = True
             self._compare_shapes(microbatches)
-        if not train:
+        if not train or not backward:
             program = programs.forward
         else:
             program = programs.train if update else programs.accumulate
@@ -445,12 +537,8 @@ class Engine:
         for share in shares:
             share()
         self.pulse.phase(Phase.SHARING)
-        everybody = bulletin.read()
-        where = self.coordinates
-        replicas = [everybody]
-        if joins:
-            replicas = [[everybody[r] for r in where.replica(d)] for d in range(where.dp)]
-        answers = replicas[where.dp_rank if joins else 0]
+        replicas = self._by_replica(bulletin.read(), joins)
+        answers = replicas[self.coordinates.dp_rank if joins else 0]
         self.pulse.phase(Phase.UPDATING if train and update else Phase.BETWEEN)
         if not (train and update):
             # Without an optimizer step the pass ends here; only training steps are kept.

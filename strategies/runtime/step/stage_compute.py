@@ -48,10 +48,12 @@ class PassOptions:
     loss_scale: Tensor | None  # another one, on the device; None for 1
     seed: int | None  # every (microbatch, unit) draws from its own; None draws anew
     dataloader_idx: int | None  # which of several evaluation loaders the batch is from
+    part: str = ""  # of a step that takes several passes; each has boundaries of its own
+    retain_graph: bool = False  # whether another pass runs a backward through the same graphs
 
     def step_of(self, batch: Any) -> str:
         """What decides which tensors cross a boundary, besides their shapes."""
-        return f"{self.mode} {self.dataloader_idx or 0} {structure(batch)}"
+        return f"{self.mode}{self.part} {self.dataloader_idx or 0} {structure(batch)}"
 
 
 @dataclass
@@ -174,6 +176,7 @@ class StageCompute:
     def _keep_graph(
         self, here: tuple[int, int], leaves: tuple[Tensor, ...], output: StageOutput
     ) -> None:
+        leaves = leaves if output.leaves is None else output.leaves
         self._graphs[here] = _Graph(leaves, output.tensors, output.loss)
         if self._parts.activations is not None:
             self._parts.activations.graph(*here, leaves, (*output.tensors, output.loss))
@@ -221,11 +224,14 @@ class StageCompute:
             leaves = [leaf for leaf in graph.inputs if leaf.requires_grad]
             backward_under_sums(self._parts.tensor_ranks, outputs, incoming, leaves)
         elif outputs:
-            torch.autograd.backward(outputs, incoming)
+            torch.autograd.backward(outputs, incoming, retain_graph=self._options.retain_graph)
         self._values.hand_back(item, graph.inputs)
 
     def _input_gradient(self, item: Instruction, gradients: tuple[Tensor, ...]) -> None:
         assert item.microbatch is not None
+        if self._options.retain_graph:
+            # Nothing is put off: that would take from the graph what the next backward needs.
+            return self._backward(item, gradients)
         graph, outputs, incoming = self._roots(item, gradients)
         if outputs:
             inputs = [leaf for leaf in graph.inputs if leaf.requires_grad]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -68,10 +69,10 @@ class Flush:
         parts.pulse.phase(Phase.UPDATING)
         self._flushed_at = parts.recorder.stamp()
 
-    def _local_squared_norm(self) -> Tensor:
+    def _local_squared_norm(self, only: Collection[int] | None = None) -> Tensor:
         shards = self._parts.model.shards
         device = self._parts.recorder.device
-        return self._gradients.squared_norm(device, lambda name: name in shards)
+        return self._gradients.squared_norm(device, lambda name: name in shards, only)
 
     def _note_norm(self) -> None:
         """Keeps the norm for the next step's message; replicas' shares are added on the way."""
@@ -102,13 +103,14 @@ class Flush:
             self._norm_work = None
         return float(self._norm.tensor())
 
-    def gradient_norm(self) -> Tensor:
+    def gradient_norm(self, only: Collection[int] | None = None) -> Tensor:
         """2-norm of the whole model's gradient, a float64 scalar, equal on all ranks.
 
         Collective over the replica, with sharded weights over all processes. Weights that several
-        ranks hold count once. It is on the host where ranks have talked about it.
+        ranks hold count once. It is on the host where ranks have talked about it. ``only`` are the
+        identities of the parameters that count on this rank; None for all.
         """
-        total = self._local_squared_norm()
+        total = self._local_squared_norm(only)
         if self._not_finite:
             total = torch.full_like(total, math.nan)  # also for a loss
         group = self._update_group()

@@ -15,7 +15,7 @@ ends up with the sum of its share alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -185,6 +185,19 @@ class StageGradients:
             share.parameter.grad = None
             for main, _ in self.targets.get(id(share.parameter), ()):
                 main.grad = None
+
+    def clear(self, wanted: Collection[int]) -> None:
+        """Begins a new sum for the parameters of these identities.
+
+        One whose gradient somebody has set to None is one that no step has used.
+        """
+        for share in self._shares:
+            if id(share.parameter) in wanted:
+                share.view.zero_()
+                if share.parameter.grad is None:
+                    share.touched = False
+                    share.mark.zero_()
+                share.parameter.grad = share.view
 
     def arm(self, awaited: Iterable[Tensor] | None = None) -> None:
         """The next backward of this stage is its last: buckets may go as they get ready.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class RankGradients:
         self.stages: dict[int, StageGradients] = {}  # empty until ``build``
         self.mains = AllMainWeights()
         self._shared: list[_Shared] = []
+        self._whole = False  # whether sums are over all replicas, where passes only add to them
         self._hooks: list[Any] = []
 
     def build(
@@ -152,6 +153,44 @@ class RankGradients:
             if not shared.widened:
                 adopt_gradient(shared.parameter, shared.gradient)
 
+    # -- sums over several passes, reduced when somebody asks for them ----------------------
+
+    @property
+    def whole(self) -> bool:
+        """Whether the sums are over all replicas."""
+        return self._whole
+
+    def start_all(self) -> None:
+        """Starts all reductions, unless they have been since the last pass."""
+        if not self._whole:
+            self._whole = True
+            for _, gradients in sorted(self.stages.items()):
+                for bucket in range(gradients.count):
+                    gradients.reduce(bucket)
+
+    def continue_sums(self) -> None:
+        """Makes sums over all replicas this one's part again: more is to be added to them."""
+        if not self._whole:
+            return
+        self._whole = False
+        for gradients in self.stages.values():
+            if gradients.group is not None:
+                for buffer in gradients.buffers:
+                    buffer.flat.div_(gradients.group.size())
+        for shared in self._shared:
+            group = self._communicators.get("reduce", self._weights.sharing(shared.name))
+            if group is not None:
+                shared.gradient.div_(group.size())
+
+    def clear(self, wanted: Collection[int]) -> None:
+        """Begins a new sum for the parameters of these identities, whose gradients are cleared."""
+        for gradients in self.stages.values():
+            gradients.clear(wanted)
+        for shared in self._shared:
+            if id(shared.parameter) in wanted:
+                shared.gradient.zero_()
+                shared.parameter.grad = shared.gradient
+
     def finish(self) -> None:
         """Ends this rank's reductions, those of weights that several stages use included."""
         works: list[dist.Work] = []
@@ -199,15 +238,25 @@ class RankGradients:
             found |= {names[id(p)]: gradient for p, gradient in gradients.views()}
         return found
 
-    def squared_norm(self, device: torch.device, shards: Callable[[str], bool]) -> Tensor:
+    def squared_norm(
+        self,
+        device: torch.device,
+        shards: Callable[[str], bool],
+        only: Collection[int] | None = None,
+    ) -> Tensor:
         """This rank's share of the squared norm; weights on several ranks count on the first.
 
-        ``shards`` says by name whether a weight is cut between the tensor-parallel ranks. A float64
-        scalar, on the device of the gradients still.
+        ``shards`` says by name whether a weight is cut between the tensor-parallel ranks, ``only``
+        by identity which weights count. A float64 scalar, on the device of the gradients still.
         """
         total = torch.zeros((), dtype=torch.float64, device=device)
         where = self._where
-        counts = None
+        counts: Callable[[Tensor], bool] | None = None
+        if only is not None:
+
+            def counts(parameter: Tensor) -> bool:
+                return id(parameter) in only
+
         if where.tp_rank > 0:
             # The first of the sharers counts what all of them have whole.
             cut = {id(p) for name, p in self._weights.named().items() if shards(name)}

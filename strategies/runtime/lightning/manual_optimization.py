@@ -1,0 +1,243 @@
+"""Modules with ``automatic_optimization = False``: several passes per batch, steps in between.
+
+The user's step decides when backwards and optimizer steps are; ``models/replay/segments.py`` has
+cut it into segments. Here each segment becomes a pass of the engine, and what happens once per
+batch is done for real, on every rank: gradients are added up on each replica until somebody steps,
+clips or looks, and are reduced then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import TreeSpec
+
+from strategies.errors import ModelError
+from strategies.models.replay.segments import Ended, SegmentModel
+from strategies.models.replay.strand import Action
+from strategies.models.stage_model import LogCall, Mode
+from strategies.models.unit_model import HasUnits
+from strategies.plan import Plan
+from strategies.runtime.step.microbatch import count_rows, split_batch
+from strategies.runtime.step.rank_engine import PassResult
+
+if TYPE_CHECKING:
+    from strategies.runtime.lightning.strategy import PipelineStrategy
+
+
+def refuse_manual(trainer: pl.Trainer, module: pl.LightningModule, plan: Plan) -> None:
+    """Refuses what does not go together with a step that takes several passes."""
+    name = type(module).__name__
+    if isinstance(module, HasUnits):
+        raise ModelError(
+            f"{name} uses manual optimization and declares units (pipeline_units): what its "
+            "training_step does between them would never run. Remove pipeline_units, so that the "
+            "step itself is cut, or automatic_optimization=False."
+        )
+    if is_overridden("backward", module):
+        raise ModelError(
+            f"{name} uses manual optimization and overrides backward(), which a pipeline never "
+            "calls: it runs the backward of each stage itself. Scale the loss in training_step, "
+            "before manual_backward."
+        )
+    if plan.recompute.policy != "none":
+        raise ModelError(
+            f"{name} uses manual optimization, whose forwards stand in the middle of the step and "
+            f"cannot run again: recompute={plan.recompute.policy}. Use recompute=none, or "
+            "torch.utils.checkpoint (use_reentrant=False) inside the layers."
+        )
+    if plan.overlap == "zero1":
+        raise ModelError(
+            f"{name} uses manual optimization: overlap=zero1 gathers weights under the next step, "
+            "which may be in the same batch. Use overlap=grad_reduce."
+        )
+    precision = trainer.precision_plugin.precision
+    if getattr(trainer.precision_plugin, "scaler", None) is not None or precision in (
+        "bf16-true",
+        "16-true",
+    ):
+        raise ModelError(
+            f"{name} uses manual optimization with precision={precision}, which needs a loss scale "
+            "or a second copy of the weights, kept over one optimizer step per batch. Use "
+            "precision=bf16-mixed, 32-true or 64-true."
+        )
+
+
+def manual_model(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    batch: Any,
+    *,
+    mode: Mode,
+    layers: str | None,
+    dataloader_idx: int | None,
+) -> SegmentModel:
+    """The module as a model that can be cut; in training its optimizers are built for that, too."""
+    if mode != "train":
+        return SegmentModel.probe(
+            module, batch, mode=mode, chain=layers, dataloader_idx=dataloader_idx
+        )
+    strategy: Any = trainer.strategy
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    strategy.optimizers, strategy.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+    try:
+        optimized = [_names_of(optimizer, names) for optimizer in strategy.optimizers]
+        return SegmentModel.probe(module, batch, mode=mode, chain=layers, optimized=optimized)
+    finally:
+        strategy.optimizers, strategy.lr_scheduler_configs = [], []
+
+
+def _names_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ModelError(
+                    "an optimizer updates a parameter that is no part of the module, so no stage "
+                    "has it. Build optimizers from self.parameters()."
+                )
+            found.append(names[id(parameter)])
+    return found
+
+
+class ManualOptimization:
+    """Runs the batches of one training."""
+
+    def __init__(self, strategy: PipelineStrategy, model: SegmentModel) -> None:
+        self._strategy = strategy
+        self._model = model
+        self._flags: tuple[bool, ...] | None = None
+        model.forget_optimizers()
+
+    def training_step(
+        self, batch: Any, batch_idx: int, step: int, loaders: TreeSpec | None
+    ) -> PassResult:
+        """Runs the step; its result is the loss that it returns, if it returns one."""
+        engine, model = self._strategy.engine, self._model
+        self._check_flags()
+        microbatches = split_batch(batch, engine.plan.num_microbatches, loaders)
+        seed = engine.seed_of(step)
+        where = engine.coordinates.pp_rank
+        places = [
+            (stage, number)
+            for stage in sorted(engine.owned)
+            for number in range(len(microbatches))
+            if engine.placement.rank_of(stage, number) == where
+        ]
+        engine.begin_segments()
+        layout = model.open(
+            [microbatch.data for microbatch in microbatches],
+            places,
+            batch_idx=batch_idx,
+            seeds=[seed * 8191 + number for number in range(len(microbatches))],
+            perform=self._perform,
+        )
+        way = model.number_of(layout)
+        logs: list[LogCall] = []
+        try:
+            while (wanted := model.advance()) is not None:
+                if isinstance(wanted, Action):
+                    model.performed(wanted, self._perform(wanted))
+                    continue
+                backward = layout.flow.ends_with_backward(wanted)
+                retain = backward and layout.flow.marks[wanted].retain
+                result = engine.segment_pass(
+                    batch,
+                    batch_idx=batch_idx,
+                    step=step,
+                    loaders=loaders,
+                    part=f"/{way}/{wanted}",
+                    backward=backward,
+                    retain_graph=retain,
+                )
+                logs += result.logs
+                model.passed()
+                if backward:
+                    self._after_backward(result.loss)
+        finally:
+            ended = model.close()
+        shares = [microbatch.share for microbatch in microbatches]
+        last = self._share(ended, shares, layout.result_stage, count_rows(batch, loaders))
+        return PassResult(last.loss, [*logs, *last.logs], [], rows=last.rows)
+
+    def _share(
+        self, ended: Sequence[Ended], shares: Sequence[float], result_stage: int, rows: int
+    ) -> PassResult:
+        """What the steps have returned, and logged behind their last pass; collective."""
+        values = [
+            (_scalar(end.result), shares[end.microbatch])
+            for end in ended
+            if end.stage == result_stage
+        ]
+        known = [value * share for value, share in values if value is not None]
+        own = sum(known) if known and len(known) == len(values) else None
+        calls = [
+            (call, shares[end.microbatch], end.stage, end.microbatch)
+            for end in ended
+            for call in end.logs
+        ]
+        return self._strategy.engine.share_ends(own, calls, rows)
+
+    def _check_flags(self) -> None:
+        """Freezing between batches would leave gradients out of the replicas' sums."""
+        flags = self._strategy.engine.trained_flags()
+        if self._flags is None:
+            self._flags = flags
+        elif self._flags != flags:
+            raise ModelError(
+                "requires_grad of parameters has changed between two batches, which manual "
+                "optimization in a pipeline does not follow. Untoggle each optimizer that was "
+                "toggled, and freeze parameters before fit()."
+            )
+
+    def _after_backward(self, loss: float | None) -> None:
+        """Lightning's hooks around a backward, which has run on all stages by now."""
+        strategy: Any = self._strategy
+        module = strategy.lightning_module
+        value = torch.full((), loss or 0.0, dtype=torch.float64, device=strategy.root_device)
+        strategy.precision_plugin.pre_backward(value, module)
+        if strategy.looks_after_backward:
+            strategy.engine.settle()
+        strategy.precision_plugin.post_backward(value, module)
+
+    def _perform(self, action: Action) -> Any:
+        engine = self._strategy.engine
+        raw = action.kind == "step" and "raw" in tuple(action.signature)  # type: ignore[arg-type]
+        if action.kind == "clip_gradients" or raw:
+            engine.settle()
+        result = action.perform()
+        if raw:
+            engine.stepped()
+        if action.kind == "zero_grad":
+            assert action.optimizer is not None
+            engine.clear_gradients(_parameters_of(self._strategy.optimizers[action.optimizer]))
+        return result
+
+    def clip_by_norm(self, optimizer: Optimizer, limit: float) -> Tensor:
+        """Clips an optimizer's gradients by their norm, on whichever ranks they are."""
+        return self._strategy.engine.clip_some_by_norm(_parameters_of(optimizer), limit)
+
+
+def looks_after_backward(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return is_overridden("on_after_backward", module) or any(
+        is_overridden("on_after_backward", callback, pl.Callback) for callback in callbacks
+    )
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _scalar(result: Any) -> float | None:
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return float(loss.detach())
+    return None
