@@ -69,7 +69,7 @@ def build(config: LaunchConfig) -> None:
     """
     model = build_model(resolve(_alone(config)))
     assert isinstance(model, HfLanguageModel)
-    model.check_tied()
+    model.check_weights()
     if config.tp > 1:
         members = SimpleNamespace(rank=0, size=config.tp, sequence=False)
         sharding = Sharding(model, cast(TensorRanks, members))

@@ -92,13 +92,13 @@ class HfLanguageModel(LanguageModel):
         self._weights.fill(unit, device=device)
         self.network.tie()  # creating real weights for one unit takes the tie apart
 
-    def check_tied(self) -> None:
-        """Looks whether stored weights that ``config.json`` ties are alike.
+    def check_weights(self) -> None:
+        """Looks for what only their values say, without giving any unit its weights.
 
         Raises:
-            ModelError: They are not.
+            ModelError: Tied ones that are stored differ, or the library cannot draw some.
         """
-        self._weights.check_tied()
+        self._weights.check()
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.network(tokens)

@@ -34,6 +34,13 @@ class Skeleton:
     def part(self, name: str) -> nn.Module:
         return copy.deepcopy(self.model.get_submodule(name))  # type: ignore[no-any-return]
 
+    def named_parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """All modules that units own, on the meta device."""
+        for name in (*self.embedding, *self.head):
+            yield name, self.model.get_submodule(name)
+        for index, layer in enumerate(self.layers):
+            yield f"{self.layers_path}.{index}", layer
+
     @contextmanager
     def whole(self) -> Iterator[Any]:
         """The model with its layers where they were, for what asks for shapes."""
@@ -83,6 +90,10 @@ def _build(shape: HfShape) -> Any:
             f"model_type={shape.model_type} as a causal language model: "
             f"{reason}. Try another model, or a newer transformers."
         ) from None
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if not parameter.is_meta:  # not every way to make one asks where to
+            empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            _put(model, name, empty)
     return model.eval()
 
 
@@ -142,8 +153,8 @@ def _probe(model: Any, layers: Sequence[nn.Module], path: str, folder: str) -> _
     """Runs a few tokens through the model's own forward, without weights."""
     reasons: list[str] = []
     for returns_tuple in (False, True):
-        shell = Shell(model, layers, path, {}, returns_tuple=returns_tuple)
         try:
+            shell = Shell(model, layers, path, {}, returns_tuple=returns_tuple)
             before, after = _order(shell, model, path)
         except _NoChainError as reason:
             reasons.insert(0, str(reason))  # says more than what a forward has stumbled over
@@ -254,6 +265,8 @@ class Shell:
         _put(copied, path, nn.ModuleList(self.layers))
         steps = path.split(".")
         self._around = [copied.get_submodule(".".join(steps[:end])) for end in range(len(steps))]
+        for module in self._around:
+            _fill_own_constants(copied, module)
         self._model = copied
         self._live = live
 
@@ -263,19 +276,19 @@ class Shell:
         ``inputs`` are as the model takes them, ``input_ids`` or ``inputs_embeds`` first. Dropout
         outside of modules of its own acts in ``training``.
         """
-        for module in self._around:
-            module.training = training
         first = next(value for value in inputs.values() if value is not None)
         device = first.device
+        for module in self._around:
+            module.training = training
+            _move_buffers(module, device)
         for name, module in self.sides.items():
             if isinstance(module, _WeightStandIn):
-                module.dtype = first.dtype if first.is_floating_point() else torch.float32
-                module.device = device
+                dtype = first.dtype if first.is_floating_point() else torch.float32
+                if (module.weight.dtype, module.weight.device) != (dtype, device):
+                    module.become(dtype, device)
             elif name not in self._live:
                 for part in module.modules():
-                    for key, buffer in part._buffers.items():
-                        if buffer is not None and buffer.device != device:
-                            part._buffers[key] = buffer.to(device)
+                    _move_buffers(part, device)
         return self._model(**inputs, use_cache=False)
 
     def blank(self, stream: Tensor) -> Tensor:
@@ -300,27 +313,37 @@ def _sides(model: nn.Module, path: str) -> dict[str, nn.Module]:
     return found
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+def _put(model: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+    setattr(model.get_submodule(parent), child, value)
 
 
 def fill_constants(model: Any, module: nn.Module) -> None:
     """Computes buffers (rotary frequencies) that building on the meta device has left empty."""
     for part in module.modules():
-        empty = {k: b for k, b in part._buffers.items() if b is not None and b.is_meta}
-        if not empty:
-            continue
-        for name, buffer in empty.items():
-            kind = torch.float32 if buffer.is_floating_point() else buffer.dtype
-            part._buffers[name] = torch.empty_like(buffer, dtype=kind, device="cpu")
-        with torch.no_grad():
-            # The library's own contract: this is how it restores them after from_pretrained().
-            model._init_weights(part)
-        for name, buffer in empty.items():
-            filled = part._buffers[name]
-            assert filled is not None
-            part._buffers[name] = filled.to(buffer.dtype)
+        _fill_own_constants(model, part)
+
+
+def _fill_own_constants(model: Any, part: nn.Module) -> None:
+    empty = {k: b for k, b in part._buffers.items() if b is not None and b.is_meta}
+    if not empty:
+        return
+    for name, buffer in empty.items():
+        kind = torch.float32 if buffer.is_floating_point() else buffer.dtype
+        part._buffers[name] = torch.empty_like(buffer, dtype=kind, device="cpu")
+    with torch.no_grad():
+        # The library's own contract: this is how it restores them after from_pretrained().
+        model._init_weights(part)
+    for name, buffer in empty.items():
+        filled = part._buffers[name]
+        assert filled is not None
+        part._buffers[name] = filled.to(buffer.dtype)
+
+
+def _move_buffers(part: nn.Module, device: torch.device) -> None:
+    for key, buffer in part._buffers.items():
+        if buffer is not None and buffer.device != device:
+            part._buffers[key] = buffer.to(device)
 
 
 # ---------------------------------------------------------------------------------------- standins
@@ -342,7 +365,7 @@ class Call:
             output = layer(hidden, *self.args, **self.kwargs)
         else:
             output = layer(*self.args, hidden_states=hidden, **self.kwargs)
-        result: Tensor = output[0] if isinstance(output, tuple) else output
+        result: Tensor = output[0] if isinstance(output, tuple | list) else output
         return result
 
     def tensors(self) -> list[tuple[str, Tensor]]:
@@ -393,13 +416,13 @@ class _WeightStandIn(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self._width = width
-        self.dtype = torch.float32
-        self.device = torch.device("cpu")
+        self.weight: nn.Parameter
+        self.become(torch.float32, torch.device("cpu"))
 
-    @property
-    def weight(self) -> Tensor:
-        """For its type and device, which forwards ask for; nothing can be computed with it."""
-        return torch.empty(0, dtype=self.dtype, device=self.device)
+    def become(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Forwards ask weights for type and device; nothing can be computed with this one."""
+        empty = torch.empty(0, dtype=dtype, device=device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Vectors as they are; zeros of ``dtype`` for ids and positions, once per element."""
@@ -407,5 +430,5 @@ class _WeightStandIn(nn.Module):
         if given and given[0].is_floating_point() and given[0].dim() >= 3:
             return given[0]
         ids = bool(given) and given[0].dtype in (torch.int32, torch.int64)
-        zero = torch.zeros((), dtype=self.dtype, device=given[0].device if given else None)
+        zero = torch.zeros((), dtype=self.weight.dtype, device=given[0].device if given else None)
         return zero.expand(*given[0].shape, self._width) if ids else zero

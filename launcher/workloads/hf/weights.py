@@ -37,19 +37,29 @@ class Weights(ABC):
             values = dict(self._values(name, module))
             for leaf in module.modules():
                 fill_constants(self._skeleton.model, leaf)
-            for key, parameter in list(module.named_parameters()):
+            made: dict[nn.Parameter, nn.Parameter] = {}
+            for key, parameter in list(module.named_parameters(remove_duplicate=False)):
                 if parameter.is_meta:
-                    value = values.pop(f"{name}.{key}")
-                    value = value.to(device=device, dtype=parameter.dtype, copy=self.borrowed)
-                    _put(module, key, nn.Parameter(value, requires_grad=parameter.requires_grad))
+                    if parameter not in made:
+                        value = values.pop(f"{name}.{key}")
+                        value = value.to(device=device, dtype=parameter.dtype, copy=self.borrowed)
+                        made[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                    _put(module, key, made[parameter])
+            # After the constants: what restores those may have written to buffers beside them.
+            for key, buffer in list(module.named_buffers()):
+                if f"{name}.{key}" in values:
+                    stored = values[f"{name}.{key}"]
+                    path, _, last = key.rpartition(".")
+                    stored = stored.to(dtype=buffer.dtype, copy=self.borrowed)
+                    module.get_submodule(path)._buffers[last] = stored
 
     @abstractmethod
-    def check_tied(self) -> None:
-        """Refuses weights that ``config.json`` ties and that differ."""
+    def check(self) -> None:
+        """Refuses what ``fill`` would refuse in any unit, as far as it takes few values."""
 
     @abstractmethod
     def _values(self, name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Names in the library and values of all parameters of a module."""
+        """Names in the library and values of all parameters of a module, and of stored buffers."""
 
 
 class FreshWeights(Weights):
@@ -65,8 +75,17 @@ class FreshWeights(Weights):
         super().__init__(skeleton)
         self._seed = seed
 
-    def check_tied(self) -> None:
-        """Both ends are drawn alike."""
+    def check(self) -> None:
+        # Parameters that no rule has written to: only those are worth drawing to see.
+        for name, module in self._skeleton.named_parts():
+            copied = copy.deepcopy(module)
+            before = {key: p._version for key, p in copied.named_parameters()}
+            for part in copied.modules():
+                self._initialise(part)
+            for key, parameter in copied.named_parameters():
+                if parameter._version == before[key]:
+                    path = key.rpartition(".")[0]
+                    self._draw(".".join(filter(None, (name, path))), module.get_submodule(path))
 
     def _values(self, name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         tied = self._skeleton.tied
@@ -81,11 +100,31 @@ class FreshWeights(Weights):
     def _draw(self, name: str, module: nn.Module) -> dict[str, Tensor]:
         copied = copy.deepcopy(module).to(torch.float32).to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for parameter in copied.parameters():
+                parameter.fill_(torch.nan)  # until there is a value
             # Children first, as the library does it: parents may redraw what they know better.
             for key, part in reversed(list(copied.named_modules())):
                 torch.default_generator.manual_seed(derived_seed(self._seed, f"{name}.{key}"))
-                self._skeleton.model._init_weights(part)
-        return {f"{name}.{key}": p.detach() for key, p in copied.named_parameters()}
+                self._initialise(part)
+        drawn = {f"{name}.{key}": p.detach() for key, p in copied.named_parameters()}
+        left = next((key for key, value in drawn.items() if value.isnan().any()), None)
+        if left is not None:
+            raise self._undrawn(f"has no rule for {left}")
+        return drawn
+
+    def _initialise(self, part: nn.Module) -> None:
+        try:
+            self._skeleton.model._init_weights(part)
+        except Exception as error:  # rules that only a model with all of its parts can follow
+            raise self._undrawn(f"fails at a {type(part).__name__} ({error})") from None
+
+    def _undrawn(self, reason: str) -> ModelError:
+        kind = type(self._skeleton.model).__name__
+        return ModelError(
+            f"model.pretrained=false: the transformers library draws the weights of {kind}, and "
+            f"{reason}. Try weights of a file: {kind}(config).save_pretrained(FOLDER), then "
+            "model.path=FOLDER model.pretrained=true."
+        )
 
 
 class StoredWeights(Weights):
@@ -109,24 +148,16 @@ class StoredWeights(Weights):
         )
 
     def _values(self, name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        buffers = {
-            f"{name}.{key}": (key, buffer)
-            for key, buffer in module.named_buffers()
-            if f"{name}.{key}" in self._names and buffer.is_meta
-        }
-        wanted = [f"{name}.{key}" for key, _ in module.named_parameters()] + list(buffers)
+        stored = [key for key, _ in module.named_buffers() if f"{name}.{key}" in self._names]
+        wanted = [f"{name}.{key}" for key, _ in module.named_parameters()]
+        wanted += [f"{name}.{key}" for key in stored]
         sources = [self._names[full] for full in wanted]
         found = self._conversion.values(sources, self._read)
         for full, (_, value) in zip(wanted, found, strict=True):
-            if full in buffers:
-                key, buffer = buffers[full]
-                path, _, leaf = key.rpartition(".")
-                module.get_submodule(path)._buffers[leaf] = value.to(buffer.dtype)
-                continue
             self._check_tied(full, value)
             yield full, value
 
-    def check_tied(self) -> None:
+    def check(self) -> None:
         for name in self._skeleton.tied:
             if self._names[name] != self._names[self._skeleton.tied[name]]:
                 ((_, value),) = self._conversion.values([self._names[name]], self._read)
@@ -156,12 +187,9 @@ class StoredWeights(Weights):
 
 def expected_tensors(skeleton: Skeleton) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter and stored buffer of the whole model."""
-    around = (*skeleton.embedding, *skeleton.head)
-    modules = [(name, skeleton.model.get_submodule(name)) for name in around]
-    modules += [(f"{skeleton.layers_path}.{i}", m) for i, m in enumerate(skeleton.layers)]
     return {
         f"{name}.{key}": tuple(value.shape)
-        for name, module in modules
+        for name, module in skeleton.named_parts()
         for key, value in module.state_dict().items()
     }
 

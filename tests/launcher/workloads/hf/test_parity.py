@@ -16,6 +16,8 @@ from tests.tiny_models import batch_of, shape_of, write_model
 KNOWN = ("llama", "gpt2", "qwen2", "qwen3", "mistral")
 # Found and cut without a line about them: other orders of modules, tuples, windows, ALiBi.
 OTHERS = ("opt", "bloom", "falcon", "phi3", "gemma3_text", "cohere", "stablelm")
+# Forwards that ask weights for their type, layers that return lists, constants outside of modules.
+ODD = ("mamba", "llama4_text", "openai-gpt", "recurrent_gemma")
 CUTS = {
     1: [range(5)],
     2: [range(2), range(2, 5)],
@@ -67,7 +69,9 @@ def test_loss_and_gradients_are_those_of_transformers(family, num_stages, padded
     check(tmp_path, write_model(tmp_path, family), num_stages, padded=padded)
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize(
+    "family", [*OTHERS, *(pytest.param(family, marks=pytest.mark.full) for family in ODD)]
+)
 def test_architectures_nobody_has_described_are_cut_as_well(family, tmp_path):
     check(tmp_path, write_model(tmp_path, family), 3, padded=False)
 

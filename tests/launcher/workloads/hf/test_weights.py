@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from launcher.workloads.hf.export import library_name
 from launcher.workloads.hf.hf_model import HfLanguageModel
 from launcher.workloads.hf.hf_shape import check_folder
+from launcher.workloads.hf.weights import FreshWeights
 from strategies.errors import ModelError
 from strategies.models.unit_model import UnitModel
-from tests.tiny_models import batch_of, shape_of, write_model
+from tests.tiny_models import batch_of, shape_of, tiny_config, write_model
 
 
 def weights(folder, **changes):
@@ -222,3 +223,37 @@ def test_an_index_that_does_not_fit_its_files_is_refused(change, expected, tmp_p
     with pytest.raises(ModelError, match="Try") as caught:
         check_folder(shape_of(tmp_path))
     assert expected in str(caught.value)
+
+
+def test_parameters_that_are_made_in_spite_of_the_meta_device_are_read(tmp_path):
+    # Their values come from torch.normal(), which does not ask for the device of the context.
+    reference = write_model(tmp_path, "diffllama")
+    found = weights(tmp_path)
+    for name, value in reference.named_parameters():
+        assert torch.equal(found[name].double(), value), name
+
+
+def test_parameters_that_are_tied_inside_of_one_module_are_both_filled(tmp_path):
+    reference = write_model(tmp_path, "bert", is_decoder=True)
+    found = weights(tmp_path)
+    assert found["cls.predictions.decoder.bias"] is found["cls.predictions.bias"]
+    for name, value in reference.named_parameters(remove_duplicate=False):
+        assert torch.equal(found[name].double(), value), name
+
+
+def test_weights_that_the_library_does_not_draw_are_refused(tmp_path):
+    tiny_config("apertus").save_pretrained(tmp_path)
+    with torch.device("meta"):
+        module = HfLanguageModel(shape_of(tmp_path, pretrained=False))
+    for look in (module.check_weights, lambda: weights(tmp_path, pretrained=False)):
+        with pytest.raises(ModelError, match=r"no rule for model.layers.0.mlp.act_fn.alpha_p. Try"):
+            look()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "mamba"])
+def test_weights_that_the_library_draws_are_not_drawn_to_check_that(family, tmp_path, monkeypatch):
+    tiny_config(family).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        module = HfLanguageModel(shape_of(tmp_path, pretrained=False))
+    monkeypatch.setattr(FreshWeights, "_draw", lambda *_: pytest.fail("drawn"))
+    module.check_weights()
