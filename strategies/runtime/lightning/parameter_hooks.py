@@ -360,7 +360,8 @@ class ParameterHooks:
         }
         own = {n: p.grad for n, p in self._engine.named_parameters().items() if p.grad is not None}
         for name, gradient in self._spread(wanted, own).items():
-            self._table.original(name).grad = gradient
+            if name in self._table.freed:
+                self._table.original(name).grad = gradient
         self._has_gradients = True
 
     def _spread(

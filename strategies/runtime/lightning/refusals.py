@@ -156,12 +156,15 @@ _BETWEEN = ("on_train_batch_end", "on_train_batch_start")
 class WholeWeights(pl.Callback):
     """Completes the weights before other hooks; of no cost where they are whole."""
 
-    def __init__(self, complete: Callable[[], None]) -> None:
+    def __init__(self, complete: Callable[[], None], *, watched: bool = False) -> None:
         self._complete = complete
+        self._watched = (
+            watched  # whether hooks complete the weights themselves where they touch any
+        )
         self._each_batch = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        readers = _weight_readers(trainer, pl_module)
+        readers = [] if self._watched else _weight_readers(trainer, pl_module)
         self._each_batch = bool(readers)
         if readers:
             rank_zero_warn(

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Unpack
 
 import lightning.pytorch as pl
@@ -372,7 +373,9 @@ class PipelineStrategy(CheckpointingStrategy):
         if any(isinstance(callback, BaseFinetuning) for callback in callbacks):
             refuse_freezing(mains)
         if mains.sharded and not any(isinstance(c, WholeWeights) for c in callbacks):
-            callbacks.insert(0, WholeWeights(lambda: self.engine.mains.complete()))
+            watched = self._hooks is not None
+            complete = WholeWeights(lambda: self.engine.mains.complete(), watched=watched)
+            callbacks.insert(0, complete)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         with self._away():
@@ -381,6 +384,12 @@ class PipelineStrategy(CheckpointingStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         with self._away():
             return super().optimizer_state(optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        with self._away():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, normalize
 
@@ -313,6 +313,117 @@ def averaging() -> list[pl.Callback]:
     return [WeightAveraging()]
 
 
+class KeptParameters(pl.Callback):
+    """Keeps the objects themselves, and copies of the whole, from before training."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.parameters = list(pl_module.parameters())
+        self.start = {n: v.detach().clone() for n, v in pl_module.state_dict().items()}
+        self.model = copy.deepcopy(pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters[:4]:
+                parameter.mul_(0.9)
+        moved = sum((p - self.start[n]).norm() for n, p in pl_module.named_parameters())
+        pl_module.log("moved", moved)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.model.load_state_dict(pl_module.state_dict())
+        x = torch.ones(2, WIDTH, dtype=torch.float64)
+        with torch.no_grad():
+            pl_module.log("copy", self.model.net(x).sum(), sync_dist=True)
+
+
+class FirstRankReads(pl.Callback):
+    """Looks at weights on the first process alone, as who writes histograms does."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self._write(pl_module)
+
+    @rank_zero_only
+    def _write(self, pl_module: Any) -> None:
+        self.seen += [float(p.detach().sum()) for p in pl_module.parameters()]
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.seen = self.seen
+
+
+class Saves(pl.Callback):
+    """Writes a checkpoint where it has just looked at weights."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            pl_module.head.weight.mul_(0.9)
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/now.ckpt")
+        with torch.no_grad():
+            pl_module.net[0].weight.mul_(0.9)
+
+
+def kept_parameters() -> list[pl.Callback]:
+    return [KeptParameters()]
+
+
+def first_rank_reads() -> list[pl.Callback]:
+    return [FirstRankReads()]
+
+
+def saves() -> list[pl.Callback]:
+    return [Saves()]
+
+
+class Recurrent(Net):
+    """An LSTM keeps a list of its weights; two layers share theirs across the cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.net[6].weight = self.net[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.lstm(self.net(x)[:, None])
+        return self.head(hidden[:, 0])  # type: ignore[no-any-return]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.95)
+            self.log("out", self(torch.ones(2, WIDTH, dtype=torch.float64)).sum())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class Noisy(Net):
+    """Draws in hooks; without its own seed."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+class ValidatedWeights(Validated):
+    """Hooks of validation run in inference mode."""
+
+    def on_validation_epoch_end(self) -> None:
+        norm = torch.stack([p.norm() for p in self.parameters()]).norm()
+        self.log("weights", norm, sync_dist=True)
+
+    def on_validation_batch_start(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        for parameter in self.net.parameters():
+            parameter.data.mul_(0.99)
+
+
+def seen(module: Any, trainer: Any) -> Any:
+    return module.seen if trainer.is_global_zero else None
+
+
 CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "byol": (Byol, {}),
     "before_zero_grad": (BeforeZeroGrad, {}),
@@ -330,6 +441,12 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "own_step": (OwnStep, {}),
     "own_backward": (OwnBackward, {"gradient_clip_val": 0.2}),
     "own_backward_accumulated": (ScaledBackward, {"accumulate_grad_batches": 2}),
+    "kept_parameters": (Net, {"callbacks": kept_parameters}),
+    "saves": (Net, {"callbacks": saves}),
+    "recurrent": (Recurrent, {}),
+    "noisy": (Noisy, {}),
+    "validated_weights": (ValidatedWeights, {"max_epochs": 2}),
+    "zero1": (Byol, {"strategy": {"overlap": "zero1"}}),
     "swa": (WithScheduler, {"callbacks": swa, "max_epochs": 4, "told": learning_rates}),
     "ema": (Validated, {"callbacks": ema, "max_epochs": 2}),
     "averaging": (Validated, {"callbacks": averaging, "max_epochs": 2}),
@@ -339,12 +456,30 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
 }
 
 
+EVERYDAY = {
+    "byol", "dino", "mean_teacher", "clipped_groups", "own_clipping", "norms_logged", "late_touch",
+    "own_step", "saves", "recurrent", "own_backward", "swa", "ema", "freezing_middle", "finetuning",
+}  # fmt: skip
+
+
 @EVERY_LAYOUT
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in EVERYDAY else pytest.mark.full) for n in CASES],
+)
 def test_a_hook_sees_the_whole_model(name: str, layout: str, ranks: Callable[[int], Ranks]) -> None:
     case, options = CASES[name]
     stock, piped = equal_to_stock(ranks, case, layout, **options)
     assert all(fitted.told == stock.told for fitted in piped)
+
+
+@EVERY_LAYOUT
+def test_what_one_rank_reads_is_the_whole_model(layout: str, ranks: Callable[[int], Ranks]) -> None:
+    stock, piped = equal_to_stock(
+        ranks, Net, layout, callbacks=first_rank_reads, told=seen, max_epochs=2
+    )
+    assert stock.told
+    assert piped[0].told == pytest.approx(stock.told, abs=1e-10)
 
 
 class Squared(Net):
