@@ -17,7 +17,7 @@ from launcher.planning.profile_check import rank_threads
 from launcher.processes import torchrun
 from launcher.processes.failure import RankFailedError
 from launcher.processes.local import Listener, LocalRanks, rank_environment, take_outcome
-from launcher.processes.preempted import PreemptedError, Restarts
+from launcher.processes.preempted import INTERRUPTED, PreemptedError, Restarts
 from launcher.processes.rank_server import RankServer, rank_server
 from launcher.processes.task import rewrite_task, write_task
 from launcher.processes.watchdog import COMPILING_S
@@ -193,7 +193,8 @@ def failure_recorded(result: Path, common: Mapping[str, object]) -> Iterator[Non
     try:
         yield
     except PreemptedError as error:
-        stopped = {"status": "preempted", "error": str(error), **error.figures}
+        status = "interrupted" if error.exit_code == INTERRUPTED else "preempted"
+        stopped = {"status": status, "error": str(error), **error.figures}
         write_result(result, {**common, **stopped})
         raise
     except RunError as error:
@@ -201,7 +202,7 @@ def failure_recorded(result: Path, common: Mapping[str, object]) -> Iterator[Non
         write_result(result, {**common, **failed})
         raise
     except KeyboardInterrupt:
-        write_result(result, {**common, "status": "failed", "error": "interrupted"})
+        write_result(result, {**common, "status": "interrupted", "error": "interrupted"})
         raise
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Command = Callable[[LaunchConfig, Path], int]
 
-PREEMPTED = 85
+PREEMPTED, INTERRUPTED = 85, 130
 _HYDRA_FILES = {"config.yaml", "hydra.yaml", "overrides.yaml"}
 
 
@@ -226,7 +226,7 @@ class Jobs:
             sys.stderr.write(f"job {index} of the sweep failed (exit {code}): {words}\n")
             sys.stderr.flush()
         left = self.total - len(self.codes)
-        if code == PREEMPTED or (code and left and self._fail_fast):
+        if code in (PREEMPTED, INTERRUPTED) or (code and left and self._fail_fast):
             raise _SweepEnded
         if left and not self.submits and self._folder is not None:
             from launcher.report.sweep.files import report_so_far

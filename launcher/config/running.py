@@ -54,6 +54,11 @@ class TrainerConfig:
     checkpoint_every_n_steps: int | None = key(
         None, "Steps between checkpoints; null = none between.", low=1, example=100
     )
+    checkpoint_every_minutes: float | None = key(
+        10.0,
+        "Minutes of training after which a checkpoint is written, if none was; null = never.",
+        above=0,
+    )
     save_last: bool = key(True, "Whether to write a checkpoint at the end.")
     keep_last: int | None = key(3, "Newest checkpoints that are kept; null = all.", low=1)
     keep_best: int = key(

@@ -36,11 +36,13 @@ from launcher.processes.failure import (
     read_failure,
     signalled,
 )
-from launcher.processes.preempted import PREEMPTED, PreemptedError
+from launcher.processes.preempted import PREEMPTED, InterruptedRunError, PreemptedError
 from launcher.processes.rank_server import RankProcess, RankServer
 from launcher.processes.store import store_served
 from launcher.processes.watchdog import Pages, Stall, State, Watchdog, state_of
 from launcher.report.result import write_result
+from launcher.report.typed_command import paste, typed_words
+from launcher.terminal import complain
 
 _POLL_S = 0.1
 _GRACE_S = 1.0  # for peers of a failed rank to leave their own word
@@ -116,25 +118,41 @@ class LocalRanks:
 
     @contextmanager
     def _stop_passed_on(self) -> Iterator[None]:
-        """SIGUSR1 and SIGTERM to the parent ask the ranks to stop with a checkpoint.
+        """What asks the parent to end asks the ranks to stop with a checkpoint.
 
-        SIGTERM ends them at once, just as Ctrl-C does, if it is the second one, or where there is
-        nothing to be saved: the ranks do not train, or not yet.
+        All but SIGUSR1 end them at once if it is the second one, or where there is nothing to be
+        saved: the ranks do not train, or not yet. Ctrl-Z stops the ranks with the parent.
         """
 
         def pass_on(number: int, _: object) -> None:
             ends = self._asked_to_stop is not None or not (self.saves and self._training)
-            if number == signal.SIGTERM and ends:
+            if number != signal.SIGUSR1 and ends:
                 raise KeyboardInterrupt
             self._asked_to_stop = signal.Signals(number)
+            if number == signal.SIGINT:
+                complain("stopping after this step, with a checkpoint; Ctrl-C again: at once")
             self._ask_ranks()
 
-        numbers = (signal.SIGUSR1, signal.SIGTERM)
-        before = [signal.signal(number, pass_on) for number in numbers]
+        def pause(*_: object) -> None:
+            for process in self._processes:
+                _signal_session(process, signal.SIGSTOP)
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTSTP)  # Returns when somebody has said `fg`.
+            signal.signal(signal.SIGTSTP, pause)
+            for process in self._processes:
+                _signal_session(process, signal.SIGCONT)
+
+        handlers: dict[signal.Signals, Any] = {signal.SIGTSTP: pause}
+        handlers |= dict.fromkeys(
+            (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGINT), pass_on
+        )
+        # Under nohup, and in a shell's background, some are ignored, and shall be.
+        ignored = [n for n in handlers if signal.getsignal(n) == signal.SIG_IGN]
+        before = {n: signal.signal(n, h) for n, h in handlers.items() if n not in ignored}
         try:
             yield
         finally:
-            for number, handler in zip(numbers, before, strict=True):
+            for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _ask_ranks(self) -> None:
@@ -354,9 +372,12 @@ def take_outcome(run_dir: Path) -> dict[str, Any]:
     signal = found.pop(_STOPPED_BY)
     if signal is not None:
         checkpoint, step = found["checkpoint"], found["steps"]
-        raise PreemptedError(
+        words = [w for w in typed_words(run_dir) if not w.startswith("trainer.resume=")]
+        command = paste(run_dir, [*words, f"trainer.resume={checkpoint}"])
+        kind = InterruptedRunError if signal == "SIGINT" else PreemptedError
+        raise kind(
             f"{signal} has stopped the run after step {step}, with a checkpoint: {checkpoint}. "
-            f"Continue with trainer.resume={checkpoint}.",
+            f"Continue with trainer.resume={checkpoint}: {command}",
             {"steps": step, "checkpoint": checkpoint},
         )
     return found

@@ -16,6 +16,7 @@ from launcher.processes.failure import Failure, RankFailedError, RankRefusedErro
 from strategies.errors import RunError
 
 PREEMPTED = 85
+INTERRUPTED = 130
 
 
 class PreemptedError(RunError):
@@ -28,8 +29,14 @@ class PreemptedError(RunError):
         self.figures = dict(figures)
 
 
+class InterruptedRunError(PreemptedError):
+    """The same by Ctrl-C: somebody sat there, so nothing is to be submitted again by itself."""
+
+    exit_code = INTERRUPTED
+
+
 class StopRequest:
-    """Remembers that SIGUSR1, or SIGTERM where a scheduler sends it, has arrived.
+    """Remembers that a signal which asks for the end has arrived.
 
     Nothing else happens in the handlers: a collective there would wait for ranks that are in the
     middle of a step.

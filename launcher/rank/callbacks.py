@@ -188,6 +188,8 @@ class Progress(pl.Callback):
         self._rate = float(optimizer.param_groups[0]["lr"])
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.limit_val_batches == 0:
+            return  # Ended by a signal: what it gives is of some batches only.
         found = {k: v for k, v in _numbers(trainer.callback_metrics).items() if k[:4] == "val_"}
         self.val_loss = found.get("val_loss", self.val_loss)
         if self._pending is None:  # after a step that is not logged itself

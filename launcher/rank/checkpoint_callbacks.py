@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -83,6 +84,7 @@ class RegularCheckpoints(Checkpoint):
         self._monitor = monitor
         self._mode: Mode = mode
         self._scores: dict[int, float | None] = {}
+        self.saved_at = 0.0  # of time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Clears away what a killed run has left half-written."""
@@ -98,8 +100,14 @@ class RegularCheckpoints(Checkpoint):
         if due and step not in self._scores and not trainer.fit_loop._should_accumulate():
             self._save(trainer, None)
 
+    def save(self, trainer: pl.Trainer) -> None:
+        """One between the regular ones; collective."""
+        if trainer.global_step not in self._scores:
+            self._save(trainer, None)
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._keep_best or trainer.sanity_checking or trainer.state.fn != "fit":
+        cut_short = trainer.limit_val_batches == 0
+        if cut_short or not self._keep_best or trainer.sanity_checking or trainer.state.fn != "fit":
             return
         if self._monitor not in trainer.callback_metrics:
             known = ", ".join(sorted(trainer.callback_metrics))
@@ -134,6 +142,7 @@ class RegularCheckpoints(Checkpoint):
     def _save(self, trainer: pl.Trainer, score: float | None) -> None:
         step = trainer.global_step
         self._scores[step] = score
+        self.saved_at = time.monotonic()
         if not pipeline(trainer).has_checkpoint(self._path(step)):
             trainer.save_checkpoint(self._path(step))
         self._prune(trainer)
@@ -184,10 +193,14 @@ class LastCheckpoint(Checkpoint):
 
 
 class StopWhenAsked(Checkpoint):
-    """Saves and ends the loop one step after a signal has reached any rank.
+    """Saves and ends the loop one step after a signal has reached any rank, or saves by time.
+
+    A validation is ended as well, one batch after the signal, where all replicas have as many
+    batches: a scheduler's patience is shorter than a real validation.
 
     Args:
         timeout_s: How long ranks wait for each other's answers.
+        every_s: Seconds of rank 0 between two checkpoints of ``regular``; None for none by time.
 
     Attributes:
         stopped_by: Name of a signal, the same on every rank; None for training that went on.
@@ -196,13 +209,27 @@ class StopWhenAsked(Checkpoint):
 
     reads_weights: ClassVar[bool] = False  # The checkpoint itself makes them whole.
 
-    def __init__(self, folder: Path, request: StopRequest, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        request: StopRequest,
+        *,
+        timeout_s: float,
+        every_s: float | None = None,
+        regular: RegularCheckpoints | None = None,
+    ) -> None:
         self._folder = folder
         self._request = request
         self._timeout = timedelta(seconds=timeout_s)
+        self._every_s = every_s
+        self._regular = regular
+        self._asked_at = 0.0
+        self._owed = False
         self._group: dist.ProcessGroup | None = None
-        self._asked = torch.zeros(1, dtype=torch.int32)
+        self._asked = torch.zeros(2, dtype=torch.int32)
         self._pending: dist.Work | None = None
+        self._validations: dict[tuple[float, ...], bool] = {}
+        self._listens = False
         self.stopped_by: str | None = None
         self.path: Path | None = None
 
@@ -221,7 +248,8 @@ class StopWhenAsked(Checkpoint):
             group = dist.new_group(backend="gloo", timeout=self._timeout)
             assert isinstance(group, dist.ProcessGroup)
             self._group = group
-        self._tell()
+        self._asked_at = time.monotonic()
+        self._tell(trainer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
@@ -229,11 +257,50 @@ class StopWhenAsked(Checkpoint):
         """At the end of a step: reads the answers of the one before, and tells this one's."""
         if trainer.fit_loop._should_accumulate():
             return
-        number = self._hear()
+        number, due = self._hear()
         last = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
         if number == 0 or last:
-            self._tell()
+            if (due or self._owed) and not last and self._regular is not None:
+                self._regular.save(trainer)
+                self._owed = False
+            self._tell(trainer)
             return
+        self._end(trainer, number)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Agrees whether this validation can be ended early; collective the first time."""
+        self._listens = False
+        if trainer.sanity_checking or trainer.state.fn != "fit" or self.stopped_by is not None:
+            return
+        counts = tuple(float(count) for count in trainer.num_val_batches)
+        if counts not in self._validations:
+            self._validations[counts] = self._same_everywhere(sum(counts))
+        self._listens = self._validations[counts]
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
+    ) -> None:
+        if not self._listens:
+            return
+        number, due = self._hear()
+        if number == 0:
+            self._owed = self._owed or due  # at the end of the next step
+            self._tell(trainer)
+            return
+        self._end(trainer, number)
+        # What a loader says at its end: the loop goes on behind its last batch.
+        raise StopIteration
+
+    def _same_everywhere(self, count: float) -> bool:
+        if not math.isfinite(count):
+            return False
+        if self._group is None:
+            return True
+        most = torch.tensor([count, -count], dtype=torch.float64)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(most[0] == -most[1])
+
+    def _end(self, trainer: pl.Trainer, number: int) -> None:
         self.stopped_by = _NAMES[number]
         self._save(trainer)
         # Whoever preempts does not wait: no validation now, and no rest of an epoch.
@@ -248,19 +315,31 @@ class StopWhenAsked(Checkpoint):
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _tell(self) -> None:
+    def _tell(self, trainer: pl.Trainer) -> None:
         asked = self._request.signal
-        self._asked = torch.tensor([0 if asked is None else _NUMBERS[asked]], dtype=torch.int32)
+        number = 0 if asked is None else _NUMBERS[asked]
+        self._asked = torch.tensor([number, self._due(trainer)], dtype=torch.int32)
         if self._group is not None:
             self._pending = dist.all_reduce(
                 self._asked, op=dist.ReduceOp.MAX, group=self._group, async_op=True
             )
 
-    def _hear(self) -> int:
+    def _hear(self) -> tuple[int, bool]:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        return int(self._asked.item())
+        number, due = self._asked.tolist()
+        return number, bool(due)
+
+    def _due(self, trainer: pl.Trainer) -> bool:
+        """Whether it is time for a checkpoint, by the clock of rank 0."""
+        if self._every_s is None or self._regular is None or not trainer.is_global_zero:
+            return False
+        now = time.monotonic()
+        if now - max(self._asked_at, self._regular.saved_at) < self._every_s:
+            return False
+        self._asked_at = now
+        return True
 
     def _save(self, trainer: pl.Trainer) -> None:
         self.path = self._folder / checkpoint_name(trainer.global_step)
@@ -268,7 +347,7 @@ class StopWhenAsked(Checkpoint):
             trainer.save_checkpoint(self.path)
 
 
-_NUMBERS = {"SIGUSR1": 1, "SIGTERM": 2}
+_NUMBERS = {"SIGUSR1": 1, "SIGTERM": 2, "SIGHUP": 3, "SIGINT": 4}
 _NAMES = {number: name for name, number in _NUMBERS.items()}
 
 

@@ -178,23 +178,28 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     file = MetricsFile(run_dir / "metrics.csv") if rank == 0 else None
     progress = Progress(file, tokens, ideal)
     callbacks: list[Callback] = [progress]
-    if given.save_last or given.checkpoint_every_n_steps is not None or given.keep_best > 0:
-        callbacks.append(
-            RegularCheckpoints(
-                folder,
-                every=given.checkpoint_every_n_steps,
-                keep_last=given.keep_last,
-                keep_best=given.keep_best,
-                monitor=given.monitor,
-                mode=given.monitor_mode,
-            )
-        )
+    regular = RegularCheckpoints(
+        folder,
+        every=given.checkpoint_every_n_steps,
+        keep_last=given.keep_last,
+        keep_best=given.keep_best,
+        monitor=given.monitor,
+        mode=given.monitor_mode,
+    )
+    callbacks.append(regular)
     last = LastCheckpoint(folder)
     if given.save_last:
         callbacks.append(last)
     closing = _Closing(run)
     request = installed_request() or StopRequest()
-    stopping = StopWhenAsked(folder, request, timeout_s=run.options.timeout_s)
+    minutes = given.checkpoint_every_minutes
+    stopping = StopWhenAsked(
+        folder,
+        request,
+        timeout_s=run.options.timeout_s,
+        every_s=None if minutes is None else 60.0 * minutes,
+        regular=regular,
+    )
     callbacks += [closing, stopping]
     trainer = _trainer(
         run,

@@ -45,7 +45,7 @@ def run_rank(run_dir: Path) -> int:
         heartbeat = own_heartbeat(os.environ)
         # The parent decides how a run ends; launcher.rank.callbacks.KeepSignal holds on to this.
         request = StopRequest(leaves=lambda: heartbeat.told_to_leave)
-        request.install(signal.SIGUSR1, signal.SIGTERM)
+        request.install(signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     try:
         task = importlib.import_module("launcher.processes.task").read_task(run_dir)
         if task["config"]["mode"] != "train":

@@ -74,9 +74,8 @@ def ended_job(
     fresh = [new is not None and new != old for new, old in zip(after, before, strict=True)]
     result = _read_result(folder / RESULT) if fresh[0] else {}
     timelines = _read_timelines(folder / TRACE) if fresh[1] else ()
-    status = {None: "interrupted", 0: "done", 2: "refused", 85: "preempted"}.get(
-        exit_code, "failed"
-    )
+    known = {None: "interrupted", 0: "done", 2: "refused", 85: "preempted", 130: "interrupted"}
+    status = known.get(exit_code, "failed")
     return SweepJob(
         index=index,
         folder=folder,

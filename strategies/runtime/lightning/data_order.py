@@ -7,13 +7,17 @@ a restart inside an epoch the batches that were seen are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterator
 from copy import copy
 from itertools import chain
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
@@ -112,6 +116,34 @@ def _nothing_to_load(state: dict[str, Any]) -> None:
 
 
 # -- a look at the data before training ------------------------------------------------------------
+
+
+class _Undisturbed:
+    """What the process of a loader does first: from then on signals are for its rank alone.
+
+    A scheduler sends SIGTERM to every process of a job, and torch's loaders die of it, so the rank
+    that is to write a checkpoint would lose them first. They end with the rank, in any case.
+    """
+
+    def __init__(self, inner: Callable[[int], None] | None) -> None:
+        self._inner = inner
+
+    def __call__(self, worker: int) -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        if self._inner is not None:
+            self._inner(worker)
+
+
+def undisturbed(loader: Any, *, rank: int) -> Any:
+    """The loader, whose processes outlive a signal that asks their rank to stop."""
+    if isinstance(loader, DataLoader) and loader.num_workers > 0:
+        inner = loader.worker_init_fn
+        if inner is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
+            # Lightning's own, which it sets only where there is none.
+            inner = functools.partial(pl_worker_init_function, rank=rank)
+        loader.worker_init_fn = _Undisturbed(inner)
+    return loader
 
 
 def first_batch(loaders: Any) -> Any:

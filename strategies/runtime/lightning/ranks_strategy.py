@@ -33,6 +33,7 @@ class RanksStrategy(ParallelStrategy):
         self._options = options
         super().__init__()
         self._heartbeat = heartbeat or Heartbeat()
+        self._watched = heartbeat is not None  # by a launcher, which decides how a run ends
         self._hosts: dict[int, str] = {}
         self._world: dist.ProcessGroup | None = None
 

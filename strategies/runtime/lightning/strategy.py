@@ -35,7 +35,7 @@ from strategies.models.replay.segments import SegmentModel
 from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.plan import Options, Plan
 from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStrategy
-from strategies.runtime.lightning.data_order import Looked, shard
+from strategies.runtime.lightning.data_order import Looked, shard, undisturbed
 from strategies.runtime.lightning.hook_state import ALIKE, HookState, repeat_logs
 from strategies.runtime.lightning.hook_watch import OwnBackward
 from strategies.runtime.lightning.manual_optimization import (
@@ -417,6 +417,10 @@ class PipelineStrategy(CheckpointingStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Gives a replica its share, and continues where a checkpoint was written."""
+        share = self._share_of(dataloader)
+        return undisturbed(share, rank=self.global_rank) if self._watched else share
+
+    def _share_of(self, dataloader: object) -> object:
         if not self._own_sampler:
             return self._looked.resumed(dataloader)
         trainer = self._trainer

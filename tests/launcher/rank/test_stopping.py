@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.runs import MODEL, launch, read_metrics, started
+from launcher.processes.watchdog import State, state_of
+from tests.launcher.runs import MODEL, launch, read_metrics, started, within
 
 pytestmark = pytest.mark.distributed
 
@@ -38,10 +40,12 @@ def test_a_signal_ends_a_run_with_a_checkpoint_that_goes_on(who, tmp_path):
     steps, folder = result["steps"], Path(str(result["checkpoint"]))
     assert result["status"] == "preempted"
     assert folder == tmp_path / "a" / "run" / "checkpoints" / f"step-{steps:08d}.ckpt"
-    assert done.errors == (
+    said, command = done.errors.rstrip("\n").split(": python -m launcher ")
+    assert said == (
         f"error: {number.name} has stopped the run after step {steps}, "
-        f"with a checkpoint: {folder}. Continue with trainer.resume={folder}.\n"
+        f"with a checkpoint: {folder}. Continue with trainer.resume={folder}"
     )
+    assert command.split() == [*RUN, *save, "trainer.max_steps=1000000", f"trainer.resume={folder}"]
     rows = read_metrics(done.folder)
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     if who == "one rank":
@@ -55,3 +59,84 @@ def test_a_signal_ends_a_run_with_a_checkpoint_that_goes_on(who, tmp_path):
     assert [row["step"] for row in continued] == list(range(1, steps + 6))
     losses = [row["train_loss"] for row in straight]
     assert [row["train_loss"] for row in continued] == losses
+
+
+def everybody(run):
+    """The launcher, its ranks and their loaders: whom a scheduler signals."""
+    return [run.process.pid, *run.family()]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "status"),
+    [
+        (signal.SIGTERM, 85, "preempted"),
+        (signal.SIGHUP, 85, "preempted"),
+        (signal.SIGINT, 130, "interrupted"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_whatever_ends_a_run_leaves_a_checkpoint_with_loaders_and_inside_a_validation(
+    number, code, status, tmp_path
+):
+    long = number != signal.SIGHUP
+    words = [
+        *RUN, "data.num_workers=1", "trainer.max_steps=1000000", "hydra.run.dir=run",
+        "trainer.limit_val_batches=1.0", "data.max_bytes=3000000", "data.val_fraction=0.5",
+        f"trainer.val_check_interval={4 if long else 1000000}",
+    ]  # fmt: skip
+    with started(words, tmp_path) as run:
+        run.wait_for_step(3)
+        if long:
+            time.sleep(2)  # in the first of many batches
+        begin = time.monotonic()
+        for pid in everybody(run) if number == signal.SIGTERM else [run.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        done = run.finish(timeout_s=20)
+        assert time.monotonic() - begin < 10
+        assert run.family() == {}
+    assert done.code == code, done.errors
+    result = done.result
+    assert result["status"] == status
+    assert (Path(str(result["checkpoint"])) / "manifest.json").is_file()
+    assert f"error: {number.name} has stopped the run after step {result['steps']}" in done.errors
+    rows = read_metrics(done.folder)
+    assert [row["step"] for row in rows] == list(range(1, int(result["steps"]) + 1))
+    # What some batches of a validation give is not the figure of that validation.
+    assert not any(row.get("val_loss") for row in rows)
+    if number == signal.SIGINT:
+        assert "stopping after this step, with a checkpoint" in done.errors
+
+
+def test_a_signal_ends_a_sweep_with_its_job_and_a_table(tmp_path):
+    words = [*RUN, "-m", "seed=1,2", "trainer.max_steps=1000000", "hydra.sweep.dir=s"]
+    with started(words, tmp_path) as run:
+        run.wait_for_step(3)
+        os.kill(run.process.pid, signal.SIGHUP)
+        done = run.finish(timeout_s=20)
+        assert run.family() == {}
+    assert done.code == 85
+    assert "preempted" in (tmp_path / "s" / "sweep.csv").read_text()
+
+
+def test_a_pause_stops_the_ranks_with_the_launcher_and_time_alone_brings_checkpoints(tmp_path):
+    words = [
+        *RUN, "trainer.max_steps=1000000", "hydra.run.dir=run", "trainer.watchdog_s=2",
+        "trainer.checkpoint_every_n_steps=null", "trainer.checkpoint_every_minutes=0.01",
+    ]  # fmt: skip
+    with started(words, tmp_path) as run:
+        run.wait_for_step(3)
+        kept = tmp_path / "run" / "checkpoints"
+        assert within(20, lambda: len(list(kept.glob("*.ckpt/manifest.json"))) > 1)
+        os.kill(run.process.pid, signal.SIGTSTP)
+        ranks = run.ranks().values()
+        assert within(5, lambda: all(state_of(pid) is State.STOPPED for pid in ranks))
+        rows = len(read_metrics(tmp_path / "run"))
+        time.sleep(4)
+        assert len(read_metrics(tmp_path / "run")) == rows
+        os.kill(run.process.pid, signal.SIGCONT)
+        assert within(20, lambda: len(read_metrics(tmp_path / "run")) > rows + 3)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.finish(timeout_s=20).code == 85
+    # trainer.keep_last holds for these as for others.
+    assert len(list(kept.glob("*.ckpt"))) <= 4
