@@ -372,12 +372,13 @@ def take_outcome(run_dir: Path) -> dict[str, Any]:
     signal = found.pop(_STOPPED_BY)
     if signal is not None:
         checkpoint, step = found["checkpoint"], found["steps"]
+        word = f"trainer.resume={checkpoint}"
         words = [w for w in typed_words(run_dir) if not w.startswith("trainer.resume=")]
-        command = paste(run_dir, [*words, f"trainer.resume={checkpoint}"])
+        joined = "cluster=torchrun" in words  # How that is started, only its user knows.
         kind = InterruptedRunError if signal == "SIGINT" else PreemptedError
         raise kind(
             f"{signal} has stopped the run after step {step}, with a checkpoint: {checkpoint}. "
-            f"Continue with trainer.resume={checkpoint}: {command}",
+            f"Continue with {word if joined else paste(run_dir, [*words, word])}",
             {"steps": step, "checkpoint": checkpoint},
         )
     return found

@@ -40,10 +40,10 @@ def test_a_signal_ends_a_run_with_a_checkpoint_that_goes_on(who, tmp_path):
     steps, folder = result["steps"], Path(str(result["checkpoint"]))
     assert result["status"] == "preempted"
     assert folder == tmp_path / "a" / "run" / "checkpoints" / f"step-{steps:08d}.ckpt"
-    said, command = done.errors.rstrip("\n").split(": python -m launcher ")
+    said, command = done.errors.rstrip("\n").split(" python -m launcher ")
     assert said == (
         f"error: {number.name} has stopped the run after step {steps}, "
-        f"with a checkpoint: {folder}. Continue with trainer.resume={folder}"
+        f"with a checkpoint: {folder}. Continue with"
     )
     assert command.split() == [*RUN, *save, "trainer.max_steps=1000000", f"trainer.resume={folder}"]
     rows = read_metrics(done.folder)
