@@ -178,6 +178,7 @@ def resolve(
         memory_bytes=None if assumed else int(config.hardware.memory_gb * 1e9),
         file=asked.file,
         recompute=recompute,
+        loss_over=config.loss_over,
         skips=skips(handed),
     )
     programs = compile_plan(plan)

@@ -31,11 +31,13 @@ from strategies.passes.recompute.add_recompute import add_recompute
 from strategies.passes.split_backward import split_backward
 from strategies.passes.updates import (
     accumulate_only,
+    add_batch_loss,
     add_gathers,
     add_grad_reduce,
     add_steps,
     first_microbatches,
     forward_only,
+    forwards_first,
     separate_pairs,
 )
 from strategies.plan import NO_RECOMPUTE, Overlap, Plan, Recompute, ScheduleFile
@@ -228,7 +230,22 @@ def _ordered(plan: Plan) -> tuple[Program, Durations | None]:
             f"{schedule.name}: its order is no list of instructions per rank. Return a tuple with "
             f"{placement.num_ranks} tuples."
         )
-    return draft.with_ranks(tuple(map(tuple, rows))), durations
+    ordered = draft.with_ranks(tuple(map(tuple, rows)))
+    return (_for_batch_loss(ordered, plan) if plan.loss_over == "batch" else ordered), durations
+
+
+def _for_batch_loss(program: Program, plan: Plan) -> Program:
+    """The order in which the loss can stand behind all forwards; a user's own stays as it is."""
+    _check_compute_only(program)
+    verify(program)
+    moved = forwards_first(program)
+    if plan.file is not None and moved.ranks != program.ranks:
+        raise PlanError(
+            f"loss_over=batch: schedule.file={plan.file.name} has backwards before the last "
+            "forward of a rank, and no gradient exists before all forwards have run. Put each "
+            "rank's forwards first, or try loss_over=microbatch."
+        )
+    return moved
 
 
 def _train(compute: Program, plan: Plan) -> Program:
@@ -238,6 +255,8 @@ def _train(compute: Program, plan: Plan) -> Program:
     if len(buckets) != stages:
         raise PlanError(f"buckets={list(buckets)}: one number per stage is needed, here {stages}.")
     compute = _paired(compute, plan)
+    if plan.loss_over == "batch":
+        compute = verify(add_batch_loss(compute))
     reduced = verify(add_grad_reduce(compute, buckets, overlap=plan.overlap != "none"))
     stepped = verify(add_steps(reduced))
     return verify(add_gathers(stepped, buckets)) if plan.overlap == "zero1" else stepped

@@ -48,6 +48,20 @@ def refuse_selective(policy: Policy) -> None:
         )
 
 
+def refuse_own_order(policy: Policy) -> None:
+    """Refuses one loss of the whole batch where recomputation decides about the order.
+
+    Raises:
+        PlanError: ``policy`` moves forwards and backwards.
+    """
+    if policy in ("mario", "optimal"):
+        raise PlanError(
+            f"loss_over=batch with recompute={policy}: that makes an order of its own, in which "
+            "backwards begin before the last forward, and one loss of the whole batch needs all "
+            "forwards first. Try recompute=full, or loss_over=microbatch."
+        )
+
+
 # --------------------------------------------------------------------------------------- recompute
 # Which forwards keep only their input and are run again before their backward.
 
@@ -142,6 +156,9 @@ NO_RECOMPUTE = Recompute()
 Overlap = Literal["none", "grad_reduce", "zero1"]
 OVERLAPS: tuple[Overlap, ...] = ("grad_reduce", "none", "zero1")
 
+LossOver = Literal["microbatch", "batch"]
+LOSS_OVER: tuple[LossOver, ...] = get_args(LossOver)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -165,6 +182,8 @@ class Plan:
             limit.
         file: What ``schedule=custom`` takes its order from.
         recompute: Which forwards keep their input only.
+        loss_over: ``batch`` puts the outputs of all microbatches together before one loss, behind
+            all forwards; ``microbatch`` takes one loss of each.
         skips: Pairs of stages that are no neighbours, between which the model sends tensors.
     """
 
@@ -180,9 +199,17 @@ class Plan:
     memory_bytes: int | None = None
     file: ScheduleFile | None = None
     recompute: Recompute = NO_RECOMPUTE
+    loss_over: LossOver = "microbatch"
     skips: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        if self.loss_over not in LOSS_OVER:
+            raise PlanError(
+                f"loss_over={self.loss_over} is unknown. Try loss_over="
+                f"{' or loss_over='.join(LOSS_OVER)}."
+            )
+        if self.loss_over == "batch":
+            refuse_own_order(self.recompute.policy)
         counts = (self.buckets,) if isinstance(self.buckets, int) else self.buckets
         if min(counts or (), default=0) < 0:
             raise PlanError(f"buckets={self.buckets}: a number of buckets is 0 or more.")

@@ -18,7 +18,7 @@ from launcher.config.workload import ModelConfig
 from launcher.workloads.transformer_shape import TransformerShape
 from launcher.workloads.transformer_share import check_transformer_tp
 from strategies.errors import PlanError
-from strategies.plan import refuse_selective
+from strategies.plan import refuse_own_order, refuse_selective
 
 _PROFILED = ("costs.file", "costs.refine", "costs.any_machine")
 _MAX_TIME = re.compile(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}")
@@ -109,6 +109,8 @@ def _check_schedule(config: LaunchConfig) -> None:
 
 def _check_recompute(config: LaunchConfig) -> None:
     asked = recompute_policy(config.recompute)
+    if config.loss_over == "batch":
+        refuse_own_order(asked.policy)
     if config.compile and config.mode in ("train", "validate"):
         refuse_selective(asked.policy)
     if asked.policy == "selective" and config.mode == "simulate" and config.costs.name == "uniform":
@@ -319,6 +321,11 @@ def _check_planner(config: LaunchConfig) -> None:
                     f"{entry.path}={spell(value)} has no meaning without a planner. "
                     "Try plan=auto, or mode=plan."
                 )
+    elif config.loss_over == "batch":
+        raise PlanError(
+            "loss_over=batch puts all forwards before the first backward, which the planner's "
+            "orders do not. Try plan=manual with a schedule of your own, or loss_over=microbatch."
+        )
     planner = config.planner
     if planner.partition != "ilp" and planner.balance_ratio != PlannerConfig().balance_ratio:
         raise PlanError(

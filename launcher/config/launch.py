@@ -58,6 +58,11 @@ class LaunchConfig:
         high=1_000_000,
         example=8,
     )
+    loss_over: Literal["microbatch", "batch"] = key(
+        "microbatch",
+        "batch: one loss of all microbatches' outputs, for losses that compare rows (contrastive, "
+        "ranking); all forwards come first, and their activations are held.",
+    )
     plan: Literal["manual", "auto"] = key(
         "manual",
         "auto: mode=train, simulate and validate take what mode=plan lists first; keys that are "

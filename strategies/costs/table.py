@@ -37,6 +37,8 @@ class CostTable:
             () for nothing.
         gather: Per stage, the all-gather of its updated weights; () if they are not sharded.
         memory: What stages hold, by what it is for; None if unknown.
+        loss: Per stage, the loss of the whole batch where it is an instruction of its own; () where
+            the last stage's forwards and backwards count it.
         one_link: Messages and reductions share one interface per rank; only for ``buffered``.
     """
 
@@ -58,6 +60,7 @@ class CostTable:
     gather: tuple[float, ...] = ()
     stage_input: tuple[float, ...] = ()
     memory: StageMemory | None = None
+    loss: tuple[float, ...] = ()
     one_link: bool = False
 
     @property

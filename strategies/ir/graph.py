@@ -77,6 +77,7 @@ class _Resolver:
         self._reduces: dict[tuple[int, int], list[int]] = {}
         self._gathers: dict[tuple[int, int], int] = {}
         self._first: dict[tuple[int, int], int] = {}
+        self._losses: dict[int, int] = {}  # by stage
         for number, item in enumerate(nodes):
             kind, stage = item.kind, item.stage
             if kind in MESSAGE_KINDS:
@@ -93,6 +94,8 @@ class _Resolver:
                 self._reduces.setdefault((rank[number], stage), []).append(number)
             elif kind is Kind.GATHER:
                 self._gathers[rank[number], stage] = number
+            elif kind is Kind.LOSS:
+                self._losses[stage] = number
         self._sources: dict[int, list[int]] = {}
         self._targets: dict[int, list[int]] = {}
         for boundary in program.boundaries:
@@ -120,6 +123,8 @@ class _Resolver:
             neighbours = self._sources if facts.receives is Kind.F else self._targets
             for other in neighbours.get(stage, ()):
                 found.append(self._input(item, facts.receives, other, microbatch))
+        if facts.makes is Kind.B and stage in self._losses:
+            found.append(self._losses[stage])
         if kind is Kind.F:
             assert microbatch is not None
             if (stage, microbatch) in self._carried:
@@ -135,6 +140,9 @@ class _Resolver:
             found.append(self._producer(item, item.payload, stage, microbatch))
         elif kind is Kind.RECV:
             found.append(self.partner(node))
+        elif kind is Kind.LOSS:
+            for number in range(self._program.num_microbatches):
+                found.append(self._producer(item, Kind.F, stage, number))
         elif kind is Kind.REDUCE:
             found.extend(self._last.get((self._rank[node], stage), ()))
         elif kind is Kind.STEP:

@@ -27,6 +27,9 @@ class Kind(Enum):
     REDUCE = "REDUCE"  # one bucket of a stage's gradient, over owners x dp
     GATHER = "GATHER"  # a stage's updated weights, before its first forward
     STEP = "STEP"  # the optimizer on one stage
+    LOSS = (
+        "LOSS"  # one loss of all microbatches, and its gradient, behind the last stage's forwards
+    )
     OVERLAP = "OVERLAP_F_B"  # a forward and a backward of two microbatches, run as one
 
     # Members are singletons; the default hashes a member's name, in Python, millions of times.
@@ -141,6 +144,11 @@ KINDS: Mapping[Kind, Facts] = {
     Kind.STEP: Facts(
         word="optimizer step", occupies="rank", number="", duration="step", update=True,
         key="S: optimizer step",
+    ),
+    # Of what it reads the forwards' results are there, and what it makes of them is small.
+    Kind.LOSS: Facts(
+        word="loss of the whole batch", occupies="rank", number="", duration="loss",
+        colour=(0, 60), key="L: loss of the whole batch",
     ),
     # Needs, work and memory are those of its halves.
     Kind.OVERLAP: Facts(

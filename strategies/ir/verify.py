@@ -32,6 +32,7 @@ def verify(program: Program) -> Program:
     flight; values are made before they are used; every message between ranks has one SEND and one
     RECV; a pair that is recomputed has one R, after its F and before its B or I; no deadlock under
     rendezvous semantics; every activation and received buffer is consumed;
+    the loss of the whole batch stands once, on the last stage's only rank, before its backwards;
     reductions follow the stage's last gradient, all owners of a stage reduce the same buckets in
     the same order, weights are gathered before they are used, and each owner steps each stage once.
 
@@ -48,6 +49,7 @@ def verify(program: Program) -> Program:
     _check_ranks(program)
     _check_complete(program)
     _check_recompute(program)
+    _check_loss(program)
     _check_messages(program)
     # Before the graph, which would call a REDUCE or STEP that stands too early a deadlock.
     _check_updates(program)
@@ -305,4 +307,33 @@ def _check_recompute(program: Program) -> None:
                         f"{program.schedule}: {part} on rank {rank} stands before "
                         f"{part.stage}R{part.microbatch}, which rebuilds the graph that it reads: "
                         "the list deadlocks."
+                    )
+
+
+# -------------------------------------------------------------------------------------- batch loss
+# That it waits for all forwards of its stage, and all of its backwards for it, is in the graph.
+
+
+def _check_loss(program: Program) -> None:
+    found = [item for row in program.ranks for item in row if item.kind is Kind.LOSS]
+    last = program.placement.num_stages - 1
+    if len(found) > 1:
+        raise ProgramError(
+            f"{program.schedule}: {len(found)} losses of the whole batch ({found[0]}, {found[1]}); "
+            "there is one."
+        )
+    if found and (found[0].stage != last or program.placement.weight_copies > 1):
+        raise ProgramError(
+            f"{program.schedule}: {found[0]} needs the outputs of all microbatches, which only one "
+            f"owner of stage {last} has."
+        )
+    for row in program.ranks if found else ():
+        passed = False
+        for item in row:
+            passed = passed or item.kind is Kind.LOSS
+            for part in item.parts:
+                if part.stage == last and part.kind in BACKWARD_KINDS and not passed:
+                    raise ProgramError(
+                        f"{program.schedule}: {part} stands before {found[0]}, which makes its "
+                        "gradient: the list deadlocks."
                     )

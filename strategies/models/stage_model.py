@@ -173,6 +173,65 @@ class StageModel(ABC):
         """
         raise ModelError(f"{type(self).__name__} runs microbatches only.")
 
+    def postpone_loss(self) -> None:
+        """Lets the last stage end before the step's loss from now on; called once, after ``cut``.
+
+        Its forwards then give what ``loss`` takes, the values that the step uses behind its layers.
+
+        Raises:
+            ModelError: Its losses are of microbatches.
+        """
+        raise ModelError(
+            f"loss_over=batch: {type(self.module).__name__} decides itself when backwards run "
+            "(manual optimization), and its losses are those of microbatches. Use automatic "
+            "optimization, or loss_over=microbatch."
+        )
+
+    def compare_rows(  # noqa: B027  # nothing to find where rows come first
+        self,
+        mode: Mode,
+        pair: Any,
+        second: Any,
+        rows: tuple[int, int],
+        dataloader_idx: int | None = None,
+    ) -> None:
+        """Finds out how values of a whole batch are put together from those of its microbatches.
+
+        Args:
+            mode: The step; asked for once, before its first batch of a kind.
+            pair: The rows of two microbatches, as one batch.
+            second: The second of them.
+            rows: How many rows each has.
+            dataloader_idx: Which loader.
+
+        Raises:
+            ModelError: They cannot.
+        """
+
+    def loss(
+        self,
+        parts: Sequence[tuple[Tensor, ...]],
+        shares: Sequence[float],
+        *,
+        batch: Any,
+        batch_idx: int,
+        mode: Mode,
+        seed: int | None,
+        dataloader_idx: int | None = None,
+    ) -> StageOutput:
+        """Ends the step for a whole batch; on the rank of the last stage.
+
+        Args:
+            parts: What the last stage has given for each microbatch; gradients go back to these.
+            shares: Of the microbatches in the batch.
+            batch: All of it.
+            batch_idx: As for ``forward``, like the rest.
+            mode: Which of the user's steps ends.
+            seed: Of what it draws at random.
+            dataloader_idx: Which of several evaluation loaders the batch is from.
+        """
+        raise NotImplementedError
+
     @property
     def draws(self) -> Mapping[Mode, bool]:
         """For each mode that has run, whether the step draws random numbers between layers."""

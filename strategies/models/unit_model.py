@@ -102,6 +102,7 @@ class UnitModel(StageModel):
         self._users, self._canonical = _users(declared)
         self._stages: tuple[range, ...] = (range(len(declared)),)
         self._sharding: Sharding | None = None
+        self._postponed = False
         self._selective: dict[int, SelectiveLayer] = {}
 
     @property
@@ -213,7 +214,7 @@ class UnitModel(StageModel):
             unit = self._runs[index]
             result = unit(*tensors) if layer is None else layer.run(unit, tensors, {})
             tensors = result if isinstance(result, tuple) else (result,)
-        if stage + 1 < len(self._stages):
+        if stage + 1 < len(self._stages) or self._postponed:
             return StageOutput(tensors)
         ends = tuple(tensor.detach() for tensor in tensors)
         marks = None if at_end is None else at_end()
@@ -244,6 +245,33 @@ class UnitModel(StageModel):
                 for parts in zip(*ends, strict=True)
             )
             return self._result(joined, batch, batch_idx, mode)
+
+    def postpone_loss(self) -> None:
+        self._postponed = True
+
+    def loss(
+        self,
+        parts: Sequence[tuple[Tensor, ...]],
+        shares: Sequence[float],
+        *,
+        batch: Any,
+        batch_idx: int,
+        mode: Mode,
+        seed: int | None,
+        dataloader_idx: int | None = None,
+    ) -> StageOutput:
+        joined = []
+        for pieces in zip(*parts, strict=True):
+            lengths = [piece.shape[0] if piece.dim() else 0 for piece in pieces]
+            total = sum(lengths)
+            if any(abs(n - share * total) > 1e-6 for n, share in zip(lengths, shares, strict=True)):
+                raise ModelError(
+                    f"loss_over=batch: pipeline_result() takes tensors of {lengths} rows for "
+                    "microbatches of other shares of the batch. Let the last unit return tensors "
+                    "with the batch's rows first, or use loss_over=microbatch."
+                )
+            joined.append(torch.cat(pieces))
+        return self._result(tuple(joined), batch, batch_idx, mode)
 
     def layers(self) -> Iterator[nn.Module]:
         for unit in self._units:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from strategies.errors import PlanError
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import UPDATE_KINDS, Kind
 from strategies.ir.program import LoopState, Program, last_gradients
@@ -118,9 +119,12 @@ def accumulate_only(program: Program) -> Program:
 
 
 def forward_only(program: Program) -> Program:
-    """Only the forwards, in the training program's order (a projection cannot deadlock)."""
+    """Only forwards, and the loss behind them, in the training program's order.
+
+    A projection cannot deadlock.
+    """
     rows = tuple(
-        tuple(part for item in row for part in item.parts if part.kind is Kind.F)
+        tuple(part for item in row for part in item.parts if part.kind in (Kind.F, Kind.LOSS))
         for row in program.ranks
     )
     return replace(program, ranks=rows, role="forward", entry=LoopState(), exit=LoopState())
@@ -166,4 +170,43 @@ def separate_pairs(program: Program) -> Program:
             first, *rest = item.parts
             parts += [replace(first, after=item.after), *rest]
         rows.append(tuple(parts))
+    return program.with_ranks(tuple(rows))
+
+
+# ------------------------------------------------------------------------------------- batch loss
+# One loss of all microbatches, for losses that compare rows of the whole batch with each other.
+#
+# The first gradient then waits for the last forward, whatever the schedule: on each rank all
+# forwards come before all else. Either part keeps its order. Forwards need forwards only, so the
+# first is the schedule's forward program; the rest needs what it needed before, and forwards.
+
+
+def forwards_first(program: Program) -> Program:
+    """The same compute program, on each rank with its forwards before everything else."""
+    rows = []
+    for row in separate_pairs(program).ranks:
+        first = tuple(item for item in row if item.kind is Kind.F)
+        rows.append(first + tuple(item for item in row if item.kind is not Kind.F))
+    return program.with_ranks(tuple(rows))
+
+
+def add_batch_loss(program: Program) -> Program:
+    """Inserts the LOSS between the last stage's forwards and all backwards.
+
+    Raises:
+        PlanError: The stage has two owners, of which none sees the whole batch.
+    """
+    placement = program.placement
+    last = placement.num_stages - 1
+    owners = placement.owners(last)
+    if len(owners) > 1:
+        raise PlanError(
+            f"loss_over=batch: schedule={program.schedule} holds every stage twice, and ranks "
+            f"{owners[0]} and {owners[1]} each see half of the microbatches' outputs. One rank "
+            "needs them all. Try schedule=zb_v or schedule=1f1b, or loss_over=microbatch."
+        )
+    rows = list(forwards_first(program).ranks)
+    row = rows[owners[0]]
+    count = sum(item.kind is Kind.F for item in row)
+    rows[owners[0]] = (*row[:count], Instruction(Kind.LOSS, last), *row[count:])
     return program.with_ranks(tuple(rows))

@@ -39,3 +39,13 @@ def test_compiled_layers_cannot_recompute_operation_by_operation(tmp_path, monke
     done.assert_refused()
     assert "compile=true with recompute=selective" in done.errors
     assert "Try recompute=full, or compile=false." in done.errors
+
+
+def test_one_loss_of_the_batch_leaves_the_order_to_nobody_else(tmp_path, monkeypatch):
+    words = ["mode=simulate", "costs=uniform", "pp=2", "loss_over=batch"]
+    done = run_here([*words, "recompute=mario"], tmp_path / "mario", monkeypatch)
+    done.assert_refused()
+    assert "loss_over=batch with recompute=mario" in done.errors
+    done = run_here([*words, "plan=auto"], tmp_path / "auto", monkeypatch)
+    done.assert_refused()
+    assert "loss_over=batch puts all forwards before the first backward" in done.errors

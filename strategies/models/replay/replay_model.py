@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.models.logs import LogCapture
 from strategies.models.nested import rebuild, structure
-from strategies.models.replay.gate import StageDone, call_step, gated
+from strategies.models.replay.gate import StageDone, call_step, gated, unchanged
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.layout import (
@@ -26,6 +27,7 @@ from strategies.models.replay.layout import (
 )
 from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
 from strategies.models.replay.probing import Probed, batch_device, probe_path, probe_units
+from strategies.models.replay.rows import Pair, RowRun, Rows, find_rows, join
 from strategies.models.replay.stage_run import StageRun
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput, Unit
 from strategies.models.state import kept_generators
@@ -67,6 +69,8 @@ class ReplayModel(StageModel):
         self._layouts: dict[Step, Layout] = {}
         self._owned: frozenset[int] = frozenset()
         self._selective: dict[int, SelectiveLayer] = {}
+        self._postponed = False
+        self._rows: dict[Step, list[Rows | None]] = {}
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
 
     @classmethod
@@ -186,13 +190,15 @@ class ReplayModel(StageModel):
         path = self._path(which, batch, batch_idx, dataloader_idx)
         layout = self._layouts[which]
         entry, leave = layout.cuts[stage]
+        if leave is None and self._postponed:
+            leave = self._last_cut(which)
         end = path.cuts[-1] if leave is None else None
         if leave is not None and entry.position == leave.position:
             given = {b.key: tensor for b, tensor in zip(entry.tensors, inputs, strict=True)}
             passed = tuple(given[b.key].view_as(given[b.key]) for b in leave.tensors)
             return StageOutput(passed, groups=layout.groups[stage])
         if path.clones_batch:
-            batch = rebuild(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+            batch = _cloned(batch)
         run = self._new_run(
             which, entry, leave, inputs, seed, batch,
             end=end if isinstance(end, Cut) else None, at_end=at_end,
@@ -220,7 +226,7 @@ class ReplayModel(StageModel):
         end = path.cuts[-1]
         assert isinstance(end, Cut)
         if path.clones_batch:
-            batch = rebuild(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+            batch = _cloned(batch)
 
         def joined(place: int, shape: tuple[int, ...]) -> Tensor:
             return join_parts([parts[place] for parts in ends], shares, shape)
@@ -230,6 +236,82 @@ class ReplayModel(StageModel):
         groups = self._layouts[which].groups[-1]
         with torch.no_grad(), nullcontext() if seed is None else kept_generators():
             return self._run(run, groups, mode, batch, batch_idx, dataloader_idx)
+
+    def postpone_loss(self) -> None:
+        self._postponed = True
+
+    def compare_rows(
+        self,
+        mode: Mode,
+        pair: Any,
+        second: Any,
+        rows: tuple[int, int],
+        dataloader_idx: int | None = None,
+    ) -> None:
+        which: Step = (mode, dataloader_idx or 0, structure(second))
+        path = self._path(which, second, 0, dataloader_idx)
+        both = self._row_run(Pair(sum(rows), rows[0]), None, which, pair, dataloader_idx)
+        one = self._row_run(both.pair, both, which, second, dataloader_idx)
+        self._rows[which] = find_rows(path, self._last_cut(which), both, one)
+
+    def loss(
+        self,
+        parts: Sequence[tuple[Tensor, ...]],
+        shares: Sequence[float],
+        *,
+        batch: Any,
+        batch_idx: int,
+        mode: Mode,
+        seed: int | None,
+        dataloader_idx: int | None = None,
+    ) -> StageOutput:
+        which: Step = (mode, dataloader_idx or 0, structure(batch))
+        path = self._path(which, batch, batch_idx, dataloader_idx)
+        inputs = parts[0]
+        if len(parts) > 1:
+            columns = zip(zip(*parts, strict=True), self._rows[which], strict=True)
+            inputs = tuple(join(pieces, way) for pieces, way in columns)
+        if path.clones_batch:
+            batch = _cloned(batch)
+        run = self._new_run(which, self._last_cut(which), None, inputs, seed, batch)
+        groups = self._layouts[which].groups[-1]
+        with nullcontext() if seed is None else kept_generators():
+            return self._run(run, groups, mode, batch, batch_idx, dataloader_idx)
+
+    def _row_run(
+        self,
+        pair: Pair,
+        before: RowRun | None,
+        which: Step,
+        batch: Any,
+        dataloader_idx: int | None,
+    ) -> RowRun:
+        run = RowRun(
+            self._modules,
+            self._paths[which],
+            leave=self._last_cut(which),
+            pair=pair,
+            before=before,
+            step=STEP_NAMES[which[0]],
+            modules=self._by_name,
+            device=batch_device(batch, self._module),
+            cache=self._caches[which],
+        )
+        with unchanged(self._module), torch.set_grad_enabled(which[0] == "train"):
+            random.seed(1 if before is None else 2)  # For Python's own numbers, the same holds.
+            output = self._run(run, (), which[0], _cloned(batch), 0, dataloader_idx)
+        run.results = output.tensors
+        return run
+
+    def _last_cut(self, which: Step) -> Cut:
+        """The cut behind the last layer, where nothing is sent: values keep their layout."""
+        cut = self._paths[which].cuts[-1]
+        if isinstance(cut, str):
+            raise ModelError(
+                f"loss_over=batch: {STEP_NAMES[which[0]]} cannot be cut behind its last layer: "
+                f"{cut}. Use loss_over=microbatch."
+            )
+        return replace(cut, tensors=tuple(replace(b, order=None) for b in cut.tensors))
 
     @property
     def draws(self) -> Mapping[Mode, bool]:
@@ -403,6 +485,10 @@ class ReplayModel(StageModel):
             assert stage.start == position or not stage, f"stages are not contiguous: {stages}"
             position = max(position, stage.stop)
         assert position == num_units, f"stages cover {position} of {num_units} units"
+
+
+def _cloned(batch: Any) -> Any:
+    return rebuild(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
 
 def _final_output(

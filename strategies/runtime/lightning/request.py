@@ -22,6 +22,7 @@ from strategies.plan import (
     Backend,
     CheckpointFormat,
     GradientType,
+    LossOver,
     OnNan,
     Options,
     Overlap,
@@ -46,6 +47,7 @@ class Keywords(TypedDict, total=False):
     sequence_parallel: bool
     schedule: str
     num_microbatches: int | None
+    loss_over: LossOver
     stages_per_rank: int | None
     group: int | Literal["auto"] | None
     split_backward: bool

@@ -96,6 +96,11 @@ class Executor:
                 end[place] = stamp()
                 if place == route.last_forward:
                     forwards_done(compute.result)
+            elif kind is Kind.LOSS:
+                start[place] = stamp()
+                compute.loss(item)
+                end[place] = stamp()
+                forwards_done(compute.result)
             elif kind is Kind.SEND:
                 if blocks:
                     beat[STATE] = place << 1 | WAITING
@@ -159,7 +164,7 @@ class _Route:
     receives: tuple[int, ...]  # places of the RECVs, in order
     release: dict[int, tuple[Instruction, ...]]  # place of a RECV -> SENDs that have arrived then
     arming: frozenset[tuple[int, int]]  # (place, stage) of last gradients, where REDUCE overlaps
-    last_forward: int  # place of the last F; -1 without one
+    last_forward: int  # place of the last F, or of the loss behind it; -1 without one
     recomputed: frozenset[tuple[int, int | None]]  # (stage, microbatch) that keep their input only
 
     @classmethod
@@ -172,7 +177,7 @@ class _Route:
             for part in item.parts:
                 if part.kind in GRADIENT_KINDS:
                     last[part.stage] = place
-                elif part.kind is Kind.F:
+                elif part.kind in (Kind.F, Kind.LOSS):
                     last_forward = place
             if item.kind is Kind.REDUCE and not item.after:
                 overlapped.add(item.stage)

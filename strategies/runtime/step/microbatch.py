@@ -85,6 +85,11 @@ def share_sizes(rows: int, num_microbatches: int) -> list[int]:
     return sorted((high - low for low, high in pairwise(bounds)), reverse=True)
 
 
+def first_rows(batch: Any, count: int) -> Any:
+    """A batch of the first rows of another."""
+    return _cut(batch, count_rows(batch), 0, count)
+
+
 def count_rows(batch: Any, loaders: TreeSpec | None = None) -> int:
     """Rows of a batch: the size that most of its tensors have in dimension 0.
 

@@ -39,6 +39,8 @@ from strategies.runtime.step.executor import Executor
 from strategies.runtime.step.microbatch import (
     Microbatch,
     count_rows,
+    first_rows,
+    share_sizes,
     split_batch,
     start_checksum,
 )
@@ -94,6 +96,7 @@ class Engine:
         """
         self.model = model
         self.options = options
+        self.plan = plan
         self.seed = options.seed or 0
         # The type in which gradients travel to be reduced; None for that of their sum.
         self._wire = torch.bfloat16 if options.grad_dtype == "bf16" else None
@@ -131,7 +134,9 @@ class Engine:
         )
         last = self.placement.num_stages - 1
         source = self.placement.owners(last)[0]
-        self.whole = WholeBatch(model, last, self.placement.weight_copies)
+        self.whole = WholeBatch(
+            model, last, self.placement.weight_copies, once=plan.loss_over == "batch"
+        )
         self.mirror = StepMirror(
             self.whole.state,
             group=self.control_group,
@@ -165,6 +170,8 @@ class Engine:
         )
         self._trained: tuple[bool, ...] = ()
         self._compared = False
+        self._joined_steps: set[str] = set()  # whose rows are known
+        self._heard_steps: set[str] = set()  # on which all ranks agree
         self._asynchronous = False
         self.stats: StepStats | None = None
 
@@ -178,6 +185,8 @@ class Engine:
         else:
             stages = balance(costs, count)
         self.model.cut(stages, self.owned)
+        if self.plan.loss_over == "batch":
+            self.model.postpone_loss()
         if self.options.compile:
             self.model.compile_units()
         return stages
@@ -369,7 +378,7 @@ class Engine:
         self._flush.expect(loss_scale)
         scale = factor / (accumulation * self.coordinates.dp)
         options = PassOptions(
-            batch_idx, "train", scale, loss_scale, self.seed_of(step), dataloader_idx=None
+            batch_idx, "train", scale, loss_scale, self.seed_of(step), None, batch=batch
         )
         result = self._run(batch, options, step=step, update=update, loaders=loaders)
         # Lightning clears gradients after this and before backward(): keep ours out of its reach.
@@ -390,7 +399,7 @@ class Engine:
         loaders: TreeSpec | None = None,
     ) -> PassResult:
         self.mains.complete()
-        options = PassOptions(batch_idx, mode, 1.0, None, None, dataloader_idx)
+        options = PassOptions(batch_idx, mode, 1.0, None, None, dataloader_idx, batch=batch)
         return self._run(batch, options, step=batch_idx, update=False, loaders=loaders)
 
     # ---------------------------------------------------------------- manual optimization
@@ -497,6 +506,8 @@ class Engine:
         if train and not self._compared and self.coordinates.world_size > 1:
             self._compared = True
             self._compare_shapes(microbatches)
+        if self.plan.loss_over == "batch":
+            self._compare_rows(batch, microbatches, options, loaders)
         if not train or not backward:
             program = programs.forward
         else:
@@ -562,6 +573,56 @@ class Engine:
         replica = f"replica {self.coordinates.dp_rank}, " if self.coordinates.dp > 1 else ""
         found = {f"{replica}microbatch {m}": p.signature for m, p in enumerate(microbatches)}
         compare(shared_print(found), what="first batch", partial=True)
+
+    def _compare_rows(
+        self,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        options: PassOptions,
+        loaders: TreeSpec | None,
+    ) -> None:
+        """Refuses, on all ranks, values that cannot be put together for one loss."""
+        step = options.step_of(batch)
+        if step in self._joined_steps:
+            return
+        refused: ModelError | None = None
+        if len(microbatches) > 1:
+            try:
+                self._compare_pair(batch, microbatches, options, loaders)
+            except ModelError as error:
+                refused = error
+            self._joined_steps.add(step)
+        if self.coordinates.world_size > 1 and step not in self._heard_steps:
+            self._heard_steps.add(step)
+            anywhere = torch.tensor(int(refused is not None))
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+            if refused is None and bool(anywhere):
+                refused = ModelError("loss_over=batch: another rank has refused its first batch.")
+        if refused is not None:
+            raise refused
+
+    def _compare_pair(
+        self,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        options: PassOptions,
+        loaders: TreeSpec | None,
+    ) -> None:
+        if loaders is not None:
+            raise ModelError(
+                "loss_over=batch with several training loaders, whose batches have rows of their "
+                "own: nobody knows which of them a value has. Use one loader of pairs, or "
+                "loss_over=microbatch."
+            )
+        first, second, *_ = share_sizes(count_rows(batch), len(microbatches))
+        with default_group(self._parts.replicas), kept_generators():
+            self.model.compare_rows(
+                options.mode,
+                first_rows(batch, first + second),
+                microbatches[1].data,
+                (first, second),
+                options.dataloader_idx,
+            )
 
     def _joined(
         self, replicas: list[list[list[Any]]], result: StepResult, *, rows: bool

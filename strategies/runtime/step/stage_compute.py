@@ -50,6 +50,7 @@ class PassOptions:
     dataloader_idx: int | None  # which of several evaluation loaders the batch is from
     part: str = ""  # of a step that takes several passes; each has boundaries of its own
     retain_graph: bool = False  # whether another pass runs a backward through the same graphs
+    batch: Any = None  # all of it, for a loss over it
 
     def step_of(self, batch: Any) -> str:
         """What decides which tensors cross a boundary, besides their shapes."""
@@ -89,6 +90,9 @@ class StageCompute:
         self._kept: dict[tuple[int, int], KeptForward] = {}
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pending: dict[tuple[int, int], PendingWeights] = {}
+        # For a loss of the whole batch: what the last stage gave, and later the gradients of that.
+        self._one_loss = any(item.kind is Kind.LOSS for row in program.ranks for item in row)
+        self._given: dict[int, tuple[Tensor, ...]] = {}
 
     def run(self, item: Instruction, inputs: tuple[Tensor, ...], *, final: bool) -> None:
         """Runs one F, B, I, W or R, no fused pair.
@@ -116,6 +120,33 @@ class StageCompute:
             self._rebuild(item)
         else:
             raise NotImplementedError(f"{item}: the runtime has no {item.kind.value}")
+
+    def loss(self, item: Instruction) -> None:
+        """Runs the LOSS: the end of the step on all microbatches' outputs, and its gradient."""
+        with default_group(self._parts.replicas):
+            with torch.set_grad_enabled(self._learns), self._parts.whole.once():
+                output = self._parts.model.loss(
+                    [self._given[place] for place in range(len(self._microbatches))],
+                    [microbatch.share for microbatch in self._microbatches],
+                    batch=self._options.batch,
+                    batch_idx=self._options.batch_idx,
+                    mode=self._options.mode,
+                    seed=self._options.seed,
+                    dataloader_idx=self._options.dataloader_idx,
+                )
+            self._parts.whole.ended(output)
+            if output.loss is not None:
+                self.result.loss = output.loss.detach().reshape(()).to(torch.float64)
+            if not self._learns:
+                self.result.results[0] = output.result
+                return
+            assert output.loss is not None
+            if self._parts.watch is not None:
+                gradients = self._parts.gradients.get(item.stage)
+                self._parts.watch.note_loss(item.stage, 0, output.loss, gradients)
+            if output.loss.requires_grad:
+                with self._without_autocast():
+                    torch.autograd.backward([output.loss], [self._seed(output.loss, 1.0)])
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
         """Gradients have the types of their forward; the precision plugin's context is around."""
@@ -152,7 +183,12 @@ class StageCompute:
             LogEntry(call, microbatch.share, item.stage, copy) for call in output.logs
         )
         watch = self._parts.watch if self._learns else None
-        if item.stage == self._last:
+        if item.stage == self._last and self._one_loss:
+            self._given[item.microbatch] = tuple(
+                tensor.detach().requires_grad_(self._learns and tensor.requires_grad)
+                for tensor in output.tensors
+            )
+        elif item.stage == self._last:
             self._end_of_pipeline(item.microbatch, output.loss, output.result)
             if watch is not None and output.loss is not None:
                 gradients = self._parts.gradients.get(item.stage)
@@ -218,6 +254,13 @@ class StageCompute:
         if not self._learns:
             self.result.results[microbatch] = result
 
+    def _seed(self, loss: Tensor, share: float) -> Tensor:
+        """The gradient that a loss's backward begins with."""
+        seed = torch.full_like(loss, share * self._options.scale)
+        if self._options.loss_scale is not None:
+            seed = (seed * self._options.loss_scale).to(seed.dtype)
+        return seed
+
     def _backward(self, item: Instruction, gradients: tuple[Tensor, ...]) -> None:
         graph, outputs, incoming = self._roots(item, gradients)
         if outputs and self._parts.tensor_ranks is not None:
@@ -258,15 +301,20 @@ class StageCompute:
         """Where a backward begins, and with which gradients; takes the graph out of the store."""
         assert item.microbatch is not None
         graph = self._graphs.pop((item.stage, item.microbatch))
+        if item.stage == self._last and self._one_loss:
+            given = self._given.pop(item.microbatch)
+            ends = [
+                (output, leaf.grad)
+                for output, leaf in zip(graph.outputs, given, strict=True)
+                if leaf.grad is not None
+            ]
+            return graph, [output for output, _ in ends], [gradient for _, gradient in ends]
         if item.stage == self._last:
             assert graph.loss is not None
             if not graph.loss.requires_grad:
                 return graph, [], []
             share = self._microbatches[item.microbatch].share
-            seed = torch.full_like(graph.loss, share * self._options.scale)
-            if self._options.loss_scale is not None:
-                seed = (seed * self._options.loss_scale).to(seed.dtype)
-            return graph, [graph.loss], [seed]
+            return graph, [graph.loss], [self._seed(graph.loss, share)]
         outputs = [tensor for tensor in graph.outputs if tensor.requires_grad]
         assert len(outputs) == len(gradients)
         return graph, outputs, list(gradients)

@@ -54,13 +54,15 @@ class WholeBatch:
         together: Whether a metric's value of a batch is that of all replicas' batches.
     """
 
-    def __init__(self, model: StageModel, last_stage: int, copies: int) -> None:
+    def __init__(self, model: StageModel, last_stage: int, copies: int, *, once: bool) -> None:
         self.state = StepState(model.module, model.layers())
         self.carried: frozenset[Mode] = frozenset()
         self.together = False
         self._model = model
         self._last = last_stage
         self._copies = copies
+        self._once = once  # What lies behind the last layer runs for the whole batch anyway.
+        self._output: StageOutput | None = None
         self._linear: dict[Mode, bool] = {}  # whether means over microbatches say all
         self._has_metrics: bool | None = None
         self._microbatches: Sequence[Microbatch] = ()
@@ -82,6 +84,7 @@ class WholeBatch:
         self._why_not = ""
         self._must = self._needed = self._deep = False
         self._bytes = 0
+        self._output = None
         mode: Mode = options.mode
         self._tries = self._linear.get(mode) is None
 
@@ -97,7 +100,7 @@ class WholeBatch:
 
     def after(self, stage: int, microbatch: int, output: StageOutput) -> None:
         """Behind a forward: it has changed nothing."""
-        if stage != self._last:
+        if stage != self._last or self._once:
             self.state.take_back()
             return
         late = output.marks != self.state.marks()
@@ -115,6 +118,14 @@ class WholeBatch:
         if self._deep or (self._tries and self._bytes <= _TRIAL_BYTES):
             self._ends[microbatch] = output.ends
 
+    def once(self) -> AbstractContextManager[None]:
+        """Around the end of the step where there is one for the whole batch."""
+        together = self.together and self._options.mode == "train"
+        return on_whole_batch(self._model.module, together=together)
+
+    def ended(self, output: StageOutput) -> None:
+        self._output = output
+
     def end(self, logs: list[LogEntry], loss: Tensor | None) -> tuple[Whole, list[LogEntry]]:
         """Behind the last forward of a rank: runs the step for the whole batch, where it has to.
 
@@ -125,6 +136,10 @@ class WholeBatch:
         self._batch = self._options = None
         self._microbatches = ()
         ends, self._ends = self._ends, {}
+        if self._output is not None:
+            output = self._output
+            plain += [LogEntry(call, 1.0, self._last + 1, 0) for call in output.logs]
+            return Whole(self.state.changed(), output.result), plain
         mode: Mode = options.mode
         tries = self._tries and not self._needed and len(ends) == len(microbatches)
         if not self._needed and not tries:

@@ -24,6 +24,7 @@ SPELLINGS = {
     "2REDUCE1": Instruction(Kind.REDUCE, 2, bucket=1),
     "2GATHER": Instruction(Kind.GATHER, 2),
     "2STEP": Instruction(Kind.STEP, 2),
+    "3LOSS": Instruction(Kind.LOSS, 3),
     "0F3#1": Instruction(Kind.F, 0, 3, version=1),
     "2STEP#0": Instruction(Kind.STEP, 2, version=0),
     "1R0@2B0": Instruction(Kind.R, 1, 0, after=(Instruction(Kind.B, 2, 0),)),
