@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -55,6 +56,13 @@ def check_whole(path: Path) -> None:
     Raises:
         CheckpointError: Which file, the expected and the found hash.
     """
+    if path.is_file():  # of stock Lightning, which has no hashes
+        if not zipfile.is_zipfile(path):
+            raise CheckpointError(
+                f"{path} is no checkpoint: neither a folder with {MANIFEST} nor a whole file of "
+                "Lightning. Use another checkpoint."
+            )
+        return
     manifest_of(path)
     problem = _damage(committed(path))
     if problem is not None:

@@ -21,7 +21,12 @@ from launcher.report.result import write_result
 from launcher.resolve import Run, resolve, text_source
 from launcher.terminal import say
 from launcher.workloads.data.tokens import encode
-from launcher.workloads.hf.counterpart import check_destination, counterpart, export_folder
+from launcher.workloads.hf.counterpart import (
+    check_destination,
+    counterpart,
+    export_format,
+    export_target,
+)
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.errors import DataError, PlanError
 
@@ -47,23 +52,25 @@ def finish(resolved: Run, run_dir: Path, outcome: dict[str, Any]) -> int:
     return 0
 
 
-# ``mode=export``: a checkpoint as a Hugging Face folder, written by one process.
+# ``mode=export``: a checkpoint as a Hugging Face folder or one file, written by one process.
 
 
 def export(config: LaunchConfig, run_dir: Path) -> int:
-    """Writes config.json and model.safetensors."""
+    """Writes config.json and model.safetensors, or the weights of any model into a file."""
     _check_alone(config, "writes", "from")
     resolved = resolve(config)
     checkpoint = find_checkpoint(resolved, config.checkpoint, run_dir, optional=False)
     check_before_start(resolved, checkpoint)
-    if isinstance(resolved.shape, TransformerShape):
+    kind = export_format(config, described=resolved.describes_model)
+    if kind == "huggingface" and isinstance(resolved.shape, TransformerShape):
         counterpart(resolved.shape)
-    target = export_folder(config, run_dir)
+    target = export_target(config, run_dir, kind)
     check_destination(target)
     say(f"checkpoint: {checkpoint}")
     outcome = _outcome(resolved, run_dir, checkpoint)
     write_result(run_dir / "result.json", run_mapping(resolved) | outcome)
-    say(f"for transformers: {target}")
+    reader = {"huggingface": "transformers", "ckpt": "stock Lightning"}.get(kind, "any program")
+    say(f"for {reader}: {target}")
     return 0
 
 

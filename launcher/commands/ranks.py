@@ -25,6 +25,7 @@ from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, text_source, uses_gpu
 from launcher.terminal import say
 from launcher.workloads.data.source import check_source, vocab_size
+from launcher.workloads.hf.counterpart import export_format
 from launcher.workloads.hf.hf_shape import HfShape, check_folder, check_same_model, check_vocabulary
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.errors import DataError, PlanError, RunError, synchronous_reductions, torch_waits
@@ -41,11 +42,19 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
     hidden = config.mode in ("train", "validate") and run.plan.overlap != "none" and run.dp > 1
     if hidden and torch_waits(os.environ):
         raise PlanError(synchronous_reductions(os.environ))
-    if not run.describes_model and config.mode in ("generate", "export"):
-        does = "continues text with" if config.mode == "generate" else "knows how to write"
+    # One file with the weights of whatever model it is.
+    plain = (
+        config.mode == "export"
+        and export_format(config, described=run.describes_model) != "huggingface"
+    )
+    if not run.describes_model and config.mode in ("generate", "export") and not plain:
+        does = "mode=generate continues text with"
+        if config.mode == "export":
+            does = "export.format=huggingface knows how to write"
+        fix = "mode=predict" if config.mode == "generate" else "export.format=safetensors"
         raise PlanError(
-            f"mode={config.mode} {does} the built-in transformer and model=hf, not "
-            f"model={config.model.name}. Try mode=predict."
+            f"{does} the built-in transformer and model=hf, not model={config.model.name}. "
+            f"Try {fix}."
         )
     if isinstance(run.shape, HfShape):
         # An export takes the weights from the checkpoint and the rest from config.json.
@@ -61,9 +70,11 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
             val_fraction=config.data.val_fraction,
         )
         _check_vocabulary(run)
-    if checkpoint is not None and isinstance(run.shape, HfShape):
+    if checkpoint is None or checkpoint.is_file() or plain:
+        pass  # of a file the ranks see what it is of
+    elif isinstance(run.shape, HfShape):
         check_same_model(checkpoint, manifest_of(checkpoint)["metadata"].get("model"), run.shape)
-    elif checkpoint is not None and not run.own_model:
+    elif not run.own_model:
         assert isinstance(run.shape, TransformerShape)
         check_model(checkpoint, run.shape)
     asked = config.trainer.resume if config.mode in ("train", "validate") else config.checkpoint

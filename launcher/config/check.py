@@ -165,9 +165,8 @@ def _check_unused(config: LaunchConfig) -> None:
             f"Try trainer.resume={shorten(config.checkpoint)}, or mode=eval."
         )
     if config.mode != "export":
-        _refuse_set(
-            config, "export.path", chosen=f"mode={config.mode}", instead=" Try mode=export."
-        )
+        unused = ("export.path", "export.format")
+        _refuse_set(config, *unused, chosen=f"mode={config.mode}", instead=" Try mode=export.")
 
 
 def _check_profiled(config: LaunchConfig) -> None:

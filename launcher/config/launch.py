@@ -38,8 +38,9 @@ class LaunchConfig:
         "train",
         "train; simulate: the timeline without starting anything; plan: the best degrees, cut and "
         "schedule; validate: check and print what would run; profile: measure layers and links; "
-        "eval, predict, generate: use a checkpoint; export: write it for transformers; collect: "
-        "compare the jobs of a sweep; dashboard: save the workspace in your W&B project.",
+        "eval, predict, generate: use a checkpoint; export: write it as a file, or for "
+        "transformers; collect: compare the jobs of a sweep; dashboard: save the workspace in "
+        "your W&B project.",
     )
     pp: int = key(1, "Pipeline degree: ranks one model is cut over.", low=1, high=65536, example=4)
     tp: int = key(

@@ -100,8 +100,16 @@ class ExportConfig:
 
     path: str | None = key(
         None,
-        "Folder for config.json and model.safetensors, new; null = export in the run's folder.",
+        "What is written, new; null = export (a folder), export.safetensors or export.ckpt in the "
+        "run's folder.",
         example="/models/mine",
+    )
+    format: Literal["huggingface", "safetensors", "ckpt"] | None = key(
+        None,
+        "huggingface: a folder for transformers, of the built-in transformer and model=hf; "
+        "safetensors: one file with the weights of any model; ckpt: one file of stock Lightning; "
+        "null = by the end of export.path, else huggingface where that can be, else safetensors.",
+        example="safetensors",
     )
 
 

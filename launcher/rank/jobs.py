@@ -29,13 +29,14 @@ from launcher.rank.trackers import Tracked, build_loggers
 from launcher.report.predicted import ideal_step_s
 from launcher.resolve import Run, text_source
 from launcher.workloads.data.module import TextDataModule
-from launcher.workloads.hf.counterpart import export_folder
+from launcher.workloads.hf.counterpart import export_format, export_target
 from launcher.workloads.hf.hf_shape import HfShape
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.model_share import described
 from launcher.workloads.registry import DATA, MODELS, load
 from strategies.analysis.timeline import Timeline
 from strategies.runtime.lightning.rank_folder import load_state_dict
+from strategies.runtime.lightning.stock_file import export_file
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.step.activation_bytes import MemoryUse
@@ -341,11 +342,15 @@ def _generate(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]
 
 
 def _export(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
-    from launcher.workloads.hf.export import export_checkpoint
-
     assert checkpoint is not None
-    target = export_folder(run.config, run_dir)
-    export_checkpoint(Path(checkpoint), run.shape, target)
+    kind = export_format(run.config, described=run.describes_model)
+    target = export_target(run.config, run_dir, kind)
+    if kind == "huggingface":
+        from launcher.workloads.hf.export import export_checkpoint
+
+        export_checkpoint(Path(checkpoint), run.shape, target)
+    else:
+        export_file(Path(checkpoint), target, kind)
     return {"checkpoint": checkpoint, "world_size": 1, "export": str(target)}
 
 

@@ -9,9 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from strategies import schedules
+from strategies.runtime.lightning.stock_file import load_checkpoint
 from tests.launcher.command_line import launch_here
 from tests.launcher.runs import Finished
 
@@ -215,13 +219,81 @@ def test_an_own_placement_for_other_ranks_is_refused(here) -> None:
     )
 
 
+OWN = ("model=my_net", "data=my_data", "trainer.limit_val_batches=0", "data.microbatch_size=2")
+
+
+@pytest.fixture(scope="module")
+def trained(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    done = launch(site, folder, *OWN, "schedule=mine_first", "pp=2", "trainer.max_steps=6")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 @pytest.mark.distributed
-def test_model_data_and_schedule_of_a_package_train(site: Path, tmp_path: Path) -> None:
-    words = ("model=my_net", "data=my_data", "schedule=mine_first", "pp=2", "trainer.max_steps=6",
-             "data.microbatch_size=2", "trainer.limit_val_batches=0")  # fmt: skip
+def test_the_weights_of_a_package_s_model_are_exported_as_a_file(
+    site: Path, trained: Path, tmp_path: Path
+) -> None:
+    saved = json.loads((trained / "result.json").read_text())["checkpoint"]
+    weights = load_checkpoint(saved)["state_dict"]
+    words = (*OWN, "mode=export", f"checkpoint={saved}")
     done = launch(site, tmp_path / "run", *words)
     assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    target = tmp_path / "run" / "export.safetensors"
+    assert f"for any program: {target}" in done.stdout
+    found = load_file(target)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    again = launch(site, tmp_path / "again", *words, f"export.path={target}")
+    assert again.returncode == 2
+    assert "exists and is never overwritten" in again.stderr
+    wrong = launch(site, tmp_path / "wrong", *words, "export.format=huggingface")
+    assert wrong.returncode == 2
+    assert "Try export.format=safetensors" in wrong.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.*(LeafSpec|many workers|logging interval).*")
+def test_files_of_stock_lightning_come_out_and_go_in(
+    site: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(site))
+    import my_parts
+
+    saved = json.loads((trained / "result.json").read_text())["checkpoint"]
+    stock = tmp_path / "exported.ckpt"
+    done = launch(site, tmp_path / "out", *OWN, "mode=export", f"checkpoint={saved}",
+                  f"export.path={stock}")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"for stock Lightning: {stock}" in done.stdout
+    model, data = my_parts.Net(3), my_parts.Data(8)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=9, logger=False, enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    weights = load_checkpoint(saved)["state_dict"]
+    model.load_state_dict(torch.load(stock, weights_only=True)["state_dict"])
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
+    trainer.fit(model, datamodule=data)
+    trainer.save_checkpoint(tmp_path / "stock.ckpt")
+    steps = trainer.global_step
+    resumed = launch(
+        site, tmp_path / "in", *OWN, "pp=2", f"trainer.resume={tmp_path / 'stock.ckpt'}",
+        f"trainer.max_steps={steps + 2}",
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads((tmp_path / "in" / "result.json").read_text())["steps"] == steps + 2
+    last = launch(site, tmp_path / "last", *OWN, "mode=export", "export.format=safetensors",
+                  f"checkpoint={tmp_path / 'stock.ckpt'}")  # fmt: skip
+    assert last.returncode == 0, last.stderr
+    found = load_file(tmp_path / "last" / "export.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.distributed
+def test_model_data_and_schedule_of_a_package_train(trained: Path) -> None:
+    result = json.loads((trained / "result.json").read_text())
     assert result["steps"] == 6
     assert result["num_parameters"] == 4 * (8 * 8 + 8)
     assert result["loss_last"] < result["loss_first"]

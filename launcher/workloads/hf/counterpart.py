@@ -10,6 +10,7 @@ from launcher.workloads.transformer_shape import TransformerShape
 from strategies.errors import ModelError, PlanError
 
 Counterpart = Literal["llama", "gpt2"]
+ExportFormat = Literal["huggingface", "safetensors", "ckpt"]
 
 _EPSILON = 1e-5  # of every norm of the built-in transformer
 _ROPE_BASE = 10_000.0
@@ -103,14 +104,29 @@ def _differences(shape: TransformerShape, family: Counterpart) -> list[tuple[str
     return found
 
 
-def export_folder(config: LaunchConfig, run_dir: Path) -> Path:
+_SUFFIXES: dict[ExportFormat, str] = {"safetensors": ".safetensors", "ckpt": ".ckpt"}
+
+
+def export_format(config: LaunchConfig, *, described: bool) -> ExportFormat:
+    """What ``mode=export`` writes; ``described`` models can go into a folder for transformers."""
+    asked = config.export.format
+    if asked is not None:
+        return asked
+    end = Path(config.export.path or "").suffix
+    named = next((kind for kind, suffix in _SUFFIXES.items() if suffix == end), None)
+    return named or ("huggingface" if described else "safetensors")
+
+
+def export_target(config: LaunchConfig, run_dir: Path, kind: ExportFormat) -> Path:
     asked = config.export.path
-    return run_dir / "export" if asked is None else Path(asked).expanduser().absolute()
+    if asked is not None:
+        return Path(asked).expanduser().absolute()
+    return run_dir / f"export{_SUFFIXES.get(kind, '')}"
 
 
 def check_destination(folder: Path) -> None:
     """Refuses to write over anything."""
-    if folder.is_dir() and not any(folder.iterdir()):
+    if folder.is_dir() and not any(folder.iterdir()) and folder.suffix not in _SUFFIXES.values():
         return
     if folder.exists() or folder.is_symlink():
         raise PlanError(

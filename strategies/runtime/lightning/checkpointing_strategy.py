@@ -20,7 +20,6 @@ from strategies.plan import Options, Plan
 from strategies.runtime.lightning import stock_file
 from strategies.runtime.lightning.rank_folder import (
     DATA_HYPER_PARAMETERS,
-    RANDOM,
     is_plain,
     layout_of,
     load,
@@ -31,7 +30,7 @@ from strategies.runtime.lightning.rank_folder import (
     set_random_state,
 )
 from strategies.runtime.lightning.ranks_strategy import RanksStrategy
-from strategies.runtime.lightning.stock_file import HYPER_PARAMETERS, boxed
+from strategies.runtime.lightning.stock_file import HYPER_PARAMETERS, RANDOM, boxed
 from strategies.runtime.lightning.whole_state import WholeModule, bring_together, fits
 from strategies.runtime.messages.exchange import Exchange, everybody
 from strategies.runtime.step.rank_engine import Engine

@@ -17,15 +17,16 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from safetensors.torch import save_file
 from torch import Tensor
 
-from strategies.errors import CheckpointError
+from strategies.errors import CheckpointError, RunError
 from strategies.manifest import MANIFEST, UNFINISHED, committed, find_damage, read_manifest
 from strategies.models.state import kept_generators
 from strategies.runtime.lightning.whole_state import bring_together
@@ -36,6 +37,7 @@ from strategies.runtime.storage.part import Piece
 from strategies.runtime.storage.tensor_files import sync_folder
 
 OWN = "foldpipe"  # the key of what is ours
+RANDOM = "foldpipe_random_state"
 TEXTS = "foldpipe_texts"  # names of hyper-parameters of which a folder has the text alone
 HYPER_PARAMETERS = "hyper_parameters"
 _SEPARATOR = "\1"
@@ -323,6 +325,41 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
             stacklevel=2,
         )
     return found
+
+
+def export_file(path: Path, target: Path, kind: Literal["safetensors", "ckpt"]) -> None:
+    """Writes the weights of any checkpoint as one file, new; for one process.
+
+    ``ckpt`` is what stock Lightning writes with ``save_weights_only=True``: hyper-parameters and
+    loops are in it.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
+        RunError: The file cannot be written; nothing is left behind.
+    """
+    found = load_checkpoint(path)
+    weights = {name: v for name, v in found["state_dict"].items() if isinstance(v, Tensor)}
+    if not weights:
+        raise CheckpointError(f"{path} has no weights to export. Use another checkpoint.")
+    staging = target.with_name(f".{target.name}{UNFINISHED}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "safetensors":
+            # Two names must not share memory there.
+            plain = {name: value.contiguous().clone() for name, value in weights.items()}
+            save_file(plain, staging, metadata={"format": "pt"})
+        else:
+            rest = ("callbacks", "lr_schedulers", "optimizer_states", OWN, RANDOM)
+            kept = {name: value for name, value in found.items() if name not in rest}
+            torch.save(_without_loaders(kept), staging)
+        os.link(staging, target)  # unlike a rename, this replaces nothing
+    except OSError as error:
+        raise RunError(
+            f"export.path={target} cannot be written: {error.strerror or error}. "
+            "Try another export.path."
+        ) from None
+    finally:
+        staging.unlink(missing_ok=True)
 
 
 def serve_folders() -> None:
