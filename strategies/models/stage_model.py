@@ -105,6 +105,13 @@ class StageModel(ABC):
     def units(self) -> tuple[Unit, ...]:
         """All units in execution order, those of other ranks included."""
 
+    def refuse_stages(self, count: int) -> None:  # noqa: B027  # most models know no reason
+        """Says why there are too few units for so many stages, where a reason is known.
+
+        Raises:
+            ModelError: There are too few.
+        """
+
     @abstractmethod
     def cut(self, stages: Sequence[range], owned: Sequence[int]) -> None:
         """Fixes the stages (ranges of unit indices, contiguous, maybe empty) and the owned ones.

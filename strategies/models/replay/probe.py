@@ -6,7 +6,7 @@ the record into a ``Path``. Refuses what no cut can make right, with the user's 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -73,12 +73,24 @@ class Record:
     collectives: list[tuple[int, str]] = field(default_factory=list)
 
 
+class LeakError(BaseException):
+    """A layer hands on a value in an object of its own: what is in it has to be units instead.
+
+    Passes through ``except Exception`` of the user's.
+    """
+
+    def __init__(self, unit: int) -> None:
+        super().__init__(unit)
+        self.unit = unit
+
+
 class Probe(ShapeMode):
     """Records the path of one step; see ``Record``.
 
     ``names`` are the units' global ones. ``parameters`` has names by identity of the parameter (or
     of the hole that replaced it), ``buffers`` those of tensors that outlive the step. The ``cache``
-    is filled for the replays, ``step`` is for messages; the rest is as for ``ShapeMode``.
+    is filled for the replays, ``step`` is for messages, ``opens`` tells of a unit by its index
+    whether those inside it could take its place; the rest is as for ``ShapeMode``.
     """
 
     def __init__(
@@ -91,8 +103,10 @@ class Probe(ShapeMode):
         device: torch.device,
         cache: dict[Hashable, Outcome],
         step: str,
+        opens: Callable[[int], bool] = lambda _: False,
     ) -> None:
         super().__init__(units, device, cache)
+        self._opens = opens
         self.record = Record()
         self.costs = CostCounter()
         self._names = names
@@ -246,6 +260,8 @@ class Probe(ShapeMode):
         """A value left a unit neither by its result nor by an attribute of its own modules."""
         call = self.record.calls[maker]
         name = self._names[call.unit]
+        if self._opens(call.unit):
+            raise LeakError(call.unit)
         if self._inside is None:
             raise ModelError(
                 f"{user_line()}: {self._step} uses a value that {name} (called at {call.line}) put "

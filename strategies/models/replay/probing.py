@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from strategies.models.replay.gate import call_step, gated, unchanged
 from strategies.models.replay.hole import Hole, Spec, error_line
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
-from strategies.models.replay.probe import Place, Probe, Record, Value
+from strategies.models.replay.probe import LeakError, Place, Probe, Record, Value
 from strategies.models.stage_model import STEP_NAMES, Mode
 
 P = TypeVar("P", bound=Probe)
@@ -51,10 +52,24 @@ def probe_units(
     """
     table = ParameterTable(module, batch_device(batch, module))
     opened: frozenset[str] = frozenset()
+    opens = True
     while True:
         units = select_units(module, chain, opened)
         cache: dict[Hashable, Outcome] = {}
-        path = probe_path(module, units, table, mode, batch, 0, cache, make, dataloader_idx)
+        inside = _alike(units) if opens else {}
+        try:
+            path = probe_path(
+                module, units, table, mode, batch, 0, cache, make, dataloader_idx, opens=inside
+            )
+        except LeakError as leak:
+            opened |= inside[leak.unit]
+            continue
+        except ModelError:
+            if not opens or not opened:
+                raise
+            # What those units do inside needs data; as a whole they may be cut somewhere else.
+            opens, opened = False, frozenset()
+            continue
         more = units_to_open(units, path, table) - opened
         if not more:
             break
@@ -77,10 +92,12 @@ def probe_path(
     cache: dict[Hashable, Outcome],
     make: Callable[..., Probe] = Probe,
     dataloader_idx: int | None = None,
+    opens: Collection[int] = (),
 ) -> Path:
     """Runs one step of ``mode`` on shapes; leaves module, batch and random states as they were.
 
-    ``make`` builds the probe; another one than ``Probe`` itself notes more.
+    ``make`` builds the probe; another one than ``Probe`` itself notes more. A unit among ``opens``
+    that hands on values in objects of its own is a ``LeakError``.
 
     Raises:
         ModelError: If the step cannot be replayed; names the user's line and the remedy.
@@ -93,7 +110,7 @@ def probe_path(
         batch,
         batch_idx,
         cache,
-        make,
+        partial(make, opens=lambda unit: unit in opens),
         dataloader_idx=dataloader_idx,
     )
     step = STEP_NAMES[mode]
@@ -172,6 +189,15 @@ def units_to_open(units: dict[str, nn.Module], path: Path, table: ParameterTable
         and any(True for _ in unit.children())
         and any(by_identity[id(parameter)] in used for parameter in unit.parameters())
     )
+
+
+def _alike(units: dict[str, nn.Module]) -> dict[int, frozenset[str]]:
+    """Units with units inside, by index, and the names of all of their kind."""
+    return {
+        index: frozenset(name for name, other in units.items() if type(other) is type(unit))
+        for index, unit in enumerate(units.values())
+        if not _is_leaf(unit)
+    }
 
 
 def _note_log(probe: Probe, value: Any) -> bool:

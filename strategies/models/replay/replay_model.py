@@ -469,17 +469,25 @@ class ReplayModel(StageModel):
         self._paths[which], self._caches[which] = path, cache
         self._frozen_anew.discard(which)
 
+    def refuse_stages(self, count: int) -> None:
+        reasons = sorted({cut for cut in self._paths[self._first].cuts if isinstance(cut, str)})
+        if count > len(self._groups) and reasons:
+            why = f" Cuts inside units are not possible: {'; '.join(reasons)}."
+            raise self._too_few_units(count, why)
+
+    def _too_few_units(self, count: int, why: str) -> ModelError:
+        num_units = len(self._groups)
+        return ModelError(
+            f"{count} stages were asked for, but {STEP_NAMES[self._first[0]]} of "
+            f"{type(self._module).__name__} has {num_units} units that can be put on stages of "
+            f"their own.{why} Use pp * schedule.stages_per_rank <= {num_units}."
+        )
+
     def _check_ranges(self, stages: Sequence[range]) -> None:
         num_units = len(self._groups)
+        self.refuse_stages(len(stages))
         if len(stages) > num_units:
-            path = self._paths[self._first]
-            reasons = sorted({cut for cut in path.cuts if isinstance(cut, str)})
-            why = f" Cuts inside units are not possible: {'; '.join(reasons)}." if reasons else ""
-            raise ModelError(
-                f"{len(stages)} stages were asked for, but {STEP_NAMES[self._first[0]]} of "
-                f"{type(self._module).__name__} has {num_units} units that can be put on stages of "
-                f"their own.{why} Use pp * schedule.stages_per_rank <= {num_units}."
-            )
+            raise self._too_few_units(len(stages), "")
         position = 0
         for stage in stages:
             assert stage.start == position or not stage, f"stages are not contiguous: {stages}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -61,7 +61,7 @@ from strategies.runtime.step.microbatch import concatenate, count_rows, in_order
 from strategies.runtime.step.rank_engine import Engine, PassResult
 from strategies.runtime.step.recorder import StepStats, gather_timeline
 from strategies.runtime.update.grad_sync import clip_
-from strategies.runtime.update.main_optimizer import MainOptimizer
+from strategies.runtime.update.main_optimizer import MainOptimizer, with_sparse_gradients
 from strategies.runtime.update.main_weights import refuse_freezing
 from strategies.runtime.update.nan_guard import Finding, NotFiniteStep, first_finding
 
@@ -365,6 +365,7 @@ class PipelineStrategy(CheckpointingStrategy):
             ) from error
 
         refuse_optimizers(self.optimizers, world_size=self.world_size, on_nan=self._options.on_nan)
+        self.engine.updated_by(self.optimizers)
         mains = self.engine.mains
         mains.refresh()  # Somebody may have written weights since the last fit().
         self._main_optimizers = [
@@ -543,10 +544,11 @@ class PipelineStrategy(CheckpointingStrategy):
             self.engine.flush()
             if self._looks and not self._clips_by_norm and self.engine.leaves_out():
                 raise NotFiniteStep
+            shown.callback(with_sparse_gradients(optimizer))
             return result
 
         try:
-            with self._away():
+            with self._away(), ExitStack() as shown:
                 output = super().optimizer_step(optimizer, flushed, model, **kwargs)
         except NotFiniteStep:
             self._leave_out()

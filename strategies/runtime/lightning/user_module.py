@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, SupportsIndex
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 
-from strategies.models.replay.gate import unchanged
+from strategies.models.replay.gate import MARKER, unchanged, unwatched
 from strategies.models.stage_model import Mode, StageModel
 from strategies.models.unit_model import HasUnits, UnitModel
 from strategies.runtime.lightning.data_order import Looked
@@ -40,15 +47,91 @@ def stage_model_of(
     batch, index = looked.first_batch(loaders)
     several = loaders._mode == "sequential" and len(loaders.flattened) > 1
     plugin = trainer.precision_plugin
+    training: AbstractContextManager[None] = nullcontext()
+    if mode == "train" and module.automatic_optimization:
+        training = _as_in_training(trainer, module, loaders)
     batch = plugin.convert_input(batch)
     with unchanged(module):  # The user's hooks may count, or draw.
         batch = module._on_before_batch_transfer(batch, dataloader_idx=index)
         batch = trainer.strategy.batch_to_device(batch, device=module.device, dataloader_idx=index)
     which = index if several else None
-    if not module.automatic_optimization:
-        with plugin.forward_context():
+    # The types are those of the steps that will run.
+    with training, plugin.forward_context():
+        if not module.automatic_optimization:
             return manual_model(
                 trainer, module, batch, mode=mode, layers=layers, dataloader_idx=which
             )
-    with plugin.forward_context():  # The types are those of the steps that will run.
         return ReplayModel.probe(module, batch, mode=mode, chain=layers, dataloader_idx=which)
+
+
+# -- what a step finds on its trainer when it is probed -------------------------------------------
+#
+# A step that logs its rate looks at its optimizers, one that warms up at the number of its batches.
+# Both are made later, over the cut module and the shared data; what is shown until then has the
+# same form, and is thrown away.
+
+
+@contextmanager
+def _as_in_training(
+    trainer: pl.Trainer, module: pl.LightningModule, loaders: CombinedLoader
+) -> Iterator[None]:
+    """Inside, the trainer shows a step what it will show in training.
+
+    Optimizers and schedulers are made when somebody asks for them, over the uncut module; those of
+    the training itself are made later, after the cut. So are the loaders.
+    """
+    loop: Any = trainer.fit_loop
+    strategy: Any = trainer.strategy
+    attributes = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
+    before = dict(vars(loop)), {name: getattr(strategy, name) for name in attributes}
+    asked: list[Any] = []
+
+    def made(index: int) -> list[Any]:
+        if not asked:
+            optimizers, schedulers = unwatched(
+                MARKER, lambda: _init_optimizers_and_lr_schedulers(module)
+            )
+            wrapped = [LightningOptimizer._to_lightning_optimizer(o, strategy) for o in optimizers]
+            asked.extend((optimizers, wrapped, schedulers))
+        found: list[Any] = asked[index]
+        return found
+
+    for index, name in enumerate(attributes):
+        setattr(strategy, name, _Awaited(partial(made, index)))
+    known = [sized_len(loader) for loader in loaders.flattened]
+    lengths = [math.inf if n is None else math.ceil(n / strategy.dp) for n in known]
+    batches: Any = min(lengths) if loaders._mode == "min_size" else max(lengths)
+    loop._combined_loader = loaders
+    loop.max_batches = _parse_num_batches(
+        RunningStage.TRAINING, batches, trainer.limit_train_batches
+    )
+    try:
+        yield
+    finally:
+        vars(loop).clear()
+        vars(loop).update(before[0])
+        for name, value in before[1].items():
+            setattr(strategy, name, value)
+
+
+class _Awaited(list[Any]):
+    """A list whose items are made when it is first looked at."""
+
+    def __init__(self, make: Callable[[], list[Any]]) -> None:
+        super().__init__()
+        self._make: Callable[[], list[Any]] | None = make
+
+    def _filled(self) -> _Awaited:
+        if self._make is not None:
+            make, self._make = self._make, None
+            self.extend(make())
+        return self
+
+    def __len__(self) -> int:
+        return list.__len__(self._filled())
+
+    def __iter__(self) -> Iterator[Any]:
+        return list.__iter__(self._filled())
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+        return list.__getitem__(self._filled(), index)

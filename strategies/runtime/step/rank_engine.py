@@ -180,6 +180,7 @@ class Engine:
     def _cut(self) -> tuple[range, ...]:
         costs = [unit.cost for unit in self.model.units]
         count = self.placement.num_stages
+        self.model.refuse_stages(count)
         if self.options.units_per_stage is not None:
             stages = by_counts(self.options.units_per_stage, len(costs), count)
         else:
@@ -287,6 +288,15 @@ class Engine:
         if self.plan.overlap != "none" and not self._asynchronous:
             self._gradients.check_asynchronous(self.device)
             self._asynchronous = True
+
+    def updated_by(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Notes what optimizers that have not run yet will update: only that has a norm."""
+        groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+        known = {id(parameter) for group in groups for parameter in group}
+        named = self.named_parameters().items()
+        self._gradients.left_alone = frozenset(
+            name for name, p in named if p.requires_grad and id(p) not in known
+        )
 
     def add_hooks(self) -> None:
         self._gradients.add_hooks()

@@ -233,6 +233,27 @@ class MainOptimizer:
         return result if member == 0 else {}
 
 
+def with_sparse_gradients(optimizer: Optimizer) -> Callable[[], None]:
+    """Shows ``SparseAdam`` gradients as it wants them, until what is returned is called.
+
+    Here they add up in dense buffers. A row without a gradient is one that no sample has had: its
+    gradient is zero.
+    """
+    own = getattr(optimizer, "optimizer", optimizer)
+    dense: list[tuple[Tensor, Tensor]] = []
+    if isinstance(own, torch.optim.SparseAdam):
+        for parameter in (p for group in own.param_groups for p in group["params"]):
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                dense.append((parameter, parameter.grad))
+                parameter.grad = parameter.grad.to_sparse(1)
+
+    def put_back() -> None:
+        for parameter, gradient in dense:
+            parameter.grad = gradient
+
+    return put_back
+
+
 def check_elementwise(optimizer: Optimizer) -> None:
     """Refuses an optimizer that a part of a tensor will not do for."""
     kind = type(optimizer)

@@ -54,6 +54,7 @@ class RankGradients:
         self._communicators = communicators
         self.stages: dict[int, StageGradients] = {}  # empty until ``build``
         self.mains = AllMainWeights()
+        self.left_alone: frozenset[str] = frozenset()  # names of weights that no optimizer updates
         self._shared: list[_Shared] = []
         self._whole = False  # whether sums are over all replicas, where passes only add to them
         self._hooks: list[Any] = []
@@ -247,22 +248,23 @@ class RankGradients:
         """This rank's share of the squared norm; weights on several ranks count on the first.
 
         ``shards`` says by name whether a weight is cut between the tensor-parallel ranks, ``only``
-        by identity which weights count. A float64 scalar, on the device of the gradients still.
+        by identity which weights count; those that no optimizer updates (``left_alone``) do not. A
+        float64 scalar, on the device of the gradients still.
         """
         total = torch.zeros((), dtype=torch.float64, device=device)
         where = self._where
         counts: Callable[[Tensor], bool] | None = None
-        if only is not None:
+        if where.tp_rank > 0 or only is not None or self.left_alone:
+            named = self._weights.named()
+            counted = {id(p) for name, p in named.items() if name not in self.left_alone}
+            if only is not None:
+                counted = set(only)
+            if where.tp_rank > 0:
+                # The first of the sharers counts what all of them have whole.
+                counted &= {id(p) for name, p in named.items() if shards(name)}
 
             def counts(parameter: Tensor) -> bool:
-                return id(parameter) in only
-
-        if where.tp_rank > 0:
-            # The first of the sharers counts what all of them have whole.
-            cut = {id(p) for name, p in self._weights.named().items() if shards(name)}
-
-            def counts(parameter: Tensor) -> bool:
-                return id(parameter) in cut
+                return id(parameter) in counted
 
         for stage, gradients in self.stages.items():
             if gradients.sharded or self._placement.owners(stage)[0] == where.pp_rank:

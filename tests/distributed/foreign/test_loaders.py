@@ -10,7 +10,14 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from tests.distributed.foreign.comparison import BATCH, Net, equal_to_stock, examples, spread
+from tests.distributed.foreign.comparison import (
+    BATCH,
+    LAYOUTS,
+    Net,
+    equal_to_stock,
+    examples,
+    spread,
+)
 from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -122,7 +129,7 @@ class TwoValidations(Net):
 
 
 SEVERAL = [
-    Pairs, Lists, Nested, Cycled, Shortest, Longest, Unequal, Indivisible, Working, Transferred,
+    Pairs, Lists, Nested, Cycled, Shortest, Longest, Unequal, Indivisible, Transferred,
     TwoValidations,
 ]  # fmt: skip
 
@@ -132,6 +139,12 @@ def test_batches_of_several_loaders_are_cut_each_by_its_own_rows(
     case: type[Net], layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
     equal_to_stock(ranks, case, layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loaders_with_workers(layout: str, ranks: Callable[[int], Ranks]) -> None:
+    equal_to_stock(ranks, Working, layout)
 
 
 # -- what can be read once: the batch that the model was probed with is not lost ------------------

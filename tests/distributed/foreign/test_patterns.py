@@ -114,8 +114,138 @@ class Configured(Net):
             module.guarded = Guarded()  # type: ignore[assignment]
 
 
-@spread([Autoencoder, ManyKinds, Policy, Checkpointed, Configured])
+# -- what the trainer tells a step ----------------------------------------------------------------
+
+
+class Rates(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for number, group in enumerate(self.optimizers().param_groups):  # type: ignore[union-attr]
+            self.log(f"rate {number}", group["lr"])
+        self.log("last", self.lr_schedulers().get_last_lr()[1])  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.net.parameters()}, {"params": [self.head.weight], "lr": 0.2}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+        total = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.2], total_steps=total)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Progress(Net):
+    """A loss that depends on how far the training is, and on what was logged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        it: Any = self.trainer
+        done = (batch_idx + 1) / it.num_training_batches + it.current_epoch
+        weight = done + self.global_step / it.estimated_stepping_batches + it.is_last_batch
+        weight += len(it.train_dataloader) + float(it.callback_metrics.get("weight", 0))
+        self.log("weight", weight / 100)
+        return super().training_step(batch, batch_idx) * weight / 10
+
+
+# -- optimizers over a part of the model ----------------------------------------------------------
+
+
+class HeadAlone(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.head.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
+
+
+class HeadUpdated(Net):
+    """The rest has gradients, which nobody uses, not even in the norm."""
+
+    trainer_options = {"gradient_clip_val": 0.01}  # noqa: RUF012
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.head.weight, self.head.bias], lr=0.1)
+
+
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.table = torch.nn.Embedding(3, 8, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return cross_entropy(self(batch[0] + self.table(batch[1])), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(self.table.parameters(), lr=0.1)
+
+
+# -- layers that hand on objects, and values that are recorded on the way -------------------------
+
+
+class Held:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Wrapping(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, held: Held) -> Held:
+        return Held(self.inner(held.x).tanh())
+
+
+class Objects(Net):
+    layer: type[torch.nn.Module] = Wrapping
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(*(self.layer() for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.net(Held(x)).x)
+
+
+class Recording(Wrapping):
+    def forward(self, held: Any) -> Any:
+        held.x = self.inner(held.x).tanh()
+        held.seen = [*getattr(held, "seen", []), held.x.pow(2).mean()]
+        return held
+
+
+class Recorded(Objects):
+    layer = Recording
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        held: Any = Held(batch[0])
+        self.net(held)
+        return cross_entropy(self.head(held.x), batch[1]) + sum(held.seen)
+
+
+class Hooked(Objects):
+    """What libraries do that record router logits or hidden states."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        seen: list[Any] = []
+        hooks = [
+            layer.inner.register_forward_hook(lambda _, __, result: seen.append(result))
+            for layer in self.net
+        ]
+        loss = super().training_step(batch, batch_idx)
+        for hook in hooks:
+            hook.remove()
+        return loss + torch.stack(seen).pow(2).mean()
+
+
+PATTERNS = [
+    Autoencoder, ManyKinds, Policy, Checkpointed, Configured, Rates, Progress, HeadAlone,
+    HeadUpdated, Sparse, Objects, Recorded, Hooked,
+]  # fmt: skip
+
+
+@spread(PATTERNS)
 def test_a_step_comes_to_what_it_comes_to_without_a_pipeline(
     case: type[Net], layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
-    equal_to_stock(ranks, case, layout)
+    equal_to_stock(ranks, case, layout, **getattr(case, "trainer_options", {}))
