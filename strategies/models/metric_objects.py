@@ -15,10 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from strategies.errors import ModelError
+from strategies.models.collectives import LocalGroup
 from strategies.models.nested import replaced
+
+_TABLES = frozenset(nn.Module().__dict__)
 
 
 class Replicas:
@@ -34,7 +38,10 @@ class Replicas:
 
     def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         """All replicas' tensors, from host memory."""
-        gathered = gather_all_tensors(tensor.detach().cpu(), group=self.group)
+        # Inside a step these replicas are the default group already.
+        default = dist.group.WORLD
+        inside = default is self.group or isinstance(default, LocalGroup)
+        gathered = gather_all_tensors(tensor.detach().cpu(), group=None if inside else self.group)
         return [item.to(tensor.device) for item in gathered]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
@@ -44,12 +51,29 @@ class Replicas:
         return Replicas, (None,)
 
 
-def share_metrics(module: nn.Module, replicas: Replicas) -> None:
-    """Lets all metrics of a module gather over replicas; called again, for new ones."""
-    for child in module.modules():
-        if isinstance(child, Metric) and not isinstance(child.distributed_available_fn, Replicas):
-            child.distributed_available_fn = replicas
-            child.dist_sync_fn = replicas.gather
+def share_metrics(module: nn.Module, replicas: Replicas) -> bool:
+    """Lets all metrics of a module gather over replicas; tells whether it has any.
+
+    Raises:
+        ModelError: A metric lies where neither torch nor Lightning look for modules.
+    """
+    found = [child for child in module.modules() if isinstance(child, Metric)]
+    for metric in found:
+        metric.distributed_available_fn = replicas
+        metric.dist_sync_fn = replicas.gather
+    for name, child in module.named_modules():
+        for key, value in vars(child).items():
+            if key in _TABLES or not isinstance(value, list | tuple | dict):
+                continue
+            items = value.values() if isinstance(value, dict) else value
+            if any(isinstance(item, Metric | MetricCollection) for item in items):
+                place = f"{name}.{key}" if name else key
+                raise ModelError(
+                    f"{place} is a plain {type(value).__name__} of torchmetrics objects, which are "
+                    "no modules of the LightningModule then: their devices and states would be "
+                    "those of one stage. Use nn.ModuleDict, nn.ModuleList or MetricCollection."
+                )
+    return bool(found)
 
 
 @contextlib.contextmanager

@@ -63,8 +63,15 @@ class StepState:
         self._containers: list[tuple[Slot, Any, Any]] = []
         self._tensors: list[_KeptTensor] = []
 
-    def refresh(self) -> None:
-        """Looks for modules anew: a hook may have made some."""
+    def forget(self) -> None:
+        """Modules are looked for anew when the next pass begins: hooks may make some."""
+        self._tables = []
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._tables)
+
+    def _look_for_modules(self) -> None:
         inside = {id(child) for layer in self._layers for child in layer.modules()}
         self._tables = []
         for name, child in self._module.named_modules():
@@ -82,7 +89,7 @@ class StepState:
     def begin(self) -> None:
         """Notes the state from which every forward of the pass is to start."""
         if not self._tables:
-            self.refresh()
+            self._look_for_modules()
         self._containers, self._tensors = [], []
         seen: set[int] = set()
         self._before = [

@@ -7,7 +7,8 @@ after each batch where a hook between batches is overridden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from math import isfinite, isinf
 from typing import Any
 
 import lightning.pytorch as pl
@@ -41,7 +42,7 @@ class HookState(pl.Callback):
     def __init__(self, engine: Callable[[], Engine]) -> None:
         self._engine = engine
 
-    def prepare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _begins(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Before the first batch: who looks, and with whom metrics are computed."""
         engine = self._engine()
         found: Iterable[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -53,7 +54,7 @@ class HookState(pl.Callback):
             overridden = {
                 hook
                 for hook in hooks
-                if is_overridden(hook, module)
+                if is_overridden(hook, pl_module)
                 or any(is_overridden(hook, c, pl.Callback) for c in callbacks if _has(hook))
             }
             if overridden:
@@ -63,20 +64,23 @@ class HookState(pl.Callback):
         engine.mirrored = frozenset(reads)
         engine.whole.carried = frozenset(carries)
         where = engine.coordinates
-        group: dist.ProcessGroup | None = None
-        if where.dp > 1:
-            group = engine.communicators.get("metrics", where.replicas((where.pp_rank,)))
-            engine.whole.together = True
-        share_metrics(module, Replicas(group))
-
-    def _begins(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.prepare(trainer, pl_module)
-        self._engine().whole.refresh()
+        if engine.whole.replicas.group is None:
+            replicas = engine.communicators.get("metrics", where.replicas((where.pp_rank,)))
+            engine.whole.replicas = Replicas(replicas)
+        if not trainer.training and where.dp > 1:
+            now: Mode = (
+                "test" if trainer.testing else "predict" if trainer.predicting else "validate"
+            )
+            engine.whole.together.discard(now)
+            if _as_many_batches(trainer, engine):
+                engine.whole.together.add(now)
+        engine.whole.state.forget()
+        share_metrics(pl_module, engine.whole.replicas)
 
     def _ends(self, *_: Any, **__: Any) -> None:
         self._engine().mirror.share()
 
-    on_train_epoch_start = on_validation_epoch_start = _begins
+    on_fit_start = on_train_epoch_start = on_validation_epoch_start = _begins
     on_test_epoch_start = on_predict_epoch_start = _begins
     on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _ends
 
@@ -112,3 +116,28 @@ def repeat_logs(
         elif not options.get("on_step"):
             options["sync_dist"] = True
         module.log(call.name, torch.tensor(call.value, dtype=torch.float64), **options)
+
+
+def _as_many_batches(trainer: pl.Trainer, engine: Engine) -> bool:
+    """Whether all replicas evaluate as many batches, so that none waits for another in vain."""
+    loop: Any = trainer._active_loop
+    counts = loop.max_batches
+    number = float(sum(counts) if isinstance(counts, list) else counts)
+    everybody = tuple(range(engine.coordinates.world_size))
+    bounds = torch.tensor([number, -number], dtype=torch.float64)
+    group = engine.communicators.get("control", everybody)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    return isfinite(number) and float(bounds[0]) == -float(bounds[1])
+
+
+def ends_loader(trainer: pl.Trainer, loader: Sequence[int]) -> bool:
+    """Whether this evaluation batch is the last of its loader, or may be."""
+    loop: Any = trainer._active_loop
+    progress = loop.batch_progress
+    if progress.is_last_batch:
+        return True
+    counts = loop.max_batches
+    if not isinstance(counts, list) or len(counts) < 2:
+        return False
+    through = sum(counts[: (loader[0] if loader else 0) + 1])
+    return bool(isinf(through) or progress.current.ready >= through)

@@ -36,7 +36,7 @@ from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.plan import Options, Plan
 from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStrategy
 from strategies.runtime.lightning.data_order import Looked, shard, undisturbed
-from strategies.runtime.lightning.hook_state import ALIKE, HookState, repeat_logs
+from strategies.runtime.lightning.hook_state import ALIKE, HookState, ends_loader, repeat_logs
 from strategies.runtime.lightning.hook_watch import OwnBackward
 from strategies.runtime.lightning.manual_optimization import (
     ManualOptimization,
@@ -383,6 +383,7 @@ class PipelineStrategy(CheckpointingStrategy):
             callbacks.insert(0, complete)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.engine.mirror.share()  # A checkpoint is of what all ranks have.
         with self._away():
             return super().lightning_module_state_dict()
 
@@ -652,6 +653,8 @@ class PipelineStrategy(CheckpointingStrategy):
             loaders=self._loaders,
         )
         self._repeat_logs(result, batch)
+        if ends_loader(self._trainer, indices[taken:]):
+            self.engine.mirror.share()  # Lightning computes metrics before it calls hooks.
         return result
 
     @property

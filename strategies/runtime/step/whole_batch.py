@@ -18,11 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from strategies.errors import ModelError
 from strategies.models.logs import LogEntry, join_entries
-from strategies.models.metric_objects import on_microbatch, on_whole_batch
+from strategies.models.metric_objects import (
+    Replicas,
+    on_microbatch,
+    on_whole_batch,
+    share_metrics,
+)
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput
 from strategies.models.step_state import Slot, StepState
 from strategies.runtime.step.microbatch import Microbatch
@@ -51,32 +55,30 @@ class WholeBatch:
 
     Attributes:
         carried: The modes whose hooks look at what a step has returned.
-        together: Whether a metric's value of a batch is that of all replicas' batches.
+        replicas: With whom metrics are computed.
+        together: The modes in which a metric's value of a batch is that of all replicas' batches,
+            which have as many.
     """
 
     def __init__(self, model: StageModel, last_stage: int, copies: int, *, once: bool) -> None:
         self.state = StepState(model.module, model.layers())
         self.carried: frozenset[Mode] = frozenset()
-        self.together = False
+        self.replicas = Replicas(None)
+        self.together: set[Mode] = {"train"}
         self._model = model
         self._last = last_stage
         self._copies = copies
         self._once = once  # What lies behind the last layer runs for the whole batch anyway.
         self._output: StageOutput | None = None
         self._linear: dict[Mode, bool] = {}  # whether means over microbatches say all
-        self._has_metrics: bool | None = None
+        self._has_metrics = False
         self._microbatches: Sequence[Microbatch] = ()
-
-    def refresh(self) -> None:
-        """A hook may have made modules."""
-        self.state.refresh()
-        self._has_metrics = None
 
     def begin(self, batch: Any, microbatches: Sequence[Microbatch], options: Any) -> None:
         """Before the first forward of a pass."""
+        if not self.state.is_known:
+            self._has_metrics = share_metrics(self._model.module, self.replicas)
         self.state.begin()
-        if self._has_metrics is None:
-            self._has_metrics = any(isinstance(m, Metric) for m in self._model.module.modules())
         self._batch = batch
         self._microbatches = microbatches
         self._options = options
@@ -120,7 +122,7 @@ class WholeBatch:
 
     def once(self) -> AbstractContextManager[None]:
         """Around the end of the step where there is one for the whole batch."""
-        together = self.together and self._options.mode == "train"
+        together = self.replicas.group is not None and self._options.mode in self.together
         return on_whole_batch(self._model.module, together=together)
 
     def ended(self, output: StageOutput) -> None:
@@ -153,7 +155,7 @@ class WholeBatch:
         short = self._needed and not self._deep
         parts = [ends[index] for index in sorted(ends)]
         try:
-            together = self.together and mode == "train"
+            together = self.replicas.group is not None and mode in self.together
             with on_whole_batch(self._model.module, together=together):
                 output = self._model.whole(
                     parts,

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 import torchmetrics as tm
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tests.distributed.foreign.comparison import CLASSES, EVERY_LAYOUT, Net, equal_to_stock
+from tests.distributed.foreign.comparison import (
+    CLASSES,
+    EVERY_LAYOUT,
+    TOLERANCE,
+    Net,
+    equal_to_stock,
+    examples,
+    train,
+)
 from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -89,10 +99,278 @@ class Template(Net):
         self.log("val/best", self.best.compute(), sync_dist=True, prog_bar=True)
 
 
+class Many(Net):
+    """The ten metrics that are used most: called, updated, in containers, kept for hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        macro = KIND | {"average": "macro"}
+        self.kinds = torch.nn.ModuleDict(
+            {
+                "acc": tm.Accuracy(**KIND),
+                "f1": tm.F1Score(**macro),
+                "precision": tm.Precision(**macro),
+                "recall": tm.Recall(**macro),
+                "auroc": tm.AUROC(**KIND),
+            }
+        )
+        self.errors = torch.nn.ModuleList(
+            [
+                tm.MeanSquaredError(),
+                tm.MeanAbsoluteError(),
+                tm.R2Score(),
+                tm.MeanSquaredError(squared=False),
+            ]
+        )
+        self.loss = tm.MeanMetric()
+        self.confusion = tm.ConfusionMatrix(**KIND)
+        self.group = tm.MetricCollection(
+            {"a": tm.Accuracy(**KIND), "f": tm.F1Score(**macro), "s": tm.Specificity(**KIND)},
+            prefix="group_",
+        )
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        z = self(batch[0])
+        for name, metric in self.kinds.items():
+            metric(z, batch[1])
+            self.log(name, metric)
+        for number, metric in enumerate(self.errors):
+            metric(z.sum(1), batch[0].sum(1))
+            self.log(f"error{number}", metric)
+        self.loss.update(cross_entropy(z, batch[1]))
+        self.log("loss", self.loss)
+        self.group.update(z, batch[1])
+        self.log_dict(self.group)
+        self.confusion.update(z, batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        table = self.confusion.compute().double()
+        for row in range(CLASSES):
+            self.log(f"confused{row}", table[row].max(), sync_dist=True)
+        self.confusion.reset()
+
+
+class Trained(Net):
+    """Metrics of training batches, one of them smaller than the others."""
+
+    loaders = staticmethod(lambda replicas=1: examples(rows=40, replicas=replicas))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f1 = tm.F1Score(average="macro", **KIND)
+        self.auroc = tm.AUROC(**KIND)
+        self.group = tm.MetricCollection([tm.Accuracy(**KIND), tm.Specificity(**KIND)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        z = self(batch[0])
+        loss = cross_entropy(z, batch[1])
+        self.f1(z, batch[1])
+        self.log("f1", self.f1, on_step=True, on_epoch=True)
+        self.auroc.update(z, batch[1])
+        self.log("auroc", self.auroc, on_step=False, on_epoch=True)
+        self.log_dict(self.group(z, batch[1]), on_step=True, on_epoch=False)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+
+class Values(Net):
+    """What a metric returns is logged, not the object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f1 = tm.F1Score(average="macro", **KIND)
+        self.acc = tm.Accuracy(**KIND)
+        self.group = tm.MetricCollection(
+            [tm.Accuracy(**KIND), tm.Precision(average="macro", **KIND)]
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        z = self(batch[0])
+        self.log("f1", self.f1(z, batch[1]))
+        return cross_entropy(z, batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        z = self(batch[0])
+        self.log("percent", self.f1(z, batch[1]) * 100)
+        self.log_dict(self.group(z, batch[1]))
+        self.acc.update(z, batch[1])
+        self.log("until_now", self.acc.compute())
+
+
+class Quantile(tm.Metric):
+    """Somebody's own metric: a maximum and a list."""
+
+    full_state_update = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("best", torch.tensor(0.0), dist_reduce_fx="max")
+        self.add_state("seen", [], dist_reduce_fx="cat")
+
+    def update(self, z: Tensor, y: Tensor) -> None:
+        self.best = torch.maximum(self.best, (z.argmax(1) == y).float().mean())
+        self.seen.append(z.amax(1))
+
+    def compute(self) -> Tensor:
+        seen = torch.cat(self.seen) if isinstance(self.seen, list) else self.seen
+        return self.best + seen.median()
+
+
+class Tracked(Net):
+    """Metrics that are made while training goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Quantile()
+        self.tracker = tm.MetricTracker(tm.Accuracy(**KIND))
+
+    def on_validation_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        z = self(batch[0])
+        self.tracker.update(z, batch[1])
+        self.own(z, batch[1])
+        self.log("own", self.own)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("best", float(self.tracker.best_metric()), sync_dist=True)
+
+
+class Loss(torch.nn.Module):
+    """A part of the module that keeps a metric and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f1 = tm.F1Score(average="macro", **KIND)
+        self.calls = 0
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        self.f1.update(z, y)
+        return cross_entropy(z, y)
+
+
+class Nested(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = Loss()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(self(batch[0]), batch[1])
+        self.log("f1", self.loss.f1, on_step=False, on_epoch=True)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("calls", float(self.loss.calls), sync_dist=True)
+
+
+class Units(Net):
+    """A module that declares its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f1 = tm.F1Score(average="macro", **KIND)
+        self.n = 0
+
+    def pipeline_units(self) -> list[tuple[str, torch.nn.Module]]:
+        return [(f"net.{i}", self.net[i]) for i in (0, 2, 4, 6)] + [("head", self.head)]
+
+    def pipeline_inputs(self, batch: Any) -> tuple[Tensor, ...]:
+        return (batch[0],)
+
+    def pipeline_result(self, tensors: Any, batch: Any, batch_idx: int, mode: str) -> Tensor:
+        self.f1(tensors[0], batch[1])
+        self.log("f1", self.f1, on_step=False, on_epoch=True)
+        self.n += 1
+        return cross_entropy(tensors[0], batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        z = batch[0]
+        for _, unit in self.pipeline_units():
+            z = unit(z)
+        return self.pipeline_result((z,), batch, batch_idx, "train")
+
+    def on_train_epoch_end(self) -> None:
+        self.log("n", float(self.n), sync_dist=True)
+
+
+class Hidden(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = {"acc": tm.Accuracy(**KIND)}
+
+
 @EVERY_LAYOUT
-@pytest.mark.parametrize("case", [Updated, Called, Template])
+@pytest.mark.parametrize("case", [Updated, Called, Template, Many])
 def test_a_metric_has_the_number_of_stock_lightning(
     case: Any, layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
     stock, _ = equal_to_stock(ranks, case, layout, max_epochs=2, num_sanity_val_steps=2)
     assert stock.metrics
+
+
+@EVERY_LAYOUT
+@pytest.mark.parametrize("case", [Trained, Values])
+def test_the_value_of_a_batch_is_that_of_all_its_rows(
+    case: Any, layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    stock, piped = equal_to_stock(ranks, case, layout)
+    assert piped[0].logged == [pytest.approx(row, abs=TOLERANCE) for row in stock.logged]
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        (Tracked, "1f1b-dp2"),
+        (Nested, "zb_v"),
+        (Units, "1f1b"),
+        *(
+            pytest.param(case, layout, marks=pytest.mark.full)
+            for case in (Tracked, Nested, Units)
+            for layout in ("1f1b", "zb_v", "1f1b-dp2", "zb_v-dp2")
+        ),
+    ],
+)
+def test_metrics_may_lie_anywhere_in_the_module(
+    case: Any, layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    equal_to_stock(ranks, case, layout, max_epochs=2)
+
+
+def decides() -> Sequence[Any]:
+    return [
+        EarlyStopping("val/acc", mode="max", patience=1),
+        ModelCheckpoint(monitor="val/acc", mode="max", save_top_k=1, filename="{epoch}"),
+    ]
+
+
+def told_decisions(module: Any, trainer: Any) -> Any:
+    stopping, kept = trainer.early_stopping_callback, trainer.checkpoint_callback
+    return trainer.current_epoch, stopping.stopped_epoch, kept.best_model_path.rpartition("/")[2]
+
+
+@pytest.mark.parametrize("layout", ["1f1b", pytest.param("zb_v-dp2", marks=pytest.mark.full)])
+def test_callbacks_decide_by_a_metric_as_under_stock_lightning(
+    layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    stock, piped = equal_to_stock(
+        ranks, Template, layout, callbacks=decides, told=told_decisions, max_epochs=4,
+        enable_checkpointing=True,
+    )  # fmt: skip
+    assert [fitted.told for fitted in piped] == [stock.told] * len(piped)
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy", "words"),
+    [
+        (Hidden, {}, "metrics is a plain dict of torchmetrics objects"),
+        (Called, {"schedule": "chimera"}, "holds the last stage twice"),
+    ],
+)
+def test_what_ranks_cannot_agree_on_is_refused(
+    case: Any, strategy: Any, words: str, ranks: Callable[[int], Ranks]
+) -> None:
+    with pytest.raises(AssertionError, match=f"(?s)rank 0.*{words}.*rank 1.*{words}"):
+        ranks(2).run(train, case=f"{__name__}:{case.__qualname__}", strategy={"pp": 2, **strategy})
