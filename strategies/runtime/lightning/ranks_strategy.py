@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
 
-from strategies.errors import by_host
+from strategies.errors import PlanError, by_host
 from strategies.heartbeat import Heartbeat, Phase
 from strategies.plan import Backend, Options, Plan
 from strategies.runtime.messages.exchange import everybody
@@ -32,6 +33,10 @@ class RanksStrategy(ParallelStrategy):
         self._plan = plan
         self._options = options
         super().__init__()
+        other: Any = sys.modules.get("pytorch_lightning.strategies")
+        if other is not None:
+            # Its Trainer would call this an invalid name; now it comes as far as our own answer.
+            other.Strategy.register(type(self))
         self._heartbeat = heartbeat or Heartbeat()
         self._watched = heartbeat is not None  # by a launcher, which decides how a run ends
         self._hosts: dict[int, str] = {}
@@ -128,6 +133,13 @@ class RanksStrategy(ParallelStrategy):
         decorator.rank = self.global_rank
 
     def _configure_launcher(self) -> None:
+        if type(self.accelerator).__module__.startswith("pytorch_lightning."):
+            raise PlanError(
+                "PipelineStrategy is for the Trainer of lightning.pytorch, and this one is of "
+                "pytorch_lightning, the same code under another name, whose classes are not "
+                "exchangeable with it. Write `import lightning.pytorch as pl` in place of `import "
+                "pytorch_lightning as pl`, for the Trainer, the module and the callbacks alike."
+            )
         # The base starts nothing, and one process would wait for the others for ever.
         processes = self._num_nodes * self.num_processes
         pp, tp = self._plan.pp, self._options.tp
