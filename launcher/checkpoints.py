@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import os
+import re
+import time
 import zipfile
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from launcher.resolve import Run
 from launcher.terminal import say
 from launcher.workloads.transformer_shape import TransformerShape
-from strategies.errors import CheckpointError
+from strategies.errors import CheckpointError, PlanError
 from strategies.manifest import (
     MANIFEST,
     OLD,
@@ -25,27 +29,16 @@ from strategies.manifest import (
 
 _ROOTS = ("outputs", "multirun")
 _HASHED_BYTES = 4_000_000_000
+_STEP = re.compile(r"step-(\d{1,15})\.ckpt")
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
     """The manifest of a committed checkpoint.
 
     Raises:
-        CheckpointError: There is none, or it cannot be read.
+        CheckpointError: There is none, or it is not as this program writes it.
     """
-    file = path / MANIFEST
-    try:
-        found: dict[str, Any] = json.loads(file.read_text())
-        if not isinstance(found["metadata"], dict) or not isinstance(found["files"], dict):
-            raise TypeError("metadata and files must be JSON objects")
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is no checkpoint: {file} does not exist. Name a folder such as "
-            "outputs/.../checkpoints/step-00000060.ckpt, or auto."
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. Use another checkpoint.") from None
-    return found
+    return read_manifest(committed(path))
 
 
 def check_whole(path: Path) -> None:
@@ -63,7 +56,6 @@ def check_whole(path: Path) -> None:
                 "Lightning. Use another checkpoint."
             )
         return
-    manifest_of(path)
     problem = _damage(committed(path))
     if problem is not None:
         raise CheckpointError(problem)
@@ -91,6 +83,31 @@ def check_model(path: Path, shape: TransformerShape) -> None:
         raise CheckpointError(f"{path} is a checkpoint of another model than {asked}. Try {fix}.")
 
 
+def check_continues(path: Path, run: Run) -> None:
+    """Refuses to go on where nothing is left to do, or with another optimizer.
+
+    Raises:
+        CheckpointError: The optimizer's state is of no use.
+        PlanError: The checkpoint is of the last step already, or of a later one.
+    """
+    if path.is_file():
+        return  # a file of stock Lightning, which only ranks open
+    config, written = run.config, manifest_of(path)["metadata"]
+    step, most = written.get("step"), config.trainer.max_steps
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # of ranks after their last
+    if step is not None and 0 <= most <= step and not again:
+        raise PlanError(
+            f"nothing is left to do: {path} is at step {step}, and trainer.max_steps={most}. "
+            f"Try trainer.max_steps={max(2 * step, 1)}, or mode=eval checkpoint={path}."
+        )
+    optimizers, name = written.get("optimizers"), config.optimizer.name
+    if not run.own_model and optimizers and [each.lower() for each in optimizers] != [name]:
+        raise CheckpointError(
+            f"{path} was written with optimizer={optimizers[0].lower()}, whose state is of no use "
+            f"to optimizer={name}. Try optimizer={optimizers[0].lower()}, or train anew."
+        )
+
+
 def check_run_folder(run_dir: Path, resumed: Path | None) -> None:
     """Refuses to train into a folder with checkpoints that the run would take for its own."""
     folder = run_dir / "checkpoints"
@@ -105,32 +122,32 @@ def check_run_folder(run_dir: Path, resumed: Path | None) -> None:
 
 
 def newest_checkpoint(
-    experiment_name: str, run_dir: Path, *, optional: bool, skipped: Callable[[str], None] = say
+    experiment_name: str,
+    run_dir: Path,
+    *,
+    optional: bool,
+    without: Collection[Path] = (),
+    skipped: Callable[[str], None] = say,
 ) -> Path | None:
-    """The newest whole checkpoint of an experiment.
+    """The newest whole checkpoint of an experiment: of the run that began last, its last step.
 
     Looked for below outputs/ and multirun/ of the working directory, and in the run folders beside
-    ``run_dir`` (of a user's own ``hydra.run.dir``). One that is damaged is skipped: sizes are
-    always compared, hashes up to 4 GB (the ranks compare all of them, each a share, before they
-    load anything).
+    ``run_dir`` (of a user's own ``hydra.run.dir``). Manifests say when a run began and at which
+    step it was, so neither copies nor the times of files matter. One that is damaged is skipped:
+    sizes are always compared, hashes up to 4 GB (the ranks compare all of them, each a share,
+    before they load anything).
 
     ``experiment_name``: as the checkpoint's manifest has it.
-    ``skipped``: told of each newer one that does not serve.
+    ``without``: those that ranks have found damaged.
+    ``skipped``: told of each newer one that does not serve, and what was chosen.
 
     Raises:
         CheckpointError: There is none, and it is not optional.
     """
     files = [file for root in _ROOTS for file in Path(root).glob(f"**/checkpoints/*/{MANIFEST}")]
     files += run_dir.parent.glob(f"*/checkpoints/*/{MANIFEST}")
-    found = {
-        file.parent.absolute(): file.stat().st_mtime
-        for file in files
-        # A run that was killed while it saved may leave one, with its manifest.
-        if file.parent.suffix != UNFINISHED
-    }
-    newest_first = sorted(found, key=lambda path: (found[path], path), reverse=True)
-    own = (path for path in newest_first if _name_in(path) in (None, experiment_name))
-    whole = _first_whole(own, skipped)
+    found = {file.parent.absolute() for file in files} - set(without)
+    whole = _newest_whole(found, experiment_name, skipped)
     if whole is not None or optional:
         return whole
     raise CheckpointError(
@@ -140,31 +157,77 @@ def newest_checkpoint(
     )
 
 
-def newest_in(run_dir: Path, *, skipped: Callable[[str], None] = say) -> Path | None:
-    """The newest whole checkpoint of one run, which a job goes on with when it is requeued."""
-    found = sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
-    whole = _first_whole((path for path in found if path.suffix != UNFINISHED), skipped)
-    return None if whole is None else whole.absolute()
+def newest_in(
+    run_dir: Path, *, without: Collection[Path] = (), skipped: Callable[[str], None] = say
+) -> Path | None:
+    """The newest whole checkpoint of one run, which a job goes on with when it is requeued.
+
+    ``without``: those that ranks have found damaged.
+    """
+    found = {path.absolute() for path in (run_dir / "checkpoints").glob("step-*")}
+    return _newest_whole(found - set(without), None, skipped)
 
 
-def _first_whole(paths: Iterable[Path], skipped: Callable[[str], None]) -> Path | None:
-    for path in paths:
+@dataclass(frozen=True, slots=True, order=True)
+class _Known:
+    """A checkpoint with a manifest that can be read, ordered by age."""
+
+    begun: float  # of its run, in seconds since the epoch; 0 where it does not say
+    step: int
+    path: Path
+
+    @classmethod
+    def of(cls, path: Path, metadata: Mapping[str, Any]) -> _Known:
+        # A clock that was ahead must not win for as long as that.
+        begun = min(metadata.get("begun") or 0.0, time.time())
+        return cls(begun, metadata.get("step") or 0, path)
+
+
+def _newest_whole(
+    paths: Iterable[Path], experiment_name: str | None, say_it: Callable[[str], None]
+) -> Path | None:
+    """The newest of the experiment that is whole, or of all; tells why others are not."""
+    known: list[_Known] = []
+    for path in sorted(paths):
+        # A run that was killed while it saved may leave one, with its manifest.
+        if path.suffix == UNFINISHED:
+            continue
         if path.suffix == OLD and committed(path.with_suffix("")) != path:
             continue  # its successor is there
-        problem = _damage(path)
+        try:
+            metadata = read_manifest(path)["metadata"]
+        except CheckpointError as error:
+            say_it(f"skips {path}: {error}")
+            continue
+        if experiment_name in (None, metadata.get("experiment_name")):
+            known.append(_Known.of(path, metadata))
+    known.sort(reverse=True)
+    for found in known:
+        problem = _damage(found.path)
         if problem is None:
-            return path
-        skipped(f"skips {path}: {problem}")
+            _tell_choice(found, known, say_it)
+            return found.path
+        say_it(f"skips {found.path}: {problem}")
     return None
 
 
-def _name_in(path: Path) -> str | None:
-    """The experiment a checkpoint says to belong to; None where that cannot be read."""
-    try:
-        name = manifest_of(path)["metadata"].get("experiment_name")
-    except CheckpointError:
-        return None
-    return str(name)
+def _tell_choice(chosen: _Known, known: Sequence[_Known], say_it: Callable[[str], None]) -> None:
+    if len(known) == 1:
+        return
+    runs = len({found.begun for found in known})
+    steps = [found.step for found in known]
+    since = "" if not chosen.begun else f" of the run that began {_date(chosen.begun)}"
+    named = _STEP.fullmatch(chosen.path.name)
+    other = named is not None and int(named[1]) != chosen.step
+    say_it(
+        f"chosen among {len(known)} checkpoints (of {runs} run{'s' if runs > 1 else ''}, steps "
+        f"{min(steps)} to {max(steps)}): step {chosen.step}{since}"
+        + (f"; its folder is named {chosen.path.name}" if other else "")
+    )
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
 
 
 def _damage(path: Path) -> str | None:

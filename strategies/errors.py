@@ -52,6 +52,10 @@ class CheckpointError(PipelineError):
     """A checkpoint that is missing, damaged, or of another model."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint whose files are not what was written: an earlier one may do."""
+
+
 class RunError(PipelineError):
     """A run that started and failed; the first failing rank is named."""
 

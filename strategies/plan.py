@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from strategies.costs.table import Costs
 from strategies.errors import PlanError
+from strategies.small_file import read_bytes
 
 # ---------------------------------------------------------------------------------- compiled units
 # What ``compile=true`` asks of a schedule. Torch-free, so that the parent can refuse in time.
@@ -310,7 +311,7 @@ def read_schedule_file(path: str, *, placement: str | None = None) -> ScheduleFi
                 f"schedule.file={path} has {size} bytes, a schedule at most {_MAX_BYTES}. "
                 "Try schedule.file=/path/to/my.csv."
             )
-        text = file.read_bytes().decode("utf-8-sig")
+        text = read_bytes(file, most_bytes=_MAX_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise PlanError(
             f"schedule.file={path} cannot be read: {error.strerror}. "

@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher.checkpoints import check_model, check_whole, manifest_of, newest_checkpoint, newest_in
+from launcher.checkpoints import (
+    check_continues,
+    check_model,
+    check_whole,
+    manifest_of,
+    newest_checkpoint,
+    newest_in,
+)
 from launcher.config import LaunchConfig
 from launcher.planning.profile_check import rank_threads
 from launcher.processes import torchrun
@@ -28,7 +35,14 @@ from launcher.workloads.data.source import check_source, vocab_size
 from launcher.workloads.hf.counterpart import export_format
 from launcher.workloads.hf.hf_shape import HfShape, check_folder, check_same_model, check_vocabulary
 from launcher.workloads.transformer_shape import TransformerShape
-from strategies.errors import DataError, PlanError, RunError, synchronous_reductions, torch_waits
+from strategies.errors import (
+    CheckpointError,
+    DataError,
+    PlanError,
+    RunError,
+    synchronous_reductions,
+    torch_waits,
+)
 
 # Resident size of a rank that has imported torch and Lightning and done nothing yet.
 IDLE_RANK_BYTES = 350_000_000
@@ -78,6 +92,8 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
         assert isinstance(run.shape, TransformerShape)
         check_model(checkpoint, run.shape)
     asked = config.trainer.resume if config.mode in ("train", "validate") else config.checkpoint
+    if checkpoint is not None and config.mode in ("train", "validate"):
+        check_continues(checkpoint, run)
     if checkpoint is not None and asked != "auto":  # the newest has been looked at
         check_whole(checkpoint)
 
@@ -189,13 +205,24 @@ def has_weights(run: Run) -> bool:
     return isinstance(run.shape, HfShape) and run.shape.pretrained
 
 
-def find_checkpoint(run: Run, asked: str | None, run_dir: Path, *, optional: bool) -> Path | None:
+def find_checkpoint(
+    run: Run,
+    asked: str | None,
+    run_dir: Path,
+    *,
+    optional: bool,
+    without: Collection[Path] = (),
+) -> Path | None:
     """A checkpoint by path, or the newest of this experiment for ``auto``."""
     if asked is None:
         return None
     if asked == "auto":
-        return newest_checkpoint(run.config.experiment_name, run_dir, optional=optional)
-    return Path(asked).expanduser().absolute()
+        name = run.config.experiment_name
+        return newest_checkpoint(name, run_dir, optional=optional, without=without)
+    try:
+        return Path(asked).expanduser().absolute()
+    except RuntimeError as error:  # of ~somebody who does not exist
+        raise CheckpointError(f"{asked} cannot be read: {error} Try an absolute path.") from None
 
 
 @contextmanager
@@ -241,14 +268,24 @@ def run_ranks(
     world = world or _world(run)
     environment = rank_environment(world, threads)
     config, trains = run.config, run.config.mode == "train"
+    asked = config.trainer.resume if trains else config.checkpoint
+
+    def newest(damaged: Collection[Path]) -> Path | None:
+        found = newest_in(run_dir, without=damaged)
+        if found is not None or checkpoint not in damaged:
+            return found or checkpoint
+        optional = trains or has_weights(run)
+        return find_checkpoint(run, asked, run_dir, optional=optional, without=damaged)
+
     restarts = Restarts(
         config.trainer.max_restarts if trains else 0,
-        lambda: newest_in(run_dir) or checkpoint,
+        newest,
         say,
+        named=None if asked == "auto" else checkpoint,
     )
 
     def start(found: Path | None) -> None:
-        if restarts.count:
+        if found != checkpoint or restarts.count:
             rewrite_task(run_dir, {**task, "checkpoint": None if found is None else str(found)})
         LocalRanks(
             run_dir,

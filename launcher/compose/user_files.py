@@ -21,6 +21,7 @@ from launcher.config.key import nodes_of, type_hints
 from launcher.config.launch import LaunchConfig
 from launcher.secrets import refuse_secret
 from strategies.errors import PlanError
+from strategies.small_file import FileRefusedError, read_text
 
 
 def check_user_files(chosen: Iterable[tuple[str, str]], groups: Groups) -> None:
@@ -104,7 +105,7 @@ def _defaults(entries: object, file: Path, group: str, groups: Groups) -> list[t
 
 def _package(file: Path) -> str | None:
     """The ``# @package`` header, found the way Hydra finds it."""
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in _text(file).splitlines():
         text = line.strip()
         if text and not text.startswith("#"):
             return None
@@ -218,14 +219,13 @@ def _line_of(file: Path, path: tuple[str, ...]) -> int | None:
 
 def _text(file: Path) -> str:
     try:
-        size = file.stat().st_size
-        if size > MAX_BYTES:
-            raise PlanError(f"{file}: {size} bytes; an option file has at most {MAX_BYTES}.")
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{file}: not UTF-8 at byte {error.start}. Save it as UTF-8.") from error
-    except OSError as error:
-        raise PlanError(f"{file}: cannot be read: {error.strerror}.") from error
+        return read_text(file, most_bytes=MAX_BYTES)
+    except (OSError, FileRefusedError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise PlanError(
+            f"{file}: cannot be read: {reason}. An option file is UTF-8 of at most {MAX_BYTES} "
+            "bytes."
+        ) from error
 
 
 def _scan(text: str, file: Path) -> None:

@@ -32,6 +32,7 @@ from strategies.costs.table import Costs, CostTable
 from strategies.errors import CostError
 from strategies.ir.kinds import KINDS, MICROBATCH_KINDS, Kind
 from strategies.simulator.engine import simulate
+from strategies.small_file import FileRefusedError, read_text
 
 
 def this_machine(*, ranks: int, gpu: bool) -> Machine:
@@ -73,6 +74,7 @@ def _accelerator() -> str:
 
 # ``costs=profiled``: the profile in ``costs.file``, if it is of this machine and of this model.
 
+_MOST_BYTES = 1 << 24
 # A profile is one of layers, so it serves any number of them.
 _LAYER_COUNTS = ("layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
@@ -136,9 +138,9 @@ def _read_profile(config: LaunchConfig) -> Profile:
         )
     path = Path(given).expanduser().absolute()
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        text = read_text(path, most_bytes=_MOST_BYTES)
+    except (OSError, FileRefusedError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise CostError(
             f"costs.file={given} cannot be read ({reason}). Try {_words(config)}, which writes one."
         ) from error

@@ -17,8 +17,10 @@ from pathlib import Path
 from launcher.secrets import mask
 from strategies.errors import PipelineError, RunError
 from strategies.heartbeat import Beat
+from strategies.small_file import read_json
 
 _TAIL_LINES = 12
+_MOST_BYTES = 1 << 26
 _LOST = ("Connection", "connection", "Broken pipe", "gloo", "Timed out", "another rank failed")
 
 
@@ -83,7 +85,7 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
 
 def read_failure(run_dir: Path, rank: int) -> Failure | None:
     try:
-        return Failure(**json.loads(failure_file(run_dir, rank).read_text()))
+        return Failure(**read_json(failure_file(run_dir, rank), most_bytes=_MOST_BYTES))
     except (OSError, ValueError, TypeError):
         return None
 

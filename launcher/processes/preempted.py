@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import FrameType
 
 from launcher.processes.failure import Failure, RankFailedError, RankRefusedError
-from strategies.errors import RunError
+from strategies.errors import DamagedCheckpointError, RunError
 
 PREEMPTED = 85
 INTERRUPTED = 130
@@ -81,14 +81,26 @@ def installed_request() -> StopRequest | None:
 
 
 class Restarts:
-    """Decides whether ranks that have failed are started again, from the ``newest`` checkpoint."""
+    """Decides whether ranks that have failed are started again, and from which checkpoint.
+
+    Args:
+        newest: The newest checkpoint besides those that ranks have found damaged, where the run
+            goes on by itself; a checkpoint that was asked for by name is not replaced.
+    """
 
     def __init__(
-        self, most: int, newest: Callable[[], Path | None], say: Callable[[str], None]
+        self,
+        most: int,
+        newest: Callable[[Collection[Path]], Path | None],
+        say: Callable[[str], None],
+        *,
+        named: Path | None = None,
     ) -> None:
         self._most = most
         self._newest = newest
         self._say = say
+        self._named = named
+        self._damaged: set[Path] = set()
         self._last: tuple[Path | None, int, str, int] | None = None
         self.count = 0
 
@@ -98,13 +110,21 @@ class Restarts:
             try:
                 start(checkpoint)
                 return
-            except RankRefusedError:
-                raise
+            except RankRefusedError as error:
+                damaged = error.failure.kind == DamagedCheckpointError.__name__
+                if not damaged or checkpoint is None or checkpoint == self._named:
+                    raise
+                # All ranks have compared all hashes; here only those of small ones were.
+                self._damaged.add(checkpoint)
+                self._say(f"skips {checkpoint}: {_first(error.failure)}")
+                checkpoint = self._newest(self._damaged)
+                where = "from the beginning" if checkpoint is None else f"from {checkpoint}"
+                self._say(f"starts {where}")
             except RankFailedError as error:
                 refused = self._refused(error, checkpoint)
                 if refused is not None:
                     raise RankFailedError(f"{error}{refused}", error.failure) from None
-                checkpoint = self._newest()
+                checkpoint = self._newest(self._damaged)
                 self.count += 1
                 where = "from the beginning" if checkpoint is None else f"from {checkpoint}"
                 self._say(f"restart {self.count} of {self._most} {where}: {_short(error.failure)}")
@@ -129,6 +149,10 @@ class Restarts:
 
 
 def _short(failure: Failure) -> str:
-    first = failure.message.splitlines()[0]
+    first = _first(failure)
     where = f" {failure.doing}" if failure.doing else ""
     return f"rank {failure.rank} on {failure.host} failed{where}: {failure.kind}: {first}"
+
+
+def _first(failure: Failure) -> str:
+    return failure.message.splitlines()[0] if failure.message else failure.kind

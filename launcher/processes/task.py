@@ -13,8 +13,10 @@ from launcher.config import dump, from_dict
 from launcher.report.result import write_atomically
 from launcher.resolve import Run, resolve
 from strategies.plan import ScheduleFile
+from strategies.small_file import read_json
 
 TASK = "resolved.json"
+_MOST_BYTES = 1 << 26
 
 
 def write_task(run: Run, run_dir: Path, checkpoint: Path | None) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def rewrite_task(run_dir: Path, task: Mapping[str, Any]) -> None:
 
 
 def read_task(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / TASK).read_text())
+    found: dict[str, Any] = read_json(run_dir / TASK, most_bytes=_MOST_BYTES)
     return found
 
 

@@ -16,12 +16,14 @@ from launcher.report.result import write_atomically
 from launcher.report.rows import KIND_NAMES, TimelineData, held_over_time, timeline_rows, zeroed
 from strategies.analysis.timeline import Event, Timeline
 from strategies.ir.kinds import COMPUTE_KINDS, Kind
+from strategies.small_file import read_json
 
 # The format counts in microseconds. The unit F has no length in seconds; 1 F is drawn as 1 ms.
 _US_PER_UNIT = {"F": 1000.0, "s": 1e6}
 
 # An arrow binds to the slice that is open at its time: a moment inside, not on the border.
 _INSIDE = 0.01
+_MOST_BYTES = 1 << 28
 
 TraceEvent = dict[str, object]
 
@@ -70,7 +72,7 @@ def read_timelines(path: Path) -> tuple[TimelineData, ...]:
             otherwise.
     """
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))["otherData"]["timelines"]
+        kept = read_json(path, most_bytes=_MOST_BYTES)["otherData"]["timelines"]
         kinds = tuple(kept["kinds"])
         if kinds != KIND_NAMES[: len(kinds)]:
             raise ValueError(f"{path} numbers kinds as {kinds}")

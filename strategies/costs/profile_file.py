@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from strategies.errors import CostError
+from strategies.small_file import FileRefusedError, parse_json
 
 FORMAT = "foldpipe-profile"
 VERSION = 1
@@ -202,8 +203,8 @@ def parse_profile(text: str, *, label: str) -> Profile:
         CostError: It is no profile, or one of another version.
     """
     try:
-        content = json.loads(text)
-    except ValueError:
+        content = parse_json(text)
+    except FileRefusedError:
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CostError(
@@ -217,7 +218,7 @@ def parse_profile(text: str, *, label: str) -> Profile:
         )
     try:
         return _profile(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CostError(
             f"costs.file={label} is a damaged profile ({type(error).__name__}: {error}). "
             "Try mode=profile, which writes a new one."

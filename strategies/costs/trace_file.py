@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from strategies.errors import ModelError
+from strategies.small_file import parse_json
 
 FORMAT = "foldpipe-trace"
 VERSION = 1
@@ -127,7 +128,7 @@ def parse_trace(text: str) -> TracedModel:
         ModelError: It is none, or damaged, or of another version.
     """
     try:
-        content = json.loads(text)
+        content = parse_json(text)
         if content["format"] != FORMAT or content["version"] != VERSION:
             raise ValueError("another format")
         units = tuple(_unit(entry) for entry in content["units"])
@@ -142,7 +143,7 @@ def parse_trace(text: str) -> TracedModel:
             tuple((str(op), str(name)) for op, name in content["unknown"]),
             bool(content["declared"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"a damaged trace ({type(error).__name__}: {error})") from error
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strategies.manifest import FORMAT, seal
+from tests.forgery import write_bare
 from tests.launcher.command_line import launch_here, refused_here
 from tests.launcher.runs import MODEL
 
@@ -26,11 +26,7 @@ def refused(tmp_path, monkeypatch):
 
 def checkpoint_of(folder: Path, **differences: object) -> Path:
     """The part of a checkpoint that is read before anything starts."""
-    folder.mkdir(parents=True)
-    metadata = {"model": SHAPE | differences, "experiment_name": "default"}
-    manifest = {"format": FORMAT, "pp": 1, "dp": 1, "metadata": metadata, "files": {}}
-    (folder / "manifest.json").write_text(seal(manifest))
-    return folder
+    return write_bare(folder, {"model": SHAPE | differences, "experiment_name": "default"})
 
 
 def test_more_stages_than_units(refused):

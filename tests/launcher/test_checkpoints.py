@@ -5,8 +5,8 @@ from __future__ import annotations
 import doctest
 import os
 import shutil
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +14,7 @@ from launcher.config import LaunchConfig, check, from_dict
 from launcher.rank import checkpoint_callbacks
 from launcher.rank.checkpoint_callbacks import surplus
 from strategies.errors import PlanError
+from tests.forgery import reseal
 from tests.launcher.command_line import launch_here
 from tests.launcher.conftest import TRAIN
 from tests.launcher.runs import MODEL, launch, read_metrics
@@ -83,41 +84,115 @@ def test_a_figure_that_validation_does_not_log_is_named(tmp_path: Path) -> None:
     assert "val_loss" in done.errors
 
 
+def at_step(path: Path, step: int, *, begun: float | None = None) -> Path:
+    """Says that a checkpoint is of another step, or of another run."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["metadata"]["step"] = step
+        if begun is not None:
+            content["metadata"]["begun"] = begun
+
+    return reseal(path, change)
+
+
 @pytest.mark.distributed
 def test_auto_takes_the_newest_that_is_whole_and_says_so(checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "monday" / "run" / "checkpoints"
-    now = time.time()
 
-    def copy(name: str, age_s: float) -> Path:
-        path = folder / name
+    def copy(step: int) -> Path:
+        path = folder / f"step-{step:08d}.ckpt"
         shutil.copytree(checkpoint, path)
-        os.utime(path / "manifest.json", (now - age_s, now - age_s))
-        return path
+        return at_step(path, step)
 
-    good = copy("step-00000005.ckpt", 50)
-    copy("step-00000004.ckpt", 60)
-    cut = copy("step-00000006.ckpt", 40)
+    good, old = copy(5), copy(4)
+    cut = copy(6)
     with (cut / "rank_00000.safetensors").open("r+b") as file:
         file.truncate(100)
-    flipped = copy("step-00000007.ckpt", 30)
+    flipped = copy(7)
     data = bytearray((flipped / "rank_00001.safetensors").read_bytes())
     data[-1] ^= 1
     (flipped / "rank_00001.safetensors").write_bytes(data)
-    unreadable = copy("step-00000008.ckpt", 20)
+    linked = copy(8)
+    (linked / "values.json").rename(tmp_path / "values.json")
+    (linked / "values.json").symlink_to(tmp_path / "values.json")
+    unreadable = copy(9)
     (unreadable / "manifest.json").write_text("{")
-    copy("step-00000009.ckpt.tmp", 10)
-    words = [*TRAIN, "mode=validate", "trainer.resume=auto"]
+    endless = copy(10)
+    (endless / "manifest.json").unlink()
+    os.mkfifo(endless / "manifest.json")
+    deep = copy(11)
+    (deep / "manifest.json").write_text("[" * 100_000)
+    nothing = reseal(copy(12), lambda content: content.update(files={}))
+    strange = reseal(copy(13), lambda content: content.update(metadata=[1]))
+    unnamed = copy(14)
+    reseal(unnamed, lambda content: content["files"].pop("tensors.json"))
+    (folder / "step-00000015.ckpt.tmp").mkdir()
+    os.utime(old / "manifest.json")  # neither this nor a copy elsewhere makes it younger
+    shutil.copytree(old, tmp_path / "outputs" / "tuesday" / "run" / "checkpoints" / good.name)
+    words = [*TRAIN, "mode=validate", "trainer.resume=auto", "trainer.max_steps=30"]
     done = launch_here(words, tmp_path).assert_done()
     for path, reason in (
+        (deep, "manifest.json is damaged: its JSON is nested deeper than 200 levels"),
+        (endless, "manifest.json is damaged: it is a pipe and no regular file"),
         (unreadable, "manifest.json is damaged"),
+        (nothing, "files does not name tensors.json"),
+        (strange, "metadata and files must be objects"),
+        (unnamed, "files does not name tensors.json"),
+        (linked, "values.json cannot be read: it is a link to a file outside of the checkpoint"),
         (flipped, "rank_00001.safetensors is damaged: expected SHA-256"),
         (cut, "rank_00000.safetensors has 100 bytes, and"),
     ):
-        assert any(
-            line.startswith(f"skips {path}: ") and reason in line
-            for line in done.output.splitlines()
-        ), path
+        lines = [line for line in done.output.splitlines() if line.startswith(f"skips {path}: ")]
+        assert len(lines) == 1, path
+        assert reason in lines[0]
     assert f"continues {good}\n" in done.output
+    assert (
+        "chosen among 6 checkpoints (of 1 run, steps 4 to 8): step 5 of the run that" in done.output
+    )
+
+
+@pytest.mark.distributed
+def test_auto_goes_by_the_run_that_began_last(checkpoint: Path, tmp_path: Path) -> None:
+    def copy(run: str, name: str, step: int, begun: float) -> Path:
+        path = tmp_path / "outputs" / "monday" / run / "checkpoints" / name
+        shutil.copytree(checkpoint, path)
+        return at_step(path, step, begun=begun)
+
+    last = copy("second", "step-00000007.ckpt", 7, 2e9 - 1e9)
+    copy("first", "step-00000019.ckpt", 19, 9e8)
+    renamed = copy("second", "step-00000099.ckpt", 5, 1e9)
+    words = [*TRAIN, "mode=validate", "trainer.resume=auto", "trainer.max_steps=30"]
+    done = launch_here(words, tmp_path).assert_done()
+    assert f"continues {last}\n" in done.output
+    assert "chosen among 3 checkpoints (of 2 runs, steps 5 to 19): step 7 of the run" in done.output
+    # One that goes on with it is younger, and a clock that was ahead wins for no longer than now.
+    ahead = copy("third", "step-00000001.ckpt", 1, 5e9)
+    done = launch_here(words, tmp_path).assert_done()
+    assert f"continues {ahead}\n" in done.output
+    shutil.rmtree(ahead.parents[1])
+    shutil.rmtree(last)
+    done = launch_here(words, tmp_path).assert_done()
+    assert f"continues {renamed}\n" in done.output
+    assert "step 5 of the run" in done.output
+    assert "; its folder is named step-00000099.ckpt\n" in done.output
+
+
+@pytest.mark.distributed
+def test_nothing_left_to_do_and_another_optimizer_are_told_before_a_rank_is_started(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    words = [*TRAIN, f"trainer.resume={checkpoint}"]
+    for mode in ("train", "validate"):
+        done = launch_here([*words, f"mode={mode}"], tmp_path)
+        assert done.code == 2
+        assert (
+            "is at step 20, and trainer.max_steps=20. Try trainer.max_steps=40, or" in done.errors
+        )
+        other = [f"mode={mode}", "trainer.max_steps=30", "optimizer=sgd"]
+        done = launch_here([*words, *other], tmp_path)
+        assert done.code == 2
+        assert f"{checkpoint} was written with optimizer=adamw" in done.errors
+        assert "Try optimizer=adamw, or train anew." in done.errors
 
 
 @pytest.mark.distributed
@@ -127,7 +202,7 @@ def test_auto_takes_what_stepped_aside_when_nothing_came_in_its_place(
     folder = tmp_path / "outputs" / "monday" / "run" / "checkpoints"
     aside = folder / "last.ckpt.old"
     shutil.copytree(checkpoint, aside)
-    words = [*TRAIN, "mode=validate", "trainer.resume=auto"]
+    words = [*TRAIN, "mode=validate", "trainer.resume=auto", "trainer.max_steps=30"]
     assert f"continues {aside}\n" in launch_here(words, tmp_path).assert_done().output
     shutil.copytree(checkpoint, folder / "last.ckpt")
     assert (

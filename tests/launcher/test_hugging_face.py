@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from strategies.manifest import FORMAT, seal
+from tests.forgery import write_bare
 from tests.launcher.command_line import launch_here, refused_here
 from tests.launcher.runs import Finished, launch
 from tests.tiny_models import tiny_config, write_model
@@ -245,11 +245,7 @@ def test_a_damaged_file_is_refused_before_a_rank_is_started(refused, tmp_path):
 
 
 def checkpoint_of(path: Path, model: object) -> Path:
-    path.mkdir(parents=True)
-    metadata = {"model": model, "experiment_name": "default"}
-    content = {"format": FORMAT, "metadata": metadata, "files": {}}
-    (path / "manifest.json").write_text(seal(content))
-    return path
+    return write_bare(path, {"model": model, "experiment_name": "default"})
 
 
 def test_checkpoints_of_the_two_kinds_are_told_apart(refused, tmp_path, folder):

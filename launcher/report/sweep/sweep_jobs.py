@@ -12,6 +12,7 @@ from launcher.report.perfetto import read_timelines
 from launcher.report.result import write_atomically
 from launcher.report.rows import TimelineData
 from strategies.errors import PlanError
+from strategies.small_file import read_json
 
 RESULT, TRACE, PAGE = "result.json", "trace.json", "timeline.html"
 # Identities of the two files that are read, ``RESULT`` and ``TRACE``; None for one that is missing.
@@ -98,7 +99,7 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 def _read_result(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, most_bytes=_MOST_BYTES)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -168,6 +169,7 @@ def override_values(words: Sequence[str]) -> dict[str, str]:
 # ``jobs.json``: which jobs a sweep consists of, for whoever compares them later.
 
 RECORD = "jobs.json"
+_MOST_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,7 @@ def write_record(folder: Path, overrides: Sequence[Sequence[str]], folders: Sequ
 def read_record(folder: Path) -> Record:
     file = folder / RECORD
     try:
-        jobs = json.loads(file.read_text())["jobs"]
+        jobs = read_json(file, most_bytes=_MOST_BYTES)["jobs"]
         return Record(
             tuple(tuple(map(str, job["overrides"])) for job in jobs),
             tuple(Path(job["folder"]) for job in jobs if job["folder"] is not None),

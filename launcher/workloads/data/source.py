@@ -367,7 +367,10 @@ def load_tokenizer(name: str) -> Tokenizer:
     path = check_file("data.tokenizer", name)
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
+    # The library raises bare Exception; its panics derive from BaseException.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise DataError(
             f"data.tokenizer={name} is no tokenizer.json of the tokenizers library: "
             f"{str(error)[:200]}. Try data.tokenizer=null for bytes."

@@ -6,7 +6,6 @@ architecture of the transformers library is trained, too, but cut on the ranks, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -15,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from strategies.errors import ModelError
+from strategies.small_file import FileRefusedError, read_json
 
 Tensors = dict[str, tuple[int, ...]]
 
@@ -185,6 +185,7 @@ def _linear(found: Tensors, name: str, outputs: int, inputs: int, *, bias: bool)
 
 
 CONFIG = "config.json"
+_MOST_BYTES = 1 << 24
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -197,13 +198,13 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     file = folder / CONFIG
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file, most_bytes=_MOST_BYTES)
     except FileNotFoundError:
         raise ModelError(
             f"model.path={folder} has no {CONFIG}, so it is no model folder of the transformers "
             "library. Try the folder that save_pretrained() wrote."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, FileRefusedError) as error:
         raise ModelError(f"{file} cannot be read: {error}. Try a fresh copy of it.") from None
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise ModelError(

@@ -6,7 +6,7 @@ milliseconds, whatever the size of the model. https://github.com/huggingface/saf
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from strategies.errors import ModelError
+from strategies.small_file import FileRefusedError, opened, parse_json, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -57,16 +58,16 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 def _read_header(file: Path) -> dict[str, Stored]:
     """Names and shapes of the tensors in one file, and whether all of it is there."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
+        with opened(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
                 raise _damaged(file, f"its header of {length} bytes does not fit into {size} bytes")
-            header: Any = json.loads(stream.read(length))
+            header: Any = parse_json(stream.read(length))
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}. Try a fresh copy.") from None
-    except ValueError as error:
-        raise _damaged(file, f"its header is no JSON ({str(error)[:80]})") from None
+    except FileRefusedError as error:
+        raise _damaged(file, f"in its header: {error}") from None
     found: dict[str, Stored] = {}
     end = 0
     try:
@@ -86,7 +87,7 @@ def _read_header(file: Path) -> dict[str, Stored]:
 
 def _by_index(index: Path) -> dict[str, Stored]:
     try:
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        named = read_json(index, most_bytes=_MAX_HEADER_BYTES)["weight_map"]
         wanted = {str(name): str(file) for name, file in named.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} cannot be read: {error!r}. Try a fresh copy of it.") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from strategies.errors import CheckpointError
 from strategies.heartbeat import Heartbeat, Phase
-from strategies.manifest import MANIFEST, committed
+from strategies.manifest import MANIFEST, committed, read_manifest
 from strategies.models.unit_model import HasUnits
 from strategies.plan import Options, Plan
 from strategies.runtime.lightning import stock_file
@@ -67,6 +68,7 @@ class CheckpointingStrategy(RanksStrategy):
         self._fits_rank_0: bool | None = None  # whether one rank can have all state
         self._told_objects = False
         self._orders: list[Any] | None = None  # of the optimizers' parameters, in the whole module
+        self._begun = time.time()
 
     @property
     def engine(self) -> Engine:
@@ -261,6 +263,8 @@ class CheckpointingStrategy(RanksStrategy):
                 "schedule": self._plan.schedule,
                 "seed": self.engine.seed,
                 "step": checkpoint.get("global_step"),
+                "begun": self._begun,
+                "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
                 "parameters": sorted(self.engine.model.parameter_names),
             },
         )
@@ -296,7 +300,7 @@ class CheckpointingStrategy(RanksStrategy):
         self._from_file = bool(everybody().first_says(committed(path).is_file()))
         if self._from_file:
             return self._load_file(path)
-        return load(
+        found = load(
             path,
             exchange=self._exchange(),
             coordinates=self.coordinates,
@@ -305,6 +309,21 @@ class CheckpointingStrategy(RanksStrategy):
             optimized=shares.boxes(self.engine.named_parameters()) if fitting else {},
             strict=self.lightning_module.strict_loading,
         )
+        if fitting:
+            self._go_on_from(committed(path))
+        return found
+
+    def _go_on_from(self, path: Path) -> None:
+        """Refuses the state of other optimizers; this run is younger than the one it goes on."""
+        written = read_manifest(path)["metadata"]
+        self._begun = max(self._begun, (written.get("begun") or 0.0) + 1e-3)
+        then, now = written.get("optimizers"), [type(each).__name__ for each in self.optimizers]
+        if then and then != now:
+            raise CheckpointError(
+                f"{path} was written with the optimizer {', '.join(then)}, and this module is "
+                f"trained by {', '.join(now) or 'none'}: the state of one is of no use to the "
+                "other. Use the optimizer it was written with, or train anew."
+            )
 
     def _load_file(self, path: Path) -> dict[str, Any]:
         """A file of stock Lightning's, or one of ours, whole; nothing of it has been read yet."""

@@ -17,7 +17,7 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.errors import CheckpointError
+from strategies.errors import CheckpointError, DamagedCheckpointError
 from strategies.manifest import committed, find_damage, read_manifest
 from strategies.runtime.lightning.stock_file import HYPER_PARAMETERS, RANDOM, TEXTS, read
 from strategies.runtime.messages.exchange import Exchange
@@ -122,20 +122,33 @@ def load(
     path = committed(path)
     manifest = _verified(path, exchange)
     opened: Opened | None = None
+    problem: str | None = None
     try:
         opened = Opened.of(path, manifest)
-        problem = opened.misfit(state, parameters=parameters, strict=strict)
     except CheckpointError as error:
         problem = str(error)
-    problems = [said for said in exchange.everyone(problem) if said is not None]
-    if problems or opened is None:
-        raise CheckpointError(problems[0])
+    _agree(problem, exchange, DamagedCheckpointError)
+    assert opened is not None
+    _agree(opened.misfit(state, parameters=parameters, strict=strict), exchange, CheckpointError)
     now = layout_of(coordinates)
     same = all(manifest[degree] == size for degree, size in now.items())
     # In another layout: the replica's own, if there was one. What is drawn from its generators
     # (its data) continues; what is drawn inside the model does not depend on them.
     source = exchange.rank if same else coordinates.dp_rank % manifest["dp"] * manifest["tp"]
-    return opened.read(rank=source, state=state, optimized=optimized)
+    found: dict[str, Any] = {}
+    try:
+        found = opened.read(rank=source, state=state, optimized=optimized)
+    except CheckpointError as error:
+        problem = str(error)
+    _agree(problem, exchange, DamagedCheckpointError)
+    return found
+
+
+def _agree(problem: str | None, exchange: Exchange, kind: type[CheckpointError]) -> None:
+    """Raises on all ranks what one of them has found; collective."""
+    problems = [said for said in exchange.everyone(problem) if said is not None]
+    if problems:
+        raise kind(problems[0])
 
 
 def _verified(path: Path, exchange: Exchange) -> dict[str, Any]:
@@ -148,9 +161,8 @@ def _verified(path: Path, exchange: Exchange) -> dict[str, Any]:
         problem = str(error)
     else:
         problem = find_damage(path, manifest, _own_files(manifest, exchange))
-    problems = [said for said in exchange.everyone(problem) if said is not None]
-    if problems or manifest is None:
-        raise CheckpointError(problems[0])
+    _agree(problem, exchange, DamagedCheckpointError)
+    assert manifest is not None
     return manifest
 
 

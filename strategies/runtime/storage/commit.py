@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from strategies.errors import CheckpointError
-from strategies.manifest import FORMAT, MANIFEST, OLD, UNFINISHED, seal
+from strategies.manifest import FORMAT, MANIFEST, OLD, TENSORS, UNFINISHED, VALUES, seal, tree_file
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.storage.dcp_planners import PieceSavePlanner
 from strategies.runtime.storage.part import Part
@@ -27,8 +27,6 @@ from strategies.runtime.storage.tensor_files import (
     write_durably,
     write_index,
 )
-
-VALUES = "values.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +38,6 @@ class Job:
     left: frozenset[str]  # names of what it holds and leaves to other ranks
     layout: Mapping[str, int]  # degrees of parallelism, for the manifest
     metadata: Mapping[str, Any]  # for the manifest, plain data
-
-
-def tree_file(rank: int) -> str:
-    return f"rank_{rank:05d}.json"
 
 
 def write_checkpoint(job: Job, exchange: Exchange) -> None:
@@ -170,7 +164,7 @@ def _commit(job: Job, staging: Path, written: list[Any]) -> None:
             f"rank 0 does not see {unseen[0]}, which another rank has written below {staging}: all "
             "hosts must share this folder"
         )
-    files["tensors.json"] = write_index(staging, rows)
+    files[TENSORS] = write_index(staging, rows)
     files[VALUES] = write_durably(staging / VALUES, [json.dumps(values).encode()])
     content = {
         "format": FORMAT,

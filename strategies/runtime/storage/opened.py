@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from strategies.errors import CheckpointError
-from strategies.runtime.storage.commit import VALUES, tree_file
+from strategies.manifest import VALUES, read_part, tree_file
 from strategies.runtime.storage.dcp_planners import PieceLoadPlanner
 from strategies.runtime.storage.part import Piece, as_piece, join, like, tensors_for
 from strategies.runtime.storage.tensor_files import TensorReader
@@ -34,8 +33,12 @@ class Opened:
 
     @classmethod
     def of(cls, path: Path, manifest: Mapping[str, Any]) -> Opened:
-        reader = TensorReader(path)
-        return cls(path, manifest, reader, reader.read_metadata(), _json(path / VALUES))
+        """Raises CheckpointError where it is not as it is written."""
+        reader = TensorReader(path, manifest)
+        values = read_part(path, manifest, VALUES)
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path / VALUES} must be a JSON object.")
+        return cls(path, manifest, reader, reader.read_metadata(), values)
 
     def misfit(self, state: Mapping[str, Any], *, parameters: set[str], strict: bool) -> str | None:
         """Why this is the checkpoint of another model, with the names that differ; None if not.
@@ -98,10 +101,23 @@ class Opened:
                 tensors[name] = like(model, piece.tensor)
             else:
                 tensors[name] = piece.tensor
-        tree = _json(self.path / tree_file(rank))
-        return join(
-            tree, rank=rank, tensors=tensors, values=self.values, wanted=wanted, optimized=known
-        )
+        tree = read_part(self.path, self.manifest, tree_file(rank))
+        try:
+            found = join(
+                tree, rank=rank, tensors=tensors, values=self.values, wanted=wanted, optimized=known
+            )
+            kinds = _KINDS.items()
+            flaw = next(
+                (k for k, kind in kinds if not isinstance(found.get(k, kind()), kind)), None
+            )
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            flaw = f"{type(error).__name__}: {error}"
+        if flaw is not None:
+            raise CheckpointError(
+                f"{self.path / tree_file(rank)} or {VALUES} is not as training writes it "
+                f"({flaw}). Use an earlier checkpoint."
+            )
+        return found
 
     def whole_names(self) -> list[str]:
         """Of the whole model's state, tensors and values."""
@@ -140,8 +156,8 @@ def shortened(names: list[str]) -> str:
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from None
+# What Lightning collects, as far as its own code relies on it.
+_KINDS: Mapping[str, type] = {
+    "callbacks": dict, "epoch": int, "global_step": int, "loops": dict, "lr_schedulers": list,
+    "optimizer_states": list,
+}  # fmt: skip

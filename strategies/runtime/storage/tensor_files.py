@@ -41,9 +41,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from strategies.errors import CheckpointError
+from strategies.manifest import TENSORS, read_part
 
-INDEX = "tensors.json"
 _ALIGNMENT = 8
+_SHOWN = 60
 
 # Names of the safetensors format.
 _DTYPES = {
@@ -124,21 +125,27 @@ class TensorWriter(StorageWriter):
 
 
 class TensorReader(StorageReader):
-    """Reads slices of a committed checkpoint's files, which somebody has verified."""
+    """Reads slices of a committed checkpoint's files, which somebody has verified.
 
-    def __init__(self, folder: Path) -> None:
+    Only what the manifest names is opened, and only what fits into it is believed.
+    """
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         self._folder = folder
+        self._manifest = manifest
         self._files: Mapping[MetadataIndex, tuple[str, str]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = self._folder / INDEX
-        try:
-            tensors = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}.") from None
+        tensors = read_part(self._folder, self._manifest, TENSORS)
+        flaw = _flaw(tensors, self._manifest["files"])
+        if flaw is not None:
+            raise CheckpointError(
+                f"{self._folder / TENSORS} is not as this program writes it: {flaw}. "
+                "Use an earlier checkpoint."
+            )
         state: dict[str, Any] = {}
         files: dict[MetadataIndex, tuple[str, str]] = {}
         for name, (dtype, shape, boxes) in tensors.items():
@@ -173,7 +180,7 @@ class TensorReader(StorageReader):
                 with safe_open(path, framework="pt") as opened:
                     for key, item in wanted:
                         _read(opened, key, item, planner)
-            except (OSError, SafetensorError) as error:
+            except (OSError, SafetensorError, *_MISFITS) as error:
                 raise CheckpointError(f"{path} cannot be read: {error}.") from None
         done: Future[None] = Future()
         done.set_result(None)
@@ -186,16 +193,62 @@ class TensorReader(StorageReader):
 
 def _read(opened: Any, key: str, item: ReadItem, planner: LoadPlanner) -> None:
     target = planner.resolve_tensor(item)
+    stored = opened.get_slice(key)
+    if _DTYPES.get(stored.get_dtype()) != target.dtype:
+        raise TypeError(f"{key} is {stored.get_dtype()} there, and {target.dtype} in {TENSORS}")
     if item.lengths:
         place = tuple(
             slice(start, start + length)
             for start, length in zip(item.storage_offsets, item.lengths, strict=True)
         )
-        found = opened.get_slice(key)[place]
+        found = stored[place]
     else:
         found = opened.get_tensor(key)  # a scalar has no slices
+    if found.shape != target.shape:
+        raise ValueError(f"{key} has another shape there than in {TENSORS}")
     target.detach().copy_(found)
     planner.commit_tensor(item, target)
+
+
+# What reading raises where a file holds something else than the index says.
+_MISFITS = (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
+
+
+def _flaw(tensors: Any, files: Mapping[str, Any]) -> str | None:
+    """What in an index is not as it is written, in words; None if all is."""
+    if not isinstance(tensors, dict):
+        return "it must be an object"
+    held: dict[str, int] = defaultdict(int)
+    for name, entry in tensors.items():
+        try:
+            dtype, shape, boxes = entry
+            if dtype not in _DTYPES or not _are_sizes(shape):
+                return f"{name} has no such type or shape: {str(entry[:2])[:_SHOWN]}"
+            elements = 0
+            for file, key, offsets, sizes in boxes:
+                if file not in files or not file.endswith(".safetensors"):
+                    return f"{name} is in {str(file)[:_SHOWN]}, which the manifest does not name"
+                inside = _are_sizes(offsets) and _are_sizes(sizes) and isinstance(key, str)
+                ends = [a + n <= end for a, n, end in zip(offsets, sizes, shape, strict=True)]
+                if not (inside and all(ends)):
+                    return f"{name} has a piece outside of its shape"
+                elements += math.prod(sizes)
+                held[file] += math.prod(sizes) * _DTYPES[dtype].itemsize
+            if elements != math.prod(shape):
+                return f"{name} has {elements:,} of {math.prod(shape):,} elements"
+        except (TypeError, ValueError):
+            return f"{name} is no [type, shape, pieces]"
+    for file, size in held.items():
+        if size > files[file]["bytes"]:
+            return f"it finds {size:,} bytes in {file}, which has {files[file]['bytes']:,}"
+    return None
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 62
+        for item in value
+    )
 
 
 def write_index(folder: Path, rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
@@ -204,7 +257,7 @@ def write_index(folder: Path, rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
     A row is ``[name, dtype, shape of the whole, file, key, offsets, sizes]``.
     """
     text = json.dumps(make_index(rows), separators=(",", ":"))
-    return write_durably(folder / INDEX, [text.encode()])
+    return write_durably(folder / TENSORS, [text.encode()])
 
 
 def make_index(rows: Iterable[Sequence[Any]]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Run:
         self.began: list[Path | None] = []
         self.said: list[str] = []
         found = iter(newest)
-        self.restarts = Restarts(most, lambda: next(found), self.said.append)
+        self.restarts = Restarts(most, lambda _: next(found), self.said.append)
 
     def __call__(self, checkpoint: Path | None) -> None:
         self.began.append(checkpoint)

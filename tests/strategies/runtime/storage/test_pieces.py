@@ -19,11 +19,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from strategies.errors import CheckpointError
+from strategies.manifest import TENSORS
 from strategies.runtime.storage import part as piece
 from strategies.runtime.storage import tensor_files
 from strategies.runtime.storage.dcp_planners import PieceLoadPlanner, PieceSavePlanner
 from strategies.runtime.storage.part import Piece, as_piece, own_share
-from strategies.runtime.storage.tensor_files import INDEX, TensorReader, TensorWriter, write_index
+from strategies.runtime.storage.tensor_files import TensorReader, TensorWriter, write_index
 
 
 def write(folder: Path, ranks: list[dict[str, Piece]]) -> None:
@@ -38,9 +39,13 @@ def write(folder: Path, ranks: list[dict[str, Piece]]) -> None:
     write_index(folder, rows)
 
 
+def manifest(folder: Path) -> dict[str, Any]:
+    return {"files": {path.name: {"bytes": path.stat().st_size} for path in folder.iterdir()}}
+
+
 def read(folder: Path, pieces: dict[str, Piece]) -> list[Any]:
     """Fills pieces; returns the reads that it took."""
-    reader = TensorReader(folder)
+    reader = TensorReader(folder, manifest(folder))
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner = PieceLoadPlanner()
@@ -118,7 +123,7 @@ def test_a_missing_box_is_noticed_before_anything_is_committed(tmp_path: Path) -
     whole = torch.arange(12.0).reshape(4, 3)
     with pytest.raises(CheckpointError, match=r"w, F32 \[4, 3\], 1 pieces with 6 of 12 elements"):
         write(tmp_path, [{"w": piece_of(whole, (slice(0, 2), slice(0, 3)))}])
-    assert not (tmp_path / INDEX).exists()
+    assert not (tmp_path / TENSORS).exists()
 
 
 def test_ranks_that_disagree_about_a_name_are_noticed(tmp_path: Path) -> None:
@@ -129,8 +134,8 @@ def test_ranks_that_disagree_about_a_name_are_noticed(tmp_path: Path) -> None:
 
 def test_files_are_free_of_pickles(tmp_path: Path) -> None:
     write(tmp_path, [{"w": as_piece(torch.zeros(5))}])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank_0.safetensors", INDEX]
-    assert json.loads((tmp_path / INDEX).read_text()) == {
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank_0.safetensors", TENSORS]
+    assert json.loads((tmp_path / TENSORS).read_text()) == {
         "w": ["F32", [5], [["rank_0.safetensors", "w", [0], [5]]]]
     }
 
@@ -141,7 +146,7 @@ def test_the_stock_api_reads_and_writes_the_same_files(tmp_path: Path) -> None:
     state = {"w": torch.zeros(4, 3)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-        dcp.load(state, storage_reader=TensorReader(tmp_path), no_dist=True)
+        dcp.load(state, storage_reader=TensorReader(tmp_path, manifest(tmp_path)), no_dist=True)
         assert torch.equal(state["w"], whole)
         (tmp_path / "again").mkdir()
         pieces = {"w": as_piece(whole)}
