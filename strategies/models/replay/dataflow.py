@@ -12,6 +12,7 @@ here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -149,6 +150,8 @@ class FlowProbe(Probe):
         refuse_gradients(func, args)
         if func is Tensor.backward and not self._lenient:
             return self.backward(args[0], *args[1:], **kwargs)
+        if reads_number(func, args) and not self._lenient:
+            return Unknown()
         events = self.record.events[-1]
         before = len(events)
         self._used, clock = {}, self._clock
@@ -303,6 +306,38 @@ def refuse_gradients(func: Function, args: Args) -> None:
         )
 
 
+class Unknown(float):
+    """What ``item`` gives of another stage's value: a number to be logged where it is known.
+
+    Arithmetic goes on with it; it decides nothing.
+    """
+
+    def __new__(cls) -> Unknown:
+        return super().__new__(cls, math.nan)
+
+    def _unknown(self, *_: Any) -> Unknown:
+        return self
+
+    def _refused(self, *_: Any) -> Any:
+        raise ModelError(
+            f"{user_line()}: the step looks at a number (item) that only one stage has. It may be "
+            "logged or printed, but not decide anything. Keep it a tensor (torch.where, masks), or "
+            "look at it in on_train_batch_end, in self.trainer.callback_metrics."
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _unknown
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _unknown
+    __neg__ = __abs__ = __pos__ = _unknown
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refused
+    __bool__ = __int__ = __float__ = __round__ = __hash__ = _refused
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refused
+
+
+def reads_number(func: Function, args: Args) -> bool:
+    """Whether a call asks a tensor of one element for its number."""
+    return func is Tensor.item and isinstance(args[0], Hole) and args[0].numel() == 1
+
+
 def retained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether arguments of a backward keep its graph.
 
@@ -387,7 +422,7 @@ class Cells:
                 costs[cell] = max(costs.get(cell, 0.0), cost)
             for members in flow.joined:
                 edges |= {(a, b) for a in members for b in members if a != b}
-        return _ordered_groups(costs, edges)
+        return ordered_groups(costs, edges)
 
     def _steps(self, flow: Flow) -> Iterator[tuple[str, float, frozenset[str]]]:
         """Cells as they are used: what it costs there, and which cells feed it."""
@@ -406,9 +441,10 @@ class Cells:
             direct.append(sources)
 
 
-def _ordered_groups(
+def ordered_groups(
     costs: Mapping[str, float], edges: set[tuple[str, str]]
 ) -> list[tuple[tuple[str, ...], float]]:
+    """Groups of cells and their costs; ``costs`` has the cells in the order of use."""
     cells = list(costs)
     place = {cell: number for number, cell in enumerate(cells)}
     reach = [1 << number for number in range(len(cells))]

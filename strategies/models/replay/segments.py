@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.models.collectives import ShapesFirst
 from strategies.models.logs import LogCapture
-from strategies.models.nested import leaves, rebuild, replaced, structure, tensors
+from strategies.models.nested import leaves, rebuild, replaced, structure
 from strategies.models.replay.dataflow import (
     Cells,
     Flow,
@@ -30,7 +30,8 @@ from strategies.models.replay.dataflow import (
     homes_of_parameters,
     lay_out,
 )
-from strategies.models.replay.gate import MARKER, StageDone, call_step, gated, unchanged, unwatched
+from strategies.models.replay.doors import Doors, Flags, Probing, Stale, StateCheck
+from strategies.models.replay.gate import StageDone, call_step, gated, unchanged
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import ParameterTable
@@ -54,7 +55,6 @@ from strategies.models.replay.strand import (
 )
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput, Unit
 from strategies.models.state import kept_generators
-from strategies.models.step_state import CONTAINERS, StepState
 
 if TYPE_CHECKING:
     from strategies.models.selective.policy import Selection
@@ -107,7 +107,7 @@ class SegmentModel(StageModel):
         self._parameters: tuple[tuple[str, ...], ...] = ()
         self._owned: frozenset[int] = frozenset()
         self._selective: dict[int, SelectiveLayer] = {}
-        self._doors: _Doors | None = None
+        self._doors: Doors | None = None
         self._strands: dict[tuple[int, int], Strand] = {}
         self._runs: dict[tuple[int, int], FlowRun] = {}
         self._actions: list[tuple[Hashable, Any]] = []
@@ -161,6 +161,11 @@ class SegmentModel(StageModel):
                 "parameters, so there is nothing to cut. Use pp=1."
             )
         return model
+
+    @property
+    def trains(self) -> bool:
+        """Whether it knows the optimizers, or was cut for evaluation alone."""
+        return self._optimized is not None
 
     # -- a model that is cut ---------------------------------------------------------------
 
@@ -329,6 +334,7 @@ class SegmentModel(StageModel):
                     f"{', another to '.join(sorted(map(str, kinds)))}. What happens once per batch "
                     "(optimizer steps, toggles, schedules) may depend on batch_idx, not on data."
                 )
+            self._settle_rates()
             if isinstance(first, Action):
                 return first
             if isinstance(first, Waits | Reached):
@@ -477,8 +483,36 @@ class SegmentModel(StageModel):
         parameters = any(e.parameters for events in self._layout.flow.path.events for e in events)
         shown = self._table.shown() if parameters else nullcontext()
         self._current = self._runs.get(place)
-        with self._own_attributes(strand), self._gates(), shown, kept_generators():
+        with (
+            self._own_attributes(strand),
+            self._own_rates(strand),
+            self._gates(),
+            shown,
+            kept_generators(),
+        ):
             strand.resume(answer)
+
+    @contextmanager
+    def _own_rates(self, strand: Strand) -> Iterator[None]:
+        """The same of what a step has set in the optimizers, until all have come to an action."""
+        with self._the_doors().kept_rates() as changed:
+            self._the_doors().set_rates(strand.rates)
+            yield
+        strand.rates = changed
+
+    def _settle_rates(self) -> None:
+        """All steps stand at the same place: what each of them has set is set once."""
+        strands = list(self._strands.values())
+        if any(strand.rates for strand in strands):
+            first = strands[0].rates
+            if any(strand.rates != first for strand in strands):
+                raise ModelError(
+                    "training_step sets other learning rates for one microbatch than for another. "
+                    "They may depend on batch_idx and on counters, not on data."
+                )
+            self._the_doors().set_rates(first)
+            for strand in strands:
+                strand.rates = {}
 
     @contextmanager
     def _own_attributes(self, strand: Strand) -> Iterator[None]:
@@ -664,21 +698,22 @@ class SegmentModel(StageModel):
         scout = Scout(self._modules, batch_device(batch, self._module), self._caches["train"])
         self._current = scout
         shown = self._table.shown()
-        with unchanged(self._module), self._gates(), shown, scout:
+        rates = self._the_doors().kept_rates()
+        with unchanged(self._module), rates, self._gates(), shown, scout:
             call_step(self._module, "train", _clone(batch), batch_idx)
         return tuple(scout.trace)
 
     def _probe(
         self, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int | None = None
     ) -> tuple[Flow, Hashable]:
-        stale = _Stale(self._module)
+        stale = Stale(self._module)
         if mode == "train":
             self._probe_once(mode, batch, batch_idx, dataloader_idx, stale)
         # Once more, as the batch after it finds the module.
         return self._probe_once(mode, batch, batch_idx, dataloader_idx, stale)
 
     def _probe_once(
-        self, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int | None, stale: _Stale
+        self, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int | None, stale: Stale
     ) -> tuple[Flow, Hashable]:
         @contextmanager
         def around(probe: FlowProbe) -> Iterator[None]:
@@ -691,9 +726,9 @@ class SegmentModel(StageModel):
                     "tested before fit() and is cut for that. Call fit() first, or use another "
                     "strategy object for each."
                 )
-            state = _StateCheck(self._module, self._modules)
-            with _Flags(self._table, self._optimized) as flags:
-                self._current = _Probing(probe, flags)
+            state = StateCheck(self._module, self._modules)
+            with Flags(self._table, self._optimized) as flags:
+                self._current = Probing(probe, flags)
                 with self._gates():
                     probe.stale = stale.leave()
                     yield
@@ -719,11 +754,9 @@ class SegmentModel(StageModel):
     @contextmanager
     def _gates(self) -> Iterator[None]:
         """The user's units, logs and optimizers lead to whatever is ``_current``."""
-        if self._doors is None:
-            self._doors = _Doors(self._module, lambda: self._current)
-        current = self._current
-        if isinstance(current, _Probing):
-            with replaced(self._doors.changes()):
+        doors = self._the_doors()
+        if isinstance(self._current, Probing):
+            with doors.kept_rates(), replaced(doors.changes()):
                 yield
             return
         logs = LogCapture(lambda _: False)
@@ -732,8 +765,13 @@ class SegmentModel(StageModel):
             getattr(getattr(self._current, "logs", logs), name)(*args, **kwargs)
 
         gates = gated(self._module, self._modules, partial(log, "log"), partial(log, "log_dict"))
-        with gates, replaced(self._doors.changes()):
+        with gates, replaced(doors.changes()):
             yield
+
+    def _the_doors(self) -> Doors:
+        if self._doors is None:
+            self._doors = Doors(self._module, lambda: self._current)
+        return self._doors
 
 
 _ABSENT = object()
@@ -749,205 +787,3 @@ def _kind(report: Report) -> Hashable:
     if isinstance(report, Returned):
         return "the end of the step"
     return f"the end of segment {report.segment}"
-
-
-class _Stale:
-    """What a step has assigned to its module, as the step of the next batch finds it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._left: dict[str, Hole] = {}
-        self._kept: list[Hole] = []  # An identity is one object's as long as it lives.
-
-    def note(self, changes: Mapping[str, Any]) -> None:
-        self._left = {name: value for name, value in changes.items() if isinstance(value, Hole)}
-
-    def leave(self) -> dict[int, str]:
-        """Puts them there, as values that nobody knows; gives their names by identity."""
-        found = {}
-        for name, value in self._left.items():
-            hole = Hole(value.spec)
-            self._module.__dict__[name] = hole
-            self._kept.append(hole)
-            found[id(hole)] = name
-        return found
-
-
-class _StateCheck:
-    """Refuses what a step leaves on its module that cannot be once per batch."""
-
-    def __init__(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
-        self._module = module
-        self._state = StepState(module, layers)
-        self._state.begin()
-        self._before = dict(vars(module))
-
-    def changes(self) -> dict[str, Any]:
-        """The attributes of the module that the step has assigned.
-
-        Raises:
-            ModelError: It has changed something else, or in another way.
-        """
-        found = {}
-        for slot in self._state.changed():
-            value = self._state.value(slot)
-            before = self._before.get(slot.key, _ABSENT)
-            assigned = slot.kind == "attribute" and not slot.module and value is not before
-            holes = any(isinstance(leaf, Hole) for leaf in leaves(value))
-            gathers = holes and isinstance(before, CONTAINERS)
-            if not assigned or gathers:
-                name = type(self._module).__name__
-                raise ModelError(
-                    f"training_step of {name} changes self.{slot.name} in place. With "
-                    "manual optimization the step runs once per microbatch and stage, so that "
-                    "would happen too often. Log it (self.log takes means and sums), assign plain "
-                    "attributes anew (self.n = self.n + 1), or do it in on_train_batch_end."
-                )
-            found[slot.key] = value
-        return found
-
-
-class _Doors:
-    """What a step does to its optimizers and schedules, led to whoever watches the step."""
-
-    def __init__(self, module: LightningModule, current: Callable[[], Any]) -> None:
-        self._current = current
-        self._changes: list[tuple[dict[str, Any], str, Any]] = []
-        strategy: Any = module.trainer.strategy
-        self._raw = list(strategy.optimizers)
-        self._put(module, "manual_backward", self._backward)
-        for name, kind in (("toggle_optimizer", "toggle"), ("untoggle_optimizer", "untoggle")):
-            self._put(module, name, partial(self._about, kind, getattr(module, name)))
-        clip = partial(self._about, "clip_gradients", module.clip_gradients)
-        self._put(module, "clip_gradients", clip)
-        for number, optimizer in enumerate(strategy._lightning_optimizers):
-            self._put(optimizer, "step", partial(self._step, number, optimizer.step, False))
-            zero = partial(self._zero, number, optimizer.zero_grad)
-            self._put(optimizer, "zero_grad", zero)
-        for number, raw in enumerate(self._raw):
-            self._put(raw, "step", partial(self._step, number, raw.step, True))
-            self._put(raw, "zero_grad", partial(self._zero, number, raw.zero_grad))
-        for number, config in enumerate(strategy.lr_scheduler_configs):
-            scheduler = config.scheduler
-            self._put(scheduler, "step", partial(self._schedule, number, scheduler.step))
-
-    def changes(self) -> list[tuple[dict[str, Any], str, Any]]:
-        return self._changes
-
-    def _put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        self._changes.append((owner.__dict__, name, function))
-
-    def _backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        self._current().backward(loss, *args, **kwargs)
-
-    def _step(
-        self, number: int, original: Callable[..., Any], raw: bool, *args: Any, **kwargs: Any
-    ) -> Any:
-        closure, args = (args[0], args[1:]) if args else (kwargs.pop("closure", None), ())
-        # What it computes belongs to this microbatch; the update follows, once for all of them.
-        loss = None if closure is None else closure()
-        self._act("step", number, ("raw",) if raw else (), original, args, kwargs)
-        return loss
-
-    def _zero(self, number: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._act("zero_grad", number, (), original, args, kwargs)
-
-    def _schedule(
-        self, number: int, original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        if any(isinstance(value, Hole) for value in tensors((args, kwargs))):
-            raise ModelError(
-                "training_step steps a schedule by a value that only one stage has. Log the value "
-                "and step the schedule in on_train_epoch_end, by "
-                "self.trainer.callback_metrics[name]."
-            )
-        return self._act("schedule", number, (), original, args, kwargs)
-
-    def _about(
-        self, kind: str, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        plain = getattr(optimizer, "_optimizer", optimizer)
-        number = next((n for n, raw in enumerate(self._raw) if raw is plain), None)
-        if number is None:
-            raise ModelError(
-                f"training_step calls {kind} with an optimizer that configure_optimizers() has "
-                "not returned. Return it from there."
-            )
-        return self._act(kind, number, (), original, (optimizer, *args), kwargs)
-
-    def _act(
-        self,
-        kind: str,
-        number: int,
-        more: tuple[str, ...],
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        about = None if kind == "schedule" else number
-        plain = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, int | float | str))
-        signature = (kind, number, *more, *plain)
-        perform = partial(original, *args, **kwargs)
-        return self._current().act(Action(kind, signature, perform, about))
-
-
-class _Flags:
-    """Toggles as a probe sees them: of parameters that are elsewhere, too; undone at the end."""
-
-    def __init__(self, table: ParameterTable, optimized: Sequence[Sequence[str]]) -> None:
-        self._table = table
-        self._optimized = optimized
-        self._toggled: dict[str, bool] = {}
-        self._before: dict[str, bool] = {}
-
-    def __enter__(self) -> _Flags:
-        self._before = {name: self._get(name) for names in self._optimized for name in names}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, flag in self._before.items():
-            self._set(name, flag)
-
-    def toggle(self, number: int) -> None:
-        self._toggled = {}
-        for name in (name for names in self._optimized for name in names):
-            self._toggled.setdefault(name, self._get(name))
-            self._set(name, False)
-        for name in self._optimized[number]:
-            self._set(name, self._toggled[name])
-
-    def untoggle(self, number: int) -> None:
-        for other, names in enumerate(self._optimized):
-            for name in names if other != number else ():
-                if name in self._toggled:
-                    self._set(name, self._toggled[name])
-        self._toggled = {}
-
-    def _get(self, name: str) -> bool:
-        found = self._table.find(name)
-        return found.spec.requires_grad if isinstance(found, Hole) else found.requires_grad
-
-    def _set(self, name: str, flag: bool) -> None:
-        found = self._table.find(name)
-        if isinstance(found, Hole):
-            found.spec = replace(found.spec, requires_grad=flag)
-        else:
-            unwatched(MARKER, lambda: found.requires_grad_(flag))
-
-
-@dataclass(frozen=True)
-class _Probing:
-    """A probe behind the doors of a step: actions are noted, and toggles followed."""
-
-    probe: FlowProbe
-    flags: _Flags
-
-    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        self.probe.backward(loss, *args, **kwargs)
-
-    def act(self, action: Action) -> None:
-        self.probe.act(action.kind, action.signature)
-        if action.kind == "toggle" and action.optimizer is not None:
-            self.flags.toggle(action.optimizer)
-        elif action.kind == "untoggle" and action.optimizer is not None:
-            self.flags.untoggle(action.optimizer)

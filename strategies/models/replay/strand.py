@@ -25,6 +25,8 @@ from strategies.models.replay.dataflow import (
     BARRIERS,
     FlowLayout,
     Mark,
+    Unknown,
+    reads_number,
     refuse_gradients,
     retained,
 )
@@ -114,6 +116,8 @@ class Scout(ShapeMode):
         known, answer = dataless(func, args, kwargs)
         if known:
             return answer
+        if reads_number(func, args):
+            return Unknown()
         outcome = self.answer(func, args, kwargs)
         result = self.instantiate(outcome, None, args, kwargs)
         name = operation_name(func)
@@ -247,7 +251,9 @@ class FlowRun(ShapeMode):
             leaf.grad = None
 
     def _keeps(self, value: Any) -> bool:
-        return self._last if isinstance(value, nn.Module) else not isinstance(value, Hole)
+        if isinstance(value, nn.Module):
+            return self._last
+        return not isinstance(value, Hole | Unknown)
 
     # -- segments --------------------------------------------------------------------------
 
@@ -341,6 +347,8 @@ class FlowRun(ShapeMode):
         known, answer = dataless(func, args, kwargs)
         if known:
             return answer
+        if self._pause is not None and reads_number(func, args) and isinstance(args[0], Hole):
+            return Unknown()
         if self._last and self._pause is None and self._position[0] == len(self._path.calls):
             return func(*args, **kwargs)  # behind the last layer only one stage runs
         call, event = self._position
@@ -414,6 +422,7 @@ class Strand:
         self.handled = True  # whether it may go on
         self.num_actions = 0
         self.attributes: dict[tuple[int, str], Any] = {}  # of modules, as this step has set them
+        self.rates: dict[tuple[int, int, str], Any] = {}  # of optimizers, the same
         self._body = body
         self._settings = _present_settings(device)
         self._go = threading.Semaphore(0)

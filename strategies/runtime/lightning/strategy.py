@@ -214,8 +214,11 @@ class PipelineStrategy(CheckpointingStrategy):
         self._take_over_sampling(trainer)
         self.model = self.precision_plugin.convert_module(module)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._engine is not None and (self._engine_module is not module or self.whole.changed):
-            self._engine.close()  # Another model in the same Trainer, or other parameters in it.
+        other = self._engine is not None and (
+            self._engine_module is not module or self.whole.changed
+        )
+        if other or (fitting and self._cut_for_evaluation):
+            self.engine.close()  # Another model in the same Trainer, or other parameters in it.
             self._engine = self._saver = self._device_mesh = None
         if self._engine is None:
             refuse_cut(module)
@@ -256,6 +259,12 @@ class PipelineStrategy(CheckpointingStrategy):
             # The stock scaler would skip a step on the ranks that have seen an inf, and only there.
             plugin: Any = self.precision_plugin
             plugin.scaler = SharedGradScaler.like(scaler, device=self.root_device)
+
+    @property
+    def _cut_for_evaluation(self) -> bool:
+        """Whether the module was cut without the optimizers that its step uses by hand."""
+        model = None if self._engine is None else self._engine.model
+        return isinstance(model, SegmentModel) and not model.trains
 
     def _start_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Cuts the module and makes what runs it; collective."""

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.foreign.comparison import EVERY_LAYOUT, WIDTH, Net, equal_to_stock
+from strategies.errors import ModelError
+from strategies.runtime.lightning.strategy import PipelineStrategy
+from tests.distributed.foreign.comparison import (
+    EVERY_LAYOUT,
+    WIDTH,
+    Fitted,
+    Net,
+    equal_to_stock,
+    examples,
+    train,
+)
 from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -212,7 +224,90 @@ class Closures(Gan):
             d.step(closure=close_d)
 
 
-CASES = [Manual, Gan, Accumulating, DiscriminatorFirst, ActorCritic, Closures]
+class Looking(Manual):
+    """Forwards on both sides of the step, a number, a counter, a rate that is set by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen += 1
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        loss = self.loss(batch) * self.seen
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        with torch.no_grad():
+            before = self.loss(batch)
+        optimizer.step()
+        with torch.no_grad():
+            after = self.loss(batch)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        self.log("gain", before - after)
+        self.log("loss", loss.item() / self.seen)
+        self.log("rate", optimizer.param_groups[0]["lr"])
+
+
+class Cycle(Net):
+    """Two generators that feed each other share a stage; the discriminators have others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        del self.net, self.head
+        torch.manual_seed(0)
+        self.to_b, self.to_a, self.is_a, self.is_b = (
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(True), nn.Linear(WIDTH, width))
+            for width in (WIDTH, WIDTH, 1, 1)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        a = batch[0]
+        b = torch.sin(a)
+        g, d = self.optimizers()
+        fake_b, fake_a = self.to_b(a), self.to_a(b)
+        with self.toggled_optimizer(g):
+            cycled = (self.to_a(fake_b) - a).abs().mean() + (self.to_b(fake_a) - b).abs().mean()
+            g_loss = cycled + self.is_a(fake_a).pow(2).mean() + self.is_b(fake_b).pow(2).mean()
+            self.manual_backward(g_loss)
+            g.step()
+            g.zero_grad()
+        with self.toggled_optimizer(d):
+            real = (self.is_a(a) - 1).pow(2).mean() + (self.is_b(b) - 1).pow(2).mean()
+            fake = self.is_a(fake_a.detach()).pow(2).mean()
+            d_loss = real + fake + self.is_b(fake_b.detach()).pow(2).mean()
+            self.manual_backward(d_loss)
+            d.step()
+            d.zero_grad()
+        self.log_dict({"g_loss": g_loss, "d_loss": d_loss})
+
+    def configure_optimizers(self) -> Any:
+        makers = [*self.to_b.parameters(), *self.to_a.parameters()]
+        judges = [*self.is_a.parameters(), *self.is_b.parameters()]
+        return [torch.optim.Adam(makers, lr=0.01), torch.optim.Adam(judges, lr=0.01)]
+
+
+class Teacher(Manual):
+    """BYOL's kind of loop: a momentum teacher that follows at the end of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(torch.cos(batch[0]))
+        return super().loss(batch) + (self.net(batch[0]) - target).pow(2).mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for q, p in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                q.mul_(0.9).add_(p, alpha=0.1)
+
+
+CASES: list[Any] = [Manual, Gan, Accumulating, DiscriminatorFirst, ActorCritic, Looking]
+CASES += [pytest.param(case, marks=pytest.mark.full) for case in (Closures, Cycle, Teacher)]
 
 
 @EVERY_LAYOUT
@@ -221,12 +316,157 @@ def test_manual_optimization_is_equal_to_stock_lightning(
     case: Callable[[], Any], layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
     stock, piped = equal_to_stock(ranks, case, layout, told=steps, max_epochs=2)
-    assert stock.told
-    assert stock.logged
     for fitted in piped:
         assert fitted.told == stock.told
+    assert stock.logged
     assert piped[0].logged == [pytest.approx(row, abs=1e-10) for row in stock.logged]
 
 
 def steps(module: Any, trainer: Any) -> int:
     return int(trainer.global_step)
+
+
+class Drawing(Gan):
+    """Random numbers in the step and in its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator.insert(2, nn.Dropout(0.3))
+        self.discriminator.insert(2, nn.Dropout(0.3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        noise = torch.randn(batch[0].shape).type_as(batch[0])
+        super().training_step([nn.functional.dropout(noise, 0.1), batch[1]], batch_idx)
+
+
+def drawn(**strategy: Any) -> Fitted:
+    return train(f"{__name__}:Drawing", strategy=strategy)
+
+
+@pytest.mark.parametrize("schedule", ["zb_v", pytest.param("dualpipe_v", marks=pytest.mark.full)])
+def test_random_numbers_do_not_depend_on_the_cut(
+    schedule: str, ranks: Callable[[int], Ranks]
+) -> None:
+    (alone,) = ranks(1).run(drawn, pp=1)
+    for fitted in ranks(2).run(drawn, pp=2, schedule=schedule):
+        assert fitted.metrics == pytest.approx(alone.metrics, abs=1e-12)
+        for name, value in fitted.weights.items():
+            assert torch.allclose(value, alone.weights[name], rtol=0, atol=1e-12), name
+
+
+class Listing(Manual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.losses.append(loss.detach())
+        self.manual_backward(loss)
+
+
+class Baseline(Manual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.baseline = torch.zeros((), dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.baseline = 0.9 * self.baseline + 0.1 * loss.detach()
+        self.manual_backward(loss)
+
+
+class Deciding(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        if loss.item() < 3:
+            self.optimizers().step()
+
+
+class Norms(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+class Clamping(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.1, 0.1)
+
+
+class Detached(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch).detach())
+
+
+class Freezing(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.head.requires_grad_(False)
+        self.manual_backward(self.loss(batch))
+
+
+class Scheduling(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.lr_schedulers().step(loss)
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|logging interval|validation_step).*")
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Listing, "changes self.losses in place"),
+        (Baseline, "uses self.baseline of the batch before"),
+        (Deciding, "may be logged or printed, but not decide"),
+        (Norms, "reads .grad of a parameter"),
+        (Clamping, "changes a parameter inside"),
+        (Detached, "no gradient flows"),
+        (Freezing, "sets requires_grad of parameters"),
+        (Scheduling, "by a value that only one stage has"),
+    ],
+)
+def test_what_cannot_be_once_per_batch_is_refused_before_the_first_step(
+    case: type[Manual], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        train(f"{__name__}:{case.__name__}", strategy={"pp": 1})
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|logging interval|validation_step).*")
+@pytest.mark.parametrize(
+    ("options", "trainer", "message"),
+    [
+        ({"recompute": "full"}, {}, "cannot run again"),
+        ({"overlap": "zero1"}, {}, "gathers weights under the next step"),
+        ({}, {"precision": "bf16-true"}, "second copy of the weights"),
+    ],
+)
+def test_what_does_not_go_with_several_passes_is_refused(
+    options: dict[str, Any], trainer: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        train(f"{__name__}:Manual", strategy={"pp": 1, **options}, **trainer)
+
+
+def validated_first() -> int:
+    strategy = PipelineStrategy(pp=2, num_microbatches=4, timeout_s=60)
+    quiet: dict[str, Any] = {
+        "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "accelerator": "cpu", "precision": "64-true",
+    }  # fmt: skip
+    trainer = pl.Trainer(strategy=strategy, max_epochs=1, **quiet)
+    module = Gan()
+    trainer.validate(module, examples(), verbose=False)
+    trainer.fit(module, examples(), examples())
+    strategy.engine.close()
+    return int(trainer.global_step)
+
+
+def test_a_module_may_be_validated_before_it_is_trained(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(validated_first) == [8, 8]
