@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from launcher.checkpoints import hold
 from launcher.compose.execute import make_run_folder, run_one, run_sweep
 from launcher.compose.option_groups import Flags, Groups, find_groups, help_text, parse_flags
 from launcher.compose.overrides import (
@@ -140,16 +141,18 @@ def _main(flags: Flags) -> int:
             found = importlib.import_module(_FOLDERLESS[config.mode]).run(config)
             assert isinstance(found, int)
             return found
-        if not flags.multirun:
-            unique = not any(word.startswith("hydra.run.dir=") for word in words)
-            folder = make_run_folder(str(node.run.dir), unique=unique)
-            return run_one(hydra, words, folder, run_command)
-        unique = not any(word.startswith("hydra.sweep.dir=") for word in words)
-        folder = make_run_folder(str(node.sweep.dir), unique=unique)
-        if not asks_for_trials(flags.overrides):
-            return run_sweep(hydra, words, folder, run_command, jobs=jobs, config=config)
-        space = find_space(parse_overrides(flags.overrides, groups, hydra.config_loader))
-        return run_search(hydra, space, folder, run_command, config=config, extra=extra)
+        key, pattern = (
+            ("sweep.dir", node.sweep.dir) if flags.multirun else ("run.dir", node.run.dir)
+        )
+        unique = not any(word.startswith(f"hydra.{key}=") for word in words)
+        folder = make_run_folder(str(pattern), unique=unique)
+        with hold(folder.path):
+            if not flags.multirun:
+                return run_one(hydra, words, folder, run_command)
+            if not asks_for_trials(flags.overrides):
+                return run_sweep(hydra, words, folder, run_command, jobs=jobs, config=config)
+            space = find_space(parse_overrides(flags.overrides, groups, hydra.config_loader))
+            return run_search(hydra, space, folder, run_command, config=config, extra=extra)
 
 
 def _check_sweep(config: LaunchConfig, flags: Flags) -> None:

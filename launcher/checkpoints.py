@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import time
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -238,3 +240,37 @@ def _damage(path: Path) -> str | None:
     if total_bytes(manifest) > _HASHED_BYTES:
         return find_misfit(path, manifest)
     return find_misfit(path, manifest) or find_damage(path, manifest)
+
+
+@contextlib.contextmanager
+def hold(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
+    """Keeps other runs out of a run's folder while the block runs.
+
+    The folder itself is locked, so nothing is left in it; some file systems have no such locks.
+
+    Raises:
+        PlanError: Another run has it, and still has it after ``wait_s``.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        until = time.monotonic() + wait_s
+        while not _locked(handle):
+            if time.monotonic() > until:
+                raise PlanError(
+                    f"Another run is writing into {folder} at this moment, and two would spoil each "
+                    "other's files. Wait for its end, or try another hydra.run.dir."
+                )
+            time.sleep(0.2)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from launcher.config import LaunchConfig, dump
 from launcher.config.decode import installed_names
+from launcher.processes.local import user_cache
 from launcher.report.result import write_atomically
 from launcher.resolve import element_sizes, model_shape
 from launcher.terminal import say
@@ -70,9 +71,7 @@ def fingerprint(config: LaunchConfig, shape: ModelShape) -> str:
 
 
 def _file(config: LaunchConfig, shape: ModelShape) -> Path:
-    given = os.environ.get("XDG_CACHE_HOME")
-    root = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"
-    return root / "foldpipe" / "traces" / f"{fingerprint(config, shape)}.json"
+    return user_cache() / "traces" / f"{fingerprint(config, shape)}.json"
 
 
 def _points(config: LaunchConfig) -> Iterator[EntryPoint]:

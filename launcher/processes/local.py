@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -322,15 +321,38 @@ def rank_environment(world_size: int, threads: int | None = None) -> dict[str, s
     environment = dict(os.environ)
     threads = threads or max(1, (os.cpu_count() or 1) // world_size)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
-    # Lightning's metrics import matplotlib where it is installed, which leaves a font cache.
-    cache = Path(tempfile.gettempdir()) / f"foldpipe-matplotlib-{os.getuid()}"
-    environment.setdefault("MPLCONFIGDIR", str(cache))
+    environment |= font_cache(environment)
     environment["PYTHONUNBUFFERED"] = "1"
     # Workers must find the same code that started them, also from a checkout.
     root = str(Path(__file__).resolve().parents[2])
     known = environment.get("PYTHONPATH", "")
     environment["PYTHONPATH"] = os.pathsep.join(part for part in (root, known) if part)
     return environment
+
+
+def user_cache() -> Path:
+    """Where what takes long to make is kept for the user, and for nobody else."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    root = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"
+    return root / "foldpipe"
+
+
+def font_cache(given: Mapping[str, str]) -> dict[str, str]:
+    """The variable by which matplotlib, which Lightning's metrics import, keeps its list of fonts.
+
+    In a folder of the user's own: whoever could make it first elsewhere (``/tmp``) would choose
+    what is read from there, and where is written. None where that cannot be had.
+    """
+    folder = user_cache() / "matplotlib"
+    if "MPLCONFIGDIR" in given:
+        return {}
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except (OSError, RuntimeError):
+        return {}
+    private = found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return {"MPLCONFIGDIR": str(folder)} if private else {}
 
 
 def _signal_session(process: RankProcess, number: signal.Signals) -> None:

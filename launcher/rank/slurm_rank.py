@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from launcher.checkpoints import hold
 from launcher.processes.guardian import fork_under_guard
+from launcher.processes.local import font_cache
 from launcher.processes.preempted import StopRequest
+from launcher.terminal import complain
+from strategies.errors import PlanError
 
 _NAMES = {
     "RANK": "SLURM_PROCID",
@@ -35,15 +38,19 @@ def main() -> int:
     from launcher.processes.progress import ProgressView
     from launcher.processes.torchrun import events_told_to
 
-    with ProgressView(enabled=True) as view, events_told_to(view):
-        return worker.main()
+    # An attempt before may still be ending.
+    place = hold(Path(sys.argv[1]), wait_s=60.0)
+    try:
+        with place, ProgressView(enabled=True) as view, events_told_to(view):
+            return worker.main()
+    except PlanError as error:
+        complain(f"error: {error}")
+        return error.exit_code
 
 
 def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
     """What ``launcher.rank.worker`` reads, from what SLURM says of a task."""
-    # Lightning's metrics import matplotlib where it is installed, which leaves a font cache.
-    cache = Path(tempfile.gettempdir()) / f"foldpipe-matplotlib-{os.getuid()}"
-    found = {"MPLCONFIGDIR": given.get("MPLCONFIGDIR", str(cache)), "PYTHONUNBUFFERED": "1"}
+    found = {"PYTHONUNBUFFERED": "1", **font_cache(given)}
     return found | {ours: given[theirs] for ours, theirs in _NAMES.items()}
 
 

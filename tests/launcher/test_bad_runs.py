@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.checkpoints import hold
+from launcher.processes.local import font_cache
 from tests.forgery import write_bare
 from tests.launcher.command_line import launch_here, refused_here
 from tests.launcher.runs import MODEL
@@ -212,3 +214,28 @@ def test_torch_settings_that_make_reductions_wait_are_refused(refused, tmp_path,
     # Nothing is to be hidden there, so nothing is lost.
     launch_here(["mode=validate", *words, "overlap=none"], tmp_path).assert_done()
     launch_here(["mode=validate", *words, "dp=1"], tmp_path).assert_done()
+
+
+@pytest.mark.parametrize("words", [(), ("-m", "seed=1,2")], ids=["a run", "a sweep"])
+def test_a_folder_in_which_another_run_writes_is_refused(words, tmp_path):
+    key = "sweep" if words else "run"
+    (tmp_path / "r").mkdir()
+    asked = (*words, "mode=simulate", "costs=uniform", f"hydra.{key}.dir=r")
+    with hold(tmp_path / "r"):
+        done = launch_here(asked, tmp_path)
+        assert done.code == 2
+        assert f"Another run is writing into {tmp_path / 'r'} at this moment" in done.errors
+        assert list((tmp_path / "r").iterdir()) == []
+    launch_here(asked, tmp_path).assert_done()
+
+
+def test_the_fonts_of_matplotlib_lie_in_a_folder_of_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "foldpipe" / "matplotlib"
+    assert font_cache({}) == {"MPLCONFIGDIR": str(folder)}
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert font_cache({"MPLCONFIGDIR": "/mine"}) == {}
+    folder.chmod(0o777)
+    assert font_cache({}) == {}
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert font_cache({}) == {}
