@@ -30,6 +30,8 @@ from launcher.compose.user_files import check_user_files
 from launcher.config import LaunchConfig, Mode
 from launcher.processes import torchrun
 from launcher.processes.guardian import fork_under_guard
+from launcher.secrets import MaskedStream
+from launcher.terminal import say_error
 from strategies.errors import PipelineError, PlanError
 
 COMMANDS: dict[Mode, str] = {
@@ -61,11 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not torchrun.joins(words):
             return _main(_parse(words))
+        # What a user's model prints is seen by whoever has started torchrun.
+        sys.stdout, sys.stderr = MaskedStream(sys.stdout), MaskedStream(sys.stderr)
         if arguments is None:  # a process of our own, in which nothing runs yet
             fork_under_guard(torchrun.rank())
         torchrun.leave(_lead(words) if torchrun.rank() == 0 else torchrun.follow())
     except PipelineError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

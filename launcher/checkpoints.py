@@ -257,8 +257,8 @@ def hold(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
         while not _locked(handle):
             if time.monotonic() > until:
                 raise PlanError(
-                    f"Another run is writing into {folder} at this moment, and two would spoil each "
-                    "other's files. Wait for its end, or try another hydra.run.dir."
+                    f"Another run is writing into {folder} at this moment, and two would spoil "
+                    "each other's files. Wait for its end, or try another hydra.run.dir."
                 )
             time.sleep(0.2)
         yield

@@ -18,9 +18,7 @@ _NAME = re.compile(
     r"credentials?|auth_?token|access_?token|api_?token|hf_?token|token|bearer)$",
     re.IGNORECASE,
 )
-_VARIABLE = re.compile(
-    r"oc\.env\s*:\s*[A-Za-z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)", re.IGNORECASE
-)
+_VARIABLE = re.compile(r"oc\.env\s*:\s*[\"'\\]*([A-Za-z0-9_]+)")
 # Shapes that name themselves: wandb (40 hex digits, or wandb_v1_), Hugging Face, OpenAI, GitHub,
 # GitLab, AWS, Google, Slack, JSON web tokens, PEM files.
 _VALUE = re.compile(
@@ -44,7 +42,7 @@ def refuse_secret(name: str, value: str, *, place: str = "the command line") -> 
         reason = f"{shown} looks like the name of a credential"
     elif _VALUE.search(value.strip().strip("'\"")):
         reason = f"the value of {shown} looks like a credential"
-    elif _VARIABLE.search(value):
+    elif any(_is_secret(word, os.environ.get(word, "")) for word in _VARIABLE.findall(value)):
         reason = f"{shown} reads a credential from the environment"
     elif given := [name for secret, name in secrets_of(os.environ).items() if secret in value]:
         # A shell has put it there.
@@ -66,22 +64,34 @@ def refuse_secret(name: str, value: str, *, place: str = "the command line") -> 
 
 MASK = "***"
 _SECRET_NAME = re.compile(
-    r"(?:^|_)(?:API_?KEY|KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_|$)",
+    r"(?:^|_)(?:API_?KEY|KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|PASSPHRASE|PASS|PWD|"
+    r"PAT|AUTH|COOKIE|JWT|BEARER|DSN|WEBHOOK|WEBHOOK_URL)(?:_|$)"
+    r"|(?:PASSWORD|PASSWD|PASSPHRASE|APIKEY|TOKEN|SECRET)$",
     re.IGNORECASE,
 )
+# ``scheme://user:password@host``, in a variable of any name and in any text.
+_IN_URL = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
 # A shorter value would hide ordinary words; a path says where a secret lies, and is none.
 _SHORTEST = 8
 
 
 def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
     """Value -> variable, of everything that is to be kept out of files."""
-    return {
+    found = {
         value: name
         for name, value in environment.items()
         if len(value) >= _SHORTEST
         and _SECRET_NAME.search(name)
         and not value.startswith(("/", "~", "."))
     }
+    for name, value in environment.items():
+        for pair in _IN_URL.findall(value):
+            found |= {part: name for part in (pair, pair.partition(":")[2]) if len(part) >= 6}
+    return found
+
+
+def _is_secret(name: str, value: str) -> bool:
+    return _SECRET_NAME.search(name) is not None or _IN_URL.search(value) is not None
 
 
 def mask(text: str, environment: Mapping[str, str] | None = None) -> str:
@@ -89,7 +99,7 @@ def mask(text: str, environment: Mapping[str, str] | None = None) -> str:
     found = secrets_of(os.environ if environment is None else environment)
     for value in sorted(found, key=len, reverse=True):
         text = text.replace(value, MASK)
-    return text
+    return _IN_URL.sub(MASK, text)
 
 
 class MaskedStream:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from omegaconf import DictConfig
 from launcher.compose.overrides import quote
 from launcher.compose.session import CONFIG_NAME, to_config
 from launcher.config import LaunchConfig
+from launcher.terminal import complain, say, say_error
 from strategies.errors import PipelineError, PlanError
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _report(folder: Path, job: Jobs, config: LaunchConfig, *, hurry: bool) -> No
 
     if job.submits:
         words = shlex.join(["python", "-m", "launcher", "mode=collect", f"sweep.dir={folder}"])
-        sys.stdout.write(f"to compare the jobs once they have ended: {words}\n")
+        say(f"to compare the jobs once they have ended: {words}")
     elif job.ended:
         report_sweep(folder, job.sweep(), metric=config.sweep.metric, hurry=hurry)
 
@@ -201,8 +201,7 @@ class Jobs:
         hydra = HydraConfig.get()
         if self.total > 1:
             overrides = " ".join(hydra.overrides.task)
-            sys.stdout.write(f"[{len(self.codes) + 1}/{self.total}] {overrides}\n")
-            sys.stdout.flush()
+            say(f"[{len(self.codes) + 1}/{self.total}] {overrides}")
         code = self._in_sweep(composed, hydra) if self.jobs else self._guarded(composed, hydra)
         self.codes.append(code)
         if self.jobs:
@@ -223,8 +222,7 @@ class Jobs:
         index = len(self.codes) - 1
         if code:
             words = " ".join(self.jobs[index])
-            sys.stderr.write(f"job {index} of the sweep failed (exit {code}): {words}\n")
-            sys.stderr.flush()
+            complain(f"job {index} of the sweep failed (exit {code}): {words}")
         left = self.total - len(self.codes)
         if code in (PREEMPTED, INTERRUPTED) or (code and left and self._fail_fast):
             raise _SweepEnded
@@ -270,7 +268,7 @@ class Jobs:
             return self._command(self._config, Path(hydra.runtime.output_dir))
         except PipelineError as error:
             self._error = str(error)
-            sys.stderr.write(f"error: {error}\n")
+            say_error(error)
             return error.exit_code
         except BrokenPipeError:
             raise  # `| head` has closed our output; main() knows.

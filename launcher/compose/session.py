@@ -73,7 +73,8 @@ def compose_checked(overrides: Sequence[str]) -> tuple[LaunchConfig, DictConfig]
         config = to_config(composed, hydra.runtime.choices)
         check(config)
         # Reading them now shows a mistake in a folder pattern before anything is created.
-        _ = (str(hydra.run.dir), str(hydra.sweep.dir))
+        for key in ("run", "sweep"):
+            refuse_secret(f"hydra.{key}.dir", str(hydra[key].dir), place="the resolved folder")
     except PipelineError:
         raise
     except Exception as error:  # Hydra, OmegaConf and YAML raise a dozen unrelated types.

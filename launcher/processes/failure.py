@@ -15,12 +15,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from launcher.secrets import mask
+from launcher.terminal import shortened
 from strategies.errors import PipelineError, RunError
 from strategies.heartbeat import Beat
 from strategies.small_file import read_json
 
 _TAIL_LINES = 12
 _MOST_BYTES = 1 << 26
+_MOST, _MOST_LINE = 4_000, 400  # characters of somebody's exception, and of a line of a log
 _LOST = ("Connection", "connection", "Broken pipe", "gloo", "Timed out", "another rank failed")
 
 
@@ -76,7 +78,9 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
         host=socket.gethostname(),
         at=time.time(),
         kind=type(error).__name__,
-        message=mask(str(error) or traceback.format_exception_only(error)[-1].strip()),
+        message=shortened(
+            mask(str(error) or traceback.format_exception_only(error)[-1].strip()), _MOST
+        ),
         exit_code=code,
     )
     failure_file(run_dir, rank).write_text(json.dumps(asdict(failure)))
@@ -128,7 +132,7 @@ def describe(failure: Failure, log: Path) -> str:
         lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
     except OSError:
         lines = []
-    tail = "".join(f"\n  | {line}" for line in lines)
+    tail = "".join(f"\n  | {shortened(line, _MOST_LINE)}" for line in lines)
     doing = f"\nIt was {failure.doing}." if failure.doing else ""
     return (
         f"rank {failure.rank} on {failure.host} failed first: {failure.kind}: {failure.message}"

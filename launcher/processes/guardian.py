@@ -31,6 +31,7 @@ from launcher.processes.failure import (
     signalled,
 )
 from launcher.processes.watchdog import Pages, Stall, State, Watchdog, state_of
+from launcher.terminal import say_error
 from strategies.heartbeat import read_note
 
 _POLL_S = 0.1
@@ -124,5 +125,5 @@ class _Guardian:
         if failure.exit_code < 0:
             # It could not say so itself.
             log = where / "logs" / f"rank_{self._rank:05d}.log"
-            sys.stderr.write(f"error: {describe(failure, log)}\n")
+            say_error(describe(failure, log))
             sys.stderr.flush()

@@ -35,6 +35,7 @@ from launcher.processes.failure import (
 )
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
 from launcher.processes.watchdog import own_heartbeat
+from launcher.terminal import say_error
 from strategies.errors import PipelineError, PlanError, RunError
 
 WORD = "cluster=torchrun"
@@ -128,7 +129,7 @@ def follow() -> int:
         return error.exit_code
     except BaseException as error:
         if isinstance(error, PipelineError):
-            sys.stderr.write(f"error: {error}\n")
+            say_error(error)
         else:
             traceback.print_exc()
         with contextlib.suppress(OSError):  # the folder may be on another machine

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from launcher.__main__ import main
+from launcher.processes import torchrun
 from launcher.processes.failure import failure_file, write_failure
 from launcher.secrets import MaskedStream, mask, secrets_of
 from tests.launcher.command_line import run_here
@@ -21,8 +25,20 @@ def test_variables_are_known_by_their_names():
         "WANDB_API_KEY": "0123456789", "HF_TOKEN": "abcdefgh", "DB_PASSWORD": "hunter2hunter2",
         "KEYBOARD": "us-international", "MONKEY": "banana-banana", "SHORT_KEY": "abc",
         "SSH_KEY": "/root/.ssh/id_rsa", "HOME": "/root", "PATH_TOKENS": "abcdefghi",
+        "PWD": "/home/somebody", "COMPASS": "north-north-west", "AUTHOR": "somebody else",
     }  # fmt: skip
     assert set(secrets_of(environment).values()) == {"WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD"}
+    more = {
+        "PGPASSWORD": "hunter2hunter3", "MYSQL_PWD": "hunter2hunter4", "GITHUB_PAT": "hunter2-5",
+        "SSH_PASSPHRASE": "hunter2 hunter6", "NPM_AUTH": "hunter2hunter7", "MYTOKEN": "hunter2-8",
+        "SLACK_WEBHOOK_URL": "https://hooks.example.com/services/T0/B0/x9",
+        "DATABASE_URL": "postgres://me:hunter2-10@db/name", "https_proxy": "http://me:hunter2-11@p",
+    }  # fmt: skip
+    text = " ".join(f"{name}: {value}" for name, value in more.items())
+    assert set(secrets_of(more).values()) == set(more)
+    assert "hunter2" not in mask(text, more)
+    assert "hooks" not in mask(text, more)
+    assert mask("see https://me:its-secret@host/x", {}) == "see https://***@host/x"
 
 
 def test_a_text_is_masked_longest_secret_first():
@@ -60,6 +76,10 @@ PLACES = {
     "a variable by another name": ["tracking.entity=${oc.env:HARMLESS}"],
     "a default": ["tracking.entity=${oc.env:NOT_THERE," + CANARY + "}"],
     "a folder": [f"hydra.run.dir=outputs/{CANARY}"],
+    "a folder with a quoted variable": ["hydra.run.dir=\"x/${oc.env:'CANARY_TOKEN'}\""],
+    "a folder with a variable in a variable": ["hydra.run.dir='x/${oc.env:${oc.env:NAME}}'"],
+    "a folder with a harmless variable": ["hydra.run.dir='x/${oc.env:HARMLESS}'"],
+    "a password in a variable's URL": ["tracking.entity=${oc.env:DATABASE_URL}"],
     "a sweep": ["-m", f"experiment_name=a,{CANARY}"],
     "a file": ["model=mine"],
     "a file with a variable": ["model=yours"],
@@ -72,6 +92,8 @@ def test_a_secret_is_refused_wherever_it_stands_and_nothing_is_written(
 ):
     monkeypatch.setenv("CANARY_TOKEN", CANARY)
     monkeypatch.setenv("HARMLESS", CANARY)
+    monkeypatch.setenv("NAME", "HARMLESS")
+    monkeypatch.setenv("DATABASE_URL", f"postgres://me:{CANARY}@db/name")
     options = tmp_path / "options" / "model"
     options.mkdir(parents=True)
     (options / "mine.yaml").write_text(f"name: {CANARY}\n")
@@ -84,3 +106,21 @@ def test_a_secret_is_refused_wherever_it_stands_and_nothing_is_written(
     assert [path for path in _files(tmp_path) if CANARY in path.read_text()] == [
         options / "mine.yaml"
     ]
+
+
+def test_what_a_model_prints_under_torchrun_is_masked_as_elsewhere(monkeypatch, capsys):
+    monkeypatch.setenv("CANARY_TOKEN", CANARY)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+
+    def follow() -> int:
+        for stream in (sys.stdout, sys.stderr):
+            stream.write(os.environ["CANARY_TOKEN"] + "\n")
+        return 0
+
+    for name, fake in {
+        "joins": lambda words: True, "rank": lambda: 1, "follow": follow, "leave": lambda _: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torchrun, name, fake)
+    main(["cluster=torchrun"])
+    assert capsys.readouterr() == ("***\n", "***\n")
