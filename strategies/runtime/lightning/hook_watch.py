@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +26,8 @@ _BESIDE = {
     "on_exception", "on_save_checkpoint", "on_load_checkpoint", "on_gpu",
     "on_before_batch_transfer", "on_after_batch_transfer",
 }  # fmt: skip
+# In the code of hooks: what may be done on some ranks alone.
+_RANK_WORDS = {"is_global_zero", "global_rank", "local_rank", "node_rank", "get_rank", "LOCAL_RANK"}
 _MORE = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
 
 
@@ -100,6 +103,33 @@ def _is_known(kind: type, name: str) -> bool:
     """Whether a hook is Lightning's or this project's."""
     definer = next(base for base in kind.__mro__ if name in vars(base))
     return definer.__module__.split(".")[0] in ("lightning", "strategies", "launcher")
+
+
+def differs_by_rank(owner: Any, name: str) -> bool:
+    """Whether a hook, or a function that it calls by name, asks which rank it is on."""
+    todo: list[Any] = [getattr(owner, name)]
+    seen: set[CodeType] = set()
+    while todo:
+        function = todo.pop()
+        function = getattr(function, "__func__", function)
+        code = getattr(function, "__code__", None)
+        library = str(getattr(function, "__module__", "")).split(".")[0] in ("torch", "lightning")
+        if code is None or code in seen or library:
+            continue
+        seen.add(code)
+        words = set(_words(code))
+        if words & _RANK_WORDS or code.co_filename.endswith("rank_zero.py"):
+            return True
+        known = function.__globals__
+        todo += [getattr(type(owner), w, None) or known.get(w) for w in words]
+    return False
+
+
+def _words(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield from _words(part)
 
 
 def leaves_of(value: Any, depth: int = 3) -> Iterator[Any]:

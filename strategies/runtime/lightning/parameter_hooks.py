@@ -8,8 +8,8 @@ one process: on every rank alike. Behind it each rank keeps what is its own. A h
 nothing costs nothing.
 
 The hooks are the same code on all ranks, so all touch at the same place. Where that is not so (a
-``rank_zero_only`` function reads weights) it is known from the hook's first call, at whose end
-ranks wait for each other; later calls of such a hook end alike.
+``rank_zero_only`` function reads weights) it is known from the hook's code or from its first call,
+at whose end ranks wait for each other; all calls of such a hook end like that.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from strategies.models.replay.hole import Hole, is_question
 from strategies.models.replay.path import ParameterTable
 from strategies.runtime.lightning.hook_watch import (
     Watch,
+    differs_by_rank,
     hooks_of,
     label_of,
     leaves_of,
@@ -109,6 +110,8 @@ class ParameterHooks:
             if all(label_of(owner, name) in one for one in said):
                 before = vars(owner).get(name)
                 self._wrapped.append((owner, name, before))
+                if differs_by_rank(owner, name):
+                    self._uneven.add((id(owner), name))
                 vars(owner)[name] = _watched_hook(self, owner, name)
         for callback in filter(is_weight_averaging, callbacks):
             self._wrapped.append((callback, "on_load_checkpoint", None))

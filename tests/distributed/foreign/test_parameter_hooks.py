@@ -341,8 +341,11 @@ class FirstRankReads(pl.Callback):
     def __init__(self) -> None:
         self.seen: list[float] = []
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self._write(pl_module)
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 1:
+            self._write(pl_module)
 
     @rank_zero_only
     def _write(self, pl_module: Any) -> None:
@@ -480,6 +483,12 @@ def test_what_one_rank_reads_is_the_whole_model(layout: str, ranks: Callable[[in
     )
     assert stock.told
     assert piped[0].told == pytest.approx(stock.told, abs=1e-10)
+
+
+def test_hooks_that_ask_for_their_rank_are_known() -> None:
+    assert hook_watch.differs_by_rank(FirstRankReads(), "on_train_batch_end")
+    assert not hook_watch.differs_by_rank(KeptParameters(), "on_train_batch_end")
+    assert not hook_watch.differs_by_rank(Byol(), "on_train_batch_end")
 
 
 class Squared(Net):
