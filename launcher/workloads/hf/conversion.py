@@ -105,8 +105,8 @@ class Conversion:
         try:
             with self._skeleton.whole() as model:
                 found = converter.convert(recipe.first, model=model, config=model.config)
-        except ModelError:
-            raise
+            if isinstance(found, tuple):  # transformers 5.0: and what went wrong
+                found = found[0]
         except Exception as error:  # the library raises whatever torch does
             raise ModelError(
                 f"model.path={self._folder}: the {len(recipe.sources)} stored tensors of "
