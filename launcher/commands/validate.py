@@ -28,7 +28,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     checkpoint = find_checkpoint(resolved, config.trainer.resume, run_dir, optional=True)
     check_before_start(resolved, checkpoint)
     if isinstance(resolved.shape, HfShape):
-        check_buildable(config)
+        check_buildable(resolved)
     timeline, metrics = predict(resolved)
     write_pictures(run_dir, [Panel("predicted", timeline, metrics)], resolved)
     result = predicted_mapping(resolved, metrics)

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import EntryPoint, PackageNotFoundError, version
@@ -23,7 +23,7 @@ from launcher.config import LaunchConfig, dump
 from launcher.config.decode import installed_names
 from launcher.processes.local import user_cache
 from launcher.report.result import write_atomically
-from launcher.resolve import element_sizes, model_shape
+from launcher.resolve import Run, element_sizes, model_shape
 from launcher.terminal import say
 from launcher.workloads.hf.hf_shape import HfShape
 from launcher.workloads.model_share import ModelShape, described
@@ -147,15 +147,21 @@ def traced_shape(config: LaunchConfig, run_dir: Path) -> TracedShape | None:
     )
 
 
-def check_buildable(config: LaunchConfig) -> None:
-    """Has a child process build a ``model=hf`` as its ranks will, without weights.
+def check_buildable(run: Run) -> None:
+    """Has a child process build and cut a ``model=hf`` as its ranks will, without weights.
 
     Raises:
         ModelError: What the ranks would say.
+        PlanError: There are not as many units as are asked for.
     """
+    config, counts = run.config, run.options.units_per_stage
+    stages = {
+        "num_stages": run.programs.train.placement.num_stages,
+        "units_per_stage": None if counts is None else list(counts),
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        code = _ask(config, folder, wanted="model")
+        code = _ask(config, folder, stages)
         if code:
             told = (folder / _LOG).read_text(errors="replace").strip().splitlines()
             raise ModelError(
@@ -168,7 +174,7 @@ def check_buildable(config: LaunchConfig) -> None:
 def _trace(config: LaunchConfig, run_dir: Path) -> TracedModel:
     run_dir.mkdir(parents=True, exist_ok=True)
     say(f"tracing model={config.model.name} (once; kept in the user's cache)")
-    code = _ask(config, run_dir, wanted="trace")
+    code = _ask(config, run_dir, None)
     if code or not (run_dir / TRACE).is_file():
         raise ModelError(
             f"model={config.model.name} could not be traced: the tracing process ended with code "
@@ -180,9 +186,12 @@ def _trace(config: LaunchConfig, run_dir: Path) -> TracedModel:
     return trace
 
 
-def _ask(config: LaunchConfig, folder: Path, *, wanted: str) -> int:
-    """Runs the child in a folder; it leaves what is wanted, or what is wrong, which is raised."""
-    (folder / TASK).write_text(json.dumps({"config": dump(config), "wanted": wanted}))
+def _ask(config: LaunchConfig, folder: Path, stages: Mapping[str, object] | None) -> int:
+    """Runs the child in a folder, for a trace or for a cut into ``stages``.
+
+    It leaves the trace, or what is wrong, which is raised.
+    """
+    (folder / TASK).write_text(json.dumps({"config": dump(config), "stages": stages}))
     with (folder / _LOG).open("w") as output:
         code = subprocess.run(
             [sys.executable, "-m", "launcher.rank.trace_job", str(folder)],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from strategies.costs.trace_file import TracedModel, dump_trace
 from strategies.errors import ModelError, PipelineError
 from strategies.models.tensor_parallel.sharding import Sharding
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
+from strategies.planner.cut import balance, by_counts
 from strategies.runtime.lightning.data_order import first_batch
 from strategies.runtime.step.microbatch import count_rows, split_batch
 from strategies.tracing.trace import empty_weights, trace_model
@@ -39,8 +41,8 @@ def main(folder: Path) -> int:
     try:
         task = json.loads((folder / TASK).read_text())
         config = from_dict(task["config"])
-        if task["wanted"] == "model":
-            build(config)
+        if task["stages"] is not None:
+            build(config, **task["stages"])
         else:
             (folder / TRACE).write_text(dump_trace(trace(config)))
     except PipelineError as error:
@@ -61,14 +63,20 @@ def main(folder: Path) -> int:
     return 0
 
 
-def build(config: LaunchConfig) -> None:
-    """Builds a Hugging Face model as a rank does before it has weights.
+def build(config: LaunchConfig, *, num_stages: int, units_per_stage: Sequence[int] | None) -> None:
+    """Builds a Hugging Face model and cuts it as a rank does before it has weights.
 
     Raises:
         ModelError: It cannot be cut, or its files do not fit.
+        PlanError: It has another number of units.
     """
     model = build_model(resolve(_alone(config)))
     assert isinstance(model, HfLanguageModel)
+    costs = model.unit_costs()
+    if units_per_stage is None:
+        balance(costs, num_stages)
+    else:
+        by_counts(units_per_stage, len(costs), num_stages)
     model.check_weights()
     if config.tp > 1:
         members = SimpleNamespace(rank=0, size=config.tp, sequence=False)

@@ -142,8 +142,10 @@ def test_validating_refuses_what_the_ranks_would_refuse(uncuttable, tmp_path):
         ("mixtral", ("tp=2",), "cuts mlp.experts.gate_up_proj of model_type=mixtral over tensor"),
         ("gpt_neox", ("pp=1", "tp=3"), "tp=3 does not divide the"),
         ("llama", ("model.layers_path=model.blocks",), "has no list of layers of that name"),
+        ("mixtral", ("pp=4", "schedule=zb_v"), "8 stages (pp * schedule.stages_per_rank) for a"),
+        ("mixtral", ("schedule.units_per_stage=[4,4]",), "has 2 stages and 8 units; needed are"),
     ],
-    ids=["experts", "falcon", "experts-tp", "heads", "list"],
+    ids=["experts", "falcon", "experts-tp", "heads", "list", "stages", "units"],
 )
 def test_what_is_wrong_with_the_files_of_any_family_is_found(family, words, expected, tmp_path):
     write_model(tmp_path / "model", family, vocab_size=300)
