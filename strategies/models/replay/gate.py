@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
+import sys
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -116,11 +117,15 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         for value in state.values():
             _remember(value, containers, tensors)
     python_state = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
     try:
         with kept_generators():
             yield
     finally:
         random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
         for child, state in modules:
             child.__dict__.clear()
             child.__dict__.update(state)

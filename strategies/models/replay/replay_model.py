@@ -228,7 +228,11 @@ class ReplayModel(StageModel):
         if path.clones_batch:
             batch = _cloned(batch)
 
+        ways = self._rows.get(which)
+
         def joined(place: int, shape: tuple[int, ...]) -> Tensor:
+            if ways is not None and len(ends) > 1:
+                return join([parts[place] for parts in ends], ways[place])
             return join_parts([parts[place] for parts in ends], shares, shape)
 
         leave = end if short else None

@@ -52,7 +52,7 @@ from strategies.runtime.lightning.refusals import (
 )
 from strategies.runtime.lightning.request import Keywords, plan_and_options
 from strategies.runtime.lightning.stock_file import serve_folders
-from strategies.runtime.lightning.user_module import stage_model_of
+from strategies.runtime.lightning.user_module import RowsTold, stage_model_of
 from strategies.runtime.lightning.whole_state import WholeModule, look_at_whole, refuse_cut
 from strategies.runtime.messages import fingerprint
 from strategies.runtime.messages.exchange import Exchange, everybody
@@ -272,6 +272,7 @@ class PipelineStrategy(CheckpointingStrategy):
             # It may have changed between two reads.
             self._plan = replace(self._plan, file=self.broadcast(self._plan.file))
         self._engine_module, self._whole = module, WholeModule(module)
+        self._rows_told = RowsTold(module)
         seed = self._options.seed
         if seed is None:
             seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
@@ -474,6 +475,9 @@ class PipelineStrategy(CheckpointingStrategy):
                 )
             self._repeat_logs(result, batch)
             return self._shown(result.loss)
+        if self.is_global_zero:
+            rows = count_rows(batch, self._loaders)
+            self._tell(self._rows_told.layers(rows, self._plan.num_microbatches))
         scale = None
         if self._scaler is not None:
             # Its number stays on the device: get_scale() would wait for the update before.
@@ -490,10 +494,16 @@ class PipelineStrategy(CheckpointingStrategy):
                 loss_scale=scale,
                 loaders=self._loaders,
             )
+        if self.coordinates.dp_rank == 0:
+            self._tell(self._rows_told.loss(self.engine.whole.unlike))
         self._repeat_logs(result, batch)
         if result.loss is None:
             raise ModelError("training_step returned no loss; skipping a step is not supported.")
         return self._shown(result.loss, result.output)
+
+    def _tell(self, message: str | None) -> None:
+        if message is not None:
+            _log.warning(message)
 
     def _shown(self, loss: float | None, output: Any = None) -> Any:
         """A loss on every rank, so that progress bars, schedulers and callbacks decide alike."""

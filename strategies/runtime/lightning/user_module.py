@@ -14,12 +14,14 @@ from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizer
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from strategies.models.replay.gate import MARKER, unchanged, unwatched
 from strategies.models.stage_model import Mode, StageModel
 from strategies.models.unit_model import HasUnits, UnitModel
 from strategies.runtime.lightning.data_order import Looked
 from strategies.runtime.lightning.manual_optimization import manual_model
+from strategies.runtime.step.microbatch import share_sizes
 
 
 def stage_model_of(
@@ -135,3 +137,48 @@ class _Awaited(list[Any]):
 
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
         return list.__getitem__(self._filled(), index)
+
+
+# ------------------------------------------------------------------------------------------- rows
+# What compares the rows of a batch sees those of a microbatch. That is said once, when it is known:
+# of layers at the first batch, of the loss behind its first batch.
+
+
+class RowsTold:
+    """Says what of a module sees a microbatch where its author has thought of a batch."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        """Of a module that is still whole."""
+        self._module = module
+        self._norms = [n for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
+        self._layers_told = self._loss_told = False
+
+    def layers(self, rows: int, num_microbatches: int) -> str | None:
+        """At a batch of so many rows; None where there is nothing to say (again)."""
+        if self._layers_told:
+            return None
+        self._layers_told = True
+        found = dict(self._module.named_modules())
+        norms = [n for n in self._norms if getattr(found.get(n), "training", True)]
+        first = share_sizes(rows, num_microbatches)[0]
+        if not norms or first == rows:
+            return None
+        others = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
+        return (
+            f"{norms[0]}{others}: BatchNorm takes its mean and variance over {first} rows of a "
+            f"microbatch, not over the {rows} of a batch. Larger microbatches come closer to stock "
+            "Lightning (num_microbatches); GroupNorm and LayerNorm know no rows. SyncBatchNorm "
+            "spans replicas, not microbatches, and loss_over=batch concerns the loss alone."
+        )
+
+    def loss(self, unlike: tuple[float, float] | None) -> str | None:
+        """Behind a batch, of its loss as it is trained and of all rows at once, if they differ."""
+        if self._loss_told or unlike is None:
+            return None
+        self._loss_told = True
+        return (
+            f"the loss of {type(self._module).__name__}.training_step depends on how rows are "
+            f"grouped: the mean of its microbatches' losses is {unlike[0]:.6g}, the loss of the "
+            f"whole first batch {unlike[1]:.6g}. It compares rows with each other, or is no plain "
+            "mean over rows. With loss_over=batch it is that of stock Lightning."
+        )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.errors import ModelError
+from strategies.errors import DataError, ModelError
 from strategies.models.logs import LogEntry, join_entries
 from strategies.models.metric_objects import (
     Replicas,
@@ -28,8 +28,15 @@ from strategies.models.metric_objects import (
     share_metrics,
 )
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput
+from strategies.models.state import kept_generators
 from strategies.models.step_state import Slot, StepState
-from strategies.runtime.step.microbatch import Microbatch
+from strategies.runtime.step.microbatch import (
+    Microbatch,
+    count_rows,
+    first_rows,
+    share_sizes,
+    signature,
+)
 
 # A trial of a step that seems to leave nothing may hold so much for its batch, no more.
 _TRIAL_BYTES = 64 << 20
@@ -55,6 +62,8 @@ class WholeBatch:
 
     Attributes:
         carried: The modes whose hooks look at what a step has returned.
+        unlike: Of the first training batch, the mean of the microbatches' losses and the loss of
+            all rows at once, where they differ.
         replicas: With whom metrics are computed.
         together: The modes in which a metric's value of a batch is that of all replicas' batches,
             which have as many.
@@ -70,6 +79,8 @@ class WholeBatch:
         self._copies = copies
         self._once = once  # What lies behind the last layer runs for the whole batch anyway.
         self._output: StageOutput | None = None
+        self._compares = not once and copies == 1  # the first batch's loss, with that of all rows
+        self.unlike: tuple[float, float] | None = None
         self._linear: dict[Mode, bool] = {}  # whether means over microbatches say all
         self._has_metrics = False
         self._microbatches: Sequence[Microbatch] = ()
@@ -143,6 +154,9 @@ class WholeBatch:
             plain += [LogEntry(call, 1.0, self._last + 1, 0) for call in output.logs]
             return Whole(self.state.changed(), output.result), plain
         mode: Mode = options.mode
+        if mode == "train" and self._compares and ends:
+            self._compares = False
+            self.unlike = self._compare(batch, microbatches, options, ends, loss)
         tries = self._tries and not self._needed and len(ends) == len(microbatches)
         if not self._needed and not tries:
             return Whole(), plain
@@ -185,6 +199,50 @@ class WholeBatch:
         # The whole batch's word counts more than any stage's.
         plain += [LogEntry(call, 1.0, self._last + 1, 0) for call in calls]
         return Whole(self.state.changed(), output.result), plain
+
+    def _compare(
+        self,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        options: Any,
+        ends: dict[int, tuple[Tensor, ...]],
+        loss: Tensor | None,
+    ) -> tuple[float, float] | None:
+        """The mean of the microbatches' losses and the loss of all rows, where they differ.
+
+        Only where it is known for sure how the rows of what the loss takes belong together.
+        """
+        if (
+            loss is None
+            or len(microbatches) < 2
+            or len(ends) < len(microbatches)
+            or self._model.draws.get("train")
+        ):
+            return None
+        try:
+            rows = count_rows(batch)
+            sizes = share_sizes(rows, len(microbatches))
+            pair = first_rows(batch, sizes[0] + sizes[1])
+            same = first_rows(batch, sizes[0])
+            if signature(same) != microbatches[0].signature:
+                return None
+            with kept_generators():
+                self._model.compare_rows("train", pair, microbatches[1].data, (sizes[0], sizes[1]))
+            with on_microbatch(self._model.module):
+                output = self._model.whole(
+                    [ends[index] for index in sorted(ends)],
+                    [microbatch.share for microbatch in microbatches],
+                    batch=batch,
+                    batch_idx=options.batch_idx,
+                    mode="train",
+                    seed=options.seed,
+                )
+        except (ModelError, DataError):
+            return None
+        finally:
+            self.state.take_back()
+        agrees = self._agrees(output, loss, "train")
+        return None if agrees or output.loss is None else (float(loss), float(output.loss))
 
     def _is_worth_a_trial(
         self, entries: Sequence[LogEntry], loss: Tensor | None, mode: Mode
