@@ -104,8 +104,8 @@ def trace(config: LaunchConfig) -> TracedModel:
         module.configure_model()
     if not module.automatic_optimization:
         raise ModelError(
-            f"model={config.model.name} uses manual optimization, which a pipeline cannot cut. "
-            "Use automatic optimization with one optimizer, or pp=1."
+            f"model={config.model.name} uses manual optimization: its step is several passes, "
+            "whose costs cannot be traced. Say the plan yourself (plan=manual, costs=uniform)."
         )
     module = cast(pl.LightningModule, plugin.convert_module(module))
     module.train()

@@ -216,6 +216,9 @@ class FlowProbe(Probe):
                 )
         return super()._note_uses(args, kwargs)
 
+    def _note_running_statistics(self, index: int, call: int) -> None:
+        """All calls of a unit are on its stage, wherever they stand in the step."""
+
     def flow(self, names: tuple[str, ...], result: Any, *, clones_batch: bool) -> Flow:
         """What has been seen, once the step has returned ``result``.
 

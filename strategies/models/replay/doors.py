@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import nn
+from torchmetrics import Metric
 
 from strategies.errors import ModelError
 from strategies.models.nested import leaves, tensors
@@ -23,7 +24,7 @@ from strategies.models.replay.gate import MARKER, unwatched
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.path import ParameterTable
 from strategies.models.replay.strand import Action
-from strategies.models.step_state import CONTAINERS, StepState
+from strategies.models.step_state import CONTAINERS, Slot, StepState
 
 _ABSENT = object()
 Rates = dict[tuple[int, int, str], Any]
@@ -75,15 +76,28 @@ class StateCheck:
             holes = any(isinstance(leaf, Hole) for leaf in leaves(value))
             gathers = holes and isinstance(before, CONTAINERS)
             if not assigned or gathers:
-                name = type(self._module).__name__
-                raise ModelError(
-                    f"training_step of {name} changes self.{slot.name} in place. With "
-                    "manual optimization the step runs once per microbatch and stage, so that "
-                    "would happen too often. Log it (self.log takes means and sums), assign plain "
-                    "attributes anew (self.n = self.n + 1), or do it in on_train_batch_end."
-                )
+                raise ModelError(self._refusal(slot))
             found[slot.key] = value
         return found
+
+    def _refusal(self, slot: Slot) -> str:
+        owner = self._module.get_submodule(slot.module)
+        what = f"self.{slot.module or slot.name}"
+        often = (
+            "With manual optimization the step runs once per microbatch and stage, so that would "
+            "happen too often."
+        )
+        name = f"training_step of {type(self._module).__name__}"
+        if isinstance(owner, Metric):
+            return (
+                f"{name} updates the metric {what}. {often} Update it in validation_step, or log "
+                "tensors (self.log takes means and sums over the batch)."
+            )
+        return (
+            f"{name} changes self.{slot.name} in place. {often} Log it (self.log takes means and "
+            "sums), assign plain attributes anew (self.n = self.n + 1), or do it in "
+            "on_train_batch_end."
+        )
 
 
 class Doors:

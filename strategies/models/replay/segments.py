@@ -676,7 +676,8 @@ class SegmentModel(StageModel):
 
     def number_of(self, layout: FlowLayout) -> int:
         """Which of the ways through the step a layout is of; the same on all ranks."""
-        return next(n for n, known in enumerate(self._layouts.values()) if known is layout)
+        ways = [known for (mode, _), known in self._layouts.items() if mode == "train"]
+        return next(number for number, known in enumerate(ways) if known is layout)
 
     def _flow(
         self, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int | None

@@ -10,10 +10,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import Accuracy
 
 from strategies.errors import ModelError
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed.foreign.comparison import (
+    CLASSES,
     EVERY_LAYOUT,
     WIDTH,
     Fitted,
@@ -332,6 +334,7 @@ class Drawing(Gan):
     def __init__(self) -> None:
         super().__init__()
         self.generator.insert(2, nn.Dropout(0.3))
+        self.generator.insert(3, nn.BatchNorm1d(WIDTH))  # called in both halves of the step
         self.discriminator.insert(2, nn.Dropout(0.3))
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -349,9 +352,9 @@ def test_random_numbers_do_not_depend_on_the_cut(
 ) -> None:
     (alone,) = ranks(1).run(drawn, pp=1)
     for fitted in ranks(2).run(drawn, pp=2, schedule=schedule):
-        assert fitted.metrics == pytest.approx(alone.metrics, abs=1e-12)
+        assert fitted.metrics == pytest.approx(alone.metrics, abs=1e-9)
         for name, value in fitted.weights.items():
-            assert torch.allclose(value, alone.weights[name], rtol=0, atol=1e-12), name
+            assert torch.allclose(value, alone.weights[name], rtol=0, atol=1e-9), name
 
 
 class Listing(Manual):
@@ -410,6 +413,17 @@ class Freezing(Manual):
         self.manual_backward(self.loss(batch))
 
 
+class Counting(Manual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = Accuracy("multiclass", num_classes=CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        out = self(batch[0])
+        self.right(out, batch[1])
+        self.manual_backward(nn.functional.cross_entropy(out, batch[1]))
+
+
 class Scheduling(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.loss(batch)
@@ -422,6 +436,7 @@ class Scheduling(Manual):
     ("case", "message"),
     [
         (Listing, "changes self.losses in place"),
+        (Counting, "updates the metric self.right"),
         (Baseline, "uses self.baseline of the batch before"),
         (Deciding, "may be logged or printed, but not decide"),
         (Norms, "reads .grad of a parameter"),
