@@ -30,7 +30,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {
     "transformers", "omegaconf", "wandb", "tensorboard", "tokenizers", "strategies",
 }  # fmt: skip
 _DEPTH = 4
-_MANY = 64  # containers of more items are compared as a whole, not looked into
+_MANY, _FEW = 64, 8  # dicts and lists of more items are compared as a whole, not looked into
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,11 @@ class StepState:
         inside = {id(child) for layer in self._layers for child in layer.modules()}
         self._tables = []
         for name, child in self._module.named_modules():
-            if id(child) not in inside:
+            # Torch's own modules keep nothing besides buffers.
+            library = (
+                type(child).__module__.startswith("torch.nn.") and type(child) is not nn.Module
+            )
+            if (child._buffers or not library) and id(child) not in inside:
                 self._tables.append((Slot(name, "attribute", ""), child.__dict__))
                 self._tables.append((Slot(name, "buffer", ""), child._buffers))
         self._of_class = [
@@ -108,6 +112,12 @@ class StepState:
     ) -> None:
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter | Hole) and not value.is_meta:
+                if value.is_inference() and holders is not None:
+                    # Such a tensor does not count its changes; its copy does.
+                    with torch.inference_mode(False):
+                        value = value.clone()
+                    for holder in holders:
+                        holder[key] = value
                 self._tensors.append(_KeptTensor(slot, holders, key, value))
             return
         items: Iterable[tuple[Any, Any]]
@@ -127,7 +137,7 @@ class StepState:
         seen.add(id(inner))
         before = inner.copy()
         self._containers.append((slot, inner, before))
-        if depth and len(inner) <= _MANY:
+        if depth and len(inner) <= (_MANY if isinstance(inner, dict) else _FEW):
             for name, item in items:
                 self._look(slot, (inner, before), name, item, seen, depth - 1)
 
@@ -214,10 +224,7 @@ class _KeptTensor:
         return version_of(self._tensor)
 
     def is_changed(self) -> bool:
-        if self._version >= 0:
-            return self.version != self._version
-        # An inference tensor does not count its changes.
-        return not torch.equal(self._tensor, self._copy)
+        return self.version != self._version
 
     def take_back(self) -> bool:
         """Another object takes the place of a changed one, which a graph may still need."""

@@ -133,7 +133,8 @@ class Opening:
             raw = self._content[self._place : self._place + size]
             self._place += size
         else:
-            raw = torch.frombuffer(bytearray(base64.b64decode(inline)) or b"\0", dtype=torch.uint8)
+            data = bytearray(base64.b64decode(inline)) or bytearray(1)
+            raw = torch.frombuffer(data, dtype=torch.uint8)
             raw = raw if inline else raw[:0]
         made = raw.clone().view(kind).reshape(shape)
         return made.to(self._device) if cuda else made

@@ -296,6 +296,25 @@ class Units(Net):
         self.log("n", float(self.n), sync_dist=True)
 
 
+class Loaders(Net):
+    """A metric per evaluation loader, the first one's states too large to go with the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aurocs = torch.nn.ModuleList([tm.AUROC(**KIND), tm.AUROC(**KIND)])
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        z = self(batch[0])
+        self.aurocs[dataloader_idx].update(z, batch[1])
+        self.log("auroc", self.aurocs[dataloader_idx])
+        self.log("loss", cross_entropy(z, batch[1]))
+
+
+def told_test(module: Any, trainer: Any) -> Any:
+    loaders = [examples(rows=160, seed=3), examples(rows=12, seed=4)]
+    return trainer.test(module, loaders, verbose=False)
+
+
 class Hidden(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -337,6 +356,23 @@ def test_metrics_may_lie_anywhere_in_the_module(
     case: Any, layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
     equal_to_stock(ranks, case, layout, max_epochs=2)
+
+
+@pytest.mark.parametrize("layout", ["1f1b", pytest.param("zb_v", marks=pytest.mark.full)])
+def test_each_loader_has_its_metric(layout: str, ranks: Callable[[int], Ranks]) -> None:
+    stock, piped = equal_to_stock(ranks, Loaders, layout, told=told_test)
+    wanted = [pytest.approx(result, abs=TOLERANCE) for result in stock.told]
+    assert len(wanted) == 2
+    assert [fitted.told for fitted in piped] == [wanted] * len(piped)
+
+
+def test_a_forward_that_runs_again_does_not_count_again(ranks: Callable[[int], Ranks]) -> None:
+    strategy = {"recompute": "full"}
+    equal_to_stock(ranks, Nested, "1f1b", strategy=strategy, max_epochs=2)
+
+
+def test_batches_of_an_accumulation_count_each(ranks: Callable[[int], Ranks]) -> None:
+    equal_to_stock(ranks, Nested, "1f1b-dp2", accumulate_grad_batches=2)
 
 
 def decides() -> Sequence[Any]:

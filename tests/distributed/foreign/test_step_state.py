@@ -20,6 +20,7 @@ from tests.distributed.foreign.comparison import (
     Net,
     equal_to_stock,
     examples,
+    train,
 )
 from tests.distributed.pool import Ranks
 
@@ -272,3 +273,34 @@ def same(value: Any, wanted: Any) -> None:
             same(one, other)
     else:
         assert value == wanted
+
+
+class Told(Net):
+    """The numbers of a training, as users look at them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = cross_entropy(self(batch[0]), batch[1])
+        self.log("train_loss", loss, prog_bar=True)
+        self.log("epoch_loss", loss, on_step=False, on_epoch=True)
+        self.log("rows", float(len(batch[1])), reduce_fx="sum")
+        self.log("largest", batch[0].max(), reduce_fx="max")
+        return loss
+
+
+def told_bar(module: Any, trainer: Any) -> Any:
+    return float(trainer.progress_bar_metrics["train_loss"])
+
+
+@pytest.mark.parametrize(
+    "strategy", [{"pp": 4, "dp": 1}, {"pp": 2, "dp": 2}, {"pp": 2, "dp": 2, "schedule": "zb_v"}]
+)
+def test_a_loss_is_that_of_all_replicas(strategy: Any, ranks: Callable[[int], Ranks]) -> None:
+    replicas = 2
+    case, told = f"{__name__}:Told", f"{__name__}:told_bar"
+    (stock,) = ranks(1).run(train, case=case, told=told, strategy=None, replicas=replicas)
+    given = {"replicas": replicas} if strategy["dp"] == 1 else {}
+    for fitted in ranks(4).run(train, case=case, told=told, strategy=strategy, **given):
+        assert fitted.told == pytest.approx(stock.told, abs=TOLERANCE)
+        assert fitted.metrics == pytest.approx(stock.metrics, abs=TOLERANCE)
+        for row, wanted in zip(fitted.logged, stock.logged, strict=False):
+            assert row == pytest.approx(wanted, abs=TOLERANCE)
