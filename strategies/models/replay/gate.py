@@ -100,6 +100,45 @@ def _gate(index: int, forward: Function) -> Callable[..., Any]:
     return lambda *args, **kwargs: enter_unit(MARKER, index, forward, args, kwargs)
 
 
+# -- what the user has compiled -------------------------------------------------------------------
+#
+# Dynamo cannot trace a replay, but inside a layer there is none. So what is compiled above layers
+# (a stack of them, a function, ``forward`` itself) runs as it is written, and layers run compiled.
+
+
+def has_compiled() -> bool:
+    """Whether anybody has called ``torch.compile`` in this process."""
+    patcher: Any = getattr(torch._dynamo.eval_frame, "TorchPatcher", None)
+    return patcher is None or patcher.patch.cache_info().currsize > 0
+
+
+def as_written() -> AbstractContextManager[Any]:
+    """Inside, compiled code runs uncompiled."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def as_compiled() -> AbstractContextManager[Any]:
+    """Inside a layer: as the user has asked for."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("default")
+    return stance
+
+
+def compiled_above(module: nn.Module, units: Sequence[nn.Module]) -> list[str]:
+    """Names of compiled modules that are no units and lie in none."""
+    inside = {id(child) for unit in units for child in unit.modules()}
+    return [
+        name or type(module).__name__
+        for name, child in module.named_modules()
+        if id(child) not in inside
+        and any(True for _ in child.parameters())
+        and (
+            isinstance(child, torch._dynamo.OptimizedModule)
+            or child.__dict__.get("_compiled_call_impl") is not None
+        )
+    ]
+
+
 # -- undoing what a trial run did to a module's state ----------------------------------------------
 
 

@@ -18,7 +18,7 @@ from strategies.errors import ModelError
 from strategies.models.collectives import shapes_only
 from strategies.models.logs import LogCapture
 from strategies.models.nested import rebuild, tensors
-from strategies.models.replay.gate import call_step, gated, unchanged
+from strategies.models.replay.gate import as_written, call_step, gated, has_compiled, unchanged
 from strategies.models.replay.hole import Hole, Spec, error_line
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
@@ -153,6 +153,7 @@ def run_probe(
         table.shown(),
         gated(module, probe.units, logs.log, logs.log_dict),
         shapes_only(),
+        as_written() if has_compiled() else nullcontext(),
         around(probe),
     ):
         try:
@@ -402,14 +403,20 @@ def _repeated_children(module: nn.Module, forced: nn.Module | None) -> frozenset
         name: child
         for name, child in module.named_children()
         if _has_parameters(child)
-        and not isinstance(child, _CONTAINERS)
-        and any(True for _ in child.children())
+        and not issubclass(_kind(child), _CONTAINERS)
+        and any(True for _ in getattr(child, "_orig_mod", child).children())
     }
     if not isinstance(module, _CONTAINERS):
         # Blocks kept as attributes (down1, down2, ...); two towers are looked into instead.
         composite = {name: child for name, child in composite.items() if not _has_stack(child)}
-    counts = Counter(type(child) for child in composite.values())
-    return frozenset(name for name, child in composite.items() if counts[type(child)] > 1)
+    counts = Counter(_kind(child) for child in composite.values())
+    return frozenset(name for name, child in composite.items() if counts[_kind(child)] > 1)
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, compiled or not."""
+    inner: nn.Module = getattr(module, "_orig_mod", module)
+    return type(inner)
 
 
 def _has_stack(module: nn.Module) -> bool:
@@ -421,6 +428,8 @@ def _has_stack(module: nn.Module) -> bool:
 
 def _is_leaf(module: nn.Module) -> bool:
     """Modules that are never looked into: those without children, and torch's own layers."""
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        return _is_leaf(module._orig_mod)
     if not any(_has_parameters(child) for child in module.children()):
         return True
     library = type(module).__module__.startswith("torch.nn.")

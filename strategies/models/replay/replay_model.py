@@ -10,12 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
 from strategies.models.logs import LogCapture
 from strategies.models.nested import rebuild, structure
-from strategies.models.replay.gate import StageDone, call_step, gated, unchanged
+from strategies.models.replay.gate import (
+    StageDone,
+    as_written,
+    call_step,
+    compiled_above,
+    gated,
+    has_compiled,
+    unchanged,
+)
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.layout import (
@@ -69,6 +78,13 @@ class ReplayModel(StageModel):
         self._layouts: dict[Step, Layout] = {}
         self._owned: frozenset[int] = frozenset()
         self._selective: dict[int, SelectiveLayer] = {}
+        self._compiled = has_compiled()
+        above = compiled_above(module, self._modules) if self._compiled else []
+        if above:
+            rank_zero_info(
+                f"{', '.join(above)}: compiled as a whole, which a pipeline cuts between layers. "
+                "So the layers run uncompiled. Compile them one by one, or use compile=True."
+            )
         self._postponed = False
         self._rows: dict[Step, list[Rows | None]] = {}
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
@@ -352,6 +368,7 @@ class ReplayModel(StageModel):
             device=batch_device(batch, self._module),
             cache=self._caches[which],
             selective=self._selective,
+            compiled=self._compiled,
             end=end,
             at_end=at_end,
         )
@@ -421,7 +438,8 @@ class ReplayModel(StageModel):
             run.begin()
             gates = gated(self._module, self._modules, logs.log, logs.log_dict)
             shown = self._table.shown() if run.names_parameters else nullcontext()
-            with gates, shown, run:
+            written = as_written() if self._compiled else nullcontext()
+            with gates, shown, written, run:
                 result = call_step(self._module, mode, batch, batch_idx, dataloader_idx)
             run.on_return()
         except StageDone:

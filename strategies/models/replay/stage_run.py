@@ -6,6 +6,7 @@ Nothing survives a run but its result: microbatches interleave and a rank may ho
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.models.collectives import ShapesFirst
 from strategies.models.nested import tensors
-from strategies.models.replay.gate import StageDone
+from strategies.models.replay.gate import StageDone, as_compiled
 from strategies.models.replay.hole import (
     Args,
     Function,
@@ -39,9 +40,9 @@ class StageRun(ShapeMode):
 
     ``inputs`` are received in the order of ``entry.tensors``, or come from a function of their
     places and shapes; ``seed`` is that of this step and microbatch; ``modules`` are the
-    LightningModule's by global name, ``selective`` the units that recompute by index; at ``end`` a
-    run of the last stage keeps what the rest of the step needs, and calls ``at_end``. The rest is
-    as for ``ShapeMode``.
+    LightningModule's by global name, ``selective`` the units that recompute by index, ``compiled``
+    says whether units may be compiled; at ``end`` a run of the last stage keeps what the rest of
+    the step needs, and calls ``at_end``. The rest is as for ``ShapeMode``.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class StageRun(ShapeMode):
         device: torch.device,
         cache: dict[Hashable, Outcome],
         selective: Mapping[int, SelectiveLayer],
+        compiled: bool = False,
         end: Cut | None = None,
         at_end: Callable[[], Any] | None = None,
     ) -> None:
@@ -65,6 +67,7 @@ class StageRun(ShapeMode):
         self.left = False
         self._path = path
         self._selective = selective
+        self._compiled = compiled
         self._entry = entry
         self._leave = leave
         self._inputs = inputs
@@ -131,7 +134,11 @@ class StageRun(ShapeMode):
         seen = self._path.calls[call]
         if self._active:
             layer = self._selective.get(index)
-            result = forward(*args, **kwargs) if layer is None else layer.run(forward, args, kwargs)
+            with as_compiled() if self._compiled else nullcontext():
+                if layer is None:
+                    result = forward(*args, **kwargs)
+                else:
+                    result = layer.run(forward, args, kwargs)
             produced = tensors(result)
             for module, attribute in seen.effects:
                 produced += tensors(getattr(self._modules[module], attribute))

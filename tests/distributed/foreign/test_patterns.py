@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MappingProxyType
@@ -249,3 +250,77 @@ def test_a_step_comes_to_what_it_comes_to_without_a_pipeline(
     case: type[Net], layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
     equal_to_stock(ranks, case, layout, **getattr(case, "trainer_options", {}))
+
+
+# -- compiled modules -----------------------------------------------------------------------------
+
+COMPILED: list[str] = []
+
+
+def backend(graph: Any, _: Any) -> Any:
+    """Notes what it compiles, and runs it as it is."""
+    COMPILED.append(str(graph.graph))
+    return graph.forward
+
+
+class Compiled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        COMPILED.clear()
+        torch.compiler.reset()
+        # Of torch, at its first look at a layer's input.
+        warnings.filterwarnings("ignore", message=".*The .grad attribute.*")
+
+
+class Stack(Compiled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.compile(self.net, backend=backend)  # type: ignore[assignment]
+
+
+class StackInSetup(Compiled):
+    def setup(self, stage: str) -> None:
+        self.net.compile(backend=backend)
+
+
+class WholeForward(Compiled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = torch.compile(self.forward, backend=backend)  # type: ignore[method-assign]
+
+
+class Functions(Compiled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = torch.compile(cross_entropy, backend=backend)
+        self.glue = torch.compile(torch.sin, backend=backend)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(self.head(self.net[4:](self.glue(self.net[:4](batch[0])))), batch[1])
+
+
+class Layers(Compiled):
+    def __init__(self) -> None:
+        super().__init__()
+        for place in (0, 2, 4):
+            self.net[place] = torch.compile(self.net[place], backend=backend)  # type: ignore[call-overload]
+        self.net[6].compile(backend=backend)
+
+
+@spread([Stack, StackInSetup, WholeForward, Functions, Layers])
+def test_compiled_modules_give_the_same_numbers(
+    case: type[Net], layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    equal_to_stock(ranks, case, layout)
+
+
+def num_compiled(*_: Any) -> int:
+    return len(COMPILED)
+
+
+@pytest.mark.parametrize(("case", "layers"), [(Layers, True), (Stack, False)])
+def test_layers_stay_compiled_and_what_is_cut_does_not(
+    case: type[Net], layers: bool, ranks: Callable[[int], Ranks]
+) -> None:
+    _, piped = equal_to_stock(ranks, case, "1f1b", told=num_compiled)
+    assert [fitted.told > 0 for fitted in piped] == [layers, layers]
