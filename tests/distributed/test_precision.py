@@ -146,10 +146,10 @@ def fit(
         trainer.save_checkpoint(save)
     engine = strategy.engine
     result = {
-        "parameters": {n: p.detach().clone() for n, p in module.named_parameters()},
+        "parameters": {n: p.detach().clone() for n, p in engine.named_parameters().items()},
         "mains": {
             n: piece.main.detach().clone()
-            for n, p in module.named_parameters()
+            for n, p in engine.named_parameters().items()
             for piece in engine.mains.pieces_of(p) or ()
         },
         "sent": sorted({str(d) for spec in engine.mailbox._specs.values() for d in spec.dtypes}),

@@ -165,6 +165,17 @@ def test_a_run_that_was_saved_inside_an_epoch_goes_on_at_another_layout(
             assert_same(continued, first, steps=5)
 
 
+@pytest.mark.full
+def test_an_optimizer_that_is_spread_over_replicas_comes_together_in_a_file(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    path, plain = str(tmp_path / "zero1.ckpt"), {"overlap": "grad_reduce"}
+    options: dict[str, Any] = {"layout": "1f1b-dp2", "rows": 64}
+    first, *_ = ranks(4).run(run, save=path, strategy={"overlap": "zero1"}, **options)
+    for continued in ranks(4).run(run, resume=path, strategy=plain, **options):
+        assert_same(continued, first, steps=5)
+
+
 def use_checkpoints(folder: str, kind: str) -> dict[str, Any]:
     """The lines of Lightning's documentation around ``ModelCheckpoint``."""
     keep = ModelCheckpoint(folder, monitor="val", save_top_k=2, save_last=True, every_n_epochs=1)
