@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 
 from tests.distributed.foreign.comparison import (
@@ -218,3 +220,100 @@ def refusal(case: str, strategy: dict[str, Any]) -> str:
     with pytest.raises(Exception) as refused:
         train(case, strategy=strategy)
     return f"{refused.type.__name__} {refused.value}"
+
+
+class HuggingFaceClip(pl.LightningModule):
+    """The library's own model, with its own contrastive loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import CLIPConfig, CLIPModel
+
+        torch.manual_seed(0)
+        shared = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+        text = {**shared, "num_hidden_layers": 2, "vocab_size": 16, "max_position_embeddings": 6}
+        text |= {"eos_token_id": 15, "bos_token_id": 0, "pad_token_id": 1}
+        vision = {**shared, "num_hidden_layers": 2, "image_size": 8, "patch_size": 4}
+        config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+        self.clip = CLIPModel(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        pixels, words = batch
+        out = self.clip(input_ids=words, pixel_values=pixels, return_loss=True)
+        self.log("loss", out.loss)
+        return out.loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def loaders(self, *, replicas: int) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        pixels = torch.randn(16, 3, 8, 8, generator=generator, dtype=torch.float64)
+        words = torch.randint(2, 15, (16, 6), generator=generator)
+        words[:, -1] = 15
+        data = torch.utils.data.TensorDataset(pixels, words)
+        return torch.utils.data.DataLoader(data, batch_size=8 * replicas)
+
+
+def hugging_face_clip() -> Any:
+    return HuggingFaceClip()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["1f1b", "zb_v"])
+def test_clip_of_hugging_face_is_that_of_stock_lightning(
+    ranks: Callable[[int], Ranks], layout: str
+) -> None:
+    pytest.importorskip("transformers")
+    equal_to_stock(ranks, hugging_face_clip, layout, strategy=WHOLE)
+
+
+class Measured(Towers):
+    """Counters and metric objects of the step are those of one run on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        self.accuracy = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.seen += 1
+        self.accuracy(loss.detach())
+        self.log("mean", self.accuracy, on_step=False, on_epoch=True)
+        self.log("seen", float(self.seen))
+        return loss
+
+
+def measured() -> Any:
+    return Measured()
+
+
+@pytest.mark.parametrize("layout", ["1f1b"])
+def test_what_the_step_leaves_is_that_of_one_run(
+    ranks: Callable[[int], Ranks], layout: str
+) -> None:
+    equal_to_stock(ranks, measured, layout, strategy=WHOLE)
+
+
+class ByHand(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self(batch[0]).square().mean()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand() -> Any:
+    return ByHand()
+
+
+def test_backwards_by_hand_are_refused(ranks: Callable[[int], Ranks]) -> None:
+    place = f"{__name__}:by_hand"
+    answers = ranks(2).run(refusal, case=place, strategy={"pp": 2, "schedule": "1f1b", **WHOLE})
+    assert all("manual optimization" in answer for answer in answers), answers
