@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from strategies.errors import ModelError
 from strategies.models.collectives import shapes_only
@@ -226,11 +228,32 @@ def _unsupported(error: Exception, probe: Probe, step: str) -> ModelError:
             f"{what}, and {step} could not go on without ({type(error).__name__}: {error}). Keep "
             "it a tensor (torch.where, masks), or do it after the last layer."
         )
+    line = error_line(error.__traceback__)
+    if _is_packed(error):
+        return ModelError(
+            f"{line}: {step} uses a packed sequence, whose sizes are the lengths' values; a "
+            "pipeline knows shapes alone. Give the recurrent layer the padded tensor and take its "
+            "outputs at the lengths (gather), declare the units yourself, or use pp=1."
+        )
     return ModelError(
-        f"{error_line(error.__traceback__)}: {step} cannot run on shapes alone "
+        f"{line}: {step} cannot run on shapes alone "
         f"({type(error).__name__}: {error}). If the step works with pp=1, move what needs data "
         "into a layer with parameters, or declare the units yourself."
     )
+
+
+def _is_packed(error: BaseException | None) -> bool:
+    """Whether torch was at work on a packed sequence."""
+    while error is not None:
+        frames = traceback.walk_tb(error.__traceback__)
+        for frame, _ in frames:
+            values = frame.f_locals.values()
+            if frame.f_code.co_name == "pack_padded_sequence" or any(
+                isinstance(value, PackedSequence) for value in values
+            ):
+                return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 # -- cuts: where a recorded step can be cut, and what crosses there --------------------------------
