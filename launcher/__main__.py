@@ -145,11 +145,9 @@ def _main(flags: Flags) -> int:
             found = importlib.import_module(_FOLDERLESS[config.mode]).run(config)
             assert isinstance(found, int)
             return found
-        key, pattern = (
-            ("sweep.dir", node.sweep.dir) if flags.multirun else ("run.dir", node.run.dir)
-        )
-        unique = not any(word.startswith(f"hydra.{key}=") for word in words)
-        folder = make_run_folder(str(pattern), unique=unique)
+        kind = "sweep" if flags.multirun else "run"
+        unique = not any(word.startswith(f"hydra.{kind}.dir=") for word in words)
+        folder = make_run_folder(str(node[kind].dir), unique=unique, kind=kind)
         with hold(folder.path):
             if not flags.multirun:
                 return run_one(hydra, words, folder, run_command)

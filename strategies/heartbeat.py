@@ -79,6 +79,7 @@ class Beat:
             but other ranks should keep it from going on.
         mark: Changes whenever the rank goes on.
         where: The peers in words, with their hosts where these are others.
+        between: Whether it is between two passes: its loader, its callbacks or its loggers run.
     """
 
     step: int
@@ -88,6 +89,7 @@ class Beat:
     in_pass: bool
     mark: tuple[int, int]
     where: str = ""
+    between: bool = False
 
     def describe(self) -> str:
         """``at step 3 in RECV act mb=3 from stage 2 (rank 2 on node1)``."""
@@ -205,7 +207,8 @@ def _beat(words: memoryview, file: int | None) -> Beat:
         others = ""
         if waiting and file is not None and words[OTHERS_BYTES]:
             others = os.pread(file, words[OTHERS_BYTES], words[OTHERS_AT]).decode()
-        return Beat(step, _PHASES[phase], (), waiting, flushes and used, mark, others)
+        between = phase is Phase.BETWEEN
+        return Beat(step, _PHASES[phase], (), waiting, flushes and used, mark, others, between)
     place, waiting = state >> 1, bool(state & WAITING)
     if file is None or not words[NAMES_BYTES]:
         return Beat(step, f"instruction {place}", (), waiting, used, mark)

@@ -30,7 +30,7 @@ from launcher.processes.task import rewrite_task, write_task
 from launcher.processes.watchdog import COMPILING_S
 from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, text_source, uses_gpu
-from launcher.terminal import say
+from launcher.terminal import complain, say
 from launcher.workloads.data.source import check_source, vocab_size
 from launcher.workloads.hf.counterpart import export_format
 from launcher.workloads.hf.hf_shape import HfShape, check_folder, check_same_model, check_vocabulary
@@ -233,15 +233,23 @@ def failure_recorded(result: Path, common: Mapping[str, object]) -> Iterator[Non
     except PreemptedError as error:
         status = "interrupted" if error.exit_code == INTERRUPTED else "preempted"
         stopped = {"status": status, "error": str(error), **error.figures}
-        write_result(result, {**common, **stopped})
+        _leave_result(result, {**common, **stopped})
         raise
     except RunError as error:
         failed = {"status": "failed", "error": str(error), **getattr(error, "figures", {})}
-        write_result(result, {**common, **failed})
+        _leave_result(result, {**common, **failed})
         raise
     except KeyboardInterrupt:
-        write_result(result, {**common, "status": "interrupted", "error": "interrupted"})
+        _leave_result(result, {**common, "status": "interrupted", "error": "interrupted"})
         raise
+
+
+def _leave_result(file: Path, content: Mapping[str, object]) -> None:
+    """Writes it where that is possible: what went wrong before must still be told."""
+    try:
+        write_result(file, content)
+    except OSError as error:
+        complain(f"warning: {file} cannot be written: {error.strerror}")
 
 
 def run_ranks(
@@ -294,6 +302,7 @@ def run_ranks(
             environment,
             server=_server(run, environment),
             watch_s=config.trainer.watchdog_s,
+            data_s=config.trainer.data_timeout_s,
             # On a GPU the host runs ahead, and one instruction may wait for a whole step.
             patience_s=COMPILING_S if config.compile or uses_gpu(config) else 0.0,
             saves=trains,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import traceback
@@ -17,6 +18,7 @@ from omegaconf import DictConfig
 from launcher.compose.overrides import quote
 from launcher.compose.session import CONFIG_NAME, to_config
 from launcher.config import LaunchConfig
+from launcher.processes.failure import as_full_disk, free_bytes
 from launcher.terminal import complain, say, say_error
 from strategies.errors import PipelineError, PlanError
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 Command = Callable[[LaunchConfig, Path], int]
 
 PREEMPTED, INTERRUPTED = 85, 130
+_LEAST_BYTES = 1 << 20  # Configuration, results, logs and pictures of a small run.
 _HYDRA_FILES = {"config.yaml", "hydra.yaml", "overrides.yaml"}
 
 
@@ -65,14 +68,24 @@ class RunFolder:
             folder.rmdir()
 
 
-def make_run_folder(pattern: str, *, unique: bool) -> RunFolder:
-    """Creates the folder of a run.
+def _unfit(folder: Path) -> str | None:
+    """Why nothing can be written there; None if it can."""
+    if not os.access(folder, os.W_OK | os.X_OK) or os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return "cannot be written: it is read-only for this user"
+    free = free_bytes(folder)
+    if free < _LEAST_BYTES:
+        return f"has {free:,} bytes free, and a run writes {_LEAST_BYTES:,} at least"
+    return None
+
+
+def make_run_folder(pattern: str, *, unique: bool, kind: str = "run") -> RunFolder:
+    """Creates the folder of a run, or (``kind``) of a sweep.
 
     ``unique``: whether to append _2, _3, ... where the folder exists, as opposed to reusing it.
     """
     path = Path(pattern).absolute()
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         attempt, number = path, 1
         while True:
@@ -87,11 +100,18 @@ def make_run_folder(pattern: str, *, unique: bool) -> RunFolder:
     except OSError as error:
         raise PlanError(
             f"The run folder {path} cannot be created: {error.strerror}. "
-            "Try hydra.run.dir=/tmp/my_run."
+            f"Try hydra.{kind}.dir=/tmp/my_run."
         ) from error
     created = [folder for folder in missing if folder != path]
     if attempt != path or path in missing:
         created.insert(0, attempt)
+    problem = _unfit(attempt)
+    if problem is not None:
+        for folder in created:
+            folder.rmdir()
+        raise PlanError(
+            f"The run folder {attempt} {problem}. Try hydra.{kind}.dir=/elsewhere/my_run."
+        )
     old = attempt / ".hydra"
     kept = {file: file.read_bytes() for file in old.iterdir()} if old.is_dir() else {}
     return RunFolder(attempt, tuple(reversed(created)), kept)
@@ -273,6 +293,11 @@ class Jobs:
         except BrokenPipeError:
             raise  # `| head` has closed our output; main() knows.
         except Exception as error:
+            full = as_full_disk(error, Path(hydra.runtime.output_dir))
+            if full is not None:
+                self._error = str(full)
+                say_error(full)
+                return full.exit_code
             # A defect of ours or of the user's model, not a wrong request: show where.
             self._error = "".join(traceback.format_exception_only(error)).strip()
             traceback.print_exc()

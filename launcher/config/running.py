@@ -89,6 +89,13 @@ class TrainerConfig:
         low=0,
         high=86400,
     )
+    data_timeout_s: float = key(
+        600.0,
+        "Seconds until ranks that all stand between two steps, in a loader or a callback, end the "
+        "run (cluster=local); 0 = never.",
+        low=0,
+        high=86400,
+    )
     deterministic: Literal["warn"] | bool = key(
         False, "Deterministic kernels only; warn = warn where there is none."
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import resource
 import signal
@@ -201,6 +203,43 @@ def as_out_of_memory(error: BaseException) -> OutOfMemoryError | None:
         f"in this rank{limited}. Try a smaller data.microbatch_size or recompute=full; "
         "mode=validate estimates the memory of each rank."
     )
+
+
+# A file system that takes no more, be it full, read-only or gone.
+
+_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.EIO})
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def as_full_disk(error: BaseException, run_dir: Path) -> RunError | None:
+    """The same failure with path and free bytes; None if it is another one."""
+    text = str(error)
+    shared = "torch_" in text or str(_SHARED_MEMORY) in text
+    if (shared and "No space left" in text) or (isinstance(error, RuntimeError) and "shm" in text):
+        return RunError(
+            f"{_SHARED_MEMORY} is full ({free_bytes(_SHARED_MEMORY):,} bytes free): loader "
+            "processes hand their batches over through it. Try data.num_workers=0, or a larger one "
+            "(docker run --shm-size=1g)."
+        )
+    if not isinstance(error, OSError) or error.errno not in _DISK:
+        return None
+    path = Path(os.fsdecode(error.filename)) if error.filename else run_dir
+    if not run_dir.is_dir():
+        return RunError(f"the run folder {run_dir} is gone: somebody has deleted it meanwhile.")
+    return RunError(
+        f"{path} cannot be written: {os.strerror(error.errno or 0)} ({free_bytes(run_dir):,} bytes "
+        "are free where the run's files are). Free some, or try another hydra.run.dir; "
+        "trainer.resume=auto goes on from the newest whole checkpoint."
+    )
+
+
+def free_bytes(folder: Path) -> int:
+    """What this user may still write on the file system of a folder; 0 where nobody can say."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
 
 
 def peak_bytes() -> int:

@@ -32,6 +32,7 @@ from launcher.processes.failure import (
     blame,
     describe,
     failure_file,
+    free_bytes,
     read_failure,
     signalled,
 )
@@ -62,6 +63,7 @@ class LocalRanks:
         server: What forks them; None to start each by itself.
         watch_s: Deadline of the watchdog; 0 for none.
         patience_s: See ``Watchdog``.
+        data_s: See ``Watchdog``.
         saves: Whether ranks that are asked to stop write a checkpoint first.
         restarted: How often the ranks of this run have failed before; their logs go on.
     """
@@ -73,6 +75,7 @@ class LocalRanks:
     server: RankServer | None = None
     watch_s: float = 0.0
     patience_s: float = 0.0
+    data_s: float = 0.0
     saves: bool = False
     restarted: int = 0
     _processes: list[RankProcess] = field(default_factory=list)
@@ -208,7 +211,10 @@ class LocalRanks:
 
     def _watch(self, reader: int) -> None:
         os.set_blocking(reader, False)
-        watchdog = Watchdog(self._pages, self.watch_s, self._state_of, patience_s=self.patience_s)
+        watchdog = Watchdog(
+            self._pages, self.watch_s, self._state_of,
+            patience_s=self.patience_s, data_s=self.data_s, warn=complain,
+        )  # fmt: skip
         with selectors.DefaultSelector() as selector:
             selector.register(reader, selectors.EVENT_READ)
             open_pipe = True
@@ -256,6 +262,10 @@ class LocalRanks:
         """Waits a moment for the other ranks' words, then names the first failure."""
         if self.server is not None and not self.server.alive:
             return self._server_lost(self.server)
+        if not self.run_dir.is_dir():
+            # The ranks' own words went with it.
+            message = f"the run folder {self.run_dir} is gone: somebody has deleted it meanwhile"
+            return RankFailedError(message, replace(signalled(0, 1, time.time()), message=message))
         seen: dict[int, float] = {}
         until = time.monotonic() + _GRACE_S
         while True:
@@ -273,10 +283,18 @@ class LocalRanks:
             if code:
                 failure = read_failure(self.run_dir, rank)
                 peak = getattr(self._processes[rank], "peak_bytes", 0)
-                failures.append(failure or self._oom.explain(signalled(rank, code, at), peak))
+                failures.append(failure or self._unsaid(signalled(rank, code, at), peak))
         beats = {rank: self._pages.beat(rank) for rank in range(self.world_size)}
         idle = {rank: watchdog.idle_s(rank) for rank in range(self.world_size) if rank not in seen}
         return self._error(blame(failures, beats, idle))
+
+    def _unsaid(self, failure: Failure, peak: int) -> Failure:
+        """Why a rank has ended that could not leave a word."""
+        free = free_bytes(self.run_dir)
+        if failure.kind == "exit" and free < 1 << 16:
+            message = f"{self.run_dir} is full ({free:,} bytes free), so the rank's words are lost"
+            return replace(failure, kind="OSError", message=message)
+        return self._oom.explain(failure, peak)
 
     def _server_lost(self, server: RankServer) -> RankFailedError:
         failure = replace(signalled(0, -signal.SIGKILL, time.time()), message=server.end())

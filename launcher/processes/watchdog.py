@@ -20,6 +20,7 @@ from strategies.heartbeat import Beat, Heartbeat, new_page, read_beat, read_mark
 # More than this between two looks, and this process itself has not run: nobody is to blame.
 _OWN_GAP_S = 2.0
 _RESTING_S = 0.2
+_WARNED_S = 30.0
 # The first forwards and backwards of a pipeline's ranks compile one after the other.
 COMPILING_S = 1800.0
 
@@ -51,6 +52,9 @@ class Watchdog:
         deadline_s: For a stopped process, and for a rank in one instruction; 0 for never.
         patience_s: For a rank in one instruction where that is more: compiled code may be compiled
             again, and a GPU's host waits for many instructions at once.
+        data_s: For ranks that all stand between two passes, where nobody waits for a message: a
+            loader whose file system is gone, a callback that never returns; 0 for never.
+        warn: Told once, well before, that this is so.
     """
 
     pages: Pages
@@ -58,8 +62,11 @@ class Watchdog:
     states: Callable[[int], State]
     first_rank: int = 0
     patience_s: float = 0.0
+    data_s: float = 0.0
+    warn: Callable[[str], None] = lambda _: None
     clock: Callable[[], float] = time.monotonic
     _looked: float | None = None
+    _warned: bool = False
     _stopped: dict[int, float] = field(default_factory=dict)
     _since: dict[int, tuple[tuple[int, int], float]] = field(default_factory=dict)
 
@@ -75,9 +82,30 @@ class Watchdog:
             mark = self.pages.mark(index)
             if index not in self._since or self._since[index][0] != mark:
                 self._since[index] = mark, now
-        if not self.deadline_s:
-            return None
+        found = self._without_data(now)
+        if found is not None or not self.deadline_s:
+            return found
         return self._stopped_one(now) or self._waited_for(now)
+
+    def _without_data(self, now: float) -> Stall | None:
+        count = len(self.pages.files)
+        idle = min((now - self._since[index][1] for index in range(count)), default=0.0)
+        if idle < _WARNED_S and (not self.data_s or idle < self.data_s):
+            self._warned = False
+            return None
+        beats = [self.pages.beat(index) for index in range(count)]
+        if not all(beat.between for beat in beats):
+            return None
+        what = (
+            f"no rank has gone on for {idle:.0f} s: all are between two steps, so a loader "
+            "or a callback has not come back"
+        )
+        if self.data_s and idle >= self.data_s:
+            return Stall(0, "no data", f"{what} (trainer.data_timeout_s={self.data_s:g})")
+        if not self._warned:
+            self._warned = True
+            self.warn(f"warning: {what} yet")
+        return None
 
     def idle_s(self, index: int) -> float:
         """For how long a rank has not gone on."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 from pathlib import Path
 
 import pytest
 
 from launcher.checkpoints import hold
+from launcher.processes.failure import as_full_disk
 from launcher.processes.local import font_cache
 from tests.forgery import write_bare
 from tests.launcher.command_line import launch_here, refused_here
@@ -239,3 +242,35 @@ def test_the_fonts_of_matplotlib_lie_in_a_folder_of_the_users_own(tmp_path, monk
     assert font_cache({}) == {}
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     assert font_cache({}) == {}
+
+
+def test_a_run_folder_that_takes_nothing_is_refused(refused, tmp_path, monkeypatch):
+    asked = ("mode=simulate", "costs=uniform")
+    long = refused((*asked, f"hydra.run.dir={'x' * 300}"))
+    assert "cannot be created: File name too long" in long
+    monkeypatch.setattr("launcher.compose.execute.free_bytes", lambda _: 70_000)
+    full = refused((*asked, "hydra.run.dir=a/b"))
+    assert f"The run folder {tmp_path}/a/b has 70,000 bytes free, and a run writes 1,048," in full
+    assert "Try hydra.sweep.dir=" in refused(("-m", "pp=1,2", *asked, "hydra.sweep.dir=s"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+def test_a_disk_that_fills_up_later_is_one_message(number, tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(number, "whatever", str(tmp_path / "run" / "timeline.html"))
+
+    monkeypatch.setattr("launcher.commands.layouts.write_pictures", full)
+    done = launch_here(("mode=simulate", "costs=uniform", "hydra.run.dir=run"), tmp_path)
+    assert done.code == 1
+    assert done.errors.count("\n") == 1
+    said = f"error: {tmp_path}/run/timeline.html cannot be written: {os.strerror(number)} ("
+    assert done.errors.startswith(said)
+
+
+def test_shared_memory_that_is_full_is_named(tmp_path):
+    error = RuntimeError("unable to write to file </torch_1_2_3>: No space left on device (28)")
+    found = as_full_disk(error, tmp_path)
+    assert found is not None
+    assert str(found).startswith("/dev/shm is full (")
+    assert as_full_disk(ValueError("x"), tmp_path) is None
+    assert as_full_disk(FileNotFoundError(2, "no"), tmp_path) is None

@@ -202,3 +202,30 @@ def test_a_rank_finds_its_page_in_its_environment():
     assert (pages.beat(0).step, pages.beat(1).step) == (0, 3)
     assert own_heartbeat({}).beat().step == 0
     pages.close()
+
+
+def test_ranks_that_all_load_data_are_told_and_then_ended(bench):
+    told: list[str] = []
+    it = bench(2, data_s=60.0, warn=told.append)
+    for rank in (0, 1):
+        it.ranks[rank].phase(Phase.BETWEEN)
+    assert it.after(40) is None
+    assert told == [
+        "warning: no rank has gone on for 30 s: all are between two steps, so a loader or a "
+        "callback has not come back yet"
+    ]
+    found = it.after(30)
+    assert (found.index, found.kind) == (0, "no data")
+    assert found.message.endswith("has not come back (trainer.data_timeout_s=60)")
+
+
+def test_one_rank_that_goes_on_keeps_the_others_from_being_ended(bench):
+    it = bench(2, data_s=60.0)
+    it.ranks[0].phase(Phase.BETWEEN)
+    for _ in range(30):
+        it.computes(1)
+        assert it.after(5) is None
+        it.ranks[1].phase(Phase.BETWEEN)
+        assert it.after(5) is None
+    it.ranks[1].phase(Phase.SAVING)
+    assert it.after(9) is None
