@@ -14,8 +14,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launcher.resolve import Run
+from launcher.resolve import Run, text_source
 from launcher.terminal import say
+from launcher.workloads.data.identity import tell_other_data
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.errors import CheckpointError, PlanError
 from strategies.manifest import (
@@ -108,6 +109,20 @@ def check_continues(path: Path, run: Run) -> None:
             f"{path} was written with optimizer={optimizers[0].lower()}, whose state is of no use "
             f"to optimizer={name}. Try optimizer={optimizers[0].lower()}, or train anew."
         )
+
+
+def check_data(path: Path, run: Run) -> None:
+    """Refuses to go on in other data than the checkpoint's.
+
+    Raises:
+        CheckpointError: With what has changed, and the key that accepts it.
+    """
+    if path.is_file() or run.own_data or run.config.trainer.accept_other_data:
+        return
+    written = manifest_of(path)["metadata"].get("data")
+    problem = tell_other_data(path, written, text_source(run.config))
+    if problem is not None:
+        raise CheckpointError(problem)
 
 
 def check_run_folder(run_dir: Path, resumed: Path | None) -> None:

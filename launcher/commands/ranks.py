@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher.checkpoints import (
     check_continues,
+    check_data,
     check_model,
     check_whole,
     manifest_of,
@@ -94,6 +95,7 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
     asked = config.trainer.resume if config.mode in ("train", "validate") else config.checkpoint
     if checkpoint is not None and config.mode in ("train", "validate"):
         check_continues(checkpoint, run)
+        check_data(checkpoint, run)
     if checkpoint is not None and asked != "auto":  # the newest has been looked at
         check_whole(checkpoint)
 

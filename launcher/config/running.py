@@ -74,6 +74,9 @@ class TrainerConfig:
         "auto = newest checkpoint of this experiment_name, PATH = that one, null = start anew.",
         example="auto",
     )
+    accept_other_data: bool = key(
+        False, "With resume: go on although data.* is not what the checkpoint was trained on."
+    )
     max_restarts: int = key(
         0,
         "cluster=local: times that failed ranks are started again from the newest checkpoint; "

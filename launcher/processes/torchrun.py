@@ -8,9 +8,12 @@ Torch is imported when the ranks first meet, not before.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import importlib
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -37,12 +40,14 @@ from launcher.processes.preempted import PreemptedError, StopRequest, installed_
 from launcher.processes.watchdog import own_heartbeat
 from launcher.terminal import say_error
 from strategies.errors import PipelineError, PlanError, RunError
+from strategies.small_file import FileRefusedError, opened, parse_json
 
 WORD = "cluster=torchrun"
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _KEY = "foldpipe/task"
 _HEARD = "foldpipe/heard"
 _GRACE_S = 1.0
+_MOST_KEY_BYTES = 4096
 _FAREWELL_S = 20.0  # for the others to import torch
 _PATIENCE = timedelta(minutes=30)  # for rank 0 to compose, compile and check
 _COMMAND = "python -m torch.distributed.run --nproc-per-node=2 -m launcher cluster=torchrun pp=2"
@@ -102,7 +107,7 @@ def lead(
         failure_file(run_dir, other).unlink(missing_ok=True)
     # In a variable: the store lives in this process where torchrun's agent has none.
     store = _meet()
-    store.set(_KEY, json.dumps({"run_dir": str(run_dir), "task": task}))
+    store.set(_KEY, signed({"run_dir": str(run_dir), "task": task}))
     try:
         with events_told_to(on_event):
             _work(run_dir, task)
@@ -118,7 +123,7 @@ def lead(
 def follow() -> int:
     """Runs any other rank's part; returns its exit code."""
     store = _meet()
-    told = json.loads(store.get(_KEY))
+    told = _heard(store)
     if "code" in told:
         store.add(_HEARD, 1)
         return int(told["code"])  # rank 0 has said why
@@ -142,8 +147,8 @@ def dismiss(code: int) -> None:
     """Ends the other ranks where rank 0 has been refused before it told them anything."""
     with contextlib.suppress(Exception):
         store = _meet()
-        if not store.check([_KEY]):
-            store.set(_KEY, json.dumps({"code": code}))
+        if not store.check([_KEY]) or read_signed(store.get(_KEY)) is None:
+            store.set(_KEY, signed({"code": code}))
             # Where torchrun's agent has no store it is ours, and lives as long as we do.
             until = time.monotonic() + _FAREWELL_S
             while store.add(_HEARD, 0) < int(os.environ["WORLD_SIZE"]) - 1:
@@ -191,6 +196,96 @@ def _meet() -> Any:  # noqa: ANN401 -- a torch.distributed.Store
     rendezvous = importlib.import_module("torch.distributed.rendezvous").rendezvous
     store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
     return store
+
+
+# What rank 0 says is signed. Anybody who reaches the store can write into it, and what the ranks
+# read there decides what they run; the key is in a file that only this user can read, so ranks on
+# several hosts need a common home, or the key in a variable.
+
+KEY_VARIABLE = "FOLDPIPE_KEY"
+_LOOK_S = 0.2
+_COMPLAIN_S = 20.0
+
+
+def signed(content: Mapping[str, Any]) -> str:
+    """Text that only somebody with this user's key can have written, for this set of processes."""
+    text = json.dumps(content)
+    return json.dumps({"text": text, "mac": _mac(text)})
+
+
+def read_signed(data: str | bytes) -> dict[str, Any] | None:
+    """What was signed; None where a stranger has written it."""
+    try:
+        outer = parse_json(data)
+        text, mac = outer["text"], outer["mac"]
+        if not hmac.compare_digest(mac, _mac(text)):
+            return None
+        content = parse_json(text)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _heard(store: Any) -> dict[str, Any]:  # noqa: ANN401 -- a torch.distributed.Store
+    """What rank 0 has told; what a stranger has left in its place is waited over."""
+    told = read_signed(store.get(_KEY))
+    began, complained = time.monotonic(), False
+    while told is None:
+        time.sleep(_LOOK_S)
+        waited = time.monotonic() - began
+        if waited > _PATIENCE.total_seconds():
+            raise PlanError(_unsigned())
+        if waited > _COMPLAIN_S and not complained:
+            complained = True
+            sys.stderr.write(f"rank {rank()} goes on waiting for rank 0: {_unsigned()}\n")
+        told = read_signed(store.get(_KEY))
+    return told
+
+
+def _unsigned() -> str:
+    return (
+        "what is in the store where the ranks meet is not signed with this user's key, so it is "
+        f"not used. Where hosts have no common home, set {KEY_VARIABLE} to the same secret on all."
+    )
+
+
+def _mac(text: str) -> str:
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE", "MASTER_PORT")
+    where = "\0".join(os.environ.get(name, "") for name in names)
+    return hmac.new(_key(), f"{where}\0{text}".encode(), hashlib.sha256).hexdigest()
+
+
+def _key() -> bytes:
+    """This user's, made when it is first asked for."""
+    given = os.environ.get(KEY_VARIABLE)
+    if given:
+        return given.encode()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "foldpipe"
+    file = folder / "torchrun.key"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            made = folder / f"torchrun.key.{secrets.token_hex(8)}"
+            handle = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w") as stream:
+                stream.write(secrets.token_hex(32))
+            with contextlib.suppress(FileExistsError):  # another rank was faster
+                os.link(made, file)
+            made.unlink()
+        with opened(file) as stream:
+            status = os.fstat(stream.fileno())
+            found = stream.read(_MOST_KEY_BYTES)
+    except (OSError, FileRefusedError) as error:
+        raise PlanError(
+            f"{file}, this user's key for torchrun's ranks, cannot be read or made: {error}. "
+            f"Try {KEY_VARIABLE}=SECRET, the same for all processes."
+        ) from None
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or not found:
+        raise PlanError(
+            f"{file}, this user's key for torchrun's ranks, is another user's, or others can read "
+            f"it. Remove it, or try {KEY_VARIABLE}=SECRET, the same for all processes."
+        )
+    return found
 
 
 # Progress on standard output, where no parent of ours reads what rank 0 tells.

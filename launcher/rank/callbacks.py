@@ -50,6 +50,12 @@ class MetricsFile:
         ``complete``: whether no more is to come; otherwise the next call replaces it. A run that is
         killed leaves what is known of its last step.
         """
+        before = self._rows[-1].get("step") if self._rows and self._last is None else None
+        if before is not None and str(before) == str(row.get("step")):
+            # The validation of the step from which a run goes on has come late.
+            known = {k: v for k, v in self._rows.pop().items() if v not in (None, "")}
+            row = {**row, **{k: v for k, v in known.items() if row.get(k) is None}}
+            write_atomically(self.path, "".join(self._lines([{}, *self._rows])))
         new = [name for name in row if name not in self._columns]
         if self._last is not None:
             self._rows.pop()

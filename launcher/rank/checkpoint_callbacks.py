@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loops.evaluation_loop import RestartStage
 
 from launcher.processes.preempted import StopRequest
 from launcher.rank.callbacks import pipeline
@@ -154,6 +155,25 @@ class RegularCheckpoints(Checkpoint):
         for step in old:
             del self._scores[step]
             trainer.strategy.remove_checkpoint(self._path(step))
+
+
+class DueValidation(pl.Callback):
+    """Runs the validation that was due when a checkpoint was written, before the next step.
+
+    A checkpoint of a step is written before the validation of that step, which Lightning takes for
+    done when it goes on from there: its figures would be missing, and what always fails in it would
+    fail at another step after every restart.
+    """
+
+    reads_weights: ClassVar[bool] = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Runs when the loops have found out where they go on."""
+        loop = trainer.fit_loop.epoch_loop
+        if loop.restarted_on_train_batch_end:
+            loop.val_loop.batch_progress.reset_on_run()
+            # "Goes back and finishes": of a validation of which nothing has been done, all.
+            loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
 
 
 class LastCheckpoint(Checkpoint):

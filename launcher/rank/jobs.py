@@ -18,16 +18,23 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 
+from launcher.checkpoints import check_data
 from launcher.config import dump
 from launcher.processes.local import wait_for_outcome, write_outcome
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
 from launcher.processes.task import resolve_task
 from launcher.processes.watchdog import own_heartbeat
 from launcher.rank.callbacks import KeepSignal, MetricsFile, Progress, as_lost_loader, pipeline
-from launcher.rank.checkpoint_callbacks import LastCheckpoint, RegularCheckpoints, StopWhenAsked
+from launcher.rank.checkpoint_callbacks import (
+    DueValidation,
+    LastCheckpoint,
+    RegularCheckpoints,
+    StopWhenAsked,
+)
 from launcher.rank.trackers import Tracked, build_loggers
 from launcher.report.predicted import ideal_step_s
 from launcher.resolve import Run, text_source
+from launcher.workloads.data.identity import data_identity
 from launcher.workloads.data.module import TextDataModule
 from launcher.workloads.hf.counterpart import export_format, export_target
 from launcher.workloads.hf.hf_shape import HfShape
@@ -96,8 +103,14 @@ def _strategy(run: Run) -> PipelineStrategy:
         metadata={
             "model": described(run.shape) if run.describes_model else config.model.name,
             "experiment_name": config.experiment_name,
+            **({} if run.own_data or config.mode != "train" else _data(run)),
         },
     )
+
+
+def _data(run: Run) -> dict[str, Any]:
+    """Which data this training sees, for the manifests of its checkpoints; rank 0 writes them."""
+    return {"data": data_identity(text_source(run.config))} if os.environ["RANK"] == "0" else {}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
@@ -173,12 +186,14 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     rows = run.batch_size * run.dp * given.accumulate_grad_batches
     # Only the built-in text has a known number of tokens per row.
     tokens = None if run.own_data else rows * run.shape.sequence
+    if checkpoint is not None:
+        check_data(Path(checkpoint), run)  # A job that is requeued has no parent that does.
     model = build_model(run)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     ideal = ideal_step_s(run)
     file = MetricsFile(run_dir / "metrics.csv") if rank == 0 else None
     progress = Progress(file, tokens, ideal)
-    callbacks: list[Callback] = [progress]
+    callbacks: list[Callback] = [progress, DueValidation()]
     regular = RegularCheckpoints(
         folder,
         every=given.checkpoint_every_n_steps,

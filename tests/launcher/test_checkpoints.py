@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from launcher import checkpoints
 from launcher.config import LaunchConfig, check, from_dict
 from launcher.rank import checkpoint_callbacks
 from launcher.rank.checkpoint_callbacks import surplus
@@ -17,7 +18,7 @@ from strategies.errors import PlanError
 from tests.forgery import reseal
 from tests.launcher.command_line import launch_here
 from tests.launcher.conftest import TRAIN
-from tests.launcher.runs import MODEL, launch, read_metrics
+from tests.launcher.runs import MODEL, Finished, launch, read_metrics
 
 
 def test_the_newest_and_the_best_stay() -> None:
@@ -208,3 +209,62 @@ def test_auto_takes_what_stepped_aside_when_nothing_came_in_its_place(
     assert (
         f"continues {folder / 'last.ckpt'}\n" in launch_here(words, tmp_path).assert_done().output
     )
+
+
+@pytest.mark.distributed
+def test_other_data_than_those_of_the_checkpoint_are_told(checkpoint: Path, tmp_path: Path) -> None:
+    words = [*TRAIN, f"trainer.resume={checkpoint}", "trainer.max_steps=30", "mode=validate"]
+    other = [*words, "data.max_bytes=90000"]
+    done = launch_here(other, tmp_path)
+    assert done.code == 2
+    assert (
+        "was written in a training on other data than data=stdlib is now (bytes was" in done.errors
+    )
+    assert done.errors.endswith("with trainer.accept_other_data=true.\n")
+    launch_here([*other, "trainer.accept_other_data=true"], tmp_path).assert_done()
+    launch_here(words, tmp_path).assert_done()
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("checkpoint")
+def test_where_ranks_find_the_newest_damaged_the_one_before_is_taken(
+    trained: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "_HASHED_BYTES", 0)  # as of checkpoints larger than that
+    folder = tmp_path / "outputs" / "monday" / "run" / "checkpoints"
+    shutil.copytree(trained.folder / "checkpoints", folder)
+    flipped = folder / "step-00000020.ckpt"
+    data = bytearray((flipped / "rank_00001.safetensors").read_bytes())
+    data[-1] ^= 1
+    (flipped / "rank_00001.safetensors").write_bytes(data)
+    words = [*TRAIN, "trainer.resume=auto", "trainer.max_steps=22", "hydra.run.dir=again"]
+    done = launch_here(words, tmp_path).assert_done()
+    assert f"skips {flipped}: {flipped}/rank_00001.safetensors is damaged" in done.output
+    assert f"starts from {folder / 'step-00000010.ckpt'}\n" in done.output
+    steps = [row["step"] for row in read_metrics(tmp_path / "again")]
+    assert steps == list(range(11, 23))
+    # One that was asked for by name is not replaced.
+    words = [*TRAIN, f"trainer.resume={flipped}", "trainer.max_steps=22", "hydra.run.dir=named"]
+    done = launch_here(words, tmp_path)
+    assert done.code == 2
+    assert "rank_00001.safetensors is damaged" in done.errors
+
+
+@pytest.mark.distributed
+def test_a_validation_that_was_due_is_not_skipped(tmp_path: Path) -> None:
+    words = [
+        *TRAIN, "trainer.max_steps=6", "trainer.val_check_interval=4",
+        "trainer.checkpoint_every_n_steps=4",
+    ]  # fmt: skip
+    whole = launch([*words, "hydra.run.dir=whole"], tmp_path).assert_done()
+    middle = whole.folder / "checkpoints" / "step-00000004.ckpt"
+    rows = read_metrics(whole.folder)
+    assert [row["step"] for row in rows if row["val_loss"] is not None] == [4]
+    resume = [*words, f"trainer.resume={middle}"]
+    launch([*resume, "hydra.run.dir=resumed"], tmp_path).assert_done()
+    again = read_metrics(tmp_path / "resumed")
+    assert [row["step"] for row in again] == [4, 5, 6]
+    assert again[0]["val_loss"] == rows[3]["val_loss"]
+    for row, other in zip(again[1:], rows[4:], strict=True):
+        for name in ("step", "train_loss", "lr", "grad_norm"):
+            assert row[name] == other[name], name

@@ -33,6 +33,7 @@ from strategies.runtime.lightning.rank_folder import (
 from strategies.runtime.lightning.ranks_strategy import RanksStrategy
 from strategies.runtime.lightning.stock_file import HYPER_PARAMETERS, RANDOM, boxed
 from strategies.runtime.lightning.whole_state import WholeModule, bring_together, fits
+from strategies.runtime.messages.checksum import checksums, digest, odd_ones, tell_odd_ones
 from strategies.runtime.messages.exchange import Exchange, everybody
 from strategies.runtime.step.rank_engine import Engine
 from strategies.runtime.storage.saver import Saver
@@ -185,6 +186,7 @@ class CheckpointingStrategy(RanksStrategy):
             CheckpointError: It cannot be written.
         """
         self._heartbeat.phase(Phase.SAVING)
+        self._compare_replicas()
         path = Path(self.broadcast(str(filepath)))
         self._checkpoints.add(path.absolute())
         if self._as_file(checkpoint):
@@ -268,6 +270,20 @@ class CheckpointingStrategy(RanksStrategy):
                 "parameters": sorted(self.engine.model.parameter_names),
             },
         )
+
+    def _compare_replicas(self) -> None:
+        """Refuses to keep weights that replicas have not got alike; collective."""
+        where = self.coordinates
+        if where.dp == 1:
+            return
+        sums = checksums(self.engine.named_parameters())
+        exchange = everybody()
+        place = f"pipeline rank {where.pp_rank}, tp rank {where.tp_rank}"
+        found = exchange.everyone((place, where.dp_rank, digest(sums)))
+        if not any(odd_ones(found).values()):
+            return
+        details = exchange.everyone(sums)
+        raise CheckpointError(f"no checkpoint was written: {tell_odd_ones(found, details)}")
 
     @property
     def saver(self) -> Saver:

@@ -375,6 +375,14 @@ class PipelineStrategy(CheckpointingStrategy):
             ) from error
 
         refuse_optimizers(self.optimizers, world_size=self.world_size, on_nan=self._options.on_nan)
+        where = self.coordinates
+        compare(
+            fingerprint.optimizers_print(
+                self.optimizers, pp_rank=where.pp_rank, tp_rank=where.tp_rank
+            ),
+            what="optimizers",
+            partial=True,
+        )
         self.engine.updated_by(self.optimizers)
         mains = self.engine.mains
         mains.refresh()  # Somebody may have written weights since the last fit().

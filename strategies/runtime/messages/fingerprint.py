@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from strategies.errors import PlanError, by_host, name_ranks
 from strategies.ir.program import Program
@@ -65,6 +66,29 @@ def weights_print(module: nn.Module) -> dict[str, str]:
             f"{name} {list(weight.shape)} {kind}{frozen}"
         )
     return {f"weights of {part or 'the module'}": _short("; ".join(p)) for part, p in parts.items()}
+
+
+def optimizers_print(
+    optimizers: Sequence[Optimizer], *, pp_rank: int, tp_rank: int
+) -> dict[str, str]:
+    """Classes and defaults, the same everywhere, and the groups of a pipeline rank, of replicas."""
+    found = {"optimizers": ", ".join(type(each).__qualname__ for each in optimizers) or "none"}
+    place = f"pipeline rank {pp_rank}" + (f", tp rank {tp_rank}" if tp_rank else "")
+    for number, optimizer in enumerate(optimizers):
+        for name, value in optimizer.defaults.items():
+            found[f"{name} of optimizer {number}"] = _short(_number(value))
+        for index, group in enumerate(optimizer.param_groups):
+            shapes = [list(parameter.shape) for parameter in group["params"]]
+            rest = {k: _number(v) for k, v in sorted(group.items()) if k != "params"}
+            found[f"group {index} of optimizer {number} on {place}"] = _short(
+                _plain({"shapes": shapes, **rest})
+            )
+    return found
+
+
+def _number(value: object) -> str:
+    """A rate may be a tensor."""
+    return str(value.tolist()) if isinstance(value, torch.Tensor) else _plain(value)
 
 
 def program_print(program: Program) -> str:

@@ -106,7 +106,7 @@ def _absent(missing: list[int], store: Store, world_size: int, timeout_s: float)
 
 
 def _hosts(store: Store, ranks: Iterable[int]) -> dict[int, str]:
-    return {rank: store.get(f"here/{rank}").decode() for rank in ranks}
+    return {rank: store.get(f"here/{rank}").decode(errors="replace") for rank in ranks}
 
 
 def _taken(port: int) -> str:

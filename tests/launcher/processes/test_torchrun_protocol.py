@@ -19,7 +19,7 @@ from launcher.__main__ import main
 from launcher.processes import torchrun
 from launcher.processes.local import write_outcome
 from launcher.processes.preempted import PreemptedError
-from strategies.errors import ModelError
+from strategies.errors import ModelError, PlanError
 from tests.launcher.runs import MODEL, read_result
 
 INSIDE = {
@@ -60,11 +60,14 @@ class Store:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+def store(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Store]:
     """Two ranks' store; signals are those of the test run again afterwards."""
     before = {n: signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)}
     for name, value in INSIDE.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     shared = Store()
     monkeypatch.setattr(torchrun, "_meet", lambda: shared)
 
@@ -206,3 +209,63 @@ def test_signals_are_taken_before_anything_else(store):
     for number in (signal.SIGUSR1, signal.SIGTERM):
         assert type(signal.getsignal(number)).__name__ == "StopRequest"
     assert not torchrun.joins(["pp=2"])
+
+
+@pytest.mark.parametrize("left", [
+    '{"code": 0}', '{"run_dir": "/tmp", "task": {}}', "{", "[" * 100_000, "null",
+    '{"text": "{\\"code\\": 0}", "mac": "0"}', '{"text": "{\\"code\\": 0}", "mac": 0}',
+])  # fmt: skip
+def test_what_a_stranger_has_left_in_the_store_ends_nobody(left, store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen: list[dict[str, Any]] = []
+
+    def run(task: dict[str, Any], run_dir: Path) -> None:
+        seen.append(task)
+        write_outcome(run_dir, dict(OUTCOME), stopped_by=None)
+
+    job(monkeypatch, run)
+    store.set("foldpipe/task", left)
+    codes: list[int] = []
+    other = follower(codes)
+    other.join(0.3)
+    assert other.is_alive()
+    assert codes == []
+    assert lead(*RUN)[0] == 0
+    other.join(10)
+    assert codes == [0]
+    assert len(seen) == 2
+
+
+def test_a_refusal_is_heard_over_a_stranger(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store.set("foldpipe/task", '{"code": 0}')
+    codes: list[int] = []
+    other = follower(codes)
+    assert lead(*MODEL, "pp=4")[0] == 2
+    other.join(10)
+    assert codes == [2]
+
+
+def test_a_signature_is_of_one_key_and_one_attempt(store, tmp_path, monkeypatch):
+    said = torchrun.signed({"code": 3})
+    assert torchrun.read_signed(said) == {"code": 3}
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        assert torchrun.read_signed(said) is None
+    with monkeypatch.context() as patch:
+        patch.setenv("FOLDPIPE_KEY", "another")
+        assert torchrun.read_signed(said) is None
+        assert torchrun.read_signed(torchrun.signed({"code": 3})) == {"code": 3}
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert torchrun.read_signed(said) is None  # another user's file
+        file = tmp_path / "foldpipe" / "torchrun.key"
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert [path.name for path in file.parent.iterdir()] == [file.name]
+        file.chmod(0o644)
+        with pytest.raises(PlanError, match="others can read it"):
+            torchrun.signed({})
+        file.unlink()
+        file.mkdir()
+        with pytest.raises(PlanError, match="Try FOLDPIPE_KEY=SECRET"):
+            torchrun.signed({})
