@@ -264,6 +264,18 @@ class Generators:
             None if numpy is None else numpy.get_state(),
         )
 
+    def are_now(self) -> bool:
+        """Whether nothing has been drawn since."""
+        now = Generators.now()
+        arrays = [(self.cpu, now.cpu)]
+        if self.cuda is not None and now.cuda is not None:
+            arrays.append((self.cuda, now.cuda))
+        return (
+            all(torch.equal(before, after) for before, after in arrays)
+            and self.python == now.python
+            and repr(self.numpy) == repr(now.numpy)
+        )
+
     def put_back(self) -> None:
         torch.default_generator.set_state(self.cpu)
         if self.cuda is not None:

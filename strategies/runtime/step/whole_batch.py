@@ -28,7 +28,7 @@ from strategies.models.metric_objects import (
     share_metrics,
 )
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput
-from strategies.models.state import kept_generators
+from strategies.models.state import Generators, kept_generators
 from strategies.models.step_state import Slot, StepState
 from strategies.runtime.step.microbatch import (
     Microbatch,
@@ -168,6 +168,7 @@ class WholeBatch:
             return Whole(refusal=missing if self._must else None), plain
         short = self._needed and not self._deep
         parts = [ends[index] for index in sorted(ends)]
+        generators = Generators.now()
         try:
             together = self.replicas.group is not None and mode in self.together
             with on_whole_batch(self._model.module, together=together):
@@ -177,19 +178,25 @@ class WholeBatch:
                     batch=batch,
                     batch_idx=options.batch_idx,
                     mode=mode,
-                    seed=options.seed,
+                    seed=None,  # So that what it draws is seen.
                     dataloader_idx=options.dataloader_idx,
                     short=short,
                 )
         except ModelError as error:
+            generators.put_back()
             if self._must:
                 return Whole(refusal=f"{self._left(mode)}, but {error}"), plain
             self._linear[mode] = True
             self.state.take_back()
             return Whole(), plain
+        drew = not generators.are_now()
+        generators.put_back()
         if short:
             return Whole(self.state.changed()), plain
-        trusted = not self._model.draws.get(mode) and self._agrees(output, loss, mode)
+        agrees = self._agrees(output, loss, mode)
+        if drew and self._must and not self._is_indifferent(output, plain, agrees, mode):
+            return Whole(refusal=self._draws(mode)), plain
+        trusted = agrees and not drew
         calls = [call for call in output.logs if trusted or call.metric is not None]
         if self._linear.get(mode) is None:
             self._linear[mode] = not trusted or _means_are_right(calls, plain, self._last)
@@ -259,6 +266,23 @@ class WholeBatch:
         if mode != "train" or loss is None or output.loss is None:
             return True
         return _close(float(output.loss), float(loss), output.loss.dtype)
+
+    def _is_indifferent(
+        self, output: StageOutput, entries: Sequence[LogEntry], agrees: bool, mode: Mode
+    ) -> bool:
+        """Whether a step's numbers are the same although it has drawn others for the batch."""
+        if mode == "train":
+            return agrees
+        calls = [call for call in output.logs if call.metric is None]
+        return bool(calls) and _means_are_right(calls, entries, self._last)
+
+    def _draws(self, mode: Mode) -> str:
+        return (
+            f"{self._left(mode)}, and draws random numbers, which are others for the whole batch "
+            "than for its microbatches: what it keeps would not be of the losses that it returns. "
+            "Draw them in the data set or in on_after_batch_transfer, or log numbers "
+            "(self.log('loss', loss)) instead of keeping them."
+        )
 
     def _refusal(self, mode: Mode, kept: int, count: int) -> str | None:
         if self._needed and not self._deep:

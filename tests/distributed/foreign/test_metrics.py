@@ -315,6 +315,21 @@ def told_test(module: Any, trainer: Any) -> Any:
     return trainer.test(module, loaders, verbose=False)
 
 
+class Noisy(Net):
+    """The loss of a batch depends on what the step draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = tm.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        noise = torch.randn_like(batch[0])
+        loss = (self(batch[0] + noise) - noise[:, :CLASSES]).pow(2).mean()
+        self.loss(loss)
+        self.log("loss", self.loss)
+        return loss
+
+
 class Hidden(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -402,6 +417,7 @@ def test_callbacks_decide_by_a_metric_as_under_stock_lightning(
     ("case", "strategy", "words"),
     [
         (Hidden, {}, "metrics is a plain dict of torchmetrics objects"),
+        (Noisy, {}, "draws random numbers"),
         (Called, {"schedule": "chimera"}, "holds the last stage twice"),
     ],
 )
