@@ -239,8 +239,17 @@ def concatenate(results: Sequence[Any], rows: Sequence[int]) -> Any:
 
 
 def _are_columns(value: Any, rows: int) -> bool:
-    """Whether a list holds tensors with a row for each of the batch's."""
-    return all(isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == rows for t in value)
+    """Whether a list holds what has a row for each of the batch's, or things of several kinds."""
+    sizes = [_length(item) for item in value]
+    several = len({type(item) for item in value}) > 1 and any(size is not None for size in sizes)
+    return several or all(size == rows for size in sizes)
+
+
+def _length(value: Any) -> int | None:
+    if isinstance(value, list | tuple):
+        return len(value)
+    shape: Any = getattr(value, "shape", ())
+    return int(shape[0]) if len(shape) else None
 
 
 def _join_mappings(results: Sequence[Any], rows: Sequence[int]) -> Any:

@@ -90,6 +90,13 @@ def test_predictions_of_all_kinds_are_those_of_the_whole_batch() -> None:
     assert same(joined, whole)
 
 
+def test_a_pair_is_none_of_rows_although_there_are_two() -> None:
+    parts = [(torch.zeros(2, 3), ["a", "b"]), (torch.ones(2, 3), ["c", "d"])]
+    scores, names = concatenate(parts, [2, 2])
+    assert scores.shape == (4, 3)
+    assert names == ["a", "b", "c", "d"]
+
+
 def same(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor | np.ndarray):
         return bool((torch.as_tensor(first) == torch.as_tensor(second)).all())
