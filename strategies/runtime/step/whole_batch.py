@@ -149,11 +149,11 @@ class WholeBatch:
         self._batch = self._options = None
         self._microbatches = ()
         ends, self._ends = self._ends, {}
+        mode: Mode = options.mode
         if self._output is not None:
             output = self._output
             plain += [LogEntry(call, 1.0, self._last + 1, 0) for call in output.logs]
-            return Whole(self.state.changed(), output.result), plain
-        mode: Mode = options.mode
+            return Whole(self.state.changed(), _beyond_loss(output, mode)), plain
         if mode == "train" and self._compares and ends:
             self._compares = False
             self.unlike = self._compare(batch, microbatches, options, ends, loss)
@@ -205,7 +205,7 @@ class WholeBatch:
             return Whole(), plain
         # The whole batch's word counts more than any stage's.
         plain += [LogEntry(call, 1.0, self._last + 1, 0) for call in calls]
-        return Whole(self.state.changed(), output.result), plain
+        return Whole(self.state.changed(), _beyond_loss(output, mode)), plain
 
     def _compare(
         self,
@@ -312,6 +312,11 @@ class WholeBatch:
             f"{STEP_NAMES[mode]} of {type(self._model.module).__name__} changes the module or logs "
             "a metric object"
         )
+
+
+def _beyond_loss(output: StageOutput, mode: Mode) -> Any:
+    """What a step has returned, where its loss does not say it."""
+    return output.result if _says_more(output, mode) else None
 
 
 def _says_more(output: StageOutput, mode: Mode) -> bool:

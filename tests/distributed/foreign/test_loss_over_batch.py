@@ -284,6 +284,9 @@ class Measured(Towers):
         self.log("seen", float(self.seen))
         return loss
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("told", outputs["loss"])
+
 
 def measured() -> Any:
     return Measured()
