@@ -8,6 +8,8 @@ is handed to whoever runs the passes.
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -113,6 +115,7 @@ class SegmentModel(StageModel):
         self._actions: list[tuple[Hashable, Any]] = []
         self._layout: FlowLayout | None = None
         self._perform: Callable[[Action], Any] = lambda action: action.perform()
+        self._seeds: Sequence[int] = ()
         self._replay: ReplayModel | None = None
         self._ordered: dict[Step, bool] = {}
         self._current: Any = None  # the run, scout or probe to which the module's doors lead
@@ -301,6 +304,7 @@ class SegmentModel(StageModel):
             perform: Does an action that comes up inside of a pass.
         """
         self._perform = perform
+        self._seeds = seeds
         self._actions.clear()
         layout = self._layout = self._layout_of("train", microbatches[0], batch_idx)
         for place in places:
@@ -486,6 +490,7 @@ class SegmentModel(StageModel):
         with (
             self._own_attributes(strand),
             self._own_rates(strand),
+            self._own_draws(strand, self._seeds[place[1]]),
             self._gates(),
             shown,
             kept_generators(),
@@ -499,6 +504,23 @@ class SegmentModel(StageModel):
             self._the_doors().set_rates(strand.rates)
             yield
         strand.rates = changed
+
+    @contextmanager
+    def _own_draws(self, strand: Strand, seed: int) -> Iterator[None]:
+        """The same of what is drawn with Python and numpy: alike on all stages of a microbatch."""
+        numpy: Any = sys.modules.get("numpy")
+        before = random.getstate(), None if numpy is None else numpy.random.get_state()
+        if strand.draws is None:
+            random.seed(seed)
+            if numpy is not None:
+                numpy.random.seed(seed % 2**32)
+        else:
+            _set_draws(strand.draws)
+        try:
+            yield
+        finally:
+            strand.draws = random.getstate(), None if numpy is None else numpy.random.get_state()
+            _set_draws(before)
 
     def _settle_rates(self) -> None:
         """All steps stand at the same place: what each of them has set is set once."""
@@ -780,6 +802,12 @@ _ABSENT = object()
 
 def _clone(batch: Any) -> Any:
     return rebuild(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+
+
+def _set_draws(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
 
 
 def _kind(report: Report) -> Hashable:

@@ -422,6 +422,7 @@ class Strand:
         self.handled = True  # whether it may go on
         self.num_actions = 0
         self.attributes: dict[tuple[int, str], Any] = {}  # of modules, as this step has set them
+        self.draws: tuple[Any, Any] | None = None  # with Python and numpy
         self.rates: dict[tuple[int, int, str], Any] = {}  # of optimizers, the same
         self._body = body
         self._settings = _present_settings(device)

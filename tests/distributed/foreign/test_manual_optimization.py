@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -338,7 +340,8 @@ class Drawing(Gan):
         self.discriminator.insert(2, nn.Dropout(0.3))
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        noise = torch.randn(batch[0].shape).type_as(batch[0])
+        noise = torch.randn(batch[0].shape).type_as(batch[0]) + random.random()
+        noise += torch.from_numpy(np.random.randn(*noise.shape))
         super().training_step([nn.functional.dropout(noise, 0.1), batch[1]], batch_idx)
 
 
