@@ -78,7 +78,8 @@ class StageOutput:
             all go to the next one.
         ends: On the last stage, what the rest of the step needs behind the last layer, for
             ``whole``; or the reason why the step cannot be taken up there.
-        marks: What ``at_end`` of ``forward`` gave at that place.
+        marks: What ``at_end`` of ``forward`` gave at that place; of ``whole``, whether the step
+            has drawn random numbers before it.
         leaves: Where the gradients of the inputs arrive, if those are not the inputs themselves.
     """
 

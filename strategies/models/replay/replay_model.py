@@ -39,7 +39,7 @@ from strategies.models.replay.probing import Probed, batch_device, probe_path, p
 from strategies.models.replay.rows import Pair, RowRun, Rows, find_rows, join
 from strategies.models.replay.stage_run import StageRun
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput, Unit
-from strategies.models.state import kept_generators
+from strategies.models.state import Generators, kept_generators
 from strategies.models.step_state import join_parts
 
 if TYPE_CHECKING:
@@ -246,7 +246,11 @@ class ReplayModel(StageModel):
 
         ways = self._rows.get(which)
 
+        before, drew = Generators.now(), False
+
         def joined(place: int, shape: tuple[int, ...]) -> Tensor:
+            nonlocal drew
+            drew = drew or not before.are_now()
             if ways is not None and len(ends) > 1:
                 return join([parts[place] for parts in ends], ways[place])
             return join_parts([parts[place] for parts in ends], shares, shape)
@@ -255,7 +259,8 @@ class ReplayModel(StageModel):
         run = self._new_run(which, end, leave, joined, seed, batch)
         groups = self._layouts[which].groups[-1]
         with torch.no_grad(), nullcontext() if seed is None else kept_generators():
-            return self._run(run, groups, mode, batch, batch_idx, dataloader_idx)
+            output = self._run(run, groups, mode, batch, batch_idx, dataloader_idx)
+        return replace(output, marks=drew)
 
     def postpone_loss(self) -> None:
         self._postponed = True
