@@ -23,7 +23,9 @@ from launcher.report.sweep.sweep_jobs import (
 )
 from launcher.terminal import say
 from strategies.errors import PipelineError
+from strategies.small_file import FileRefusedError, read_text
 
+_MOST_BYTES = 4096
 _CODES = {"done": 0, "failed": 1, "preempted": 85}
 _STAMPS = (None, None)
 
@@ -71,8 +73,8 @@ def _ended(index: int, job_dir: Path, overrides: tuple[str, ...]) -> SweepJob:
 def _where(job_dir: Path) -> str:
     """`` (SLURM job 17: RUNNING)``, as far as it is known."""
     try:
-        number = (job_dir / JOB_FILE).read_text().strip()
-    except OSError:
+        number = read_text(job_dir / JOB_FILE, most_bytes=_MOST_BYTES).strip()
+    except (OSError, FileRefusedError):
         return ""
     try:
         state = subprocess.run(

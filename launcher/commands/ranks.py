@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from launcher.checkpoints import (
     newest_in,
 )
 from launcher.config import LaunchConfig
+from launcher.config.key import shorten
 from launcher.planning.profile_check import rank_threads
 from launcher.processes import torchrun
 from launcher.processes.failure import RankFailedError
@@ -222,7 +223,14 @@ def find_checkpoint(
         name = run.config.experiment_name
         return newest_checkpoint(name, run_dir, optional=optional, without=without)
     try:
-        return Path(asked).expanduser().absolute()
+        path = Path(asked).expanduser().absolute()
+        with suppress(FileNotFoundError, NotADirectoryError):  # told with what should be there
+            path.stat()
+        return path
+    except OSError as error:  # a name that is too long, a folder that must not be entered
+        raise CheckpointError(
+            f"{shorten(asked)} cannot be read: {error.strerror}. Try another checkpoint."
+        ) from None
     except RuntimeError as error:  # of ~somebody who does not exist
         raise CheckpointError(f"{asked} cannot be read: {error} Try an absolute path.") from None
 

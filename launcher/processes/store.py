@@ -24,6 +24,8 @@ from enum import IntEnum
 _MAGIC = 0x3C85F7CE
 _MOST_KEYS = 1 << 17
 _MOST_BYTES = 1 << 24
+# Of a client that has not shown that it knows the token: any process of this machine can connect.
+_MOST_UNPROVEN_BYTES = 1 << 20
 _STOP_WAITING, _WAIT_CANCELED = b"\0", b"\1"
 _READY, _NOT_READY = b"\0", b"\1"
 
@@ -47,6 +49,15 @@ class Command(IntEnum):
     PING = 13
 
 
+# A request of these without the token closes the connection.
+_WITH_KEYS = frozenset(
+    (
+        Command.SET, Command.COMPARE_SET, Command.GET, Command.ADD, Command.DELETE_KEY,
+        Command.APPEND,
+    )
+)  # fmt: skip
+
+
 class _IncompleteError(Exception):
     """The rest of a request is still on its way."""
 
@@ -61,6 +72,7 @@ class _Client:
     received: bytearray = field(default_factory=bytearray)
     to_send: bytearray = field(default_factory=bytearray)
     known: bool = False
+    trusted: bool = False  # whether it has named a key with the job's token
     awaited: set[bytes] = field(default_factory=set)
 
 
@@ -147,7 +159,7 @@ class Store:
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            client = _Client(connection)
+            client = _Client(connection, trusted=not self._prefix)
             self._clients.add(client)
             self._selector.register(connection, selectors.EVENT_READ, client)
 
@@ -158,6 +170,8 @@ class Store:
                 if not data:
                     raise _RefusedError  # it has left
                 client.received += data
+                if not client.trusted and len(client.received) > _MOST_UNPROVEN_BYTES:
+                    raise _RefusedError
                 while self._answer(client):
                     pass
             self._send(client)
@@ -175,6 +189,7 @@ class Store:
                 client.known = True
             elif command in self._commands:
                 client.to_send += self._commands[command](client, request)
+                client.trusted = client.trusted or command in _WITH_KEYS
             else:
                 raise _RefusedError
         except _IncompleteError:

@@ -132,6 +132,15 @@ def test_a_sealed_manifest_with_wrong_degrees(
     )
 
 
-def test_a_home_that_nobody_has(refused: Callable[[list[str]], str]) -> None:
-    message = refused([*MODEL, "trainer.resume=~nobody-of-this-name/a.ckpt"])
-    assert "trainer.resume" in message or "~nobody-of-this-name" in message
+@pytest.mark.parametrize("name", ["x" * 300, "d/" * 3000, "~nobody-of-this-name/a"])
+@pytest.mark.parametrize("words", [
+    ["trainer.resume={}"], ["data=text", "data.path={}"],
+    ["data=text", "data.path=t.txt", "data.tokenizer={}"],
+    ["schedule=custom", "pp=2", "schedule.file={}"], ["costs=profiled", "costs.file={}"],
+    ["model=hf", "model.path={}"],
+], ids=lambda words: words[-1])  # fmt: skip
+def test_a_name_that_no_file_can_have(
+    name: str, words: list[str], tmp_path: Path, refused: Callable[[list[str]], str]
+) -> None:
+    (tmp_path / "t.txt").write_text("abc" * 1000)
+    refused([*(() if "model=hf" in words else MODEL), *(word.format(name) for word in words)])

@@ -121,7 +121,7 @@ def source_files(source: TextSource) -> Iterator[Path]:
     if source.path is None:
         return stdlib_files()
     path = Path(source.path).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # False, too, of a name that is too long
         return text_files(path)
     check_file("data.path", source.path)
     return iter((path,))

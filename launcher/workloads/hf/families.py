@@ -6,6 +6,7 @@ architecture of the transformers library is trained, too, but cut on the ranks, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -190,7 +191,7 @@ _MOST_BYTES = 1 << 24
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration of the model in ``folder``."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False, too, of a name that is too long
         raise ModelError(
             f"model.path={folder}: no such folder. It must hold {CONFIG} and, unless "
             "model.pretrained=false, *.safetensors; nothing is downloaded. "

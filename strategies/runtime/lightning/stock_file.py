@@ -32,7 +32,7 @@ from strategies.models.state import kept_generators
 from strategies.runtime.lightning.whole_state import bring_together
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.storage.commit import remove
-from strategies.runtime.storage.opened import Opened
+from strategies.runtime.storage.opened import Opened, strange_key
 from strategies.runtime.storage.part import Piece
 from strategies.runtime.storage.tensor_files import sync_folder
 
@@ -248,7 +248,7 @@ def read(path: Path) -> dict[str, Any]:
             found = _load(path)
     except pickle.UnpicklingError as error:
         raise CheckpointError(_unsafe(path, str(error))) from None
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # torch's unpickler trusts the order of what it reads
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint of Lightning: {reason}. Use an earlier one."
@@ -257,6 +257,12 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is no checkpoint of Lightning: it has no state_dict. Weights alone are loaded "
             "by model.load_state_dict(torch.load(path)) before fit()."
+        )
+    strange = strange_key(found)
+    if strange is not None:
+        raise CheckpointError(
+            f"{path} is not as Lightning writes it: {strange} is a {type(found[strange]).__name__}."
+            " Use an earlier one."
         )
     return found
 

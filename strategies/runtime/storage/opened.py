@@ -106,10 +106,7 @@ class Opened:
             found = join(
                 tree, rank=rank, tensors=tensors, values=self.values, wanted=wanted, optimized=known
             )
-            kinds = _KINDS.items()
-            flaw = next(
-                (k for k, kind in kinds if not isinstance(found.get(k, kind()), kind)), None
-            )
+            flaw = strange_key(found)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             flaw = f"{type(error).__name__}: {error}"
         if flaw is not None:
@@ -154,6 +151,12 @@ def shortened(names: list[str]) -> str:
     """The first of them, and how many more there are."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+def strange_key(checkpoint: Mapping[str, Any]) -> str | None:
+    """An entry that is of another type than Lightning writes, and relies on; None if all are."""
+    kinds = _KINDS.items()
+    return next((k for k, kind in kinds if not isinstance(checkpoint.get(k, kind()), kind)), None)
 
 
 # What Lightning collects, as far as its own code relies on it.

@@ -155,6 +155,24 @@ def test_whoever_does_not_know_the_token_reads_and_writes_nothing(act):
         assert ours.num_keys() == 1
 
 
+def test_a_stranger_can_have_nothing_large_kept():
+    """What is not a whole request yet has to be kept; of a client with the token, all of it."""
+    with store_served("secret") as port:
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.settimeout(10)
+            large = 1 << 23
+            key = b"/other/key"
+            request = b"\1" + struct.pack("<Q", len(key)) + key + struct.pack("<Q", large)
+            with contextlib.suppress(OSError):
+                stranger.sendall(GREETING + request + b"x" * large)
+            with contextlib.suppress(OSError):
+                assert stranger.recv(1) == b""
+        one = dist.PrefixStore("secret", client(port))
+        one.set("small", "1")
+        one.set("large", "x" * large)
+        assert len(one.get("large")) == large
+
+
 def test_a_new_run_has_a_new_token(tmp_path):
     one, other = (LocalRanks(tmp_path, 1, lambda _: None, {})._token for _ in range(2))
     assert one != other

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from strategies.errors import CheckpointError
 from strategies.manifest import read_manifest
+from strategies.runtime.lightning import stock_file
 from strategies.runtime.lightning.checkpointing_strategy import load_state_dict
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.storage.saver import Saver
@@ -198,3 +201,32 @@ def test_files_that_are_something_else_are_never_waited_for(
         assert step_in(path, size=7) == 1  # nobody has hashed it but itself
     else:
         assert name in refusal(path)
+
+
+class _Own:
+    pass
+
+
+FILES: dict[str, object] = {
+    "a list": [1],
+    "no state": {"epoch": 1},
+    "state a list": {"state_dict": []},
+    "loops a number": {"state_dict": {}, "loops": 5},
+    "callbacks a list": {"state_dict": {}, "callbacks": []},
+    "an object": {"state_dict": {}, "hyper_parameters": {"a": _Own()}},
+    "no zip": b"PK\3\4" + b"x" * 100,
+    "nothing": b"",
+    "pickled by hand": b"\x80\x02." + b"0" * 100,
+    "a reference to nothing": b"\x80\x02h\x07.",
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_as_of_lightning_that_is_none_is_one_message(case: str, tmp_path: Path) -> None:
+    path, content = tmp_path / "a.ckpt", FILES[case]
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
+        stock_file.read(path)
