@@ -39,6 +39,7 @@ from strategies.runtime.lightning.hook_watch import (
     listings_watched,
     mapped,
 )
+from strategies.runtime.lightning.last_words import is_lost
 from strategies.runtime.lightning.refusals import is_weight_averaging
 from strategies.runtime.messages.control import Bulletin
 from strategies.runtime.step.rank_engine import Engine
@@ -273,6 +274,8 @@ class ParameterHooks:
             try:
                 said = self._bulletin.read()
             except RuntimeError as error:
+                if is_lost(error):
+                    raise
                 raise self._apart(label, f"nothing for {self._patience_s:.0f} s") from error
             kinds = {one["kind"] for one in said}
             others = {one["hook"] for one in said} - {label}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -13,11 +14,13 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from strategies.errors import PlanError, by_host
 from strategies.heartbeat import Heartbeat, Phase
 from strategies.plan import Backend, Options, Plan
+from strategies.runtime.lightning.last_words import Voices, speak_once
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.joining import join
 from strategies.runtime.messages.mesh import Communicators, Coordinates, check_world
@@ -171,11 +174,20 @@ class RanksStrategy(ParallelStrategy):
                 if len(set(self._hosts.values())) > 1:
                     self._heartbeat.others(by_host(self._hosts))
                 timeout = timedelta(seconds=self._options.timeout_s)
-                _init_dist_connection(
-                    self.cluster_environment, backend, timeout=timeout, store=store
-                )
+                with nullcontext() if self._watched else speak_once().outermost():
+                    _init_dist_connection(
+                        self.cluster_environment, backend, timeout=timeout, store=store
+                    )
+                self._speak(store)
             self._heartbeat.phase(Phase.SETTING_UP)
             self._world = dist.group.WORLD
+
+    def _speak(self, store: Store) -> None:
+        """What nobody catches is told by one rank, unless a launcher does that."""
+        if not self._watched:
+            children = getattr(self._launcher, "procs", [])
+            self._voices = Voices(store, self.global_rank, self.world_size, children)
+            speak_once().follow(self._voices)
 
     @property
     def backend(self) -> Backend:

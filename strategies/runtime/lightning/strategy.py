@@ -38,6 +38,7 @@ from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStr
 from strategies.runtime.lightning.data_order import Looked, shard, undisturbed
 from strategies.runtime.lightning.hook_state import ALIKE, HookState, ends_loader, repeat_logs
 from strategies.runtime.lightning.hook_watch import OwnBackward
+from strategies.runtime.lightning.last_words import speak_once
 from strategies.runtime.lightning.manual_optimization import (
     ManualOptimization,
     looks_after_backward,
@@ -169,6 +170,8 @@ class PipelineStrategy(CheckpointingStrategy):
         heartbeat: Heartbeat | None = None,
         **keywords: Unpack[Keywords],
     ) -> None:
+        if heartbeat is None:
+            speak_once()
         words: dict[str, Any] = dict(keywords) if pp is None else {"pp": pp, **keywords}
         if plan is None and options is None:
             plan, options = plan_and_options(words)

@@ -1,0 +1,164 @@
+"""How a script of one's own ends where ``fit`` is refused: one message, told once by one rank.
+
+Several processes run the same script, and each would print its own traceback into the same
+terminal, the sentence that matters at the very end, or above somebody else's "Connection closed by
+peer". Only exceptions that nobody has caught come here; ``try: trainer.fit(...) except
+PipelineError`` finds what it always did. ``FOLDPIPE_TRACEBACK=1`` keeps all tracebacks. A run that
+a launcher watches is told by the launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from subprocess import Popen
+from types import TracebackType
+from weakref import ref
+
+from torch._C._distributed_c10d import Store
+
+from strategies.errors import PipelineError
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+_GRACE_S = 3.0  # for rank 0, which speaks first where all ranks have something to say
+_LOOK_S = 0.02
+_LOST = re.compile("(?i)connection (closed|reset|refused)|broken pipe|socket closed|GLHF")
+# What a terminal would obey instead of showing it.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+@dataclass(frozen=True)
+class Voices:
+    """Ranks that started together, and where they agree on who speaks.
+
+    Attributes:
+        children: Of this process, in the order of their ranks, from 1.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+    children: list[Popen[bytes]]
+
+
+class LastWords:
+    """An exception hook: refusals become one line and their exit code.
+
+    All else, and everything with ``FOLDPIPE_TRACEBACK=1``, goes to the hook that was there before.
+    """
+
+    def __init__(self, before: _Hook) -> None:
+        self._before = before
+        self._voices: Callable[[], Voices | None] = lambda: None
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        refused = isinstance(error, PipelineError)
+        lost = is_lost(error)
+        voices = self._voices()
+        keep = os.environ.get("FOLDPIPE_TRACEBACK", "0") not in ("", "0")
+        if keep or not (refused or (lost and voices is not None)):
+            self._before(kind, error, trace)
+            return
+        code = error.exit_code if isinstance(error, PipelineError) else 1
+        if voices is None:
+            _tell(str(error))
+        else:
+            code = _agree(voices, str(error) if refused else None, code)
+        raise SystemExit(code)  # The interpreter ends with it; it would end with 1 without.
+
+    def follow(self, voices: Voices) -> None:
+        """From now on these ranks speak with one voice, as long as somebody holds ``voices``."""
+        self._voices = ref(voices)
+
+    @contextmanager
+    def outermost(self) -> Iterator[None]:
+        """Around what sets a hook of its own, as torch does to write the rank before each line."""
+        sys.excepthook = self._before
+        try:
+            yield
+        finally:
+            self._before = sys.excepthook
+            sys.excepthook = self
+
+
+def speak_once() -> LastWords:
+    """From now on refusals that nobody catches are one message in this process."""
+    found: object = sys.excepthook
+    if isinstance(found, LastWords):
+        return found
+    words = LastWords(sys.excepthook)
+    sys.excepthook = words
+    return words
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether all this says is that another rank has gone."""
+    return isinstance(error, RuntimeError | OSError) and bool(_LOST.search(str(error)))
+
+
+def _agree(voices: Voices, said: str | None, code: int) -> int:
+    """Tells it, or leaves that to another rank; returns the code to end with."""
+    rank, store = voices.rank, voices.store
+    others = [other for other in range(voices.world_size) if other != rank]
+    try:
+        if said is not None:
+            store.set(f"said/{rank}", json.dumps([code, said]))
+        if rank:
+            _until(lambda: store.check(["told"]), _GRACE_S)
+        first = store.add("told", 1) == 1
+        spoken = rank
+        if said is None:
+            found = [other for other in others if store.check([f"said/{other}"])]
+            if found:
+                spoken = found[0]
+                code, said = json.loads(store.get(f"said/{spoken}"))
+        if first and said is not None:
+            _tell(f"rank {spoken}: {said}" if spoken else said)
+        elif first:
+            _tell(
+                f"rank {rank} has lost its connection to another rank, which has ended: by an "
+                "error that it tells itself, or by a kill (for lack of memory, say). "
+                "FOLDPIPE_TRACEBACK=1 shows where each rank was."
+            )
+        store.set(f"done/{rank}", "")
+        if rank == 0:
+            _until(lambda: store.check([f"done/{other}" for other in others]), _GRACE_S / 6)
+            _end_waiting(voices)
+        elif not first:
+            # Lightning's observer in rank 0 would report an end of ours that comes first. The
+            # store is left alone: torch writes a page about one that has gone.
+            parent = os.getppid()
+            _until(lambda: os.getppid() != parent, _GRACE_S / 3)
+    except RuntimeError:
+        pass  # Rank 0, which kept the store, has ended, and it does not do so in silence.
+    return code
+
+
+def _end_waiting(voices: Voices) -> None:
+    """Ends children that still wait for this rank, before they complain that it is gone."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Lightning's observer would send us one.
+    for rank, process in enumerate(voices.children, 1):
+        if not voices.store.check([f"done/{rank}"]):
+            process.kill()  # SIGTERM is handled by Lightning, and would be written about.
+
+
+def _tell(text: str) -> None:
+    shown = _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    sys.stderr.write(f"error: {shown}\n")  # one write: lines of several processes stay whole
+    sys.stderr.flush()
+
+
+def _until(ready: Callable[[], bool], most_s: float) -> None:
+    began = time.monotonic()
+    while not ready() and time.monotonic() - began < most_s:
+        time.sleep(_LOOK_S)
