@@ -93,6 +93,12 @@ def generate(config: LaunchConfig, run_dir: Path) -> int:
 
 
 def _outcome(run: Run, run_dir: Path, checkpoint: Path | None) -> dict[str, Any]:
+    # The words of generate and export are their answer alone.
+    if run.config.mode in ("eval", "predict"):
+        say(
+            f"starting {run.world_size} rank{'s' if run.world_size > 1 else ''}; "
+            f"logs: {run_dir / 'logs'}"
+        )
     with failure_recorded(run_dir / "result.json", run_mapping(run)):
         outcome = run_ranks(run, run_dir, checkpoint, lambda _: None)
     return outcome

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.config import LaunchConfig
+from launcher.config.pipeline import HardwareConfig
 from launcher.planning.no_plan import refuse
 from launcher.planning.plan_auto import is_one_layout, planned, tune_layout
 from launcher.planning.question import Question, ask, calibration
@@ -39,6 +40,8 @@ from launcher.resolve import resolve
 from launcher.terminal import say, terminal_width
 from launcher.workloads.traced_shape import TracedShape
 from strategies.planner.layout_search import Answer, search_confirmed
+
+_DEFAULT = "(the default; hardware= names another) "
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
@@ -100,15 +103,20 @@ def _write(run_dir: Path, first: ListedPlan, mapping: dict[str, object]) -> None
 
 def _say_plans(config: LaunchConfig, asked: Question, mapping: dict[str, object]) -> None:
     machine = asked.problem.machine
+    reached = config.planner.maximize
     say(
-        f"{config.model.name} on {asked.space.num_gpus} x {machine.hardware.name} with "
+        f"{config.model.name} on {asked.space.num_gpus} x {machine.hardware.name} "
+        f"{_DEFAULT if machine.hardware.name == HardwareConfig().name else ''}with "
         f"{machine.memory_bytes / 1e9:g} GB each, {asked.space.global_batch_size} "
-        f"{_rows(asked)} per step, {config.trainer.precision}"
+        f"{'sequences' if reached == 'sequence_length' else _rows(asked)} per step, "
+        f"{config.trainer.precision}"
     )
     say(calibration(asked))
     plans = mapping["plans"]
     assert isinstance(plans, list)
     say(plan_table(plans))
+    order = "fastest first" if reached == "throughput" else f"largest {reached} first, then fastest"
+    say(f"sorted: {order}")
 
 
 def _say_end(

@@ -50,7 +50,9 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     result = run_dir / "result.json"
     with (
         failure_recorded(result, common),
-        ProgressView(enabled=config.trainer.enable_progress_bar) as view,
+        ProgressView(
+            enabled=config.trainer.enable_progress_bar, total=config.trainer.max_steps
+        ) as view,
     ):
         outcome = run_ranks(resolved, run_dir, checkpoint, view)
     return finish(resolved, run_dir, outcome, (predicted, metrics))
@@ -84,8 +86,15 @@ def finish(
         write_refined(target, resolved.costs, measured)
         say(f"refined profile: {target}")
     figures = common | outcome | _beside(resolved, metrics, measured)
+    figures["measured_peak_memory_bytes"] = outcome.get("peak_memory_bytes")
     write_result(result, figures)
     print_summary(figures)
+    trainer = resolved.config.trainer
+    if figures.get("val_loss") is None and trainer.limit_val_batches != 0:
+        say(
+            f"no val_loss: nothing was validated in {figures['steps']} steps "
+            f"(trainer.val_check_interval={trainer.val_check_interval})"
+        )
     say(f"files: {run_dir}")
     return 0
 

@@ -112,7 +112,11 @@ FLAGS_HELP: tuple[tuple[str, str], ...] = (
     ("--resolve", "with --cfg: with interpolations resolved"),
     ("-p, --package NODE", "with --cfg: only this node"),
     ("-cd, --config-dir DIR", "add your own option files, e.g. DIR/model/mine.yaml"),
-    ("-sc, --shell-completion", 'eval "$(foldpipe -sc install=bash)" installs completion'),
+    (
+        "-sc, --shell-completion",
+        'eval "$(foldpipe -sc install=bash)" installs completion of `foldpipe`; '
+        "shells complete no `python -m launcher`",
+    ),
     ("--version", "print the version"),
 )
 

@@ -143,6 +143,8 @@ def _plan_mapping(plan: ListedPlan) -> dict[str, object]:
         "units_per_stage": list(plan.outcome.candidate.units),
         "lower_bound": plan.metrics.lower_bound,
         "bound_gap": plan.metrics.bound_gap,
+        "sequence": plan.run.config.model.sequence,
+        "layers": plan.run.config.model.layers,
         "pp": layout.pp,
         "tp": layout.tp,
         "dp": layout.dp,

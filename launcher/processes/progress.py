@@ -14,6 +14,7 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 
 from launcher.terminal import say
@@ -24,7 +25,9 @@ _LINES = 20
 class ProgressView:
     """Shows step, loss, tokens/s and bubble; a context manager around the run."""
 
-    def __init__(self, *, enabled: bool) -> None:
+    def __init__(self, *, enabled: bool, total: int | None = None) -> None:
+        """``total``: steps to be made, where they are known; -1 where something else ends it."""
+        self._total = total if total is not None and total > 0 else None
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._every = 1
@@ -39,10 +42,12 @@ class ProgressView:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[figures]}"),
                 TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
             )
             self._bar = Progress(*columns, console=Console())
             self._bar.start()
-            self._task = self._bar.add_task("train", total=None, figures="starting ranks")
+            self._task = self._bar.add_task("train", total=self._total, figures="starting ranks")
         return self
 
     def __exit__(
@@ -67,6 +72,8 @@ class ProgressView:
                 )
         elif event["kind"] == "step":
             self._step(event)
+        elif event["kind"] == "note":
+            self._line(event["text"])
         elif event["kind"] == "skipped":
             self._line(
                 f"step {event['step']:>6}  left out: loss or gradient not finite "

@@ -124,6 +124,7 @@ class Progress(pl.Callback):
     losses: list[float] = field(default_factory=list)
     val_loss: float | None = None
     follow: Callable[[Mapping[str, Any], Sequence[int]], None] | None = None
+    tracked_at: str | None = None  # where trackers keep the run, in words
     _peaks: Sequence[int] = ()
     _pending: dict[str, Any] | None = None
     _pending_pass: int = -1
@@ -140,6 +141,7 @@ class Progress(pl.Callback):
             self.file.go_on(trainer.global_step)
         self._last = time.perf_counter()
         self._tell({"kind": "start", "step": trainer.global_step, "max_steps": trainer.max_steps})
+        self.note(self.tracked_at)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
@@ -228,6 +230,11 @@ class Progress(pl.Callback):
             if self.follow is not None:
                 self.follow(self._pending, self._peaks)
         self._pending = None
+
+    def note(self, text: str | None) -> None:
+        """A line for the terminal of whoever has started the run."""
+        if text is not None:
+            self._tell({"kind": "note", "text": text})
 
     def _tell(self, event: dict[str, Any]) -> None:
         if self._events is not None:

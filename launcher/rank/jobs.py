@@ -235,6 +235,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     )
     tracked = Tracked(trainer.loggers, folder)
     progress.follow = tracked.row
+    progress.tracked_at = tracked.place() if rank == 0 else None
     try:
         trainer.fit(model, datamodule=build_data(run), ckpt_path=checkpoint)
     except RuntimeError as error:
@@ -245,6 +246,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     ran, shown = pipeline(trainer).plan, closing.timeline
     if rank == 0:
         tracked.end(run, shown, ran)
+        progress.note(tracked.continued())
     # The first step pays for connections and allocations.
     times = progress.step_times[1:] or progress.step_times
     step_time = statistics.median(times) if times else None

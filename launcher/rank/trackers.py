@@ -39,6 +39,25 @@ class Tracked:
         self._loggers = list(loggers)
         self._folder = folder
         self._known: set[Path] = set()
+        self._files: Path | None = None
+        self._page: str | None = None
+
+    def place(self) -> str | None:
+        """Where wandb keeps this run, in a line; None without it."""
+        for logger in self._wandb():
+            run = logger.experiment
+            self._files = Path(run.settings.sync_dir)
+            if run.offline:
+                return f"wandb: offline, in {self._files}"
+            self._page = run.url
+            return f"wandb: online, {run.url}; its files are in {self._files}"
+        return None
+
+    def continued(self) -> str | None:
+        """What brings this run to wandb's pages, or its page."""
+        if self._files is None:
+            return None
+        return f"wandb: {self._page}" if self._page else f"wandb: wandb sync {self._files}"
 
     def row(self, row: Mapping[str, Any], peaks: Sequence[int]) -> None:
         """Hands on a row of metrics.csv."""

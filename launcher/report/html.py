@@ -149,7 +149,7 @@ def _figure_items(panel: Panel) -> Iterator[tuple[str, str]]:
         known = [value for value in metrics.peak_memory_bytes if value is not None]
         if known:
             rank = metrics.peak_memory_bytes.index(max(known))
-            yield "peak memory", f"{max(known) / 2**30:.4g} GiB (rank {rank})"
+            yield "predicted peak memory", f"{max(known) / 2**30:.4g} GiB (rank {rank})"
 
 
 # What each rank holds at its worst moment, by what it is for: as text, JSON and bars.
@@ -166,6 +166,9 @@ _COLOURS = dict(
         strict=True,
     )
 )  # fmt: skip
+
+
+_VISIBLE = 20  # A bar shorter than this part of its axis shows nothing of its parts.
 
 
 def memory_mapping(ranks: Sequence[RankMemory]) -> list[dict[str, int]]:
@@ -189,14 +192,24 @@ def memory_line(held: RankMemory) -> str:
 
 def memory_html(ranks: Sequence[RankMemory], *, limit_bytes: float | None = None) -> str:
     """A bar per rank, all on one scale; a mark where the machine's memory ends, if it is known."""
-    scale = max([held.total for held in ranks] + [limit_bytes or 0.0, 1.0])
+    largest = max(1.0, *(float(held.total) for held in ranks))
+    scale, note = max(largest, limit_bytes or 0.0), ""
+    if limit_bytes is not None and largest * _VISIBLE < limit_bytes:
+        # On the limit's axis nothing would be seen of them.
+        note = (
+            f"<p>the axis ends at {largest / 2**30:.4g} GiB; the limit of "
+            f"{limit_bytes / 2**30:.4g} GiB is {limit_bytes / largest:.0f} times as far</p>"
+        )
+        scale, limit_bytes = largest, None
     shown = [name for name in _NAMES if any(getattr(held, name) for held in ranks)]
     keys = "".join(
         f'<span><i style="background:{_COLOURS[name]}"></i>{escape(_word(name))}</span>'
         for name in shown
     )
     rows = "".join(_memory_bar(rank, held, scale, limit_bytes) for rank, held in enumerate(ranks))
-    return f'<div class="memory"><h3>memory at the peak</h3><p>{keys}</p>{rows}</div>'
+    return (
+        f'<div class="memory"><h3>predicted memory at the peak</h3><p>{keys}</p>{note}{rows}</div>'
+    )
 
 
 def _memory_bar(rank: int, held: RankMemory, scale: float, limit: float | None) -> str:

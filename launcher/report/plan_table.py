@@ -13,17 +13,28 @@ from strategies.planner.outcome import Refusal
 
 _BAR = 32
 _MOST_RANKS = 16
+_SIZES = ("sequence", "layers")
 
 
 def plan_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """A line per plan of ``plans`` in result.json."""
+    """A line per plan of ``plans`` in result.json.
+
+    Where rows are of models of different sizes (``planner.maximize``), each shows its own.
+    """
+    own = [name for name in _SIZES if len({row.get(name) for row in rows}) > 1]
     head = (
         "", "tp", "pp", "dp", "batch", "schedule", "overlap", "recompute", "step", "tokens/s",
         "MFU", "bubble", "exposed", "GiB per rank", "over bound", "layers per stage",
     )  # fmt: skip
-    lines = [head, *(_row(number, row) for number, row in enumerate(rows, 1))]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    left = (0, 4, 5, 6, 7, 15)
+    lines = [
+        (*head[:1], *own, *head[1:]),
+        *(
+            (*line[:1], *(f"{row[name]}" for name in own), *line[1:])
+            for row, line in ((row, _row(number, row)) for number, row in enumerate(rows, 1))
+        ),
+    ]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    left = {0, *(column + len(own) for column in (4, 5, 6, 7, 15))}
     return "\n".join(
         "  ".join(
             cell.ljust(width) if column in left else cell.rjust(width)

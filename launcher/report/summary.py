@@ -70,9 +70,17 @@ def _rows(
 ) -> Iterator[tuple[str, str, str]]:
     for key, (label, write) in figures.items():
         value = result.get(key)
-        if value is not None:
+        if value is not None and not _is_beside_the_point(key, result):
             number, remark = write(value, result)
             yield f"  {label}", number, remark
+
+
+def _is_beside_the_point(key: str, result: Result) -> bool:
+    """Whether a figure says nothing, or stands under a name that says more."""
+    if key == "peak_memory_bytes":  # of a run this is the measured one
+        return result.get("measured_peak_memory_bytes") is not None
+    alone = result.get("dp") == 1 and "exposed" in key
+    return alone and result[key] == 0
 
 
 def _duration(value: object, result: Result) -> tuple[str, str]:
@@ -163,9 +171,9 @@ _SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
             "exposed_grad_reduce": ("exposed reduction", _duration),
             "recomputed": ("forwards run again", _count),
             "peak_activations": ("peak activations", _peak),
+            "predicted_peak_memory_bytes": ("peak memory", _gib),
             "peak_memory_bytes": ("peak memory", _gib),
             "memory_breakdown": ("at that peak", _memory),
-            "predicted_peak_memory_bytes": ("predicted peak memory", _gib),
             "predicted_step_time_s": ("step time", _seconds),
         },
     ),
@@ -185,6 +193,7 @@ _SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
             "measured_norm_sync_s": ("waiting for the clipping norm", _seconds),
             "measured_bubble_ratio": ("bubble ratio, measured", _percent),
             "measured_exposed_grad_reduce_s": ("exposed reduction, measured", _seconds),
+            "measured_peak_memory_bytes": ("peak memory, measured", _gib),
         },
     ),
 )

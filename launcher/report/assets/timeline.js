@@ -214,7 +214,9 @@ function barText(g, band, bar, kind, room) {
   if (room < 5 || band.height < 9) return "";
   const full = label(bar);
   if (g.measureText(full).width <= room) return full;
-  const short = String(bar[NUMBER] < 0 || band.name === "channel" ? bar[STAGE] : bar[NUMBER]);
+  // A lone number reads as a microbatch, which an optimizer step has not.
+  if (bar[NUMBER] < 0 && band.name !== "channel") return "";
+  const short = String(band.name === "channel" ? bar[STAGE] : bar[NUMBER]);
   return g.measureText(short).width <= room ? short : "";
 }
 
@@ -318,7 +320,10 @@ function drawGutter(g, panel, theme) {
     }
     g.font = "10px system-ui, sans-serif";
     g.fillStyle = theme.muted;
-    g.fillText("held, max " + digits(line.held.peak), GUTTER - 8,
+    const peak = digits(line.held.peak);
+    const words = ["held, max " + peak, "max " + peak, peak];
+    const fits = words.find((word) => g.measureText(word).width <= GUTTER - 12) || peak;
+    g.fillText(fits, GUTTER - 8,
       line.held.y + line.held.height / 2 + 1);
   }
 }

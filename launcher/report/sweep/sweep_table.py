@@ -114,8 +114,16 @@ def print_sweep(sweep: Sweep, *, file: TextIO | None = None) -> None:
             # What is equal everywhere makes room for what is not.
             same = [column for column in section.columns if len(set(column.cells)) == 1]
             table = draw_table([*left, *(c for c in section.columns if c not in same)])
+        shown = [column for column in section.columns if column not in same]
+        left_out: list[Column] = []
+        while len(shown) > 1 and console.measure(table).maximum > room:
+            left_out.insert(0, shown.pop())
+            table = draw_table([*left, *shown])
         console.print(Text(section.title, style="bold"))
         console.print(table)
+        if left_out:
+            names = ", ".join(column.heading.replace("\n", " ") for column in left_out)
+            console.print(Text(f"in sweep.html and sweep.csv: {names}"), soft_wrap=True)
         if same:
             console.print(Text("the same for all: " + ", ".join(map(_in_words, same))))
         marked |= any(any(column.best) for column in section.columns)

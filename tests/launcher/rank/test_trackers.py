@@ -85,6 +85,12 @@ def history(records: list[Any]) -> tuple[list[dict[str, Any]], Any]:
     return rows, runs[-1]
 
 
+def test_the_terminal_says_where_wandb_keeps_a_run_and_how_to_bring_it_there(wandb_run):
+    (folder,) = wandb_run.folder.rglob("offline-run-*")
+    lines = [line for line in wandb_run.stdout.splitlines() if line.startswith("wandb: ")]
+    assert lines == [f"wandb: offline, in {folder}", f"wandb: wandb sync {folder}"]
+
+
 def test_wandb_without_a_key_writes_every_step_locally(wandb_run, history):
     rows, _ = history
     written = {

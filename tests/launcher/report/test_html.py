@@ -216,3 +216,11 @@ def test_bars_have_one_scale():
 def test_a_mark_shows_where_memory_ends():
     assert 'left:100.000%"' in memory_html(RANKS, limit_bytes=8 * GIB)
     assert 'left:50.000%"' in memory_html(RANKS, limit_bytes=2 * GIB)
+
+
+def test_small_memory_is_seen_and_the_limit_told():
+    held = RankMemory(parameters=2**20, activations=2**20)
+    page = memory_html([held], limit_bytes=2.0**32)
+    assert "width:50.000%" in page and "2048 times as far" in page and "<b " not in page
+    near = memory_html([held], limit_bytes=2.0**22)
+    assert "width:25.000%" in near and "times as far" not in near and "<b " in near

@@ -87,3 +87,11 @@ def test_a_profile_is_a_block_per_microbatch_size_with_its_error():
     assert "microbatches of 1: ms per unit, to 2.5 %, MiB per microbatch" in text
     assert "microbatches of 4: ms per unit, MiB per microbatch" in text
     assert sum(line.strip().startswith("any stage") for line in text.splitlines()) == 2
+
+
+def test_rows_of_models_of_several_sizes_show_their_own():
+    plain = plan_table([PLAN | {"sequence": 64, "layers": 4}] * 2)
+    assert "sequence" not in plain and "layers  " not in plain.splitlines()[0][:40]
+    lines = plan_table([PLAN | {"sequence": n, "layers": 4} for n in (4352, 1152)]).splitlines()
+    assert lines[0].split()[:3] == ["sequence", "tp", "pp"]
+    assert [line.split()[:3] for line in lines[1:]] == [["1", "4352", "2"], ["2", "1152", "2"]]

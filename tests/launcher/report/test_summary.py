@@ -92,3 +92,18 @@ def test_headings_are_bold_on_a_terminal(monkeypatch):
     file = Terminal()
     print_summary(simulated(), file=file)
     assert "\x1b[1m" in file.getvalue()
+
+
+def test_measured_and_predicted_memory_are_told_apart():
+    both = {"dp": 1, "peak_memory_bytes": [3 * 2**30], "measured_peak_memory_bytes": [3 * 2**30],
+            "predicted_peak_memory_bytes": [2**30], "steps": 4}  # fmt: skip
+    lines = [line.split() for line in summary(both).splitlines()[1:]]
+    assert ["peak", "memory", "1", "GiB", "rank", "0"] in lines
+    assert ["peak", "memory,", "measured", "3", "GiB", "rank", "0"] in lines
+    assert sum(line[:1] == ["peak"] for line in lines) == 2
+
+
+def test_one_replica_has_no_reduction_to_expose():
+    assert "exposed" not in summary({"dp": 1, "makespan": 2.0, "exposed_grad_reduce": 0.0})
+    assert "exposed" in summary({"dp": 2, "makespan": 2.0, "exposed_grad_reduce": 0.0})
+    assert "exposed" in summary({"dp": 1, "makespan": 2.0, "exposed_grad_reduce": 1.0})

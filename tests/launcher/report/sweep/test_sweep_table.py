@@ -97,3 +97,17 @@ def test_a_narrow_terminal_gets_what_differs_first(tmp_path, monkeypatch):
     narrow = printed(jobs, terminal=40, monkeypatch=monkeypatch)
     assert "13.5*" in narrow  # wider than the terminal, but nothing is cut
     assert "\N{HORIZONTAL ELLIPSIS}" not in narrow
+
+
+def test_columns_without_room_are_named_and_never_wrapped(tmp_path, monkeypatch):
+    names = ("1f1b", "gpipe", "foldx_fifo")
+    jobs = [simulated(tmp_path, index, name) for index, name in enumerate(names)]
+    lines = printed(jobs, terminal=60, monkeypatch=monkeypatch).splitlines()
+    (note,) = (line for line in lines if line.startswith("in sweep.html and sweep.csv: "))
+    table = lines[: lines.index(note)]
+    assert max(map(len, table)) < 60
+    assert "makespan" in "".join(table)
+    wide = printed(jobs, terminal=200, monkeypatch=monkeypatch)
+    for name in note.partition(": ")[2].split(", "):
+        assert name.split()[0] in wide
+        assert not any(name in line for line in table)
