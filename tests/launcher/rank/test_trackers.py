@@ -87,7 +87,7 @@ def history(records: list[Any]) -> tuple[list[dict[str, Any]], Any]:
 
 def test_the_terminal_says_where_wandb_keeps_a_run_and_how_to_bring_it_there(wandb_run):
     (folder,) = wandb_run.folder.rglob("offline-run-*")
-    lines = [line for line in wandb_run.stdout.splitlines() if line.startswith("wandb: ")]
+    lines = [line for line in wandb_run.output.splitlines() if line.startswith("wandb: ")]
     assert lines == [f"wandb: offline, in {folder}", f"wandb: wandb sync {folder}"]
 
 
