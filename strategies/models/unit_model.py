@@ -77,7 +77,10 @@ class UnitModel(StageModel):
                     "pairs as named_modules() gives them."
                 )
         if len({name for name, _ in declared}) != len(declared):
-            raise ModelError("pipeline_units() names a unit twice; a unit runs once per step.")
+            raise ModelError(
+                "pipeline_units() names a unit twice, and a unit runs once per step. "
+                "Give each once."
+            )
         sizes = [float(sum(p.numel() for p in unit.parameters())) for _, unit in declared]
         costs = getattr(module, "unit_costs", lambda: sizes)()
         if len(costs) != len(declared):
@@ -286,7 +289,10 @@ class UnitModel(StageModel):
             result = module.pipeline_result(tensors, batch, batch_idx, mode)
         loss = result if mode == "train" else None
         if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
-            raise ModelError("pipeline_result() must return a scalar loss when mode is 'train'.")
+            raise ModelError(
+                "pipeline_result() gave no scalar when mode is 'train'. Return the loss there, a "
+                "tensor of one element."
+            )
         return StageOutput(loss=loss, result=result, logs=logs.calls())
 
     def owned_modules(self) -> Iterator[nn.Module]:

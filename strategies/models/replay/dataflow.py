@@ -363,7 +363,10 @@ def check_loss(loss: Any, step: str) -> Hole:
     """A loss as a probe sees it: the value of a scalar that wants a gradient."""
     where = f"{user_line()}: manual_backward in {step}"
     if not isinstance(loss, Hole) or loss.value is None:
-        raise ModelError(f"{where} got a {type(loss).__name__} that depends on no parameter.")
+        raise ModelError(
+            f"{where} got a {type(loss).__name__} that depends on no parameter. Give it a loss "
+            "of what layers return."
+        )
     if loss.numel() != 1:
         raise ModelError(
             f"{where} got a loss of shape {list(loss.shape)}; a scalar is needed. Take its mean()."
@@ -371,7 +374,8 @@ def check_loss(loss: Any, step: str) -> Hole:
     if not loss.requires_grad:
         raise ModelError(
             f"{where} got a loss through which no gradient flows: its parameters are frozen or "
-            "toggled off, or it was computed under torch.no_grad() or detached."
+            "toggled off, or it was computed under torch.no_grad() or detached. Toggle the "
+            "optimizer whose parameters made it, or leave this backward out."
         )
     return loss
 

@@ -306,7 +306,10 @@ class Probe(ShapeMode):
     def _defer(self, what: str) -> None:
         """Allowed after the last layer only, where one stage has everything: decided at the end."""
         if len(self.record.deferred) > 1000:
-            raise ModelError(f"{self.record.deferred[0][1]} in a loop that does not end.")
+            raise ModelError(
+                f"{self.record.deferred[0][1]} in a loop that does not end. Keep it a tensor "
+                "(torch.where, masks), or let the batch's shape end the loop."
+            )
         self.record.deferred.append((len(self.record.calls), f"{user_line()}: {what}"))
 
     def _refuse(self, func: Function, name: str, args: Args) -> None:

@@ -388,7 +388,7 @@ def select_units(
         if forced is None or not any(True for _ in forced.children()):
             others = [n for n, child in module.named_modules() if isinstance(child, _CONTAINERS)]
             raise ModelError(
-                f"model.pipeline_layers={chain} names no container of layers. Containers are: "
+                f"model.pipeline_layers={chain} names no container of layers. Choose one of: "
                 f"{', '.join(others) or 'none'}."
             )
     first: dict[int, tuple[str, nn.Module]] = {}

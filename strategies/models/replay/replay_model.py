@@ -117,9 +117,8 @@ class ReplayModel(StageModel):
         """
         if not module.automatic_optimization:
             raise ModelError(
-                f"{type(module).__name__} uses manual optimization (automatic_optimization=False). "
-                "The pipeline runs backward passes and optimizer steps itself, stage by stage. "
-                "Use automatic optimization with one optimizer, or pp=1."
+                f"{type(module).__name__} has automatic_optimization=False: a step with backwards "
+                "of its own is cut between them, by segments. Use PipelineStrategy, which does so."
             )
         probed = probe_units(module, example_batch, mode, chain, dataloader_idx=dataloader_idx)
         return cls(module, (mode, dataloader_idx or 0, structure(example_batch)), probed)

@@ -430,7 +430,8 @@ class SegmentModel(StageModel):
         if known != action.signature:
             raise ModelError(
                 "training_step does not do the same for every microbatch: one came to "
-                f"{known}, another to {action.signature}."
+                f"{known}, another to {action.signature}. What happens once per batch (optimizer "
+                "steps, toggles, schedules) may depend on batch_idx, not on data."
             )
         return result
 

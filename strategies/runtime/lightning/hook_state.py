@@ -23,6 +23,8 @@ from strategies.runtime.step.rank_engine import Engine
 
 ALIKE: Any = object()
 """A ``sync_dist_group``: all ranks have the same value already."""
+EPOCH: Any = object()
+"""A ``sync_dist_group``: the value of a batch is a replica's, the value of an epoch that of all."""
 
 _BETWEEN: dict[Mode, tuple[str, ...]] = {
     "train": (
@@ -113,8 +115,9 @@ def repeat_logs(
             continue
         if alike:
             options |= {"sync_dist": True, "sync_dist_group": ALIKE}
-        elif not options.get("on_step"):
-            options["sync_dist"] = True
+        elif not options.get("sync_dist"):
+            # Batch for batch would wait for replicas that evaluate fewer of them.
+            options |= {"sync_dist": True, "sync_dist_group": EPOCH}
         module.log(call.name, torch.tensor(call.value, dtype=torch.float64), **options)
 
 

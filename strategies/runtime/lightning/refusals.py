@@ -41,7 +41,10 @@ def refuse_module(
         refuse_split_backward(found.name, own=found.splits_backward, asked=asked)
         refuse_selective(plan.recompute.policy)
     if isinstance(module, torch._dynamo.OptimizedModule):
-        raise ModelError("compile the layers inside the module, not the LightningModule.")
+        raise ModelError(
+            f"{type(module._orig_mod).__name__} is compiled as a whole, and a pipeline cuts it. "
+            "Compile the layers inside the module, not the LightningModule."
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _refuse_callback(callback, module, plan)
 

@@ -151,8 +151,8 @@ def _positions(
     if rest:
         raise CheckpointError(
             f"configure_optimizers() of the whole module does not name {next(iter(rest))}, which "
-            "an optimizer updates: it must give the same groups whenever it is called. "
-            "PipelineStrategy(checkpoints='folder') needs no such order."
+            "an optimizer updates: it must give the same groups whenever it is called. Use "
+            "PipelineStrategy(checkpoints='folder'), which needs no such order."
         )
     return {"state": state, "param_groups": counted}
 

@@ -36,7 +36,13 @@ from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.plan import Options, Plan
 from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStrategy
 from strategies.runtime.lightning.data_order import Looked, shard, undisturbed
-from strategies.runtime.lightning.hook_state import ALIKE, HookState, ends_loader, repeat_logs
+from strategies.runtime.lightning.hook_state import (
+    ALIKE,
+    EPOCH,
+    HookState,
+    ends_loader,
+    repeat_logs,
+)
 from strategies.runtime.lightning.hook_watch import OwnBackward
 from strategies.runtime.lightning.last_words import speak_once
 from strategies.runtime.lightning.manual_optimization import (
@@ -188,6 +194,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self._device_mesh: DeviceMesh | None = None
         self._engine_module: pl.LightningModule | None = None
         self._accumulating = False
+        self._repeating = False  # the log calls of a step
         self._manual: ManualOptimization | None = None
         self._last_norm: Tensor | None = None
         self._own_sampler = True
@@ -509,7 +516,10 @@ class PipelineStrategy(CheckpointingStrategy):
             self._tell(self._rows_told.loss(self.engine.whole.unlike))
         self._repeat_logs(result, batch)
         if result.loss is None:
-            raise ModelError("training_step returned no loss; skipping a step is not supported.")
+            raise ModelError(
+                "training_step returned no loss; skipping a step is not supported. Return a loss "
+                "multiplied by zero to skip."
+            )
         return self._shown(result.loss, result.output)
 
     def _tell(self, message: str | None) -> None:
@@ -702,7 +712,9 @@ class PipelineStrategy(CheckpointingStrategy):
         assert module is not None
         alike = self.dp == 1 or result.rows is not None
         rows = count_rows(batch, self._loaders) if result.rows is None else result.rows
+        self._repeating = True
         repeat_logs(module, result.logs, rows=rows, alike=alike)
+        self._repeating = False
 
     # ------------------------------------------------------------- collectives
 
@@ -719,7 +731,7 @@ class PipelineStrategy(CheckpointingStrategy):
         """Over the replicas: all ranks of a pipeline hold the same value already."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized() or self.dp == 1:
             return tensor
-        if group is ALIKE:
+        if group is ALIKE or (group is EPOCH and self._repeating):
             return tensor
         names = dict.fromkeys(("mean", "avg", "sum"), dist.ReduceOp.SUM)
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")

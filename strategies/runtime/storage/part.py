@@ -69,7 +69,7 @@ def split(
                     if not isinstance(key, str) or not _SPECIAL.isdisjoint(key):
                         raise CheckpointError(
                             f"the optimizer's state of {name} has the key {key!r}: a checkpoint "
-                            "takes texts without ':' and '!' only."
+                            "takes texts without ':' and '!' only. Rename it in the optimizer."
                         )
                     prefix = f"optimizer.{index}.{key}"
                     _add(part, prefix, name, value, optimizer_holders, first_replica)
