@@ -78,7 +78,7 @@ test-slurm: install ## Only the tests on a real SLURM here (as root on Debian: i
 	$(PYTEST) -m slurm tests/slurm $(ARGS)
 
 test-faults: install ## Only the long fault runs, and their table (Linux; links and full disks need root)
-	$(PYTEST) -m faults tests/faults $(ARGS)
+	$(PYTEST) -m faults tests/faults tests/distributed/test_mutated_layouts.py $(ARGS)
 
 golden: install ## Rewrite tests/golden/ from what the code produces now; read the diff before you commit
 	$(PYTEST) --golden $(ARGS)

@@ -156,6 +156,12 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     parsed, unknown = parser.parse_known_intermixed_args(list(arguments))
     # Python 3.11 leaves overrides that follow a flag among the unknown ones.
     stray = [word for word in unknown if word.startswith("-")]
+    known = {entry.path for entry in keys_of(LaunchConfig)}
+    for word in arguments:
+        name = word.lstrip("-").partition("=")[0]
+        if word.startswith("-") and "=" in word and name in known:
+            # Without its value, which may be a credential.
+            raise PlanError(f"{word.partition('=')[0]}: keys have no dashes. Try {name}=VALUE.")
     if stray:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         hint = did_you_mean(nearest(stray[0].split("=")[0], flags)) or " Try --help."

@@ -178,7 +178,9 @@ def _plain(value: object) -> object:
 
 def nearest(word: str, candidates: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
     """The closest candidates, best first; empty where nothing is close."""
-    return tuple(get_close_matches(word[:200], list(candidates), n=limit, cutoff=0.6))
+    listed = list(candidates)
+    same = [one for one in listed if one.lower() == word.lower()]
+    return tuple(same or get_close_matches(word[:200], listed, n=limit, cutoff=0.6))
 
 
 def nearest_keys(word: str, candidates: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
@@ -241,9 +243,15 @@ _MEANT = {
     "output_dir save_dir log_dir run_dir": "hydra.run.dir=FOLDER",
     "workers": "data.num_workers=2",
     "torch_compile": "compile=true",
+    "callbacks callback": "a script of your own: PipelineStrategy takes any Trainer's callbacks",
 }  # fmt: skip
 _MEANT_VALUES = {
     # Lightning's own short names, and what others call the same.
+    "mode": {
+        "fit": "train", "training": "train", "test": "eval", "evaluate": "eval", "val": "eval",
+        "sample": "generate", "infer": "predict", "sim": "simulate", "check": "validate",
+    },
+    "compile": {"yes": "true", "on": "true", "1": "true"},
     "trainer.precision": {
         "bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true",
         "fp16": "16-mixed", "fp32": "32-true", "fp64": "64-true", "bfloat16": "bf16-mixed",

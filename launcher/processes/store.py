@@ -173,7 +173,9 @@ class Store:
                 if not client.trusted and len(client.received) > _MOST_UNPROVEN_BYTES:
                     raise _RefusedError
                 while self._answer(client):
-                    pass
+                    # A stranger who asks and never listens would have the answers kept.
+                    if not client.trusted and len(client.to_send) > _MOST_UNPROVEN_BYTES:
+                        raise _RefusedError
             self._send(client)
         except (_RefusedError, OSError):
             self._close(client)
@@ -249,9 +251,13 @@ class Store:
 
     def _add(self, _: _Client, request: _Request) -> bytes:
         key, amount = self._key(request), request.number("q")
-        total = int(self._values.get(key, b"0")) + amount
+        try:
+            total = int(self._values.get(key, b"0")) + amount
+            answer = struct.pack("<q", total)
+        except (ValueError, struct.error):  # no number, or one that has outgrown its type
+            raise _RefusedError from None
         self._put(key, str(total).encode())
-        return struct.pack("<q", total)
+        return answer
 
     def _check(self, _: _Client, request: _Request) -> bytes:
         there = all(key in self._values for key in self._keys(request))

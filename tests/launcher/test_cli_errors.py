@@ -110,6 +110,94 @@ REFUSED = [
     (["-m", "hydra.sweep.dir=a,b"], "hydra.sweep.dir takes one folder"),
 ]
 
+# What people type in their first hour, from Hydra, Lightning, Megatron and torchrun.
+FIRST_HOUR = [
+    ("--info", "--info is not a flag. Try --help."),
+    ("--hydra-help", "Did you mean --help?"),
+    ("--config-name=x", "Did you mean --config-dir?"),
+    ("--config-path=x", "Did you mean --config-dir?"),
+    ("--pp=4", "keys have no dashes. Try pp=VALUE."),
+    ("-pp=4", "keys have no dashes. Try pp=VALUE."),
+    ("--model.layers=4", "keys have no dashes. Try model.layers=VALUE."),
+    ("~tracking", "give tracking= another value"),
+    ("~model.dropout", "give model.dropout= another value"),
+    ("+experiment=fold_laptop", "Try experiment=fold_laptop."),
+    ("+foo=1", "foo is not a key"),
+    ("++foo.bar=1", "foo.bar is not a key"),
+    ("hydra/launcher=submitit_slurm", "only hydra.run.dir"),
+    ("hydra.job.name=x", "only hydra.run.dir"),
+    ("hydra.verbose=true", "only hydra.run.dir"),
+    ("model._target_=torch.nn.Linear", "would run code"),
+    ("data._target_=x.Y", "would run code"),
+    ("callbacks=x", "Try a script of your own: PipelineStrategy takes any"),
+    ("trainer.callbacks=x", "Try a script of your own"),
+    ("tracking=wandb,tensorboard", "Try -m tracking=wandb,tensorboard"),
+    ("logger=wandb", "Try tracking=csv, wandb, tensorboard or none."),
+    ("model=llama3_8b", "Did you mean model=llama2_7b"),
+    ("model=qwen", "Options of model: "),
+    ("model=gpt2", "Did you mean model=gpt2_124m?"),
+    ("model.width=32", "Did you mean model.path or model.hidden"),
+    ("model.hidden=130", "Try model.hidden=128."),
+    ("model.num_layers=4", "Try model.layers=8."),
+    ("optimizer=lion", "Options of optimizer: adam, adamw, sgd."),
+    ("optimizer.schedule=linear", "expected cosine or constant"),
+    ("data=wikitext", "Did you mean data=text?"),
+    ("data=text", "Try data=text data.path=/path/to/file."),
+    ("schedule=", "Options of schedule: "),
+    ("schedule=1fb1", "Did you mean schedule=1f1b?"),
+    ("schedule=1F1B", "Did you mean schedule=1f1b?"),
+    ("hardware=H100", "Did you mean hardware=h100?"),
+    ("schedule=interleaved", "interleaved_1f1b"),
+    ("schedule=chimera pp=3", "Try pp=2 or pp=4."),
+    ("schedule=chimera pp=2 num_microbatches=1", "Try num_microbatches=2."),
+    ("pp=0", "at least 1. Try pp=4."),
+    ("pp=two", "expected a whole number"),
+    ("dp=0", "Try dp=1."),
+    ("tp=3", "Try tp=2."),
+    ("pp=1,2", "Try -m pp=1,2"),
+    ("pp 4", "Did you mean pp=...?"),
+    ("pp:4", "Did you mean pp=...?"),
+    ("num_microbatches=0", "Try num_microbatches=8."),
+    ("trainer.max_step=3", "Did you mean trainer.max_steps"),
+    ("trainer.epochs=3", "Try trainer.max_epochs=3."),
+    ("trainer.max_epochs=-5", "at least 1"),
+    ("trainer.gradient_clip_val=-1", "more than 0"),
+    ("trainer.accumulate_grad_batches=0", "at least 1"),
+    ("lr=3e-4", "Did you mean optimizer.lr?"),
+    ("learning_rate=1e-3", "Try optimizer.lr=3e-4."),
+    ("optimizer.lr=", "expected a number"),
+    ("batch_size=8", "Try data.global_batch_size=64"),
+    ("seed=-1", "at least 0"),
+    ("mode=fit", "Try mode=train."),
+    ("mode=test", "Try mode=eval."),
+    ("mode=sample", "Try mode=generate."),
+    ("compile=yes", "Try compile=true."),
+    ("overlap=true", "Options of overlap: grad_reduce, none, zero1."),
+    ("recompute=true", "Options of recompute: full"),
+    ("experiment=unknown", "experiment_name=NAME"),
+    ("world_size=4", "Try pp=, dp= and tp="),
+    ("nproc_per_node=4", "Try pp=, dp= and tp="),
+    ("cluster=torchrun pp=2", "Try python -m torch.distributed.run --nproc-per-node=2"),
+    ("cluster.time=abc cluster=slurm cluster.submit=false", "Try cluster.time=24:00:00."),
+    ("-m optimizer.lr=interval(1e-4,1e-2)", "sweep.trials=20"),
+    ("sweep.trials=3", "Try -m sweep.trials=3"),
+    ("hardware.memory_gb=0", "more than 0"),
+]
+
+
+@pytest.mark.parametrize(("typed", "told"), FIRST_HOUR)
+def test_a_mistake_of_the_first_hour_is_one_sentence_with_a_way_out(
+    typed: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    done = run_here(typed.split(), tmp_path, monkeypatch)
+    done.assert_refused()
+    assert told in done.errors
+
+
+def test_sixty_mistakes_are_tried() -> None:
+    assert len({typed for typed, _ in FIRST_HOUR}) == len(FIRST_HOUR) >= 60
+
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: " ".join(case[0])[:40])
 def test_a_wrong_request_is_refused_with_one_message(case, tmp_path, monkeypatch):

@@ -139,7 +139,7 @@ def _agree(voices: Voices, said: str | None, code: int) -> int:
             # store is left alone: torch writes a page about one that has gone.
             parent = os.getppid()
             _until(lambda: os.getppid() != parent, _GRACE_S / 3)
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         pass  # Rank 0, which kept the store, has ended, and it does not do so in silence.
     return code
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -10,7 +11,14 @@ import sys
 import pytest
 
 from launcher.processes import failure
-from launcher.processes.failure import Failure, OomCount, as_out_of_memory, blame, peak_bytes
+from launcher.processes.failure import (
+    Failure,
+    OomCount,
+    as_full_disk,
+    as_out_of_memory,
+    blame,
+    peak_bytes,
+)
 from strategies.heartbeat import Beat
 from tests.warm_server import REPOSITORY
 
@@ -105,6 +113,12 @@ def test_what_allocators_say_is_understood(said):
     found = as_out_of_memory(RuntimeError(f"{said}\nmore"))
     assert str(found).startswith(f"out of memory: {said}. At most ")
     assert found.exit_code == 1
+
+
+def test_a_run_folder_that_is_gone_is_told(tmp_path):
+    lost = OSError(errno.ESTALE, "Stale file handle", str(tmp_path / "run" / "metrics.csv"))
+    told = as_full_disk(lost, tmp_path / "run")
+    assert f"the run folder {tmp_path}/run is gone: somebody has deleted it" in str(told)
 
 
 def test_other_failures_stay_what_they_are():
