@@ -46,6 +46,10 @@ class Slot:
         return f"{self.module}.{self.key}" if self.module else self.key
 
 
+# A step may say that the training is to end (``self.trainer.should_stop = True``).
+_STOP = Slot("", "trainer", "should_stop")
+
+
 class StepState:
     """Watches a module's state around the forwards of a pass.
 
@@ -62,6 +66,7 @@ class StepState:
         self._before: list[dict[str, Any]] = []
         self._containers: list[tuple[Slot, Any, Any]] = []
         self._tensors: list[_KeptTensor] = []
+        self._stops: bool | None = None
 
     def forget(self) -> None:
         """Modules are looked for anew when the next pass begins: hooks may make some."""
@@ -95,6 +100,7 @@ class StepState:
         if not self._tables:
             self._look_for_modules()
         self._containers, self._tensors = [], []
+        self._stops = self._stops_now()
         seen: set[int] = set()
         self._before = [
             {key: value for key, value in table.items() if key not in _BOOKKEEPING}
@@ -151,7 +157,12 @@ class StepState:
             (len(c), id(next(reversed(c), None)) if isinstance(c, list | deque) else None)
             for _, c, _ in self._containers
         ]
-        return [tables, containers, [kept.version for kept in self._tensors]]
+        return [tables, containers, [kept.version for kept in self._tensors], self._stops_now()]
+
+    def _stops_now(self) -> bool | None:
+        """Whether the step's trainer is to stop; None where it has none."""
+        trainer = getattr(self._module, "_trainer", None)
+        return getattr(trainer, "should_stop", None)
 
     def changed(self) -> set[Slot]:
         """Places whose value is another one than when the pass began, on the surface or inside."""
@@ -166,11 +177,15 @@ class StepState:
         for slot, container, before in self._containers:
             if not _equal(container, before):
                 found.add(slot)
+        if self._stops_now() != self._stops:
+            found.add(_STOP)
         return found | {kept.slot for kept in self._tensors if kept.is_changed()}
 
     def take_back(self) -> bool:
         """Puts the state of the pass's beginning back; tells whether it was another one."""
-        touched = False
+        touched = self._stops_now() != self._stops
+        if touched:
+            self.put(_STOP, self._stops)
         for (_, table), before in zip(self._tables, self._before, strict=True):
             now = {key: value for key, value in table.items() if key not in _BOOKKEEPING}
             for key, value in now.items():
@@ -193,6 +208,8 @@ class StepState:
 
     def value(self, slot: Slot) -> Any:
         """What is there now; ABSENT if nothing is."""
+        if slot == _STOP:
+            return self._stops_now()
         module = self._module.get_submodule(slot.module)
         if slot.kind == "class":
             return getattr(type(module), slot.key)
@@ -200,6 +217,10 @@ class StepState:
         return table.get(slot.key, ABSENT)
 
     def put(self, slot: Slot, value: Any) -> None:
+        if slot == _STOP:
+            trainer: Any = self._module._trainer
+            trainer.should_stop = value
+            return
         module = self._module.get_submodule(slot.module)
         table: dict[str, Any] = module._buffers if slot.kind == "buffer" else module.__dict__
         if value is ABSENT:
@@ -238,6 +259,8 @@ class _KeptTensor:
 
 
 def version_of(tensor: Tensor) -> int:
+    if isinstance(tensor, Hole):
+        return -2  # A tensor into which a probe has written becomes one.
     return -1 if tensor.is_inference() else tensor._version
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -26,6 +26,7 @@ from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
 from strategies.models.replay.probe import LeakError, Place, Probe, Record, Value
 from strategies.models.stage_model import STEP_NAMES, Mode
+from strategies.models.step_state import CONTAINERS, StepState, is_record
 
 P = TypeVar("P", bound=Probe)
 
@@ -113,7 +114,8 @@ def probe_path(
         batch_idx,
         cache,
         partial(make, opens=lambda unit: unit in opens),
-        dataloader_idx=dataloader_idx,
+        partial(_reading_what_stays, module, tuple(units.values())),
+        dataloader_idx,
     )
     step = STEP_NAMES[mode]
     return _make_path(probe.record, tuple(units), step=step, clones_batch=written)
@@ -170,6 +172,30 @@ def run_probe(
             isinstance(tensor, Hole) or tensor._version != version for tensor, version in versions
         )
     return probe, result, written
+
+
+@contextmanager
+def _reading_what_stays(
+    module: LightningModule, layers: Sequence[nn.Module], probe: Probe
+) -> Iterator[None]:
+    """What a step leaves on its module is needed at its end, as what it returns is.
+
+    So is what it gathers in a container, of any layer; what it assigns only of the last one. Other
+    values may be meant for the next step's layers, of which each sees a microbatch (hidden states).
+    """
+    state = StepState(module, layers)
+    state.begin()
+    held = {id(v) for m in module.modules() for v in vars(m).values() if type(v) in CONTAINERS}
+    yield
+    num_calls = len(probe.record.calls)
+    for slot in state.changed():
+        value = state.value(slot)
+        gathers = slot.kind == "class" or id(value) in held
+        for leaf in tensors(vars(value) if is_record(value) else value):
+            if not isinstance(leaf, Hole) or leaf.value is None:
+                continue
+            if gathers or probe.record.values[leaf.value].key[0] == num_calls:
+                probe.on_read(leaf)
 
 
 def batch_device(batch: Any, module: nn.Module) -> torch.device:

@@ -27,6 +27,7 @@ from strategies.models.metric_objects import (
     on_whole_batch,
     share_metrics,
 )
+from strategies.models.nested import tensors
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput
 from strategies.models.state import Generators, kept_generators
 from strategies.models.step_state import Slot, StepState
@@ -116,7 +117,7 @@ class WholeBatch:
         if stage != self._last or self._once:
             self.state.take_back()
             return
-        late = output.marks != self.state.marks()
+        late = output.marks != self.state.marks() or (not self._deep and self._keeps_values())
         touched = self.state.take_back()
         mode: Mode = self._options.mode
         must = (touched and late) or any(call.metric is not None for call in output.logs)
@@ -130,6 +131,14 @@ class WholeBatch:
         self._bytes += sum(t.numel() * t.element_size() for t in output.ends)
         if self._deep or (self._tries and self._bytes <= _TRIAL_BYTES):
             self._ends[microbatch] = output.ends
+
+    def _keeps_values(self) -> bool:
+        """Whether a forward has left tensors, which are then to be those of all rows."""
+        return any(
+            tensors(self.state.value(slot))
+            for slot in self.state.changed()
+            if slot.kind != "buffer"
+        )
 
     def once(self) -> AbstractContextManager[None]:
         """Around the end of the step where there is one for the whole batch."""
