@@ -45,6 +45,15 @@ def refuse_module(
             f"{type(module._orig_mod).__name__} is compiled as a whole, and a pipeline cuts it. "
             "Compile the layers inside the module, not the LightningModule."
         )
+    for name, parameter in module.named_parameters():
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            if not hook.__module__.startswith("strategies."):
+                raise ModelError(
+                    f"{name} has a hook of register_post_accumulate_grad_hook, which runs whenever "
+                    "a gradient has been added: in a pipeline for each microbatch, and before "
+                    "replicas have put theirs together. Do it in on_before_optimizer_step, or step "
+                    "by an optimizer of configure_optimizers()."
+                )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _refuse_callback(callback, module, plan)
 

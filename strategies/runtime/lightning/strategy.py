@@ -486,6 +486,10 @@ class PipelineStrategy(CheckpointingStrategy):
         if batch_idx is None:
             batch_idx = trainer.fit_loop.batch_idx
         self._heartbeat.step(trainer.global_step + 1)
+        if self.is_global_zero:
+            rows = count_rows(batch, self._loaders)
+            self._tell(self._rows_told.layers(rows, self._plan.num_microbatches))
+            self._tell(self._rows_told.hooks(rows, self._plan.num_microbatches))
         if self._manual is not None:
             with self.precision_plugin.train_step_context():
                 result = self._manual.training_step(
@@ -493,9 +497,6 @@ class PipelineStrategy(CheckpointingStrategy):
                 )
             self._repeat_logs(result, batch)
             return self._shown(result.loss)
-        if self.is_global_zero:
-            rows = count_rows(batch, self._loaders)
-            self._tell(self._rows_told.layers(rows, self._plan.num_microbatches))
         scale = None
         if self._scaler is not None:
             # Its number stays on the device: get_scale() would wait for the update before.

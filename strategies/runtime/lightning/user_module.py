@@ -151,7 +151,20 @@ class RowsTold:
         """Of a module that is still whole."""
         self._module = module
         self._norms = [n for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
-        self._layers_told = self._loss_told = False
+        self._hooked = [n for n, p in module.named_parameters() if p._backward_hooks]
+        self._hooks_told = self._layers_told = self._loss_told = False
+
+    def hooks(self, rows: int, num_microbatches: int) -> str | None:
+        """Of parameters, at a batch of so many rows."""
+        first = share_sizes(rows, num_microbatches)[0]
+        if self._hooks_told or not self._hooked or first == rows:
+            return None
+        self._hooks_told = True
+        return (
+            f"{self._hooked[0]} has a hook (register_hook), which sees the gradient of each "
+            f"microbatch of {first} rows, not that of the {rows} of a batch: a factor comes to the "
+            "same, a limit does not. on_before_optimizer_step sees the batch's gradient."
+        )
 
     def layers(self, rows: int, num_microbatches: int) -> str | None:
         """At a batch of so many rows; None where there is nothing to say (again)."""

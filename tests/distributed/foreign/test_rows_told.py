@@ -52,6 +52,48 @@ def row_by_row() -> Any:
     return RowByRow()
 
 
+class ManualNormed(Normed):
+    """The same with an optimizer step by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(loss)
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
+class Hooked(Net):
+    """A limit to each gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+class SteppedInBackward(Net):
+    """An optimizer step the moment that a gradient is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
+def manual_normed() -> Any:
+    return ManualNormed()
+
+
+def hooked() -> Any:
+    return Hooked()
+
+
+def stepped() -> Any:
+    return SteppedInBackward()
+
+
 def told(case: str, strategy: dict[str, Any]) -> list[str]:
     """What a rank says of its rows while it trains for two batches."""
     said: list[str] = []
@@ -70,9 +112,12 @@ def told(case: str, strategy: dict[str, Any]) -> list[str]:
     ("case", "more", "expected"),
     [
         (normed, {}, ["net.2: BatchNorm takes its mean and variance over 2 rows", ""]),
+        (manual_normed, {}, ["net.2: BatchNorm takes its mean and variance over 2 rows", ""]),
         (in_batch, {}, ["", "the loss of InBatch.training_step depends on how rows are grouped"]),
         (in_batch, {"loss_over": "batch"}, ["", ""]),
         (row_by_row, {}, ["", ""]),
+        (hooked, {}, ["net.0.weight has a hook (register_hook)", ""]),
+        (hooked, {"num_microbatches": 1}, ["", ""]),
         (normed, {"num_microbatches": 1}, ["", ""]),
     ],
 )
@@ -91,3 +136,9 @@ def test_norms_that_do_not_train_say_nothing() -> None:
     told = RowsTold(module)
     module.net[2].eval()
     assert told.layers(8, 4) is None
+
+
+def test_steps_inside_a_backward_are_refused(ranks: Callable[[int], Ranks]) -> None:
+    case = f"{__name__}:stepped"
+    with pytest.raises(AssertionError, match=r"head.weight has a hook of register_post_acc"):
+        ranks(2).run(told, case=case, strategy={"pp": 2, "schedule": "1f1b"})
