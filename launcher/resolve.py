@@ -382,4 +382,5 @@ def _analytic(config: LaunchConfig, dp: int, loads: tuple[Load, ...]) -> Analyti
         transport=config.costs.transport,
         tp=config.tp,
         sequence_parallel=config.sequence_parallel,
+        number_format=config.trainer.number_format,
     )

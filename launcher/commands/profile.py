@@ -174,12 +174,18 @@ def hardware_yaml(
 ) -> str:
     rates = fit_rates(profile, config, shape)
     old, machine = config.hardware, profile.machine
-    peak = max(old.peak_flops, rates.flops_per_s)
+    number_format = config.trainer.number_format
+    peak = max(old.peak(number_format), rates.flops_per_s)
+    peaks = {f"peak_{name}_flops": value for name, value in old.named_peaks().items()}
+    if old.peak_flops is not None:
+        peaks["peak_flops"] = old.peak_flops
+    named = f"peak_{number_format}_flops"
+    peaks[named if named in peaks else "peak_flops"] = peak
     where = machine.accelerator or machine.processor
     measured_on = f"{where}, {machine.threads} threads per rank, torch {machine.torch}"
     values: dict[str, object] = {
         "name": name,
-        "peak_flops": _short(peak),
+        **{name: _short(value) for name, value in peaks.items()},
         "efficiency": _short(min(1.0, rates.flops_per_s / peak)),
         "memory_gb": _short(memory_bytes / 1e9),
         "memory_bandwidth": _short(_memory_bandwidth(profile, config, shape, sizes)),
@@ -202,8 +208,8 @@ def hardware_yaml(
         values["ring_latency_s"] = _short(profile.reductions.latency_s)
         values["lockstep_loss"] = _short(profile.lockstep_loss)
     lines = [
-        "# Measured by mode=profile; peak_flops, inter_* and gpus_per_node are those of "
-        f"hardware={old.name}.",
+        f"# Measured by mode=profile, in {number_format}, which efficiency is of; peaks, inter_* "
+        f"and gpus_per_node are those of hardware={old.name}.",
         *(f"{key}: {value}" for key, value in values.items()),
     ]
     return "\n".join(lines) + "\n"

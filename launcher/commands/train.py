@@ -20,7 +20,13 @@ from launcher.planning.plan_auto import planned
 from launcher.planning.profile_check import writable, write_refined
 from launcher.processes.progress import ProgressView
 from launcher.report.html import Panel
-from launcher.report.predicted import predict, predicted_mapping, step_flops, write_pictures
+from launcher.report.predicted import (
+    peak_mapping,
+    predict,
+    predicted_mapping,
+    step_flops,
+    write_pictures,
+)
 from launcher.report.result import write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve
@@ -133,6 +139,7 @@ def _beside(run: Run, predicted: Metrics, measured: Timeline | None) -> dict[str
     accumulation = run.config.trainer.accumulate_grad_batches
     return {
         "model_flops_per_step": step_flops(run),
+        **peak_mapping(run.config),
         "predicted_step_time_s": steady * accumulation if seconds else None,
         "measured_makespan_s": None if measured is None else measured.makespan,
         "measured_period_s": None if measured is None else measured.period,

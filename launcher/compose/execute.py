@@ -284,7 +284,7 @@ class Jobs:
 
     def _guarded(self, composed: DictConfig, hydra: HydraConf) -> int:
         try:
-            self._config = self._grouped(to_config(composed, hydra.runtime.choices))
+            self._config = self._grouped(to_config(composed, hydra))
             return self._command(self._config, Path(hydra.runtime.output_dir))
         except PipelineError as error:
             self._error = str(error)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,13 @@ from launcher.compose.option_groups import conf_dir
 from launcher.compose.overrides import quote
 from launcher.config import LaunchConfig, check, dump, from_dict
 from launcher.config.decode import ENTRY_POINTS, installed_names
+from launcher.config.pipeline import HardwareConfig
 from launcher.secrets import refuse_secret
 from strategies.errors import PipelineError, PlanError
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
+    from hydra.conf import HydraConf
 
 CONFIG_NAME = "config"
 
@@ -35,6 +38,9 @@ def hydra_session() -> Iterator[Hydra]:
     # The schema's defaults lie beneath the YAML files, so that a user's file may be partial and
     # every key can still be overridden.
     defaults = dump(LaunchConfig()) | {"experiment_name": None}
+    # A hardware file that names peaks per precision has no other unless it says so; for one without
+    # any peak, to_config() has the declaration's.
+    defaults["hardware"]["peak_flops"] = None
     ConfigStore.instance().store(name="schema", node=defaults, provider="foldpipe")
     for group in ENTRY_POINTS:
         # What other distributions offer is chosen by name, as our own options are.
@@ -70,7 +76,7 @@ def compose_checked(overrides: Sequence[str]) -> tuple[LaunchConfig, DictConfig]
         composed = compose(CONFIG_NAME, overrides=list(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(composed)
         hydra = composed.hydra
-        config = to_config(composed, hydra.runtime.choices)
+        config = to_config(composed, hydra)
         check(config)
         # Reading them now shows a mistake in a folder pattern before anything is created.
         for key in ("run", "sweep"):
@@ -82,16 +88,40 @@ def compose_checked(overrides: Sequence[str]) -> tuple[LaunchConfig, DictConfig]
     return config, hydra
 
 
-def to_config(composed: DictConfig, choices: Mapping[str, Any]) -> LaunchConfig:
+def to_config(composed: DictConfig, hydra: DictConfig | HydraConf) -> LaunchConfig:
     """A composed tree as a typed configuration, interpolations resolved."""
     values = {
         str(name): OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
         for name, node in ((name, composed[name]) for name in composed if name != "hydra")
     }
     if values.get("experiment_name", "") is None:
-        values["experiment_name"] = choices.get("experiment") or "default"
+        values["experiment_name"] = hydra.runtime.choices.get("experiment") or "default"
     _refuse_secrets(values, "")
-    return from_dict(values)
+    hardware = values.get("hardware")
+    if isinstance(hardware, dict) and all(hardware.get(name) is None for name in _PEAKS):
+        hardware.pop("peak_flops", None)
+    config = from_dict(values)
+    return replace(config, hardware=_one_peak(config.hardware, hydra))
+
+
+_PEAKS = tuple(entry.name for entry in fields(HardwareConfig) if entry.name.startswith("peak_"))
+
+
+def _one_peak(hardware: HardwareConfig, hydra: DictConfig | HydraConf) -> HardwareConfig:
+    """With ``peak_flops`` set over a file that names peaks: it is meant for all of them."""
+    if hardware.peak_flops is None or not hardware.named_peaks():
+        return hardware
+    # What the file itself says, without command line and experiment.
+    kept = [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath=")]
+    choice = f"hardware={hydra.runtime.choices['hardware']}"
+    file = compose(CONFIG_NAME, overrides=[*kept, choice]).hardware
+    if file.peak_flops is not None and float(file.peak_flops) == hardware.peak_flops:
+        return hardware
+    # Peaks that were set over the file, too, stay.
+    same = [name for name in _PEAKS[1:] if file[name] is not None]
+    dropped = [name for name in same if float(file[name]) == getattr(hardware, name)]
+    none: dict[str, Any] = dict.fromkeys(dropped)
+    return replace(hardware, **none)
 
 
 def _refuse_secrets(value: object, path: str) -> None:

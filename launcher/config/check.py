@@ -38,6 +38,7 @@ def check(config: LaunchConfig) -> None:
     _check_sharing(config, shape)
     _check_unused(config)
     _check_trainer(config)
+    _check_peak(config)
     check_cluster(config)
 
 
@@ -244,6 +245,36 @@ def _check_trainer(config: LaunchConfig) -> None:
             f"optimizer.betas={spell(betas)}: both must be at least 0 and below 1. "
             "Try optimizer.betas=[0.9,0.95]."
         )
+
+
+# Whose predictions and reports read a peak; the others run whatever the hardware file says.
+_WITH_PEAK = ("train", "simulate", "plan", "validate", "profile")
+
+
+def _check_peak(config: LaunchConfig) -> None:
+    hardware, trainer, wanted = config.hardware, config.trainer, config.trainer.number_format
+    known = hardware.named_peaks()
+    uniform = config.mode == "simulate" and config.costs.name == "uniform"
+    if hardware.peak_flops is not None or wanted in known or uniform:
+        return
+    if config.mode not in _WITH_PEAK:
+        return
+    asked = f"trainer.precision={trainer.precision}"
+    if wanted == "tf32":
+        asked = f"trainer.float32_matmul_precision={trainer.float32_matmul_precision}"
+    ways = {
+        "tf32": ("trainer.float32_matmul_precision=highest", "fp32"),
+        "bf16": ("trainer.precision=16-mixed", "fp16"),
+        "fp16": ("trainer.precision=bf16-mixed", "bf16"),
+    }
+    way, needs = ways.get(wanted, ("trainer.precision=32-true", "fp32"))
+    if needs not in known:
+        way = f"hardware.peak_{wanted}_flops=1e13"
+    raise PlanError(
+        f"{asked} computes in {wanted}, and hardware={hardware.name} has no peak for {wanted}, "
+        f"only for {', '.join(known) or 'nothing'}. Try {way}, or give the peak of one rank in "
+        f"FLOP/s (hardware.peak_{wanted}_flops)."
+    )
 
 
 def _check_share(path: str, value: int | float | None) -> None:

@@ -137,7 +137,13 @@ class HardwareConfig(Hardware):
     """``hardware=``: the machine that analytic costs and MFU assume."""
 
     name: str = key("cpu_laptop", "Label of the machine in reports.")
-    peak_flops: float = key(9.6e10, "Peak of one rank, in FLOP/s.", above=0)
+    peak_flops: float | None = key(
+        9.6e10,
+        "Peak of one rank in FLOP/s, for every precision that the hardware file names no peak of; "
+        "set over the file's (command line, experiment), for all. null = refuse those.",
+        above=0,
+        example=1e13,
+    )
     efficiency: float = key(0.3, "Assumed share of the peak that kernels reach.", above=0, high=1)
     memory_gb: float = key(4.0, "Memory of one rank, in GB (1e9 bytes).", above=0)
     memory_bandwidth: float = key(1.0e10, "Memory bandwidth of one rank, in bytes/s.", above=0)
@@ -167,6 +173,27 @@ class HardwareConfig(Hardware):
     )
     lockstep_loss: float = key(
         0.0, "Share of their compute that tensor-parallel ranks lose to waiting.", low=0, high=10
+    )
+    peak_fp64_flops: float | None = key(
+        None, "Peak for trainer.precision=64-true; null = peak_flops.", above=0, example=1e13
+    )
+    peak_fp32_flops: float | None = key(
+        None, "Peak for trainer.precision=32-true; null = peak_flops.", above=0, example=2e13
+    )
+    peak_tf32_flops: float | None = key(
+        None,
+        "Peak for 32-true with trainer.float32_matmul_precision=high or medium; null = peak_flops.",
+        above=0,
+        example=1.5e14,
+    )
+    peak_bf16_flops: float | None = key(
+        None, "Peak for bf16-mixed and bf16-true; null = peak_flops.", above=0, example=3e14
+    )
+    peak_fp16_flops: float | None = key(
+        None, "Peak for trainer.precision=16-mixed; null = peak_flops.", above=0, example=3e14
+    )
+    peak_fp8_flops: float | None = key(
+        None, "Peak in fp8, which no precision computes in yet.", above=0, example=2e15
     )
     measured_on: str | None = key(
         None,

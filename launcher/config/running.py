@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from launcher.config.key import key
+from strategies.costs.hardware import NumberFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,11 @@ class TrainerConfig:
         "32-true",
         "Type of weights and compute; mixed = weights in 32 bits; bf16-true = gradients summed and "
         "weights updated in 32 bits.",
+    )
+    float32_matmul_precision: Literal["highest", "high", "medium"] = key(
+        "highest",
+        "torch.set_float32_matmul_precision on every rank: high and medium compute products of "
+        "fp32 matrices in tf32 (on CPUs that can, bf16), which 32-true is then planned with.",
     )
     accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "Device of the ranks.")
     limit_train_batches: int | float | None = key(
@@ -110,6 +116,16 @@ class TrainerConfig:
     )
     enable_progress_bar: bool = key(True, "Show a progress bar.")
     enable_model_summary: bool = key(False, "Print the layers before training.")
+
+    @property
+    def number_format(self) -> NumberFormat:
+        """What matrix products are computed in: the peak that a run can have is that of it."""
+        if self.precision == "32-true":
+            return "fp32" if self.float32_matmul_precision == "highest" else "tf32"
+        formats: dict[str, NumberFormat] = {
+            "64-true": "fp64", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16",
+        }  # fmt: skip
+        return formats[self.precision]
 
     @property
     def waits_at_flush(self) -> bool:

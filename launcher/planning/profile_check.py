@@ -192,6 +192,8 @@ def model_facts(config: LaunchConfig, shape: ModelShape) -> tuple[tuple[str, str
         if config.recompute.name == "selective"
         else None,
     }
+    if config.trainer.float32_matmul_precision != "highest":
+        facts["float32_matmul_precision"] = config.trainer.float32_matmul_precision
     return tuple(sorted((name, _spelt(value)) for name, value in facts.items()))
 
 

@@ -16,7 +16,7 @@ from launcher.config.key import keys_of, value_at
 from launcher.config.pipeline import recompute_policy
 from launcher.planning.model_trace import needs_trace, traced_shape
 from launcher.planning.profile_check import checked_profile, classes_of
-from launcher.report.summary import format_percent
+from launcher.report.summary import format_peak, format_percent
 from launcher.report.typed_command import typed_words
 from launcher.resolve import MOMENTS, element_sizes, layer_units, model_shape, num_places, uses_gpu
 from launcher.workloads.loads import unit_loads
@@ -70,6 +70,7 @@ def question(
         transport=config.costs.transport,
         # As a training run's prediction: clipping's norm is the one synchronisation.
         waits_at_flush=config.trainer.waits_at_flush,
+        number_format=config.trainer.number_format,
     )
     layers = recompute_policy(config.recompute).layers
 
@@ -251,9 +252,11 @@ def calibration(asked: Question) -> str:
             f"{label(asked)}: times are computed from figures measured on "
             f"{config.hardware.measured_on}"
         )
+    number_format = config.trainer.number_format
     return (
         "uncalibrated: times are computed from datasheet figures, at "
-        f"{config.hardware.efficiency:.0%} of the peak"
+        f"{config.hardware.efficiency:.0%} of "
+        f"{format_peak(config.hardware.peak(number_format), number_format)}"
     )
 
 

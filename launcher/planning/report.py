@@ -11,7 +11,7 @@ from launcher.config import LaunchConfig, PlannerConfig
 from launcher.config.key import shorten, spell
 from launcher.planning.no_plan import describe
 from launcher.planning.question import Question, calibration_error, is_calibrated
-from launcher.report.predicted import predict
+from launcher.report.predicted import peak_mapping, predict, run_peak
 from launcher.report.summary import format_duration, format_percent
 from launcher.report.typed_command import paste, typed_words
 from launcher.resolve import Run, resolve
@@ -41,7 +41,7 @@ class ListedPlan:
         words: Overrides that reproduce it.
         step_time_s: Period, or makespan where clipping waits at the flush.
         tokens_per_s: Of all ranks.
-        mfu: Model FLOPs over the peak of all ranks.
+        mfu: Model FLOPs over the peak of all ranks, at the precision of the run.
     """
 
     outcome: Outcome
@@ -70,7 +70,7 @@ def list_plans(config: LaunchConfig, asked: Question, answer: Answer) -> tuple[L
         timeline, metrics = predict(run)
         waits = asked.problem.machine.waits_at_flush
         step = metrics.makespan if waits else metrics.period
-        peak = asked.space.num_gpus * config.hardware.peak_flops
+        peak = asked.space.num_gpus * run_peak(config)
         found.append(
             ListedPlan(
                 outcome,
@@ -121,6 +121,7 @@ def answer_mapping(
             "memory_limit_bytes": asked.problem.machine.memory_bytes,
             "nearest": nearest,
         },
+        **peak_mapping(asked.config),
         "search_s": answer.search_s,
         "num_candidates": answer.num_candidates,
         "num_simulated": answer.num_simulated,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from launcher.config import LaunchConfig
 from launcher.report.ascii import draw, legend
 from launcher.report.html import Panel, memory_mapping, write_timeline_html
 from launcher.report.perfetto import write_trace
@@ -109,12 +110,22 @@ def step_flops(run: Run) -> int | None:
 
 
 def ideal_step_s(run: Run) -> float | None:
-    """Seconds that a step would take if every rank computed at ``hardware.peak_flops``.
+    """Seconds that a step would take if every rank computed at the peak of its precision.
 
     Over the measured time of a step that is the MFU.
     """
     flops = step_flops(run)
-    return None if flops is None else flops / (run.world_size * run.config.hardware.peak_flops)
+    return None if flops is None else flops / (run.world_size * run_peak(run.config))
+
+
+def run_peak(config: LaunchConfig) -> float:
+    """FLOP/s that a rank has at most, in what the run's matrix products are computed in."""
+    return config.hardware.peak(config.trainer.number_format)
+
+
+def peak_mapping(config: LaunchConfig) -> dict[str, object]:
+    """What ``mfu`` in result.json is a share of: of one rank."""
+    return {"peak_flops": run_peak(config), "peak_format": config.trainer.number_format}
 
 
 # schedule.txt and schedule.csv: what runs where, for people and for torch's own loader.

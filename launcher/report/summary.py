@@ -111,6 +111,14 @@ def _percent(value: object, result: Result) -> tuple[str, str]:
     return format_percent(_float(value)).removesuffix(" %"), "%"
 
 
+def _utilisation(value: object, result: Result) -> tuple[str, str]:
+    number, unit = _percent(value, result)
+    peak = result.get("peak_flops")
+    if peak is None:
+        return number, unit
+    return number, f"{unit}  of {format_peak(_float(peak), str(result['peak_format']))}"
+
+
 def _number(value: object, result: Result) -> tuple[str, str]:
     if isinstance(value, float):
         return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"), ""
@@ -187,7 +195,7 @@ _SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
             "val_loss": ("validation loss", _number),
             "step_time_s": ("step time, median", _seconds),
             "tokens_per_s": ("tokens per second", _number),
-            "mfu": ("model FLOPs utilisation", _percent),
+            "mfu": ("model FLOPs utilisation", _utilisation),
             "measured_makespan_s": ("makespan of a step, measured", _seconds),
             "measured_period_s": ("period of a step, measured", _seconds),
             "measured_norm_sync_s": ("waiting for the clipping norm", _seconds),
@@ -216,6 +224,12 @@ def format_duration(value: float, unit: str) -> str:
         return f"{value:.4g} {unit}"
     scale, name = next((pair for pair in SECONDS if abs(value) >= pair[0]), SECONDS[-1])
     return f"{value / scale:.4g} {name}"
+
+
+def format_peak(flops: float, number_format: str) -> str:
+    """The peak of one rank, e.g. ``312 TFLOPS bf16``."""
+    scale, unit = (1e12, "TFLOPS") if flops >= 1e12 else (1e9, "GFLOPS")
+    return f"{flops / scale:.4g} {unit} {number_format}"
 
 
 def format_percent(ratio: float) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from strategies.costs.hardware import ElementSizes, Hardware
+from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
 from strategies.costs.table import CostTable, StageMemory, Transport
 from strategies.costs.uniform import count_buckets, gathered_stages
 from strategies.errors import CostError
@@ -111,6 +111,7 @@ class AnalyticCosts:
             its ``output_elements`` to the next.
         one_link: Messages and reductions leave a rank through one interface, which they share;
             else nothing slows them but others of their kind. Only for ``buffered``.
+        number_format: Of matrix products; the machine's peak is that of it.
     """
 
     stages: tuple[Load, ...]
@@ -124,6 +125,7 @@ class AnalyticCosts:
     sequence_parallel: bool = False
     one_link: bool = False
     handed: tuple[tuple[int, int, int], ...] = ()
+    number_format: NumberFormat = "fp32"
 
     def __post_init__(self) -> None:
         if self.one_link and self.transport != "buffered":
@@ -296,7 +298,7 @@ class AnalyticCosts:
         return self._pass(load, flops) if flops else 0.0
 
     def _computing(self, flops: float) -> float:
-        took = flops / (self.hardware.peak_flops * self.hardware.efficiency)
+        took = flops / (self.hardware.peak(self.number_format) * self.hardware.efficiency)
         return took * (1.0 + self.hardware.lockstep_loss) if self.tp > 1 else took
 
     def _sums(self, sizes: tuple[int, ...]) -> float:

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from strategies.errors import CostError
+
+# What matrix products are computed in; each has a peak of its own.
+NumberFormat = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +17,8 @@ class Hardware:
 
     Attributes:
         name: Label in reports.
-        peak_flops: FLOP/s of one rank.
+        peak_flops: FLOP/s of one rank, in every number format that has none of its own below; None
+            where a format without one is one that the rank cannot compute in.
         efficiency: Share of the peak that kernels reach, 0 to 1.
         memory_gb: Memory of one rank, in 1e9 bytes.
         memory_bandwidth: Bytes/s.
@@ -28,10 +35,12 @@ class Hardware:
         ring_latency_s: Of each of its steps; None likewise.
         lockstep_loss: Share of their compute that ranks lose which share matrices: after each
             product they wait for the slower one.
+        peak_fp64_flops: FLOP/s of one rank in that number format, dense; None for ``peak_flops``.
+            The same of the other five.
     """
 
     name: str
-    peak_flops: float
+    peak_flops: float | None
     efficiency: float
     memory_gb: float
     memory_bandwidth: float
@@ -46,6 +55,39 @@ class Hardware:
     ring_bandwidth: float | None = None
     ring_latency_s: float | None = None
     lockstep_loss: float = 0.0
+    peak_fp64_flops: float | None = None
+    peak_fp32_flops: float | None = None
+    peak_tf32_flops: float | None = None
+    peak_bf16_flops: float | None = None
+    peak_fp16_flops: float | None = None
+    peak_fp8_flops: float | None = None
+
+    def named_peaks(self) -> dict[NumberFormat, float]:
+        """Number formats with a peak of their own."""
+        known: tuple[tuple[NumberFormat, float | None], ...] = (
+            ("fp64", self.peak_fp64_flops),
+            ("fp32", self.peak_fp32_flops),
+            ("tf32", self.peak_tf32_flops),
+            ("bf16", self.peak_bf16_flops),
+            ("fp16", self.peak_fp16_flops),
+            ("fp8", self.peak_fp8_flops),
+        )
+        return {name: peak for name, peak in known if peak is not None}
+
+    def peak(self, number_format: NumberFormat) -> float:
+        """FLOP/s of one rank: what all that reads a peak asks.
+
+        Raises:
+            CostError: There is none.
+        """
+        found = self.named_peaks().get(number_format, self.peak_flops)
+        if found is None:
+            raise CostError(
+                f"{self.name} has no peak for {number_format}: it has one for "
+                f"{', '.join(self.named_peaks()) or 'no format'}. "
+                f"Try hardware.peak_{number_format}_flops=1e13, in FLOP/s of one rank."
+            )
+        return found
 
     def ring(self, first: int, second: int) -> tuple[float, float]:
         """(bandwidth, latency) of a collective's step between two global ranks."""

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
-from strategies.costs.hardware import ElementSizes, Hardware
+from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
 from strategies.costs.profile_costs import ProfiledCosts
 from strategies.costs.profile_file import Profile, Seconds, SizeProfile
 from strategies.costs.table import CostTable, Transport
@@ -40,6 +40,7 @@ class Machine:
         transport: Whether sends wait for their receives.
         waits_at_flush: Whether the step ends with a barrier: the makespan counts then, else the
             period.
+        number_format: What matrix products are computed in.
     """
 
     hardware: Hardware
@@ -50,6 +51,7 @@ class Machine:
     sequence_parallel: bool = False
     transport: Transport = "buffered"
     waits_at_flush: bool = False
+    number_format: NumberFormat = "fp32"
 
 
 @dataclass(slots=True)
@@ -190,6 +192,7 @@ class Problem:
             transport=machine.transport,
             tp=layout.tp,
             sequence_parallel=machine.sequence_parallel,
+            number_format=machine.number_format,
         )
 
 

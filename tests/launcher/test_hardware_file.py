@@ -11,6 +11,7 @@ import yaml
 from launcher.commands.profile import fit_rates, hardware_file, hardware_yaml
 from launcher.config import LaunchConfig
 from launcher.config.decode import from_dict
+from launcher.config.pipeline import HardwareConfig
 from launcher.config.workload import ModelConfig
 from launcher.planning.profile_check import class_numbers
 from launcher.planning.question import calibration, label, question
@@ -53,6 +54,19 @@ def test_a_machine_that_keeps_to_the_law_is_found_exactly():
     assert rates.error == pytest.approx(0.0, abs=1e-9)
     off = fit_rates(profile_of(CONFIG, noise=0.1), CONFIG, model_shape(CONFIG))
     assert off.error > 0.001
+
+
+def test_the_peak_that_was_measured_is_replaced_and_the_others_are_kept():
+    named = HardwareConfig(peak_flops=None, peak_fp32_flops=1e9, peak_bf16_flops=3e14)
+    config = replace(CONFIG, hardware=named)
+    text = hardware_yaml(
+        "mine", profile_of(config), config, model_shape(config), ElementSizes(), int(8e9)
+    )
+    found = yaml.safe_load(text)
+    assert "peak_flops" not in found
+    assert found["peak_fp32_flops"] * found["efficiency"] == pytest.approx(RATE, rel=1e-3)
+    assert found["peak_bf16_flops"] == 3e14
+    assert text.startswith("# Measured by mode=profile, in fp32, ")
 
 
 def test_the_file_is_an_option_that_says_where_it_was_measured():

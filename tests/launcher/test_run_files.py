@@ -32,6 +32,7 @@ TRAINED = (
     "measured_peak_memory_bytes", "checkpoint", "measured_makespan_s", "measured_period_s",
     "measured_norm_sync_s",
     "model_flops_per_step", "skipped_steps", "restarts",
+    "peak_flops", "peak_format",
 )  # fmt: skip
 PICTURES = ("schedule.txt", "schedule.csv", "timeline.html", "trace.json")
 
@@ -102,6 +103,8 @@ class TestATrainingRun:
         assert result["step_time_s"] == pytest.approx(times[9])
         assert result["tokens_per_s"] == pytest.approx(4 * 4 * 16 / times[9])
         peak = 2 * 9.6e10  # two ranks of hardware=cpu_laptop
+        assert (result["peak_flops"], result["peak_format"]) == (9.6e10, "fp64")
+        assert "%  of 96 GFLOPS fp64" in trained.output
         assert result["mfu"] == pytest.approx(result["model_flops_per_step"] / times[9] / peak)
         assert result["predicted_step_time_s"] == result["period"]
         assert 0 < result["measured_bubble_ratio"] < 1

@@ -64,6 +64,12 @@ def test_a_training_run():
     )
 
 
+def test_the_share_of_the_peak_says_of_which():
+    figures = {"mfu": 0.5, "peak_flops": 3.12e14, "peak_format": "bf16"}
+    last = summary(figures | {"schedule": "1f1b"}).splitlines()[-1]
+    assert " ".join(last.split()) == "model FLOPs utilisation 50.0 % of 312 TFLOPS bf16"
+
+
 def test_names_are_no_markup_and_memory_is_per_rank():
     text = summary({"schedule": "[red]x", "peak_memory_bytes": [2**30, 3 * 2**30, None]})
     assert text == dedent(

@@ -36,6 +36,19 @@ def table(dp=1, buckets=1, **options):
     return AnalyticCosts(STAGES, MACHINE, dp=dp, **options).table(program)
 
 
+def test_each_number_format_has_its_own_peak_or_the_one_for_all():
+    machine = replace(MACHINE, memory_bandwidth=1e9, peak_bf16_flops=400.0)
+    program = compile_program(schedule="1f1b", pp=3, num_microbatches=2)
+
+    def forward(hardware, number_format):
+        return AnalyticCosts(STAGES, hardware, number_format=number_format).table(program).forward
+
+    assert forward(machine, "fp32") == forward(machine, "tf32") == (2, 4, 1)
+    assert forward(machine, "bf16") == (0.5, 1, 0.25)
+    with pytest.raises(CostError, match=r"abacus has no peak for fp32: it has one for bf16\. Try"):
+        forward(replace(machine, peak_flops=None), "fp32")
+
+
 def test_compute_takes_flops_over_reached_peak_or_bytes_over_bandwidth():
     # 100/50 = 2 s; 2 * 10 elements * 4 B / 10 B/s = 8 s beats 200/50; 50/50 = 1 s.
     assert table().forward == (2, 8, 1)
