@@ -91,6 +91,16 @@ def test_each_card_names_its_peaks_and_a_narrower_format_is_no_slower(card):
     assert "Datasheet" in (conf_dir() / "hardware" / f"{card}.yaml").read_text()
 
 
+def test_a_card_has_the_memory_that_it_reports():
+    reported_mib = {
+        "a100_40g": 40960, "a100_80g": 81920, "h100": 81559, "h200": 143771, "v100_32g": 32768,
+    }  # fmt: skip
+    assert set(reported_mib) == set(CARDS)
+    for card, mib in reported_mib.items():
+        given = composed(f"hardware={card}").hardware.memory_gb
+        assert given * 1e9 == pytest.approx(mib * 2**20, rel=2e-4)
+
+
 def test_one_peak_stands_for_what_a_file_does_not_name(own):
     for words, expected in {
         ("hardware=old",): 2e13,
