@@ -168,7 +168,6 @@ ECHOES = frozenset(
         "checkpoint PATH was not written: RSTRIP. Earlier checkpoints are whole.",
         "of NAME, SHAPE, the ranks have FILLED of NUMEL elements together.",
         "a PAYLOAD cannot be sent to the other ranks: ERROR.",
-        "the checkpoint holds an unknown kind of value: KIND.",
         "PATH cannot be read as a checkpoint of Lightning: SPLITLINES",
     }
 )

@@ -273,7 +273,11 @@ def flatten(tree: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of ``flatten``; tensors that are not in the mapping become None."""
+    """The inverse of ``flatten``; tensors that are not in the mapping become None.
+
+    Raises:
+        ValueError: Something in it was never written by ``flatten``; its reader knows the path.
+    """
     if isinstance(tree, list):
         return [unflatten(item, tensors) for item in tree]
     if not isinstance(tree, dict):
@@ -292,7 +296,7 @@ def unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         return bytes.fromhex(value)
     if kind == "dict":
         return {unflatten(k, tensors): unflatten(v, tensors) for k, v in value}
-    raise CheckpointError(f"the checkpoint holds an unknown kind of value: {kind!r}.")
+    raise ValueError(f"an unknown kind of value: {str(kind)[:40]!r}")
 
 
 def _encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:

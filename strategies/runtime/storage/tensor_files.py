@@ -181,7 +181,8 @@ class TensorReader(StorageReader):
                     for key, item in wanted:
                         _read(opened, key, item, planner)
             except (OSError, SafetensorError, *_MISFITS) as error:
-                raise CheckpointError(f"{path} cannot be read: {error}.") from None
+                said = str(error)[:_MOST_SAID]  # names in the index can be of any length
+                raise CheckpointError(f"{path} cannot be read: {said}.") from None
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -210,6 +211,7 @@ def _read(opened: Any, key: str, item: ReadItem, planner: LoadPlanner) -> None:
     planner.commit_tensor(item, target)
 
 
+_MOST_SAID = 300
 # What reading raises where a file holds something else than the index says.
 _MISFITS = (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
