@@ -23,7 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from strategies.errors import ModelError
 from strategies.models.nested import replaced
-from strategies.models.replay.hole import Args, Function, Hole, Kwargs, exchange
+from strategies.models.replay.hole import Args, Function, Hole, Kwargs, exchange, user_line
 from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.models.state import kept_generators
 
@@ -67,7 +67,37 @@ def gated(
         name = "_compiled_call_impl" if compiled else "forward"
         changes.append((unit.__dict__, name, _gate(index, getattr(unit, name))))
     changes += [(module.__dict__, "log", log), (module.__dict__, "log_dict", log_dict)]
+    trainer = getattr(module, "_trainer", None)
+    loggers = getattr(trainer, "_loggers", None)
+    if loggers:
+        changes.append((vars(trainer), "_loggers", [_Unwritten(each) for each in loggers]))
     return replaced(changes)
+
+
+class _Unwritten:
+    """A logger inside a step: it has its name and its folder, but nothing is written to it.
+
+    Rank 0 alone writes, where the last stage's values mostly are not, and it would do so once for
+    each microbatch.
+    """
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._logger)  # Steps ask which kind of logger it is.
+
+    def __getattr__(self, name: str) -> Any:
+        value = None if name == "experiment" else getattr(self._logger, name)
+        if name == "experiment" or (name.startswith("log_") and callable(value)):
+            raise ModelError(
+                f"{user_line()}: a step uses {type(self._logger).__name__}.{name}, which rank 0 "
+                "alone can, and a pipeline runs the step once per microbatch and stage. Log "
+                "numbers with self.log; return the rest from the step and write it in "
+                "on_train_batch_end, on_validation_batch_end and the like, which get it as outputs."
+            )
+        return value
 
 
 def call_step(

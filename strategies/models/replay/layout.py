@@ -81,7 +81,8 @@ def follow_layout(path: Path, layout: Layout, step: str) -> Layout:
             raise ModelError(
                 f"{call.line}: {step} calls {path.name(index)}, which is on {where}, "
                 f"after layers of stage {stage}. Every step must run the layers in the same order; "
-                f"generation loops and the like need pp=1."
+                "where one calls the network twice, let it keep what the first call gave. "
+                "Generation loops and the like need pp=1."
             )
         stage = later[0]
         stage_of.append(stage)

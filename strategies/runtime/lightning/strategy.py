@@ -502,6 +502,7 @@ class PipelineStrategy(CheckpointingStrategy):
             # Its number stays on the device: get_scale() would wait for the update before.
             scale = self._scaler.scale(torch.ones((), device=self.root_device))
         factor = 1.0 if self._own_backward is None else self._own_backward.factor()
+        self._rows_told.before(self.engine.whole.layers())
         with self.precision_plugin.train_step_context():
             result = self.engine.train_pass(
                 batch,
@@ -515,6 +516,7 @@ class PipelineStrategy(CheckpointingStrategy):
             )
         if self.coordinates.dp_rank == 0:
             self._tell(self._rows_told.loss(self.engine.whole.unlike))
+            self._tell(self._rows_told.buffers(self._plan.num_microbatches))
         self._repeat_logs(result, batch)
         if result.loss is None:
             raise ModelError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, SupportsIndex
@@ -14,6 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizer
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from strategies.models.replay.gate import MARKER, unchanged, unwatched
@@ -153,6 +154,8 @@ class RowsTold:
         self._norms = [n for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
         self._hooked = [n for n, p in module.named_parameters() if p._backward_hooks]
         self._hooks_told = self._layers_told = self._loss_told = False
+        self._passes = 0
+        self._kept: list[tuple[nn.Module, str, str, Tensor, int]] = []
 
     def hooks(self, rows: int, num_microbatches: int) -> str | None:
         """Of parameters, at a batch of so many rows."""
@@ -182,6 +185,39 @@ class RowsTold:
             f"microbatch, not over the {rows} of a batch. Larger microbatches come closer to stock "
             "Lightning (num_microbatches); GroupNorm and LayerNorm know no rows. SyncBatchNorm "
             "spans replicas, not microbatches, and loss_over=batch concerns the loss alone."
+        )
+
+    def before(self, layers: Iterable[nn.Module]) -> None:
+        """Before a training pass; what is made in the first one (a cache) is not looked at."""
+        self._passes += 1
+        if self._passes != 2:
+            return
+        inside = {id(child) for layer in layers for child in layer.modules()}
+        self._kept = [
+            (child, name, key, buffer, buffer._version)
+            for name, child in self._module.named_modules()
+            if id(child) in inside and not isinstance(child, _BatchNorm)
+            for key, buffer in child._buffers.items()
+            if buffer is not None and not buffer.is_meta and not buffer.is_inference()
+        ]
+
+    def buffers(self, num_microbatches: int) -> str | None:
+        """Behind a training pass, of what layers keep from forward to forward."""
+        kept, self._kept = self._kept, []
+        changed = [
+            f"{name}.{key}"
+            for child, name, key, before, version in kept
+            if (now := child._buffers.get(key)) is not None
+            and (now is not before or now._version != version)
+        ]
+        if not changed or num_microbatches == 1:
+            return None
+        others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        return (
+            f"{changed[0]}{others}: layers change these buffers in their forwards, of which a "
+            f"pipeline runs {num_microbatches} per batch, on the rows of a microbatch each. "
+            "Running means, counters and power iterations (spectral_norm) move on as often. Fewer "
+            "and larger microbatches come closer to stock Lightning; count batches in hooks."
         )
 
     def loss(self, unlike: tuple[float, float] | None) -> str | None:

@@ -109,7 +109,9 @@ class StepMirror:
             names = ", ".join(slot.name for slot in slots)
             tree["refusal"] = (
                 f"steps have changed {names} on the last stage's rank, and hooks may read that on "
-                f"all ranks, but {tree['refusal']}. Keep numbers, tensors, lists and dicts of them."
+                f"all ranks, but {tree['refusal']}. Keep numbers, tensors, lists and dicts of "
+                "them; append what other layers than the last give to a list. What goes on from "
+                "batch to batch through layers (the hidden state of an LSTM) needs pp=1."
             )
         tree, content = hand_round(tree, parcel.tensors, group=self._group, source=self._source)
         if isinstance(tree, dict):

@@ -11,13 +11,13 @@ Nothing is run twice where nothing is left: a step that only logs means is known
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies.errors import DataError, ModelError
 from strategies.models.logs import LogEntry, join_entries
@@ -85,6 +85,10 @@ class WholeBatch:
         self._linear: dict[Mode, bool] = {}  # whether means over microbatches say all
         self._has_metrics = False
         self._microbatches: Sequence[Microbatch] = ()
+
+    def layers(self) -> Iterator[nn.Module]:
+        """What their forwards keep is their stage's own."""
+        return self._model.layers()
 
     def begin(self, batch: Any, microbatches: Sequence[Microbatch], options: Any) -> None:
         """Before the first forward of a pass."""

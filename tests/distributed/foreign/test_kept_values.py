@@ -1,4 +1,4 @@
-"""What steps keep of their layers' values, and decide for the trainer, is that of whole batches."""
+"""What steps keep of their layers' values, decide for the trainer and write: once per batch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tests.distributed.foreign.comparison import EVERY_LAYOUT, Net, equal_to_stock
+from tests.distributed.foreign.comparison import (
+    EVERY_LAYOUT,
+    LAYOUTS,
+    TOLERANCE,
+    Net,
+    equal_to_stock,
+    train,
+)
 from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -116,3 +124,42 @@ def test_a_step_may_end_the_training_on_all_ranks(
     stock, piped = equal_to_stock(ranks, case, layout, told=steps, max_epochs=3)
     assert [fitted.told for fitted in piped] == [stock.told] * len(piped)
     assert stock.told < 12
+
+
+class Writing(Net):
+    """Writes to the logger inside a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        assert isinstance(self.logger, CSVLogger)
+        self.logger.log_metrics({"loss": float(loss.detach())}, self.global_step)
+        return loss
+
+
+class Behind(Writing):
+    """The way out that the refusal names."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert isinstance(self.logger, CSVLogger)
+        assert self.logger.log_dir
+        return Net.training_step(self, batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.logger is not None
+        self.logger.log_metrics({"loss": float(outputs["loss"])}, self.global_step)
+
+
+@pytest.mark.parametrize("layout", ["1f1b", "zb_v"])
+def test_a_step_that_writes_to_a_logger_is_refused(
+    layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    words = "CSVLogger.log_metrics, which rank 0"
+    with pytest.raises(AssertionError, match=f"(?s)rank 0.*{words}.*rank 1.*{words}"):
+        ranks(2).run(train, case=f"{__name__}:Writing", strategy=LAYOUTS[layout])
+
+
+def test_hooks_write_what_steps_return(ranks: Callable[[int], Ranks]) -> None:
+    stock, piped = equal_to_stock(ranks, Behind, "1f1b")
+    assert len(stock.logged) == 4
+    for row, wanted in zip(piped[0].logged, stock.logged, strict=True):
+        assert row == pytest.approx(wanted, abs=TOLERANCE)

@@ -40,6 +40,31 @@ class RowByRow(Net):
         return (first - second + 1).square().mean()
 
 
+class Counted(nn.Linear):
+    """Counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Counting(Net):
+    """One layer on the first stage, one on the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = Counted()
+        self.net.append(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)))
+
+
+def counting() -> Any:
+    return Counting()
+
+
 def normed() -> Any:
     return Normed()
 
@@ -119,6 +144,8 @@ def told(case: str, strategy: dict[str, Any]) -> list[str]:
         (hooked, {}, ["net.0.weight has a hook (register_hook)", ""]),
         (hooked, {"num_microbatches": 1}, ["", ""]),
         (normed, {"num_microbatches": 1}, ["", ""]),
+        (counting, {}, ["net.0.calls: layers change", "_u and 1 more: layers change"]),
+        (counting, {"num_microbatches": 1}, ["", ""]),
     ],
 )
 def test_it_is_said_once_by_the_rank_that_knows(
