@@ -138,9 +138,8 @@ class LocalRanks:
         def pause(*_: object) -> None:
             for process in self._processes:
                 _signal_session(process, signal.SIGSTOP)
-            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTSTP)  # Returns when somebody has said `fg`.
-            signal.signal(signal.SIGTSTP, pause)
+            # Not SIGTSTP, which does nothing where no shell watches. Returns with `fg`.
+            os.kill(os.getpid(), signal.SIGSTOP)
             for process in self._processes:
                 _signal_session(process, signal.SIGCONT)
 

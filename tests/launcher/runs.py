@@ -104,8 +104,8 @@ class Started:
             env=given | _rank_server(words, given),
             stdout=self._output,
             stderr=self._errors,
-            # A shell's background jobs ignore SIGINT, and so would their children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            # Under nohup, and in a shell's background, some are ignored, and would be here.
+            preexec_fn=_hears_everything,
         )
 
     @property
@@ -152,6 +152,12 @@ class Started:
         self.process.wait()
         self._output.close()
         self._errors.close()
+
+
+def _hears_everything() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGTSTP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -185,11 +185,13 @@ def test_reasons_are_a_line_each_and_in_the_result():
     assert refusal_mapping(found.answer.refusals[0])["reason"] == found.answer.refusals[0].reason
 
 
-def test_what_was_typed_for_the_planner_is_not_in_the_run():
+def test_what_was_typed_for_the_planner_is_not_in_the_run(tmp_path: Path):
     plan = found_with(maximize="sequence_length", top_k=5).listed[0]
     typed = ["mode=plan", "pp=4", "planner.memory_gb=0.012", "planner.maximize=sequence_length",
              "model.sequence=128", "model.vocab=512"]  # fmt: skip
-    line = command_line(typed, plan)
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("".join(f"- {word}\n" for word in typed))
+    line = command_line(tmp_path, plan)
     assert line.count("model.sequence=") == 1
     assert "planner." not in line
     assert "model.vocab=512" in line

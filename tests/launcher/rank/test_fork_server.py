@@ -16,7 +16,7 @@ from tests.launcher.runs import MODEL, Started, parent, read_metrics, started, w
 
 LONG = (*MODEL, "pp=2", "trainer.max_steps=1000000", "trainer.val_check_interval=1000000")
 # What is of one run or one process, in the environment of a rank.
-OF_ONE = ("FOLDPIPE_", "MASTER_PORT", "HOME")
+OF_ONE = ("FOLDPIPE_", "MASTER_PORT", "HOME", "MPLCONFIGDIR")
 
 
 def _server(run: Started) -> int:

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 
 from launcher.config import LaunchConfig
 from launcher.workloads.hf import export as folder_module
-from launcher.workloads.hf.counterpart import check_destination, counterpart, export_folder
+from launcher.workloads.hf.counterpart import check_destination, counterpart, export_target
 from launcher.workloads.hf.export import export_checkpoint, write_folder
 from launcher.workloads.hf.hf_model import HfLanguageModel
 from launcher.workloads.language_model import LanguageModel
@@ -207,6 +207,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
 def test_the_folder_is_that_of_the_run_unless_it_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = LaunchConfig(mode="export")
-    assert export_folder(config, tmp_path / "run") == tmp_path / "run" / "export"
+    assert export_target(config, tmp_path / "run", "huggingface") == tmp_path / "run" / "export"
+    assert export_target(config, tmp_path / "run", "ckpt") == tmp_path / "run" / "export.ckpt"
     named = replace(config, export=replace(config.export, path="there"))
-    assert export_folder(named, tmp_path / "run") == tmp_path / "there"
+    assert export_target(named, tmp_path / "run", "huggingface") == tmp_path / "there"
