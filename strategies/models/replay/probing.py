@@ -166,7 +166,7 @@ def run_probe(
         except ModelError:
             raise
         except Exception as error:
-            raise _unsupported(error, probe, step) from error
+            raise _unsupported(error, probe, step, type(module).__name__) from error
         probe.on_read(result)
         written = any(
             isinstance(tensor, Hole) or tensor._version != version for tensor, version in versions
@@ -247,7 +247,7 @@ def _lasting_tensors(module: nn.Module) -> dict[int, str]:
     return found
 
 
-def _unsupported(error: Exception, probe: Probe, step: str) -> ModelError:
+def _unsupported(error: Exception, probe: Probe, step: str, module: str) -> ModelError:
     if probe.record.deferred:
         what = probe.record.deferred[0][1]
         return ModelError(
@@ -260,6 +260,12 @@ def _unsupported(error: Exception, probe: Probe, step: str) -> ModelError:
             f"{line}: {step} uses a packed sequence, whose sizes are the lengths' values; a "
             "pipeline knows shapes alone. Give the recurrent layer the padded tensor and take its "
             "outputs at the lengths (gather), declare the units yourself, or use pp=1."
+        )
+    if isinstance(error, AttributeError) and str(error).startswith(f"'{module}' object has no"):
+        return ModelError(
+            f"{line}: {step} uses what {module} does not have yet ({error}): a pipeline looks at "
+            "the step before on_fit_start, on_train_start and the like run. Give it a first value "
+            "in __init__ or setup; hooks may change it."
         )
     return ModelError(
         f"{line}: {step} cannot run on shapes alone "

@@ -331,6 +331,18 @@ def test_a_step_that_returns_none_on_the_last_stage():
         run_stages(Skips(), [batch()])
 
 
+def test_an_attribute_that_a_hook_is_to_make_is_named_with_the_way_out():
+    class Later(Stack):
+        def on_train_start(self):
+            self.weight = 0.5
+
+        def training_step(self, batch, batch_idx):
+            return self.loss(self.layers[0](batch[0]), batch[1]) * self.weight
+
+    message = refusal(Later())
+    assert "no attribute 'weight'" in message and "in __init__ or setup" in message
+
+
 def test_a_step_that_fails_on_shapes_names_the_line():
     class Fails(Stack):
         def training_step(self, batch, batch_idx):
