@@ -403,11 +403,14 @@ class SimpleDenseNet(nn.Module):
 def _template(norm: Callable[[int], nn.Module]) -> MNISTLitModule:
     torch.manual_seed(0)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    return MNISTLitModule(
+    module = MNISTLitModule(
         SimpleDenseNet(norm),
         functools.partial(torch.optim.Adam, lr=0.03),
         functools.partial(plateau, mode="min", factor=0.1, patience=0),
     )
+    for mean in (module.train_loss, module.val_loss):
+        mean.set_dtype(torch.float64)  # Else replicas' sums are put together in 32 bits.
+    return module
 
 
 def template() -> MNISTLitModule:
