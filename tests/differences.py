@@ -46,10 +46,10 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     ),
     "Manual optimization": (
         "runtime/lightning/manual_optimization.py",
-        "models/replay/dataflow.py",
-        "models/replay/doors.py",
-        "models/replay/segments.py",
-        "models/replay/strand.py",
+        "models/manual/dataflow.py",
+        "models/manual/doors.py",
+        "models/manual/segments.py",
+        "models/manual/strand.py",
     ),
     "Callbacks, hooks and optimizers": (
         "runtime/lightning/refusals.py",
@@ -64,7 +64,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "runtime/step/rank_engine.py",
         "runtime/lightning/data_order.py",
     ),
-    "One loss of the whole batch": ("models/replay/rows.py",),
+    "One loss of the whole batch": ("models/replay/batch_rows.py",),
     "Modules that declare units": ("models/unit_model.py", "models/stage_model.py"),
     "Recomputation and tensor parallelism": (
         "models/selective/policy.py",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.models.logs import LogCapture
 from strategies.models.nested import rebuild, structure
+from strategies.models.replay.batch_rows import Pair, RowRun, Rows, find_rows, join
 from strategies.models.replay.gate import (
     StageDone,
     as_written,
@@ -36,7 +37,6 @@ from strategies.models.replay.layout import (
 )
 from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
 from strategies.models.replay.probing import Probed, batch_device, probe_path, probe_units
-from strategies.models.replay.rows import Pair, RowRun, Rows, find_rows, join
 from strategies.models.replay.stage_run import StageRun
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput, Unit
 from strategies.models.state import Generators, kept_generators

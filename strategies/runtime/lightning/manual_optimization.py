@@ -1,6 +1,6 @@
 """Modules with ``automatic_optimization = False``: several passes per batch, steps in between.
 
-The user's step decides when backwards and optimizer steps are; ``models/replay/segments.py`` has
+The user's step decides when backwards and optimizer steps are; ``models/manual/segments.py`` has
 cut it into segments. Here each segment becomes a pass of the engine, and what happens once per
 batch is done for real, on every rank: gradients are added up on each replica until somebody steps,
 clips or looks, and are reduced then.
@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
 from strategies.errors import ModelError
-from strategies.models.replay.segments import Ended, SegmentModel
-from strategies.models.replay.strand import Action
+from strategies.models.manual.segments import Ended, SegmentModel
+from strategies.models.manual.strand import Action
 from strategies.models.stage_model import LogCall, Mode
 from strategies.models.unit_model import HasUnits
 from strategies.plan import Plan

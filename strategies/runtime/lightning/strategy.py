@@ -30,8 +30,8 @@ from strategies.analysis.timeline import Timeline
 from strategies.errors import ModelError, NotFiniteError, PlanError
 from strategies.heartbeat import Heartbeat
 from strategies.models.collectives import LocalGroup, default_group, gather
+from strategies.models.manual.segments import SegmentModel
 from strategies.models.replay.gate import takes_batch_idx
-from strategies.models.replay.segments import SegmentModel
 from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.plan import Options, Plan
 from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStrategy

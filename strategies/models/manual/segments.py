@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.models.collectives import ShapesFirst
 from strategies.models.logs import LogCapture
-from strategies.models.nested import leaves, rebuild, replaced, structure
-from strategies.models.replay.dataflow import (
+from strategies.models.manual.dataflow import (
     Cells,
     Flow,
     FlowLayout,
@@ -32,7 +31,18 @@ from strategies.models.replay.dataflow import (
     homes_of_parameters,
     lay_out,
 )
-from strategies.models.replay.doors import Doors, Flags, Probing, Stale, StateCheck
+from strategies.models.manual.doors import Doors, Flags, Probing, Stale, StateCheck
+from strategies.models.manual.strand import (
+    Action,
+    FlowRun,
+    Reached,
+    Report,
+    Returned,
+    Scout,
+    Strand,
+    Waits,
+)
+from strategies.models.nested import leaves, rebuild, replaced, structure
 from strategies.models.replay.gate import StageDone, call_step, gated, unchanged
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.inference import Outcome
@@ -45,16 +55,6 @@ from strategies.models.replay.probing import (
 )
 from strategies.models.replay.replay_model import ReplayModel, Step
 from strategies.models.replay.shape_mode import MODULE_TABLES
-from strategies.models.replay.strand import (
-    Action,
-    FlowRun,
-    Reached,
-    Report,
-    Returned,
-    Scout,
-    Strand,
-    Waits,
-)
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput, Unit
 from strategies.models.state import kept_generators
 

@@ -18,12 +18,12 @@ from torch import nn
 from torchmetrics import Metric
 
 from strategies.errors import ModelError
+from strategies.models.manual.dataflow import FlowProbe
+from strategies.models.manual.strand import Action
 from strategies.models.nested import leaves, tensors
-from strategies.models.replay.dataflow import FlowProbe
 from strategies.models.replay.gate import MARKER, unwatched
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.path import ParameterTable
-from strategies.models.replay.strand import Action
 from strategies.models.step_state import CONTAINERS, Slot, StepState
 
 _ABSENT = object()

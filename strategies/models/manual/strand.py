@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from strategies.errors import ModelError
 from strategies.models.logs import LogCapture
-from strategies.models.nested import tensors
-from strategies.models.replay.dataflow import (
+from strategies.models.manual.dataflow import (
     BARRIERS,
     FlowLayout,
     Mark,
@@ -30,6 +29,7 @@ from strategies.models.replay.dataflow import (
     refuse_gradients,
     retained,
 )
+from strategies.models.nested import tensors
 from strategies.models.replay.gate import StageDone
 from strategies.models.replay.hole import (
     Args,

@@ -9,8 +9,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
+from strategies.models.replay.batch_rows import Pair, Rows, join
 from strategies.models.replay.replay_model import ReplayModel
-from strategies.models.replay.rows import Pair, Rows, join
 
 
 @pytest.mark.parametrize("rows", [Rows(0), Rows(1), Rows(0, 2), Rows(1, 3)])
