@@ -15,7 +15,7 @@ ARGS ?=
 # Two cores are shared by several ranks: one thread each, or they fight for the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# Two files at a time, except those whose tests start several processes: see tests/conftest.py.
+# Two files at a time; of those whose tests start several processes two lots: see tests/conftest.py.
 # A process that dies (of a test that hangs, say) ends the run, as it does without `-n`.
 TWO_AT_A_TIME := -n 2 --max-worker-restart=0
 

@@ -45,17 +45,20 @@ def _fills_the_cores(file: Path) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
-    """`pytest -n 2`: two files at a time; then, in one process, those that fill the cores.
+    """`pytest -n 2`: two files at a time; then those that start several processes, in two lots.
 
-    Whole files, because all that is known of a test here is its name. One process, because what it
-    starts for several files (ranks, a trained run) is started once per process.
+    Whole files, because all that is known of a test here is its name. One process for each lot
+    (what runs on ranks of the tests, and what is launched), because what it starts for several
+    files (ranks, a trained run) is started once per process.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "the rest" if _fills_the_cores(config.rootpath / file) else file
+            if not _fills_the_cores(config.rootpath / file):
+                return file
+            return "on ranks" if file.startswith("tests/distributed/") else "launched"
 
     config.option.loadscopereorder = False  # In the order of collection, see below.
     return Scheduling(config, log)

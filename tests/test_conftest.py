@@ -1,4 +1,4 @@
-"""`make test`: two files at a time; then, in one process, those that start several themselves."""
+"""`make test`: two files at a time; then, in two lots, those that start several themselves."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ def test_it(number):
 """
 
 
-def test_files_with_several_processes_come_last_and_in_one_process(tmp_path: Path) -> None:
+def test_files_with_several_processes_come_last_each_lot_in_one_process(tmp_path: Path) -> None:
     folder = tmp_path / "tests"
-    folder.mkdir()
+    (folder / "distributed").mkdir(parents=True)
     shutil.copy(CONFTEST, folder)
     for name in ("several_a", "several_b", "single_a", "single_b"):
         mark = "@pytest.mark.distributed" if name.startswith("several") else ""
         (folder / f"test_{name}.py").write_text(NOTE.format(mark=mark, name=name))
+    for name in ("ranks_a", "ranks_b"):
+        text = NOTE.format(mark="@pytest.mark.distributed", name=name)
+        (folder / "distributed" / f"test_{name}.py").write_text(text)
     # Also where this very test runs in one of two processes.
     outside = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestUnknownMarkWarning", "-n", "2"]
@@ -41,9 +44,10 @@ def test_files_with_several_processes_come_last_and_in_one_process(tmp_path: Pat
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED tests/test_several_a.py::test_it[1] - " in done.stdout
-    assert "= 1 failed, 11 passed in " in done.stdout.splitlines()[-1]
+    assert "= 1 failed, 17 passed in " in done.stdout.splitlines()[-1]
     told = [line.split() for line in (tmp_path / "order.txt").read_text().splitlines()]
     assert len({worker for name, worker in told if name.startswith("single")}) == 2
     assert len({worker for name, worker in told if name.startswith("several")}) == 1
     several = [name for name, _ in told if name.startswith("several")]
     assert several == ["several_a"] * 3 + ["several_b"] * 3
+    assert len({worker for name, worker in told if name.startswith("ranks")}) == 1

@@ -93,5 +93,7 @@ def test_rows_are_found_wherever_the_step_puts_them(kind: str, expected: list[Ro
 
 @pytest.mark.parametrize("kind", ["noise", "share", "python", "mixed"])
 def test_what_is_no_function_of_its_row_is_refused_with_its_line(kind: str) -> None:
-    with pytest.raises(ModelError, match=r"test_rows.py:\d+: what b gives .* from microbatches"):
+    with pytest.raises(
+        ModelError, match=r"test_batch_rows.py:\d+: what b gives .* from microbatches"
+    ):
         rows_of(kind)
