@@ -56,7 +56,7 @@ lock: ## Rewrite requirements.lock from what this environment holds
 run: install ## Train with the defaults; ARGS="schedule=foldx_fifo pp=4" adds overrides
 	$(BIN)/python -m launcher $(ARGS)
 
-test: install ## Run the tests, those with several processes included (about 12 minutes on 2 cores, twice that on cores half as fast)
+test: install ## Run the tests, those with several processes included (about 10 minutes on 2 cores, twice that on cores half as fast)
 	$(PYTEST) $(TWO_AT_A_TIME) $(ARGS)
 
 test-all: install ## Also the full matrices, the fault runs, and what this machine has GPUs or SLURM for

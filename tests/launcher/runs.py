@@ -134,7 +134,12 @@ class Started:
         """Rank -> pid."""
         named = {pid for pid, command in self.family().items() if "launcher.rank.worker" in command}
         # A process that loads data for one is named as it is.
-        return {int(_variable(pid, "RANK") or -1): pid for pid in named if parent(pid) not in named}
+        found: dict[int, int] = {}
+        for pid in named:
+            with contextlib.suppress(OSError):  # It has ended meanwhile.
+                if parent(pid) not in named:
+                    found[int(_variable(pid, "RANK") or -1)] = pid
+        return found
 
     def rank(self, number: int) -> int:
         """The pid of a rank."""
