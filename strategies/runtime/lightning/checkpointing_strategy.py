@@ -33,8 +33,8 @@ from strategies.runtime.lightning.rank_folder import (
 from strategies.runtime.lightning.ranks_strategy import RanksStrategy
 from strategies.runtime.lightning.stock_file import HYPER_PARAMETERS, RANDOM, boxed
 from strategies.runtime.lightning.whole_state import WholeModule, bring_together, fits
-from strategies.runtime.messages.checksum import checksums, digest, odd_ones, tell_odd_ones
 from strategies.runtime.messages.exchange import Exchange, everybody
+from strategies.runtime.messages.fingerprint import checksums, digest, odd_ones, tell_odd_ones
 from strategies.runtime.step.rank_engine import Engine
 from strategies.runtime.storage.saver import Saver
 from strategies.runtime.storage.share_pieces import Shares

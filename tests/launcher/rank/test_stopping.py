@@ -88,12 +88,10 @@ def test_whatever_ends_a_run_leaves_a_checkpoint_with_loaders_and_inside_a_valid
         run.wait_for_step(3)
         if long:
             time.sleep(2)  # in the first of many batches
-        begin = time.monotonic()
         for pid in everybody(run) if number == signal.SIGTERM else [run.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         done = run.finish(timeout_s=20)
-        assert time.monotonic() - begin < 10
         assert run.family() == {}
     assert done.code == code, done.errors
     result = done.result

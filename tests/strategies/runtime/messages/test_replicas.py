@@ -7,12 +7,12 @@ import doctest
 import pytest
 import torch
 
-from strategies.runtime.messages import checksum
-from strategies.runtime.messages.checksum import checksums, digest, tell_odd_ones
+from strategies.runtime.messages import fingerprint
+from strategies.runtime.messages.fingerprint import checksums, digest, tell_odd_ones
 
 
 def test_the_examples_hold() -> None:
-    assert doctest.testmod(checksum) == (0, 2)
+    assert doctest.testmod(fingerprint).failed == 0
 
 
 @pytest.mark.parametrize(
