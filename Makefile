@@ -26,7 +26,7 @@ ifneq ($(shell cat '$(STAMP)' 2>/dev/null),$(CURDIR))
 $(STAMP): FORCE
 endif
 
-.PHONY: FORCE help install lock run test test-all test-distributed test-gpu test-slurm test-faults bench-links golden docs-page check format clean
+.PHONY: FORCE help install lock run test test-all test-distributed test-gpu test-slurm test-faults bench-links golden docs docs-page check format clean
 FORCE:
 
 help: ## List the targets
@@ -82,6 +82,10 @@ test-faults: install ## Only the long fault runs, and their table (Linux; links 
 
 golden: install ## Rewrite tests/golden/ from what the code produces now; read the diff before you commit
 	$(PYTEST) --golden $(ARGS)
+
+docs: install ## Build the documentation site into build/site (no network needed; warnings are errors)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean $(ARGS)
+	@echo 'build/site/index.html'
 
 docs-page: install ## Rewrite the tables of docs/differences.md from the messages in the code
 	$(BIN)/python -m tests.differences
