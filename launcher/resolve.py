@@ -7,12 +7,12 @@ cut and program.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.config import LaunchConfig
 from launcher.config.decode import installed_names
-from launcher.config.derived import asked_schedule, transformer_shape
+from launcher.config.derived import asked_schedule, transformer_shape, uniform_costs
 from launcher.config.pipeline import recompute_policy
 from launcher.processes.nodes import asked_world
 from launcher.processes.watchdog import COMPILING_S
@@ -32,7 +32,6 @@ from strategies.compiler import Programs, compile_plan
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
 from strategies.costs.hardware import ElementSizes
 from strategies.costs.table import Costs
-from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.ir.placement import Placement
 from strategies.plan import (
@@ -153,12 +152,7 @@ def resolve(
     stages = () if opaque else _stages(config, sized, asked.placement)
     loads = _loads(config, sized, stages, recompute) if stages else ()
     assumed = opaque or config.costs.name == "uniform"
-    costs: Costs
-    if assumed:
-        given = (getattr(config.costs, entry.name) for entry in fields(UniformCosts))
-        costs = UniformCosts(*given)
-    else:
-        costs = _analytic(config, dp, loads)
+    costs: Costs = uniform_costs(config) if assumed else _analytic(config, dp, loads)
     handed: tuple[tuple[int, int, int], ...] = ()
     if traced is not None and isinstance(costs, AnalyticCosts):
         handed = stage_handing(traced, stages, config.data.microbatch_size)
@@ -344,8 +338,8 @@ def _buckets(
 ) -> int | tuple[int, ...]:
     """Buckets per stage: none where there is nobody to reduce with and nothing to simulate."""
     if opaque:
-        costs = config.costs
-        return costs.num_buckets if costs.grad_reduce or dp > 1 else 0
+        costs = uniform_costs(config)
+        return costs.num_buckets if costs.reduces or dp > 1 else 0
     if dp < 2 and placement.weight_copies < 2:
         return 0
     size = element_sizes(config).wire

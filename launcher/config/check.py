@@ -10,7 +10,7 @@ import re
 
 from launcher.config.check_cluster import check_cluster
 from launcher.config.decode import did_you_mean, installed_names, nearest
-from launcher.config.derived import asked_schedule, transformer_shape
+from launcher.config.derived import asked_schedule, transformer_shape, uniform_costs
 from launcher.config.key import Key, describe, keys_of, shorten, spell, value_at
 from launcher.config.launch import LaunchConfig
 from launcher.config.pipeline import CostsConfig, PlannerConfig, recompute_policy
@@ -95,6 +95,8 @@ def _check_schedule(config: LaunchConfig) -> None:
             f"schedule.split_backward=true: {schedule.name} splits its backwards by itself. Remove "
             "schedule.split_backward."
         )
+    if config.costs.name == "uniform":
+        uniform_costs(config).check_sizes(asked.placement)
     counts = schedule.layers_per_stage
     _check_units_per_stage(config)
     stages = asked.placement.num_stages

@@ -5,11 +5,12 @@ The check of a configuration and its resolution both read it here, so they canno
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from launcher.config.launch import LaunchConfig
 from launcher.config.workload import ModelConfig
 from launcher.workloads.transformer_shape import TransformerShape
+from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.ir.placement import Placement
 from strategies.plan import ScheduleFile, read_schedule_file
@@ -114,6 +115,16 @@ def _plan_batches(config: LaunchConfig, dp: int, fixed: int | None) -> tuple[int
             f"Try data.global_batch_size={fixed * dp * size}."
         )
     return count, rows
+
+
+def uniform_costs(config: LaunchConfig) -> UniformCosts:
+    """``costs.*`` of ``costs=uniform``.
+
+    Raises:
+        CostError: A number out of range.
+    """
+    given = {entry.name: getattr(config.costs, entry.name) for entry in fields(UniformCosts)}
+    return UniformCosts(**given)
 
 
 # ``model.*`` as the transformer's shape.

@@ -95,25 +95,50 @@ class CostsConfig:
     any_machine: bool = key(
         False, "profiled: take a profile of another machine, to predict what happens there."
     )
-    forward: float = key(1.0, "uniform: forward of one microbatch on one rank.", above=0, high=1e12)
-    backward: float = key(2.0, "uniform: its whole backward.", above=0, high=1e12)
-    backward_input: float | None = key(
+    forward: float | tuple[float, ...] = key(
+        1.0,
+        "uniform: forward of one microbatch on one rank; a list has a number per rank, to be "
+        "shared by its stages, or one per stage. So have the lists of the next five.",
+        above=0,
+        high=1e12,
+    )
+    backward: float | tuple[float, ...] = key(
+        2.0, "uniform: its whole backward, or a list.", above=0, high=1e12
+    )
+    backward_input: float | tuple[float, ...] | None = key(
         None,
-        "uniform: the part of backward for the input's gradient; null = half.",
+        "uniform: the part of backward for the input's gradient, or a list; null = half.",
         low=0,
         high=1e12,
         example=1.0,
     )
-    recompute: float | None = key(
-        None, "uniform: recomputing one forward; null = forward.", low=0, high=1e12, example=1.0
+    backward_weight: float | tuple[float, ...] | None = key(
+        None,
+        "uniform: the part for the weights' gradient, or a list, in place of backward_input.",
+        low=0,
+        high=1e12,
+        example=1.0,
     )
-    grad_reduce: float = key(
-        0.0, "uniform: reduction of one rank's whole gradient.", low=0, high=1e12
+    recompute: float | tuple[float, ...] | None = key(
+        None,
+        "uniform: recomputing one forward, or a list; null = forward.",
+        low=0,
+        high=1e12,
+        example=1.0,
+    )
+    grad_reduce: float | tuple[float, ...] = key(
+        0.0, "uniform: reduction of one rank's whole gradient, or a list.", low=0, high=1e12
     )
     num_buckets: int = key(
         1, "uniform: buckets each stage's gradient is reduced in.", low=1, high=1024
     )
-    p2p: float = key(0.0, "uniform: latency of one message between stages.", low=0, high=1e12)
+    p2p: float | tuple[float, ...] = key(
+        0.0,
+        "uniform: latency of one message between stages; a list has a number for each stage but "
+        "the last, of what goes from it to the next one and back.",
+        low=0,
+        high=1e12,
+    )
     transport: Literal["buffered", "rendezvous"] = key(
         "buffered", "buffered: a send never waits; rendezvous: it waits for its receive."
     )

@@ -107,6 +107,10 @@ def _other_bound(result: Result) -> str:
     return f" ({other.upper()} rank {result.get(f'{other}_rank')}: {number} {unit})"
 
 
+def _throughput(value: object, result: Result) -> tuple[str, str]:
+    return f"{_float(value):.4g}", f"microbatches per {result.get('time_unit', 's')}"
+
+
 def _percent(value: object, result: Result) -> tuple[str, str]:
     return format_percent(_float(value)).removesuffix(" %"), "%"
 
@@ -177,6 +181,8 @@ _SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
             "gap_to_ideal": ("above the ideal", _percent),
             "bubble_ratio": ("bubble ratio", _percent),
             "exposed_grad_reduce": ("exposed reduction", _duration),
+            "throughput": ("throughput", _throughput),
+            "num_messages": ("messages", _count),
             "recomputed": ("forwards run again", _count),
             "peak_activations": ("peak activations", _peak),
             "predicted_peak_memory_bytes": ("peak memory", _gib),

@@ -8,7 +8,7 @@ from strategies.analysis.bounds import lower_bound, memory_bound
 from strategies.analysis.memory import peak_activations, peak_memory_bytes
 from strategies.analysis.timeline import Timeline
 from strategies.costs.table import Costs
-from strategies.ir.kinds import NEEDED_KINDS
+from strategies.ir.kinds import NEEDED_KINDS, Kind
 from strategies.ir.program import recomputed_pairs
 
 _SAME = 1e-9
@@ -35,6 +35,9 @@ class Metrics:
         peak_memory_bytes: Per rank, None where the costs have no bytes.
         recomputed: Forwards that are run again, on all ranks together.
         exposed_grad_reduce: What reductions add after the last compute.
+        throughput: Microbatches of a step over its makespan, of one replica. GPipe's at stages of
+            unequal costs is M / (sum + (M - 1) max) of their F + B, 1F1B's is no less.
+        num_messages: What one replica's ranks send each other in a step.
         weight_copies: Ranks that hold each stage.
         synchronous: Whether the pipeline drains at the optimizer step.
         costs: Where the durations come from.
@@ -56,6 +59,8 @@ class Metrics:
     peak_memory_bytes: tuple[int | None, ...]
     recomputed: int
     exposed_grad_reduce: float
+    throughput: float
+    num_messages: int
     weight_copies: int
     synchronous: bool
     costs: str
@@ -99,6 +104,8 @@ def measure(timeline: Timeline, costs: Costs, *, cap: float | None = None) -> Me
         peak_memory_bytes=peak_memory_bytes(program, table),
         recomputed=len(recomputed_pairs(program)),
         exposed_grad_reduce=timeline.exposed_grad_reduce,
+        throughput=program.num_microbatches / makespan,
+        num_messages=sum(item.kind is Kind.SEND for row in program.ranks for item in row),
         weight_copies=program.placement.weight_copies,
         synchronous=not program.exit.in_flight,
         costs=table.name,

@@ -19,7 +19,7 @@ from launcher.config import LaunchConfig, ModelConfig, TrainerConfig, check, dum
 from launcher.config.decode import nearest_keys
 from launcher.config.key import describe, keys_of, nodes_of
 from launcher.workloads.data.source import SourceKind
-from strategies.errors import PlanError
+from strategies.errors import CostError, PlanError
 from strategies.schedules import SCHEDULES
 
 GROUPS = find_groups(None)
@@ -252,10 +252,16 @@ def test_nothing_is_suggested_for_gibberish():
         (["experiment_name=../up"], "Try experiment_name=my_run."),
         (["model.dropout=1.5"], "at most 0.999"),
         (["costs=uniform", "costs.forward=1e300"], "at most 1000000000000"),
+        (["costs=uniform", "costs.forward=[1,0]", "pp=2"], "a list of numbers, more than 0."),
+        (["costs=uniform", "costs.p2p=[1]", "pp=4"], "Try costs.p2p=[1,1,1]."),
+        (
+            ["costs=uniform", "costs.forward=[1,1,2]", "pp=4"],
+            "has 3 numbers, but pp=4: 4 are needed, one per rank. Try costs.forward=[1,1,2,2].",
+        ),
     ],
 )
 def test_a_rule_between_keys_is_told_with_its_numbers_and_a_fix(overrides, message):
-    with pytest.raises(PlanError, match=re.escape(message)):
+    with pytest.raises((PlanError, CostError), match=re.escape(message)):
         _compose(*overrides)
 
 
@@ -270,6 +276,7 @@ def test_a_rule_between_keys_is_told_with_its_numbers_and_a_fix(overrides, messa
         ["mode=simulate", "costs=uniform", "costs.grad_reduce=8", "costs.num_buckets=4"],
         ["mode=eval", "checkpoint=/x"],
         ["tp=2", "sequence_parallel=true"],
+        ["mode=simulate", "costs=uniform", "costs.forward=[1,2]", "costs.p2p=[3]", "pp=2"],
         ["mode=simulate", "costs=uniform", "tp=3"],
         ["experiment=fold_laptop", "experiment_name=mine"],
     ],

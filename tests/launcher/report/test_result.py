@@ -115,6 +115,8 @@ def test_a_simulated_step_has_exactly_the_keys_of_the_contract(tmp_path):
         "peak_activations",
         "peak_memory_bytes",
         "exposed_grad_reduce",
+        "throughput",
+        "num_messages",
         "weight_copies",
         "synchronous",
         "costs",

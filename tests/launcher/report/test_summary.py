@@ -32,14 +32,16 @@ def test_a_simulated_step():
     assert summary(simulated()) == headline + dedent(
         """\
         one step, predicted
-          makespan           19.5  F
-          period             19.5  F
-          lower bound        13.5  F  LB1 rank 1
-          above the bound    44.4  %
-          above the ideal    62.5  %
-          bubble ratio       38.5  %
-          exposed reduction     6  F
-          peak activations    2.5  microbatches  rank 0, rank 1 least"""
+          makespan             19.5  F
+          period               19.5  F
+          lower bound          13.5  F  LB1 rank 1
+          above the bound      44.4  %
+          above the ideal      62.5  %
+          bubble ratio         38.5  %
+          exposed reduction       6  F
+          throughput         0.2051  microbatches per F
+          messages               24
+          peak activations      2.5  microbatches  rank 0, rank 1 least"""
     )
 
 

@@ -29,6 +29,8 @@ def test_all_figures_of_1f1b():
     assert found.peak_activations == (4, 3, 2, 1)
     assert found.peak_memory_bytes == (None,) * 4
     assert found.exposed_grad_reduce == 2
+    assert found.throughput == 8 / 35
+    assert found.num_messages == 2 * 3 * 8  # there and back over three boundaries
     assert (found.weight_copies, found.synchronous) == (1, True)
     assert (found.costs, found.time_unit) == ("uniform", "F")
 
@@ -152,3 +154,39 @@ def test_the_same_figures_come_out_of_any_step(plan):
     assert sum(map(second.busy, range(plan.pp))) == pytest.approx(
         3 * plan.num_microbatches * plan.pp
     )
+
+
+UNEQUAL = st.integers(2, 6).flatmap(
+    lambda pp: st.tuples(
+        st.lists(st.integers(1, 4), min_size=pp, max_size=pp),
+        st.lists(st.integers(1, 8), min_size=pp, max_size=pp),
+        st.integers(1, 20),
+    )
+)
+
+
+@given(UNEQUAL)
+def test_unequal_stages_have_the_known_throughput(drawn):
+    """n / (sum + (n - 1) max), of forwards and backwards by themselves where all forwards come
+    first; one after the other a slow stage's forwards and backwards hide each other's waits."""
+    forward, backward, n = drawn
+    whole = [f + b for f, b in zip(forward, backward, strict=True)]
+    slowest = {"1f1b": max(whole), "gpipe": max(forward) + max(backward)}
+    for name, most in slowest.items():
+        program = compile_program(schedule=name, pp=len(whole), num_microbatches=n)
+        found = figures(program, UniformCosts(tuple(forward), tuple(backward))).throughput
+        known = n / (sum(whole) + (n - 1) * most)
+        assert found >= known * (1 - 1e-9)
+        if name == "gpipe":
+            assert found == pytest.approx(known)
+
+
+@given(UNEQUAL)
+def test_a_pipeline_whose_last_stage_is_slowest_has_no_more_than_the_known_throughput(drawn):
+    """Nothing waits behind the last stage, so that it is busy from its first forward on."""
+    forward, backward, n = drawn
+    forward[-1], backward[-1] = max(forward), max(backward)
+    whole = [f + b for f, b in zip(forward, backward, strict=True)]
+    program = compile_program(schedule="1f1b", pp=len(whole), num_microbatches=n)
+    found = figures(program, UniformCosts(tuple(forward), tuple(backward))).throughput
+    assert found == pytest.approx(n / (sum(whole) + (n - 1) * whole[-1]))

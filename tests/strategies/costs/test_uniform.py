@@ -61,6 +61,96 @@ def test_buckets_are_counted_from_the_program():
     assert UniformCosts(grad_reduce=4).table(programs.train).reduce == ((2, 2), (), (4,))
 
 
+def table(schedule, costs):
+    return costs.table(compile_program(schedule=schedule, pp=4, num_microbatches=8))
+
+
+def test_a_list_has_a_number_per_rank_which_its_stages_share():
+    costs = UniformCosts(forward=[1, 2, 3, 4], backward=(4, 4, 8, 8), grad_reduce=(2, 4, 6, 8))
+    plain = table("1f1b", costs)
+    assert plain.forward == plain.recompute == (1, 2, 3, 4)
+    assert plain.backward == (4, 4, 8, 8)
+    assert plain.backward_input == plain.backward_weight == (2, 2, 4, 4)
+    assert plain.reduce == ((2,), (4,), (6,), (8,))
+    shared = table("zb_v", costs)  # its second stages come back
+    assert shared.forward == (0.5, 1, 1.5, 2, 2, 1.5, 1, 0.5)
+    assert shared.reduce == ((1,), (2,), (3,), (4,), (4,), (3,), (2,), (1,))
+    twice = table("chimera", costs)
+    assert twice.forward == (1, 2, 3, 4)
+    assert twice.reduce == ((1,), (2,), (3,), (4,))
+
+
+def test_a_list_may_have_a_number_per_stage():
+    costs = UniformCosts(
+        forward=(1, 2, 3, 4, 5, 6, 7, 8), recompute=(1,) * 8, grad_reduce=(3,) * 8, p2p=range_(7)
+    )
+    found = table("interleaved_1f1b", costs)
+    assert found.forward == (1, 2, 3, 4, 5, 6, 7, 8)
+    assert found.backward == found.recompute == (1,) * 8  # 2 of the rank; 1 of the stage
+    assert found.reduce == ((3,),) * 8
+    assert found.latency == range_(7)
+
+
+def range_(count):
+    return tuple(map(float, range(count)))
+
+
+def test_weights_gradients_may_be_what_is_given():
+    found = table("zb_h1", UniformCosts(backward=(3, 3, 6, 3), backward_weight=1))
+    assert found.backward_input == (2, 2, 5, 2)
+    assert found.backward_weight == (1, 1, 1, 1)
+    assert table("zb_h1", UniformCosts(backward_weight=0.5)).backward_input == (1.5,) * 4
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_v", "chimera", "dualpipe"])
+def test_equal_numbers_in_lists_are_one_number(schedule):
+    numbers = {"forward": 1.5, "backward": 2.5, "backward_input": 1.0, "recompute": 3.0,
+               "grad_reduce": 7.0}  # fmt: skip
+    lists = {name: (value,) * 4 for name, value in numbers.items()}
+    assert table(schedule, UniformCosts(**lists)) == table(schedule, UniformCosts(**numbers))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "message"),
+    [
+        (
+            "1f1b",
+            {"forward": (1, 1, 2)},
+            "costs.forward=[1,1,2] has 3 numbers, but pp=4: 4 are needed, one per rank. "
+            "Try costs.forward=[1,1,2,2].",
+        ),
+        (
+            "zb_v",
+            {"backward": (3,)},
+            "costs.backward=[3] has 1 number, but pp=4: 4 are needed, one per rank, or 8, one per "
+            "stage. Try costs.backward=[3,3,3,3].",
+        ),
+        (
+            "1f1b",
+            {"grad_reduce": (1,) * 5},
+            "costs.grad_reduce=[1,1,1,1,1] has 5 numbers, but pp=4: 4 are needed, one per rank. "
+            "Try costs.grad_reduce=[1,1,1,1].",
+        ),
+        (
+            "1f1b",
+            {"p2p": (0.5,) * 4},
+            "costs.p2p=[0.5,0.5,0.5,0.5] has 4 numbers, but there are 3 boundaries between 4 "
+            "stages (pp=4). Try costs.p2p=[0.5,0.5,0.5].",
+        ),
+        (
+            "1f1b",
+            {"backward": (2, 2, 4, 2), "backward_input": 2},
+            "costs.backward_input=2 costs.backward=[2,2,4,2]: on stage 0 it is 2 of 2, and must "
+            "lie between 0 and that. Try costs.backward_input=null.",
+        ),
+    ],
+)
+def test_lists_that_do_not_go_with_the_program_are_refused(schedule, options, message):
+    with pytest.raises(CostError) as error:
+        table(schedule, UniformCosts(**options))
+    assert str(error.value) == message
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -93,6 +183,22 @@ def test_buckets_are_counted_from_the_program():
         ({"p2p": -0.5}, "costs.p2p is a duration >= 0. Try costs.p2p=0."),
         ({"p2p": float("nan")}, "costs.p2p is a duration >= 0. Try costs.p2p=0."),
         ({"recompute": -1}, "costs.recompute is a duration >= 0. Try costs.recompute=0."),
+        ({"p2p": (0, -1)}, "costs.p2p is a duration >= 0. Try costs.p2p=0."),
+        (
+            {"forward": (1, 0)},
+            "costs.forward=[1,0] costs.backward=2: both must be > 0. "
+            "Try costs.forward=1 costs.backward=2.",
+        ),
+        (
+            {"backward_input": 1, "backward_weight": 1},
+            "costs.backward_input=1 costs.backward_weight=1: with costs.backward one of them says "
+            "the other. Try costs.backward_weight=null.",
+        ),
+        (
+            {"fused": 2, "forward": (1, 2)},
+            "costs.fused=2 is the duration of every pair, and costs.forward=[1,2] differs by "
+            "stage. Try costs.fused=null.",
+        ),
         ({"num_buckets": 0}, "costs.num_buckets=0: at least 1. Try costs.num_buckets=1."),
         (
             {"transport": "pigeon"},
