@@ -53,7 +53,7 @@ lock: ## Rewrite requirements.lock from what this environment holds
 	    | grep -Ev '^(torch==|nvidia-|cuda-|triton==)'; } > $(LOCK).new
 	@mv $(LOCK).new $(LOCK)
 
-run: install ## Train with the defaults; ARGS="schedule=foldx_fifo pp=4" adds overrides
+run: install ## Train a pipeline of two, with a report; ARGS="schedule=foldx_fifo pp=4" asks for others
 	$(BIN)/python -m launcher $(ARGS)
 
 test: install ## Run the tests, those with several processes included (about 10 minutes on 2 cores, twice that on cores half as fast)

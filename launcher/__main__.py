@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -30,8 +31,9 @@ from launcher.compose.user_files import check_user_files
 from launcher.config import LaunchConfig, Mode
 from launcher.processes import torchrun
 from launcher.processes.guardian import fork_under_guard
+from launcher.report.result import REPORT
 from launcher.secrets import MaskedStream
-from launcher.terminal import say_error
+from launcher.terminal import say, say_error
 from strategies.errors import PipelineError, PlanError
 
 COMMANDS: dict[Mode, str] = {
@@ -47,6 +49,8 @@ COMMANDS: dict[Mode, str] = {
 }
 # Modes without a run folder.
 _FOLDERLESS = {"collect": "launcher.commands.collect", "dashboard": "launcher.commands.dashboard"}
+# What is trained where nothing is asked for: a pipeline, on any machine, as `make run` does.
+_DEFAULT_RUN = ("pp=2",)
 # Modes whose ranks a cluster can run.
 _ON_CLUSTERS = ("train", "eval", "predict")
 
@@ -83,12 +87,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(words: Sequence[str]) -> Flags:
-    flags = parse_flags(words)
+    flags = parse_flags(words or _DEFAULT_RUN)
     return replace(flags, overrides=quote_explain(flags.overrides))
 
 
-def run_command(config: LaunchConfig, run_dir: Path) -> int:
-    """Loads the command of ``config.mode`` and runs it in an existing, absolute folder."""
+def run_command(config: LaunchConfig, run_dir: Path, *, verbose: bool = False) -> int:
+    """Loads the command of ``config.mode`` and runs it in an existing, absolute folder.
+
+    ``verbose``: whether every figure of a training run is printed at its end.
+    """
     name = COMMANDS[config.mode]
     if config.mode in _ON_CLUSTERS:
         torchrun.refuse_stray(config)
@@ -100,6 +107,8 @@ def run_command(config: LaunchConfig, run_dir: Path) -> int:
     module, _, function = name.partition(":")
     code = getattr(importlib.import_module(module), function or "run")(config, run_dir)
     assert isinstance(code, int)
+    if verbose and code == 0 and config.mode == "train" and (run_dir / REPORT).is_file():
+        say((run_dir / REPORT).read_text(encoding="utf-8"))
     return code
 
 
@@ -141,6 +150,7 @@ def _main(flags: Flags) -> int:
             hydra.show_cfg(CONFIG_NAME, words, flags.cfg, flags.package, flags.resolve)
             return 0
         _check_sweep(config, flags)
+        command = partial(run_command, verbose=flags.verbose)
         if config.mode in _FOLDERLESS:
             found = importlib.import_module(_FOLDERLESS[config.mode]).run(config)
             assert isinstance(found, int)
@@ -150,15 +160,20 @@ def _main(flags: Flags) -> int:
         folder = make_run_folder(str(node[kind].dir), unique=unique, kind=kind)
         with hold(folder.path):
             if not flags.multirun:
-                return run_one(hydra, words, folder, run_command)
+                return run_one(hydra, words, folder, command)
             if not asks_for_trials(flags.overrides):
-                return run_sweep(hydra, words, folder, run_command, jobs=jobs, config=config)
+                return run_sweep(hydra, words, folder, command, jobs=jobs, config=config)
             space = find_space(parse_overrides(flags.overrides, groups, hydra.config_loader))
-            return run_search(hydra, space, folder, run_command, config=config, extra=extra)
+            return run_search(hydra, space, folder, command, config=config, extra=extra)
 
 
 def _check_sweep(config: LaunchConfig, flags: Flags) -> None:
     sweep, multirun = config.sweep, flags.multirun
+    if flags.verbose and not multirun and config.mode != "train":
+        raise PlanError(
+            f"--verbose prints every figure of a training run, and mode={config.mode} prints all "
+            "that it has. Try it without."
+        )
     if sweep.trials is not None and not (multirun and asks_for_trials(flags.overrides)):
         raise PlanError(
             f"sweep.trials={sweep.trials} belongs on the command line of a sweep. "

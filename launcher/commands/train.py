@@ -19,6 +19,7 @@ from launcher.config import LaunchConfig
 from launcher.planning.plan_auto import planned
 from launcher.planning.profile_check import writable, write_refined
 from launcher.processes.progress import ProgressView
+from launcher.report.closing_report import print_closing, write_report
 from launcher.report.html import Panel
 from launcher.report.predicted import (
     peak_mapping,
@@ -28,7 +29,6 @@ from launcher.report.predicted import (
     write_pictures,
 )
 from launcher.report.result import write_result
-from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve
 from launcher.terminal import say
 from strategies.analysis.metrics import Metrics
@@ -94,14 +94,8 @@ def finish(
     figures = common | outcome | _beside(resolved, metrics, measured)
     figures["measured_peak_memory_bytes"] = outcome.get("peak_memory_bytes")
     write_result(result, figures)
-    print_summary(figures)
-    trainer = resolved.config.trainer
-    if figures.get("val_loss") is None and trainer.limit_val_batches != 0:
-        say(
-            f"no val_loss: nothing was validated in {figures['steps']} steps "
-            f"(trainer.val_check_interval={trainer.val_check_interval})"
-        )
-    say(f"files: {run_dir}")
+    write_report(run_dir, figures)
+    print_closing(resolved, run_dir, figures)
     return 0
 
 

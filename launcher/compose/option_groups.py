@@ -117,6 +117,7 @@ FLAGS_HELP: tuple[tuple[str, str], ...] = (
         'eval "$(foldpipe -sc install=bash)" installs completion of `foldpipe`; '
         "shells complete no `python -m launcher`",
     ),
+    ("--verbose", "every figure of a training run at its end; with -m every job's own words, too"),
     ("--version", "print the version"),
 )
 
@@ -133,6 +134,7 @@ class Flags:
     package: str | None
     config_dir: Path | None
     shell_completion: bool
+    verbose: bool
     overrides: tuple[str, ...]
 
 
@@ -152,6 +154,7 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     parser.add_argument("-p", "--package")
     parser.add_argument("-cd", "--config-dir", type=Path)
     parser.add_argument("-sc", "--shell-completion", action="store_true")
+    parser.add_argument("--verbose", action="store_true")
     parser.add_argument("overrides", nargs="*")
     parsed, unknown = parser.parse_known_intermixed_args(list(arguments))
     # Python 3.11 leaves overrides that follow a flag among the unknown ones.
@@ -181,7 +184,7 @@ foldpipe: pipeline-parallel training from a declaration, simulated and executed 
 
 usage: python -m launcher [flags] [key=value ...]        (or: foldpipe ...)
 
-  python -m launcher                                     train a small model on this machine
+  python -m launcher                                     train a small model, a pipeline of two
   python -m launcher schedule=foldx_fifo pp=4            the same over 4 pipeline ranks
   python -m launcher mode=simulate costs=uniform pp=4    draw a schedule's timeline
   python -m launcher -m schedule=gpipe,1f1b pp=2,4       one run per combination

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from strategies.analysis.metrics import Metrics
 
+REPORT = "report.txt"  # of a training run: its figures, for people
 _BESIDE = ("lb1", "lb1_rank", "lb2", "lb2_rank", "recomputed")
 _DISTRIBUTIONS = ("foldpipe", "torch", "lightning", "hydra-core")
 

@@ -535,3 +535,27 @@ def test_printed_commands_carry_the_folder_of_option_files(tmp_path):
     )
     plans = launch_here((*words[:3], "mode=plan", "planner.num_gpus=2"), tmp_path).assert_done()
     assert "plan 1: python -m launcher --config-dir 'my cfg' model=deep pp=" in plans.output
+
+
+def test_nothing_typed_trains_a_pipeline_of_two(tmp_path, monkeypatch):
+    (call,) = run_here([], tmp_path, monkeypatch).calls
+    assert (call.config.mode, call.config.pp) == ("train", 2)
+    assert "- pp=2" in (call.run_dir / ".hydra" / "overrides.yaml").read_text()
+    (call,) = run_here(["schedule=gpipe"], tmp_path / "b", monkeypatch).calls
+    assert call.config.pp == 1
+
+
+def test_verbose_prints_every_figure_of_a_training_run(tmp_path, monkeypatch):
+    def trained(config, run_dir):
+        (run_dir / "report.txt").write_text("above the bound 3 %\n")
+        return 0
+
+    assert run_here([], tmp_path, monkeypatch, trained).output == ""
+    done = run_here(["--verbose", "pp=2"], tmp_path, monkeypatch, trained)
+    assert (done.code, done.output) == (0, "above the bound 3 %\n")
+
+
+def test_verbose_is_refused_where_there_is_no_more_to_say(tmp_path, monkeypatch):
+    done = run_here(["--verbose", "mode=simulate"], tmp_path, monkeypatch)
+    done.assert_refused()
+    assert "Try it without" in done.errors

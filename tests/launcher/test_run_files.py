@@ -51,11 +51,21 @@ class TestATrainingRun:
         assert sum(line.startswith("step ") and "loss" in line for line in lines) >= 20
         assert lines[-1] == f"files: {trained.folder}"
 
+    def test_ends_with_one_screen(self, trained):
+        closing = trained.output[trained.output.index("\ntrained tiny") + 1 :].splitlines()
+        assert len(closing) <= 23
+        assert all(len(line) <= 80 for line in closing[:-1])
+        result = trained.result
+        assert f"loss     {result['loss_last']:.4f}, from {result['loss_first']:.4f}" in closing[3]
+        assert f"validation {result['val_loss']:.4f}" in closing[3]
+        assert "above the bound" in (trained.folder / "report.txt").read_text()
+        assert not any("above the bound" in line for line in closing)
+
     def test_leaves_every_file_of_the_table(self, trained):
         left = sorted(path.name for path in trained.folder.iterdir())
         assert left == sorted(
-            [".hydra", "checkpoints", "logs", "metrics.csv", "resolved.json", "result.json",
-             *PICTURES]
+            [".hydra", "checkpoints", "logs", "metrics.csv", "report.txt", "resolved.json",
+             "result.json", *PICTURES]
         )  # fmt: skip
         assert trained.folder.parents[1] == trained.cwd / "outputs"
         # The home of these runs lies there, too, and in it a cache of the user's own.
@@ -104,7 +114,7 @@ class TestATrainingRun:
         assert result["tokens_per_s"] == pytest.approx(4 * 4 * 16 / times[9])
         peak = 2 * 9.6e10  # two ranks of hardware=cpu_laptop
         assert (result["peak_flops"], result["peak_format"]) == (9.6e10, "fp64")
-        assert "%  of 96 GFLOPS fp64" in trained.output
+        assert "% of 96 GFLOPS fp64 per rank" in trained.output
         assert result["mfu"] == pytest.approx(result["model_flops_per_step"] / times[9] / peak)
         assert result["predicted_step_time_s"] == result["period"]
         assert 0 < result["measured_bubble_ratio"] < 1
@@ -183,8 +193,8 @@ class TestRowsThatAreNotLogged:
     def test_there_are_no_files_of_a_tracker(self, sparse):
         left = sorted(path.name for path in sparse.folder.iterdir())
         assert left == sorted(
-            [".hydra", "checkpoints", "logs", "metrics.csv", "resolved.json", "result.json",
-             *PICTURES]
+            [".hydra", "checkpoints", "logs", "metrics.csv", "report.txt", "resolved.json",
+             "result.json", *PICTURES]
         )  # fmt: skip
 
     def test_steps_are_those_of_the_optimizer(self, sparse):

@@ -1,0 +1,121 @@
+"""What a training run ends with fits one screen, whatever the run was."""
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from launcher.config import from_dict
+from launcher.report.closing_report import closing_lines
+from launcher.report.predicted import peak_mapping, predict, predicted_mapping
+from launcher.resolve import resolve
+
+FOLDER = Path("/runs/1")
+MEASURED = {
+    "num_parameters": 1_246_848,
+    "steps": 60,
+    "loss_first": 5.44624,
+    "loss_last": 2.96701,
+    "val_loss": 3.71142,
+    "step_time_s": 0.1054,
+    "tokens_per_s": 4858.1,
+    "mfu": 0.095,
+    "predicted_step_time_s": 0.1239,
+    "measured_makespan_s": 0.1042,
+    "measured_bubble_ratio": 0.25,
+    "measured_exposed_grad_reduce_s": 0.0,
+    "predicted_peak_memory_bytes": [2**24, 2**30 * 3],
+    "measured_peak_memory_bytes": [2**25, 2**30 * 2],
+    "skipped_steps": 0,
+    "restarts": 0,
+    "checkpoint": "/runs/1/checkpoints/step-00000060.ckpt",
+}
+
+
+def closing(words=(), folder=FOLDER, **figures):
+    """The screen of a run; ``words`` as ``{"pp": 2}``."""
+    run = resolve(from_dict({"pp": 2, "trainer": {"accelerator": "cpu"}, **dict(words)}))
+    common = predicted_mapping(run, predict(run)[1]) | peak_mapping(run.config)
+    return closing_lines(run, folder, common | MEASURED | figures)
+
+
+def test_it_says_what_was_done_and_what_to_type_next():
+    text = "\n".join(closing())
+    assert text == dedent(
+        """\
+        trained tiny (1,246,848 parameters): 60 steps of 4 sequences of 128 tokens
+        1f1b  pp=2  dp=1  tp=1  4 microbatches  32-true
+
+          loss     2.9670, from 5.4462; validation 3.7114
+          speed    4,858 tokens/s, 105.4 ms per step (median)
+                   MFU 9.5 % of 96 GFLOPS fp32 per rank
+
+                                        predicted     measured
+          time per step                  123.9 ms     105.4 ms
+          pipeline, first F to last      123.9 ms     104.2 ms
+          bubble (idle share)              22.4 %       25.0 %
+          memory, fullest rank              3 GiB        2 GiB
+          predicted for hardware=cpu_laptop; mode=profile measures this machine
+
+        look at    timeline.html: the step as predicted, above the step as measured
+                   metrics.csv: a row per step; report.txt: every figure
+        go on      python -m launcher trainer.max_steps=120 trainer.resume=auto
+        compare    python -m launcher -m schedule=1f1b,zb_h1
+        files: /runs/1"""
+    )
+
+
+UNKNOWN = dict.fromkeys(MEASURED) | {"steps": 60}
+WORST = {
+    "val_loss": None,
+    "skipped_steps": 12,
+    "restarts": 3,
+    "measured_exposed_grad_reduce_s": 0.01,
+}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"pp": 4, "dp": 4, "schedule": {"name": "interleaved_1f1b"}},
+        {"dp": 2, "costs": {"name": "uniform"}},
+        {"model": {"name": "n" * 90}, "dp": 2, "recompute": {"name": "mario"}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("figures", [{}, WORST, UNKNOWN], ids=["all", "bad", "no"])
+def test_it_fits_24_lines_of_80_columns(words, figures):
+    lines = closing(words, **figures)
+    assert len(lines) <= 23  # and the shell's own
+    assert all(len(line) <= 80 and "\n" not in line and "None" not in line for line in lines), lines
+
+
+def test_a_run_without_validation_and_with_losses_says_so():
+    text = "\n".join(closing(**WORST))
+    assert "no val_loss: nothing was validated in 60 steps" in text
+    assert "(trainer.val_check_interval=30)" in text
+    assert "12 steps were left out" in text
+    assert "started again 3 times" in text
+
+
+def test_words_that_were_typed_come_again_and_too_many_are_left_to_the_user(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    kept = tmp_path / ".hydra" / "overrides.yaml"
+    kept.write_text("- pp=2\n- trainer.max_steps=60\n- optimizer.lr=0.01\n- trainer.resume=x\n")
+    text = "\n".join(closing(folder=tmp_path))
+    assert (
+        "go on      python -m launcher pp=2 optimizer.lr=0.01 trainer.max_steps=120 \\\n"
+        "             trainer.resume=auto\n" in text
+    )
+    kept.write_text("".join(f"- model.hidden={i}{'0' * 60}\n" for i in range(4)))
+    text = "\n".join(closing(folder=tmp_path))
+    assert "go on      add trainer.resume=auto" in text
+    assert "compare    add -m schedule=1f1b,zb_h1" in text
+    assert all(len(line) <= 80 for line in text.splitlines()[:-1])
+
+
+def test_only_runs_that_others_can_stand_in_for_are_compared():
+    assert not any("compare" in line for line in closing({"recompute": {"name": "mario"}}))
+    assert not any("compare" in line for line in closing({"pp": 1}))
+    assert any("schedule=gpipe,1f1b" in line for line in closing({"schedule": {"name": "gpipe"}}))
