@@ -74,13 +74,8 @@ def _learnt(run: Run, result: Mapping[str, object]) -> Iterator[str]:
         yield text + ("" if val is None else f"; validation {val:.4f}")
     trainer = run.config.trainer
     if val is None and trainer.limit_val_batches != 0:
-        yield (
-            f"{_INDENT}no val_loss: nothing was validated in {result.get('steps')} steps"
-            
-        )
-        yield (
-            f"{_INDENT}(trainer.val_check_interval={trainer.val_check_interval})"
-        )
+        yield (f"{_INDENT}no val_loss: nothing was validated in {result.get('steps')} steps")
+        yield (f"{_INDENT}(trainer.val_check_interval={trainer.val_check_interval})")
     if skipped := result.get("skipped_steps"):
         yield f"{_INDENT}{skipped} steps were left out: loss or gradients not finite"
     if restarts := result.get("restarts"):
@@ -141,8 +136,7 @@ def _costs(run: Run, result: Mapping[str, object]) -> Iterator[str]:
         yield f"  predicted from measurements: {config.costs.file}"
     elif config.costs.name == "analytic":
         yield (
-            f"  predicted for hardware={config.hardware.name}; "
-            "mode=profile measures this machine"
+            f"  predicted for hardware={config.hardware.name}; mode=profile measures this machine"
         )
 
 

@@ -1,7 +1,7 @@
 """What a training run ends with fits one screen, whatever the run was."""
 
+import re
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 
@@ -10,6 +10,7 @@ from launcher.report.closing_report import closing_lines
 from launcher.report.predicted import peak_mapping, predict, predicted_mapping
 from launcher.resolve import resolve
 
+ROOT = Path(__file__).resolve().parents[3]
 FOLDER = Path("/runs/1")
 MEASURED = {
     "num_parameters": 1_246_848,
@@ -24,8 +25,8 @@ MEASURED = {
     "measured_makespan_s": 0.1042,
     "measured_bubble_ratio": 0.25,
     "measured_exposed_grad_reduce_s": 0.0,
-    "predicted_peak_memory_bytes": [2**24, 2**30 * 3],
-    "measured_peak_memory_bytes": [2**25, 2**30 * 2],
+    "predicted_peak_memory_bytes": [17_700_000, 15_000_000],
+    "measured_peak_memory_bytes": [66_000_000, 60_000_000],
     "skipped_steps": 0,
     "restarts": 0,
     "checkpoint": "/runs/1/checkpoints/step-00000060.ckpt",
@@ -39,30 +40,14 @@ def closing(words=(), folder=FOLDER, **figures):
     return closing_lines(run, folder, common | MEASURED | figures)
 
 
-def test_it_says_what_was_done_and_what_to_type_next():
-    text = "\n".join(closing())
-    assert text == dedent(
-        """\
-        trained tiny (1,246,848 parameters): 60 steps of 4 sequences of 128 tokens
-        1f1b  pp=2  dp=1  tp=1  4 microbatches  32-true
-
-          loss     2.9670, from 5.4462; validation 3.7114
-          speed    4,858 tokens/s, 105.4 ms per step (median)
-                   MFU 9.5 % of 96 GFLOPS fp32 per rank
-
-                                        predicted     measured
-          time per step                  123.9 ms     105.4 ms
-          pipeline, first F to last      123.9 ms     104.2 ms
-          bubble (idle share)              22.4 %       25.0 %
-          memory, fullest rank              3 GiB        2 GiB
-          predicted for hardware=cpu_laptop; mode=profile measures this machine
-
-        look at    timeline.html: the step as predicted, above the step as measured
-                   metrics.csv: a row per step; report.txt: every figure
-        go on      python -m launcher trainer.max_steps=120 trainer.resume=auto
-        compare    python -m launcher -m schedule=1f1b,zb_h1
-        files: /runs/1"""
-    )
+def test_it_is_what_the_page_about_the_first_run_shows(tmp_path):
+    page = (ROOT / "docs" / "start" / "first-run.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```text\n(trained .*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- pp=2\n")
+    lines = closing(folder=tmp_path)
+    assert lines[-1] == f"files: {tmp_path}"
+    assert [*lines[:-1], "files: /runs/1"] == shown.splitlines()
 
 
 UNKNOWN = dict.fromkeys(MEASURED) | {"steps": 60}
