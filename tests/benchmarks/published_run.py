@@ -1,0 +1,240 @@
+"""A published training run as a row of a file, as a request to foldpipe, and as it is predicted.
+
+A row says what was run (model, degrees, batch, schedule, what was recomputed) and what was measured
+(seconds of a step, memory of the fullest rank, or ``OOM``). The request is made of the keys that a
+user would type, so what no key can say cannot be predicted: ``missing`` names it.
+
+Columns: id; group (the table that it stands in: rows of one group are ranked); hardware (an option
+of ``hardware=``); layers, hidden, heads, kv_heads, ffn, act, vocab, seq, tie; gpus, tp, pp, dp; v
+(stages per rank); mbs, gbs; schedule; recompute (none, full, selective, selective-attention); sp;
+overlap; precision; grad_dtype; units (per stage, ``5|6|5``); step_s; mem_gb, mem_what; express
+(``no`` with the missing feature in note); where; note. Columns that a file lacks are empty.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.compose.session import compose_checked, search_path
+from launcher.report.predicted import rank_memory, step_flops
+from launcher.resolve import resolve
+from strategies.errors import PipelineError
+from strategies.simulator.engine import simulate
+
+# Columns whose values are those of a key.
+_KEYS = {
+    "layers": "model.layers",
+    "hidden": "model.hidden",
+    "heads": "model.heads",
+    "kv_heads": "model.kv_heads",
+    "ffn": "model.ffn",
+    "vocab": "model.vocab",
+    "seq": "model.sequence",
+    "tie": "model.tie_embeddings",
+    "tp": "tp",
+    "pp": "pp",
+    "dp": "dp",
+    "mbs": "data.microbatch_size",
+    "gbs": "data.global_batch_size",
+    "schedule": "schedule",
+    "overlap": "overlap",
+    "precision": "trainer.precision",
+    "sp": "sequence_parallel",
+}
+# GPT: LayerNorm, biases and learned positions; Llama: none of them.
+_ACTIVATIONS = {
+    "gelu": ("gelu", "layernorm", "learned"),
+    "swiglu": ("swiglu", "rmsnorm", "rope"),
+}
+_RECOMPUTED: Mapping[str, tuple[str, ...]] = {
+    "none": ("recompute=none",),
+    "full": ("recompute=full",),
+    "selective": ("recompute=selective",),
+    # The attention core alone.
+    "selective-attention": (
+        "recompute=selective",
+        "recompute.layers=[Attention:attention,Embedding:none,Mlp:none,Head:none]",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRun:
+    """One row.
+
+    Attributes:
+        group: The table of the source that it stands in.
+        step_s: Measured seconds of a step; None where only memory is told.
+        memory_bytes: Measured, of the fullest rank; None where it is not told.
+        fits: Whether it ran; None where the source says nothing about memory.
+        row: Its cells.
+    """
+
+    name: str
+    group: str
+    hardware: str
+    num_gpus: int
+    step_s: float | None
+    memory_bytes: float | None
+    fits: bool | None
+    row: Mapping[str, str]
+
+    @property
+    def source(self) -> str:
+        """The publication: a group's name up to its first hyphen."""
+        return re.split(r"[-\d]", self.group, maxsplit=1)[0] or self.group
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What foldpipe says of a run.
+
+    Attributes:
+        step_s: Predicted seconds.
+        memory_bytes: Of the fullest rank.
+        limit_bytes: What a rank has.
+        flops: Model FLOPs of a step, of all ranks.
+        missing: Why it cannot be predicted; None if it can.
+    """
+
+    run: PublishedRun
+    step_s: float = 0.0
+    memory_bytes: float = 0.0
+    limit_bytes: float = 0.0
+    flops: float = 0.0
+    missing: str | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Of the step time, relative and signed."""
+        measured = self.run.step_s
+        return None if self.missing or not measured else self.step_s / measured - 1.0
+
+    @property
+    def memory_error(self) -> float | None:
+        measured = self.run.memory_bytes
+        return None if self.missing or not measured else self.memory_bytes / measured - 1.0
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.limit_bytes
+
+    def speeds(self) -> tuple[float, float]:
+        """(predicted, measured) FLOP/s of one rank."""
+        assert self.run.step_s is not None
+        each = self.flops / self.run.num_gpus
+        return each / self.step_s, each / self.run.step_s
+
+
+def read_runs(path: Path) -> list[PublishedRun]:
+    """The rows of a file.
+
+    Raises:
+        SystemExit: The file has no such rows: the message says which column or number is wrong.
+    """
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise SystemExit(f"{path}: {error}. Try tests/benchmarks/published.csv.") from error
+    if not rows:
+        raise SystemExit(f"{path} has no rows. Try tests/benchmarks/published.csv as an example.")
+    return [_read(row, f"{path}, line {number}") for number, row in enumerate(rows, start=2)]
+
+
+def _read(row: Mapping[str, str | None], place: str) -> PublishedRun:
+    # A field too many lands in a list under None, one too few is None.
+    cells = {name: (text or "").strip() for name, text in row.items() if isinstance(name, str)}
+    for column in ("id", "hardware", "gpus"):
+        if not cells.get(column):
+            raise SystemExit(f"{place}: no {column}. Every row needs id, hardware and gpus.")
+    step = _number(cells, "step_s", place)
+    told = cells.get("mem_gb", "")
+    held = None if told == "OOM" else _number(cells, "mem_gb", place)
+    # What torch and nvidia-smi print as GB are GiB; sums of GiB have been converted.
+    unit = 1e9 if "GiB" in cells.get("mem_what", "") else 2.0**30
+    gpus = _number(cells, "gpus", place)
+    assert gpus is not None
+    return PublishedRun(
+        name=cells["id"],
+        group=cells.get("group") or "?",
+        hardware=cells["hardware"],
+        num_gpus=int(gpus),
+        step_s=step,
+        memory_bytes=None if held is None else held * unit,
+        fits=False if told == "OOM" else True if step is not None else None,
+        row=cells,
+    )
+
+
+def _number(cells: Mapping[str, str], column: str, place: str) -> float | None:
+    text = cells.get(column, "")
+    if text in ("", "null"):
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e12:
+        raise SystemExit(f"{place}: {column}={text} is no number > 0.")
+    return value
+
+
+class InexpressibleError(Exception):
+    """What a run had that no key can say."""
+
+
+def request(run: PublishedRun) -> list[str]:
+    """The words of a command line that asks for the run.
+
+    Raises:
+        InexpressibleError: There are none.
+    """
+    row = run.row
+    if row.get("express") == "no":
+        raise InexpressibleError(row.get("note") or "the file says so")
+    activation = row.get("act") or "gelu"
+    recompute = row.get("recompute") or "none"
+    if activation not in _ACTIVATIONS:
+        raise InexpressibleError(f"model.activation={activation}")
+    if recompute not in _RECOMPUTED:
+        raise InexpressibleError(f"recompute={recompute}")
+    curve, norm, position = _ACTIVATIONS[activation]
+    words = ["mode=simulate", "costs=analytic", f"hardware={run.hardware}", "seed=0"]
+    words += [f"{key}={row[name]}" for name, key in _KEYS.items() if row.get(name)]
+    words += [f"model.activation={curve}", f"model.norm={norm}", f"model.position={position}"]
+    words += _RECOMPUTED[recompute]
+    # All of these clip gradients by their norm: a step ends with a barrier.
+    words.append("trainer.gradient_clip_val=1.0")
+    if (row.get("v") or "1") != "1":
+        words.append(f"schedule.stages_per_rank={row['v']}")
+    if row.get("units"):
+        words.append(f"schedule.units_per_stage=[{row['units'].replace('|', ',')}]")
+    if row.get("grad_dtype") == "bf16":
+        words.append("overlap.grad_dtype=bf16")
+    return words
+
+
+def predict_run(run: PublishedRun) -> Prediction:
+    """Inside ``hydra_session``; what cannot be asked for is a prediction with ``missing``."""
+    try:
+        config = compose_checked([*search_path(None), *request(run)])[0]
+        resolved = resolve(config)
+    except (InexpressibleError, PipelineError) as error:
+        return Prediction(run, missing=str(error))
+    timeline = simulate(resolved.programs.train, resolved.costs)
+    memory = rank_memory(resolved)
+    flops = step_flops(resolved)
+    assert memory is not None
+    assert flops is not None
+    return Prediction(
+        run,
+        step_s=timeline.makespan,
+        memory_bytes=max(rank.total for rank in memory),
+        limit_bytes=config.hardware.memory_gb * 1e9,
+        flops=flops,
+    )
