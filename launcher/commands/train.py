@@ -85,7 +85,13 @@ def finish(
     ran = replace(resolved.plan, buckets=tuple(outcome.pop("buckets")), skips=skips)
     measured = _measured(ran, outcome.pop("timeline"))
     if measured is not None:
-        write_pictures(run_dir, [Panel("measured", measured), predicted][::-1], resolved)
+        panel = Panel(
+            "measured",
+            measured,
+            measured_memory=tuple(outcome.get("peak_memory_bytes") or ()),
+            memory_kind=outcome.get("measured_memory_kind"),
+        )
+        write_pictures(run_dir, [predicted, panel], resolved)
     refine = resolved.config.costs.refine
     if refine is not None and measured is not None:
         target = writable(refine, key="costs.refine")

@@ -263,6 +263,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         "tokens_per_s": tokens / step_time if step_time and tokens else None,
         "mfu": ideal / step_time if step_time and ideal else None,
         "peak_memory_bytes": closing.peaks,
+        "measured_memory_kind": closing.memory_kind,
         "measured_norm_sync_s": closing.norm_sync_s,
         "checkpoint": str(written) if (written := last.path or stopping.path) else None,
         "stopped_by": stopping.stopped_by,
@@ -286,6 +287,7 @@ class _Closing(Callback):
         self._memory = MemoryUse(torch.device("cpu"))
         self.timeline: Timeline | None = None
         self.peaks: list[int] = []
+        self.memory_kind: str | None = None
         self.norm_sync_s: float | None = None
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -298,6 +300,7 @@ class _Closing(Callback):
         gathered = everybody().everyone(own)
         # Per pipeline rank, the largest of its replicas and sharers.
         size = self._run.dp * self._run.config.tp
+        self.memory_kind = memory.kind
         peaks = [peak for peak, _ in gathered]
         self.peaks = [max(peaks[i : i + size]) for i in range(0, len(peaks), size)]
         # The rank that is done first waits longest.

@@ -118,7 +118,9 @@ def _beside(result: Mapping[str, object]) -> Iterator[str]:
     ratios = (simulated["bubble_ratio"], result.get("measured_bubble_ratio"))
     yield from _pair("bubble (idle share)", *map(_percent, ratios))
     memory = (result.get("predicted_peak_memory_bytes"), result.get("measured_peak_memory_bytes"))
-    yield from _pair("memory, fullest rank", *map(_memory, memory))
+    grown = result.get("measured_memory_kind") == "resident_growth"
+    for line in _pair("memory, fullest rank", *map(_memory, memory)):
+        yield f"{line}  resident growth" if grown else line
 
 
 def _pair(label: str, predicted: str, measured: str) -> Iterator[str]:

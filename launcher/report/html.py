@@ -16,7 +16,7 @@ from pathlib import Path
 
 from launcher.report.result import write_atomically
 from launcher.report.rows import KIND_NAMES, TimelineData, timeline_data
-from launcher.report.summary import format_duration, format_percent
+from launcher.report.summary import MEASURED_MEMORY, format_duration, format_percent
 from strategies.analysis.memory import RankMemory, peak_activations
 from strategies.analysis.metrics import Metrics
 from strategies.analysis.timeline import Timeline
@@ -38,6 +38,8 @@ class Panel:
         metrics: Adds the bound to the figures; the rest is read off the timeline.
         memory: Per rank, at its worst moment; adds a bar each. None or () where it is unknown.
         memory_limit: Bytes that a rank has; None for a prediction without a machine.
+        measured_memory: Per rank, the peak in bytes that a run has had; () where it is unknown.
+        memory_kind: What that is, as in result.json.
     """
 
     label: str
@@ -45,6 +47,8 @@ class Panel:
     metrics: Metrics | None = None
     memory: tuple[RankMemory, ...] | None = None
     memory_limit: float | None = None
+    measured_memory: tuple[int, ...] = ()
+    memory_kind: str | None = None
 
     @cached_property
     def data(self) -> TimelineData:
@@ -77,6 +81,8 @@ def _section(index: int, panel: Panel) -> str:
         for name, value in _figure_items(panel)
     )
     memory = memory_html(panel.memory, limit_bytes=panel.memory_limit) if panel.memory else ""
+    if panel.measured_memory:
+        memory = _measured_html(panel.measured_memory, panel.memory_kind)
     return (
         f'<section><h2>{escape(panel.label)}</h2><dl class="figures">{figures}</dl>'
         f'<canvas class="timeline" id="panel{index}" role="img" '
@@ -210,6 +216,20 @@ def memory_html(ranks: Sequence[RankMemory], *, limit_bytes: float | None = None
     return (
         f'<div class="memory"><h3>predicted memory at the peak</h3><p>{keys}</p>{note}{rows}</div>'
     )
+
+
+def _measured_html(peaks: Sequence[int], kind: str | None) -> str:
+    """A bar per rank, without parts: of those only the prediction knows."""
+    what = MEASURED_MEMORY.get(str(kind))
+    largest = max(1, *peaks)
+    rows = "".join(
+        f'<div class="row"><span>rank {rank}</span><div class="bar">'
+        f'<i style="width:{100 * peak / largest:.3f}%;background:{_COLOURS[_NAMES[-1]]}"></i></div>'
+        f"<span>{peak / 2**30:.4g} GiB</span></div>"
+        for rank, peak in enumerate(peaks)
+    )
+    note = "" if what is None else f"<p>{escape(what)} of each rank's process</p>"
+    return f'<div class="memory"><h3>measured memory at the peak</h3>{note}{rows}</div>'
 
 
 def _memory_bar(rank: int, held: RankMemory, scale: float, limit: float | None) -> str:

@@ -143,6 +143,19 @@ def _gib(value: object, result: Result) -> tuple[str, str]:
     return f"{largest / 2**30:.4g}", f"GiB  {remark}"
 
 
+MEASURED_MEMORY = {
+    "allocator_peak": "peak of the allocator",
+    "resident_growth": "growth of the resident size",
+}
+"""What a measured peak of a rank is, by ``measured_memory_kind`` in result.json."""
+
+
+def _measured_gib(value: object, result: Result) -> tuple[str, str]:
+    number, remark = _gib(value, result)
+    known = MEASURED_MEMORY.get(str(result.get("measured_memory_kind")))
+    return number, remark if known is None else f"{remark}; {known}"
+
+
 def _memory(value: object, result: Result) -> tuple[str, str]:
     """The fullest rank, by what it holds."""
     assert isinstance(value, list)
@@ -185,9 +198,9 @@ _SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
             "num_messages": ("messages", _count),
             "recomputed": ("forwards run again", _count),
             "peak_activations": ("peak activations", _peak),
-            "predicted_peak_memory_bytes": ("peak memory", _gib),
-            "peak_memory_bytes": ("peak memory", _gib),
-            "memory_breakdown": ("at that peak", _memory),
+            "predicted_peak_memory_bytes": ("peak memory, predicted", _gib),
+            "peak_memory_bytes": ("peak memory, predicted", _gib),
+            "predicted_memory_breakdown": ("its parts, predicted", _memory),
             "predicted_step_time_s": ("step time", _seconds),
         },
     ),
@@ -207,7 +220,7 @@ _SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
             "measured_norm_sync_s": ("waiting for the clipping norm", _seconds),
             "measured_bubble_ratio": ("bubble ratio, measured", _percent),
             "measured_exposed_grad_reduce_s": ("exposed reduction, measured", _seconds),
-            "measured_peak_memory_bytes": ("peak memory, measured", _gib),
+            "measured_peak_memory_bytes": ("peak memory, measured", _measured_gib),
         },
     ),
 )

@@ -23,13 +23,14 @@ SIMULATED = (
     "makespan", "period", "bubble_ratio", "lower_bound", "binding_bound", "bound_gap",
     "gap_to_ideal", "peak_activations", "peak_memory_bytes", "exposed_grad_reduce",
     "weight_copies", "synchronous", "costs", "time_unit", "lb1", "lb1_rank", "lb2", "lb2_rank",
-    "recomputed", "memory_breakdown",
+    "recomputed", "memory_breakdown", "predicted_memory_breakdown", "throughput", "num_messages",
 )  # fmt: skip
 TRAINED = (
     "world_size", "num_parameters", "steps", "loss_first", "loss_last", "val_loss", "step_time_s",
     "tokens_per_s", "mfu", "predicted_step_time_s", "measured_bubble_ratio",
     "measured_exposed_grad_reduce_s", "peak_memory_bytes", "predicted_peak_memory_bytes",
-    "measured_peak_memory_bytes", "checkpoint", "measured_makespan_s", "measured_period_s",
+    "measured_peak_memory_bytes", "measured_memory_kind", "checkpoint", "measured_makespan_s",
+    "measured_period_s",
     "measured_norm_sync_s",
     "model_flops_per_step", "skipped_steps", "restarts",
     "peak_flops", "peak_format",

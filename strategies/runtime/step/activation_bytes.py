@@ -179,6 +179,11 @@ class MemoryUse:
         self._device = device
         self._before = 0 if device.type == "cuda" else _largest_resident()
 
+    @property
+    def kind(self) -> Literal["allocator_peak", "resident_growth"]:
+        """What its figure is."""
+        return "allocator_peak" if self._device.type == "cuda" else "resident_growth"
+
     def peak_bytes(self) -> int:
         """Bytes; never falls."""
         if self._device.type == "cuda":

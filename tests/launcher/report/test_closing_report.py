@@ -27,6 +27,7 @@ MEASURED = {
     "measured_exposed_grad_reduce_s": 0.0,
     "predicted_peak_memory_bytes": [17_700_000, 15_000_000],
     "measured_peak_memory_bytes": [66_000_000, 60_000_000],
+    "measured_memory_kind": "resident_growth",
     "skipped_steps": 0,
     "restarts": 0,
     "checkpoint": "/runs/1/checkpoints/step-00000060.ckpt",

@@ -218,6 +218,20 @@ def test_a_mark_shows_where_memory_ends():
     assert 'left:50.000%"' in memory_html(RANKS, limit_bytes=2 * GIB)
 
 
+def test_measured_memory_stands_below_the_measured_step_and_says_what_it_is():
+    panel = Panel(
+        "measured",
+        predicted(),
+        measured_memory=(GIB, 2 * GIB),
+        memory_kind="resident_growth",
+    )
+    text = timeline_html([panel], title="a step")
+    assert "<h3>measured memory at the peak</h3>" in text
+    assert "growth of the resident size of each rank's process" in text.replace("&#x27;", "'")
+    assert "width:50.000%" in text and "<span>2 GiB</span>" in text
+    assert "predicted memory" not in text
+
+
 def test_small_memory_is_seen_and_the_limit_told():
     held = RankMemory(parameters=2**20, activations=2**20)
     page = memory_html([held], limit_bytes=2.0**32)

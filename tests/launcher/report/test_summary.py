@@ -78,7 +78,7 @@ def test_names_are_no_markup_and_memory_is_per_rank():
         """\
         [red]x
         one step, predicted
-          peak memory        3  GiB  rank 1, rank 0 least"""
+          peak memory, predicted  3  GiB  rank 1, rank 0 least"""
     )
 
 
@@ -104,11 +104,16 @@ def test_headings_are_bold_on_a_terminal(monkeypatch):
 
 def test_measured_and_predicted_memory_are_told_apart():
     both = {"dp": 1, "peak_memory_bytes": [3 * 2**30], "measured_peak_memory_bytes": [3 * 2**30],
-            "predicted_peak_memory_bytes": [2**30], "steps": 4}  # fmt: skip
-    lines = [line.split() for line in summary(both).splitlines()[1:]]
-    assert ["peak", "memory", "1", "GiB", "rank", "0"] in lines
-    assert ["peak", "memory,", "measured", "3", "GiB", "rank", "0"] in lines
-    assert sum(line[:1] == ["peak"] for line in lines) == 2
+            "predicted_peak_memory_bytes": [2**30], "steps": 4,
+            "predicted_memory_breakdown": [{"activations": 2**30, "total": 2**30}],
+            "measured_memory_kind": "resident_growth"}  # fmt: skip
+    lines = [" ".join(line.split()) for line in summary(both).splitlines()[1:]]
+    assert [line for line in lines if "memory" in line or "parts" in line] == [
+        "peak memory, predicted 1 GiB rank 0",
+        "its parts, predicted GiB activations 1",
+        "peak memory, measured 3 GiB rank 0; growth of the resident size",
+    ]
+    assert "GiB  rank 0\n" in summary(both | {"measured_memory_kind": None}) + "\n"
 
 
 def test_one_replica_has_no_reduction_to_expose():
