@@ -91,10 +91,13 @@ def _parse(words: Sequence[str]) -> Flags:
     return replace(flags, overrides=quote_explain(flags.overrides))
 
 
-def run_command(config: LaunchConfig, run_dir: Path, *, verbose: bool = False) -> int:
+def run_command(
+    config: LaunchConfig, run_dir: Path, *, verbose: bool = False, in_sweep: bool = False
+) -> int:
     """Loads the command of ``config.mode`` and runs it in an existing, absolute folder.
 
     ``verbose``: whether every figure of a training run is printed at its end.
+    ``in_sweep``: whether it is one of several jobs.
     """
     name = COMMANDS[config.mode]
     if config.mode in _ON_CLUSTERS:
@@ -103,7 +106,7 @@ def run_command(config: LaunchConfig, run_dir: Path, *, verbose: bool = False) -
             nodes = torchrun.num_nodes()
             config = replace(config, cluster=replace(config.cluster, nodes=nodes))
         elif config.cluster.name == "slurm":
-            name = "launcher.commands.submit"
+            name = "launcher.commands.submit" + (":prepare" if in_sweep else "")
     module, _, function = name.partition(":")
     code = getattr(importlib.import_module(module), function or "run")(config, run_dir)
     assert isinstance(code, int)
@@ -162,6 +165,7 @@ def _main(flags: Flags) -> int:
             if not flags.multirun:
                 return run_one(hydra, words, folder, command)
             if not asks_for_trials(flags.overrides):
+                command = partial(command, in_sweep=True)
                 return run_sweep(hydra, words, folder, command, jobs=jobs, config=config)
             space = find_space(parse_overrides(flags.overrides, groups, hydra.config_loader))
             return run_search(hydra, space, folder, command, config=config, extra=extra)

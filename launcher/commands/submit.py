@@ -1,8 +1,12 @@
-"""``cluster=slurm``: checks a run as if it began here, writes its job script, and submits it."""
+"""``cluster=slurm``: checks a run as if it began here, writes its job script, and submits it.
+
+The jobs of a sweep are written one by one and submitted together, as one job array.
+"""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -10,8 +14,18 @@ from typing import Literal
 from launcher.checkpoints import check_run_folder
 from launcher.commands.ranks import check_before_start, find_checkpoint, has_weights
 from launcher.config import LaunchConfig
+from launcher.config.running import ClusterConfig
 from launcher.processes.nodes import Nodes, plan_nodes
-from launcher.processes.slurm_script import SCRIPT, find_sbatch, job_script, submit
+from launcher.processes.slurm_script import (
+    ARRAY,
+    SCRIPT,
+    array_options,
+    array_script,
+    check_tool,
+    find_sbatch,
+    job_script,
+    submit,
+)
 from launcher.processes.task import write_task
 from launcher.report.html import Panel
 from launcher.report.predicted import predict, write_pictures
@@ -29,8 +43,28 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     Raises:
         PlanError: The request is wrong, or SLURM has refused it; nothing stays behind then.
     """
+
+    def hand_over() -> str | None:
+        return submit(run_dir / SCRIPT) if config.cluster.submit else None
+
+    resolved, nodes, job = _prepared(config, run_dir, hand_over)
+    _tell(resolved, run_dir, nodes, job)
+    return 0
+
+
+def prepare(config: LaunchConfig, run_dir: Path) -> int:
+    """The same for one job of a sweep, which ``submit_sweep`` submits with the others."""
+    _prepared(config, run_dir, lambda: None)
+    return 0
+
+
+def _prepared(
+    config: LaunchConfig, run_dir: Path, hand_over: Callable[[], str | None]
+) -> tuple[Run, Nodes, str | None]:
+    """Checks and writes all that a job needs; returns its number, too, if it has one."""
     if config.cluster.submit:
         find_sbatch()
+        check_tool(config)
     resolved = resolve(on_nodes(config))
     nodes = plan_nodes(config, dp=resolved.dp)
     trains = config.mode == "train"
@@ -42,11 +76,10 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
         check_run_folder(run_dir, checkpoint)
     script = job_script(resolved.config, run_dir, nodes, cwd=Path.cwd())
     before = set(run_dir.iterdir())
-    job = None
     try:
         _write(resolved, run_dir, checkpoint, script)
-        if config.cluster.submit:
-            job = submit(run_dir / SCRIPT)
+        job = hand_over()
+        if job is not None:
             write_atomically(run_dir / JOB_FILE, f"{job}\n")
     except PlanError:
         for path in set(run_dir.iterdir()) - before:
@@ -55,8 +88,34 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
             else:
                 path.unlink()
         raise
-    _tell(resolved, run_dir, nodes, job)
-    return 0
+    return resolved, nodes, job
+
+
+def submit_sweep(folder: Path, folders: Sequence[Path], cluster: ClusterConfig) -> None:
+    """Submits the scripts in a sweep's folders: one job array for all that ask for the same.
+
+    Raises:
+        PlanError: SLURM has refused one; the scripts stay.
+    """
+    alike: dict[tuple[str, ...], dict[int, Path]] = {}
+    for index, run_dir in enumerate(folders):
+        script = run_dir / SCRIPT
+        if script.is_file():
+            alike.setdefault(array_options(script.read_text()), {})[index] = run_dir
+    for number, (options, jobs) in enumerate(alike.items()):
+        script = folder / (ARRAY if len(alike) == 1 else f"array_{number}.sbatch")
+        text = array_script(script, options, jobs, throttle=cluster.throttle)
+        write_atomically(script, text)
+        shown = f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'} of the sweep, script: {script}"
+        if not cluster.submit:
+            say(f"not submitted (cluster.submit=false): {shown}; to submit them: sbatch {script}")
+            continue
+        job = submit(script)
+        for index, run_dir in jobs.items():
+            write_atomically(run_dir / JOB_FILE, f"{job}_{index}\n")
+        most = "" if cluster.throttle is None else f", {cluster.throttle} at a time"
+        say(f"job array {job} submitted{most}: {shown}")
+        say(f"state: squeue --job {job}; to end them, with checkpoints: scancel {job}")
 
 
 def on_nodes(config: LaunchConfig) -> LaunchConfig:

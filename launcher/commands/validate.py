@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.commands.ranks import check_before_start, check_world, find_checkpoint
@@ -10,7 +12,7 @@ from launcher.config import LaunchConfig
 from launcher.planning.model_trace import check_buildable
 from launcher.planning.plan_auto import planned
 from launcher.processes.nodes import node_commands, plan_nodes
-from launcher.processes.slurm_script import job_script
+from launcher.processes.slurm_script import check_tool, job_script, try_out
 from launcher.report.html import Panel, memory_line
 from launcher.report.predicted import predict, predicted_mapping, rank_memory, write_pictures
 from launcher.report.result import write_result
@@ -29,6 +31,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     check_before_start(resolved, checkpoint)
     if isinstance(resolved.shape, HfShape):
         check_buildable(resolved)
+    job = _job(resolved, run_dir) if config.cluster.name == "slurm" else None
     timeline, metrics = predict(resolved)
     write_pictures(run_dir, [Panel("predicted", timeline, metrics)], resolved)
     result = predicted_mapping(resolved, metrics)
@@ -37,12 +40,21 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     if checkpoint is not None:
         say(f"continues {checkpoint}")
     print_summary(result)
-    _say_commands(resolved, run_dir, _overrides(run_dir))
+    _say_commands(resolved, run_dir, _overrides(run_dir), job)
     say("valid: nothing was started")
     return 0
 
 
-def _say_commands(run: Run, run_dir: Path, words: list[str]) -> None:
+def _job(run: Run, run_dir: Path) -> tuple[str, str]:
+    """The job's script, and what SLURM says of it where it is there."""
+    nodes = plan_nodes(run.config, dp=run.dp)
+    script = job_script(replace(run.config, mode="train"), run_dir, nodes, cwd=Path.cwd())
+    if shutil.which("sbatch") is not None:
+        check_tool(run.config)
+    return script, try_out(script)
+
+
+def _say_commands(run: Run, run_dir: Path, words: list[str], job: tuple[str, str] | None) -> None:
     cluster = run.config.cluster
     if cluster.name == "local" and cluster.nodes == 1:
         say(f"command on this machine: {paste(run_dir, words)}")
@@ -52,9 +64,9 @@ def _say_commands(run: Run, run_dir: Path, words: list[str]) -> None:
         say(line)
     if (note := nodes.note()) is not None:
         say(note)
-    if cluster.name == "slurm":
-        say("job script:")
-        say(job_script(run.config, run_dir, nodes, cwd=Path.cwd()))
+    if job is not None:
+        script, tried = job
+        say(f"job script:\n{script}\n{tried}")
         say(f"command on a login node: {paste(run_dir, words)}")
         return
     commands = node_commands(nodes, [*typed_flags(run_dir), *words], master=cluster.master)

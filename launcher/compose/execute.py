@@ -187,6 +187,10 @@ def _report(folder: Path, job: Jobs, config: LaunchConfig, *, hurry: bool) -> No
     from launcher.report.sweep.files import report_sweep  # Only a sweep needs it.
 
     if job.submits:
+        if not hurry and not (config.sweep.fail_fast and any(job.codes)):
+            from launcher.commands.submit import submit_sweep
+
+            submit_sweep(folder, job.folders, config.cluster)
         words = shlex.join(["python", "-m", "launcher", "mode=collect", f"sweep.dir={folder}"])
         say(f"to compare the jobs once they have ended: {words}")
     elif job.ended:
@@ -212,7 +216,7 @@ class Jobs:
         self._fail_fast = config is not None and config.sweep.fail_fast
         self._folder = folder
         self._total = total
-        self._folders: list[Path] = []
+        self.folders: list[Path] = []
         self._command = command
         self._config: LaunchConfig | None = None
         self._error = ""
@@ -256,9 +260,9 @@ class Jobs:
 
         folder, index = Path(hydra.runtime.output_dir), len(self.ended)
         before = file_stamps(folder)
-        self._folders.append(folder)
+        self.folders.append(folder)
         if self._folder is not None:
-            write_record(self._folder, self.jobs, self._folders)
+            write_record(self._folder, self.jobs, self.folders)
         self._config, self._error = None, ""
         code: int | None = None
         try:

@@ -216,7 +216,13 @@ _MEANT = {
     "min_learning_rate min_lr": "optimizer.min_lr_ratio=0.1",
     "warmup warmup_iters lr_warmup_steps": "optimizer.warmup_steps=100",
     "num_nodes nnodes": "cluster.nodes=2",
-    "qos gres constraint mem exclusive reservation nodelist exclude": _SBATCH,
+    "reservation nodelist exclude dependency nice": _SBATCH,
+    "cpus_per_task cpus ncpus": "cluster.cpus_per_task=8",
+    "modules module_load prologue prolog pre_commands": "cluster.setup=['module load cuda']",
+    "container container_image image singularity apptainer pyxis docker":
+        "cluster.container.image=IMAGE",
+    "container_mounts mounts binds": "cluster.container.mounts=['/data:/data:ro']",
+    "array array_parallelism max_concurrent": "cluster.throttle=4",
     "time_limit walltime": "cluster.time=02:00:00",
     "batch_size train_batch_size per_device_train_batch_size":
         "data.global_batch_size=64 (sequences per step) or data.microbatch_size=2",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from launcher.config.key import key
@@ -150,6 +150,29 @@ class TrackingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ContainerConfig:
+    """``cluster.container.*``: the image that ranks of a SLURM job run in."""
+
+    image: str | None = key(
+        None,
+        "slurm: image of the ranks; null = none, the node's own system.",
+        example="nvcr.io#nvidia/pytorch:25.01-py3",
+    )
+    tool: Literal["auto", "pyxis", "apptainer"] = key(
+        "auto",
+        "What starts it: pyxis, as options of srun, or apptainer; auto = apptainer for NAME.sif "
+        "and docker://, oras:// and library:// addresses, pyxis for others.",
+    )
+    mounts: tuple[str, ...] = key(
+        (),
+        "Folders inside it, as SOURCE:TARGET or SOURCE:TARGET:ro; the run folder, the working "
+        "directory and a checkout of foldpipe are there in any case.",
+        example=["/data:/data:ro"],
+    )
+    python: str = key("python", "The image's interpreter, which has torch and foldpipe.")
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterConfig:
     """``cluster=``: where ranks run and how they talk."""
 
@@ -183,8 +206,52 @@ class ClusterConfig:
         example="24:00:00",
     )
     account: str | None = key(None, "slurm: account that pays.", example="my_project")
+    qos: str | None = key(None, "slurm: quality of service.", example="high")
+    constraint: str | None = key(
+        None, "slurm: features that the nodes must have.", example="a100&ib"
+    )
+    exclusive: bool = key(False, "slurm: nodes that run no other job meanwhile.")
+    mem: str | None = key(
+        None, "slurm: memory per node, as 64G; 0 = all that a node has.", example="0"
+    )
+    gres: str | None = key(
+        None,
+        "slurm: generic resources per node; GPUs in it are as many as gpus_per_node, whose option "
+        "it replaces.",
+        example="gpu:a100:8",
+    )
+    cpus_per_task: int | None = key(
+        None,
+        "slurm: cores of each rank, for sbatch and srun; null = the cluster's default, mostly 1.",
+        low=1,
+        high=4096,
+        example=8,
+    )
+    setup: tuple[str, ...] = key(
+        (),
+        "slurm: lines of bash before the ranks: modules, environments, exports. The first that "
+        "fails ends the job.",
+        example=["'module load cuda'"],
+    )
+    python: str | None = key(
+        None,
+        "slurm: the nodes' interpreter; null = the one that submits, which they must see, too.",
+        example="/opt/env/bin/python",
+    )
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    srun: tuple[str, ...] = key(
+        (), "slurm: further options of srun.", example=["'--cpu-bind=cores'"]
+    )
     extra: tuple[str, ...] = key(
-        (), "slurm: further options of sbatch.", example=["'--qos=high'", "'--mem=0'"]
+        (), "slurm: further options of sbatch.", example=["'--nice=100'", "'--comment=try'"]
+    )
+    throttle: int | None = key(
+        None,
+        "slurm: jobs of a sweep, which are one job array, that run at a time; null = as many as "
+        "SLURM starts.",
+        low=1,
+        high=100_000,
+        example=4,
     )
     signal_s: int = key(
         120,

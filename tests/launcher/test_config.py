@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -58,11 +59,15 @@ def test_every_option_is_explained_and_sets_only_keys_that_exist(group, option):
     assert text.startswith("# ")
     values = yaml.safe_load(text)
     if group != "experiment":
-        assert set(values) <= {
-            entry.path.partition(".")[2]
-            for entry in keys_of(LaunchConfig)
-            if entry.path.startswith(f"{group}.")
-        }
+        assert _paths(values, f"{group}.") <= {entry.path for entry in keys_of(LaunchConfig)}
+
+
+def _paths(values: Mapping[str, object], prefix: str) -> set[str]:
+    found = set()
+    for name, value in values.items():
+        nested = _paths(value, f"{prefix}{name}.") if isinstance(value, Mapping) else None
+        found |= {f"{prefix}{name}"} if nested is None else nested
+    return found
 
 
 def test_groups_are_the_nodes_of_the_schema():
