@@ -26,7 +26,7 @@ ifneq ($(shell cat '$(STAMP)' 2>/dev/null),$(CURDIR))
 $(STAMP): FORCE
 endif
 
-.PHONY: FORCE help install lock run test test-all test-distributed test-gpu test-slurm test-faults bench-links golden docs docs-page check format clean
+.PHONY: FORCE help install lock run test test-all test-distributed test-gpu test-slurm test-faults test-docs bench-links golden docs docs-page check format clean
 FORCE:
 
 help: ## List the targets
@@ -80,6 +80,9 @@ test-slurm: install ## Only the tests on a real SLURM here (as root on Debian: i
 test-faults: install ## Only the long fault runs, and their table (Linux; links and full disks need root)
 	$(PYTEST) -m faults tests/faults tests/distributed/test_mutated_layouts.py $(ARGS)
 
+test-docs: install ## Follow every page of the documents literally, from an empty folder (10 minutes on 2 cores)
+	$(PYTEST) -m '' tests/documents tests/test_site.py tests/test_readme.py $(ARGS)
+
 golden: install ## Rewrite tests/golden/ from what the code produces now; read the diff before you commit
 	$(PYTEST) --golden $(ARGS)
 
@@ -87,8 +90,9 @@ docs: install ## Build the documentation site into build/site (no network needed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean $(ARGS)
 	@echo 'build/site/index.html'
 
-docs-page: install ## Rewrite the tables of docs/differences.md from the messages in the code
+docs-page: install ## Rewrite what the program writes of docs/: refusals, schedules, keys, tables, pictures
 	$(BIN)/python -m tests.differences
+	$(BIN)/python -m tests.documents.pages
 
 check: install ## Formatting, lint, types, import layers
 	$(BIN)/ruff format --check .

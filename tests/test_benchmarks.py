@@ -32,7 +32,7 @@ from tests.warm_server import rank_server_address
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "Makefile")
-# What is run below; and `fold_on_links` in its own file, because it needs root.
+# What is run below; in files of their own `published`, and `fold_on_links`, which needs root.
 SMALL_MODEL = "--steps 2 --rounds 1 --layers 2 --sequence 8 --iterations 3"
 ALONE = {
     "fold_table": ("--microbatches 8", r"\n\| 4, 8 \| 33 / 41 / 65 \| 26.25 / 34.25 / 58.25 \|"),
@@ -66,12 +66,13 @@ ON_TWO_RANKS = {
     ),
     "plan_ranking": (f"--layouts 1 {SMALL_MODEL}", r"[2-4] layouts: Kendall tau .*; memory within"),
 }
-OTHERWISE = {"pipeline_overhead", "fold_on_links"}
+OTHERWISE = {"pipeline_overhead", "fold_on_links", "published"}
 ENGINES = ["ours", "torch", "bare", "autograd"]
 
 
 def test_every_benchmark_that_a_document_names_is_run_here():
-    text = "".join((ROOT / name).read_text() for name in DOCUMENTS)
+    pages = [*map(ROOT.joinpath, DOCUMENTS), *(ROOT / "docs").rglob("*.md")]
+    text = "".join(page.read_text() for page in pages)
     named = set(re.findall(r"tests\.benchmarks\.(\w+)", text))
     assert named == {*ALONE, *ON_TWO_RANKS, *OTHERWISE}
 

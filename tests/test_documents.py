@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::([\w:]+)`")
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
 def collected(file: Path) -> set[str]:
@@ -25,7 +25,7 @@ def collected(file: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_test_that_a_document_names_is_there(document: Path) -> None:
     missing = []
     for path, name in NAMED.findall(document.read_text(encoding="utf-8")):

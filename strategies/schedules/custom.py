@@ -1,6 +1,6 @@
 """Own schedules: an order that somebody wrote into a CSV file, a line per rank.
 
-    python -m launcher schedule=custom schedule.file=my.csv pp=4
+    python -m launcher schedule=custom schedule.file=my.csv pp=2
 
 The notation is that of torch.distributed.pipelining (``csv_file``), which ``schedule.csv`` in the
 folder of every run has, too. The file says how many microbatches there are and which rank runs

@@ -1,0 +1,63 @@
+"""What the program writes of the documents: `make docs-page`.
+
+Whole pages and pictures, and blocks inside pages that are otherwise written by hand: between
+``<!-- made: NAME -->`` and ``<!-- /made -->`` stands what NAME makes here. A test compares all of
+it with the files, so nothing that is read can be older than what makes it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+_BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- /made -->)", re.DOTALL)
+
+
+def percent(share: float) -> str:
+    """``5.9 %``."""
+    return f"{share:.1%}".replace("%", " %")
+
+
+def difference(share: float) -> str:
+    """``-13.2 %``, or a dash for none."""
+    return "-" if abs(share) < 5e-4 else f"{share:+.1%}".replace("%", " %")
+
+
+def made() -> Iterator[tuple[Path, str]]:
+    """(file, what must stand in it) of every page, picture and block."""
+    from tests.documents import key_page, lever_table, schedule_pages, situations
+
+    for name, text in schedule_pages.schedule_pages():
+        yield DOCS / name, text
+    blocks: Mapping[str, Callable[[], str]] = {
+        "flags": key_page.flag_table,
+        "keys": key_page.key_tables,
+        "memory_levers": lever_table.lever_table,
+        "schedules": schedule_pages.schedule_table,
+        "decisions": situations.decision_table,
+        "situations": situations.matrix,
+    }
+    for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        if _BLOCK.search(text):
+            yield path, _BLOCK.sub(lambda found: _filled(found, blocks), text)
+
+
+def _filled(found: re.Match[str], blocks: Mapping[str, Callable[[], str]]) -> str:
+    return f"{found[1]}\n{blocks[found[2]]()}\n\n{found[3]}"
+
+
+def main() -> None:
+    """Writes what has changed."""
+    for path, text in made():
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            sys.stdout.write(f"{path.relative_to(ROOT)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Every command in the documents is run.
+
+In ``make test`` in a short form: a command line of the launcher is composed, checked and compiled,
+without starting a rank; what names a target, an extra or a benchmark must name one that exists.
+``make test-docs`` follows every page literally, from an empty folder: its files are written, its
+commands typed, with few steps.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from launcher.config import LaunchConfig
+from launcher.resolve import resolve
+from tests.documents.steps import Command, File, steps
+from tests.launcher.command_line import run_here
+from tests.launcher.runs import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FOLLOWED = [page for page in PAGES if any(isinstance(s, Command) for s in steps(page, ROOT))]
+
+# Pages of schedules are made from one template; all their YAML is composed elsewhere.
+ACCEPTED = [
+    page
+    for page in FOLLOWED
+    if page.parent.name != "schedules" or page.stem in ("index", "custom", "zb_v")
+]
+
+# Commands that no test types as they stand: the page (or a folder of pages) and how the command
+# begins -> the reason, and the test that runs their short form.
+NOT_TYPED: dict[tuple[str, str], str] = {}
+
+# Appended where `make test-docs` trains: what makes a run short.
+SHORT = ("trainer.max_steps=2", "trainer.limit_val_batches=1", "trainer.enable_progress_bar=false")
+_STARTS_NOTHING = {"simulate", "plan", "validate", "collect"}
+
+
+def _commands(page: Path) -> list[Command]:
+    return [step for step in steps(page, ROOT) if isinstance(step, Command)]
+
+
+def _reason(command: Command) -> str | None:
+    for (page, start), reason in NOT_TYPED.items():
+        if command.place.startswith(page) and command.text.startswith(start):
+            return reason
+    return None
+
+
+def _mode(words: list[str]) -> str:
+    return next((word[5:] for word in words if word.startswith("mode=")), "train")
+
+
+def test_every_exception_is_still_needed() -> None:
+    found = [command for page in PAGES for command in _commands(page)]
+    for page, start in NOT_TYPED:
+        assert any(
+            command.place.startswith(page) and command.text.startswith(start) for command in found
+        ), (page, start)
+
+
+@pytest.mark.parametrize("page", ACCEPTED, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_commands_of_a_page_are_accepted(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher takes each; with a built-in model its programs compile."""
+    monkeypatch.chdir(tmp_path)
+    for step in steps(page, ROOT):
+        if isinstance(step, File):
+            _write(step, tmp_path)
+        elif _reason(step) is None:
+            _accept(step, tmp_path, monkeypatch)
+
+
+def _write(file: File, folder: Path) -> None:
+    path = folder / file.path
+    assert path.resolve().is_relative_to(folder.resolve()), file.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(file.text, encoding="utf-8")
+
+
+def _accept(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = command.words
+    launcher = command.launcher
+    if launcher is not None:
+        if {"-m", "--multirun"} & {*launcher}:
+            launcher = [*launcher, "--help"]  # checks every job of a sweep, and starts none
+        with monkeypatch.context() as patch:
+            done = run_here([*launcher, *_unsubmitted(launcher)], folder, patch, _compiled)
+        assert done.code == 0, f"{command.place}: {command.text}\n{done.errors}"
+    elif words[0] == "make":
+        assert words[1] in _targets(), f"{command.place}: no target {words[1]}"
+    elif words[:2] == ["pip", "install"]:
+        extras = re.findall(r"(?:\.|foldpipe)\[([\w,]+)\]", command.text)
+        for extra in ",".join(extras).split(","):
+            assert not extra or extra in _project()["optional-dependencies"], command.place
+    elif words[:2] == ["python", "-m"]:
+        assert (ROOT / Path(*words[2].split("."))).with_suffix(".py").is_file(), command.place
+    else:
+        raise AssertionError(
+            f"{command.place}: {command.text}: no test types it. Say why in NOT_TYPED, or show it "
+            "in a block with a language of its own (```text)."
+        )
+
+
+def _unsubmitted(words: list[str]) -> list[str]:
+    """Nothing goes to a cluster: the job script is written, and that is all."""
+    return ["cluster.submit=false"] if "cluster=slurm" in words else []
+
+
+def _compiled(config: LaunchConfig, run_dir: Path) -> int:
+    """In place of a mode's command: the programs of the request, where no rank is needed."""
+    if config.mode != "plan" and config.model.name != "hf":
+        resolve(config)
+    return 0
+
+
+@cache
+def _targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@cache
+def _project() -> dict[str, dict[str, object]]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_can_be_followed(page: Path, tmp_path: Path) -> None:
+    """Literally, from an empty folder; trainings take two steps."""
+    for step in steps(page, ROOT):
+        if isinstance(step, File):
+            _write(step, tmp_path)
+            continue
+        words = step.launcher
+        if words is None or _reason(step) is not None:
+            continue
+        mode = _mode(words)
+        short = [] if mode in _STARTS_NOTHING or {"--help", "--cfg"} & {*words} else SHORT
+        typed = {word.partition("=")[0] for word in words}
+        added = [word for word in short if word.partition("=")[0] not in typed]
+        added += _unsubmitted(words)
+        done = launch([*words, *added], tmp_path, timeout_s=300)
+        assert done.code == 0, f"{step.place}: {step.text}\n{done.errors}\n{done.output}"
