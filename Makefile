@@ -26,7 +26,7 @@ ifneq ($(shell cat '$(STAMP)' 2>/dev/null),$(CURDIR))
 $(STAMP): FORCE
 endif
 
-.PHONY: FORCE help install lock run test test-all test-distributed test-gpu test-slurm test-faults test-docs bench-links golden docs docs-page check format clean
+.PHONY: FORCE help install lock run test test-all test-distributed test-gpu test-slurm test-faults test-docs bench-links golden docs docs-page playground-packages test-playground check format clean
 FORCE:
 
 help: ## List the targets
@@ -88,7 +88,19 @@ golden: install ## Rewrite tests/golden/ from what the code produces now; read t
 
 docs: install ## Build the documentation site into build/site (no network needed; warnings are errors)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean $(ARGS)
+	$(BIN)/python -m tests.playground.pack build/site/playground
 	@echo 'build/site/index.html'
+
+# npm's packages lie outside the sources, and are those of package-lock.json, checksums included.
+NPM_STAMP := build/npm/node_modules/.package-lock.json
+$(NPM_STAMP): tests/playground/package.json tests/playground/package-lock.json
+	mkdir -p build/npm && cp tests/playground/package.json tests/playground/package-lock.json build/npm/
+	cd build/npm && npm ci --ignore-scripts --no-audit --no-fund --prefer-offline && touch node_modules/.package-lock.json
+
+playground-packages: $(NPM_STAMP) ## Fetch what the playground page needs from npm, once (Pyodide; 15 MB)
+
+test-playground: playground-packages docs ## Click through the playground page in headless Chromium (CHROMIUM=path names another)
+	$(BIN)/python -m tests.playground.clicks $(ARGS)
 
 docs-page: install ## Rewrite what the program writes of docs/: refusals, schedules, keys, tables, pictures
 	$(BIN)/python -m tests.differences

@@ -79,18 +79,27 @@ def write_pictures(run_dir: Path, panels: Sequence[Panel], run: Run) -> None:
     first = panels[0]
     assert first.metrics is not None
     write_schedule_files(run_dir, first.timeline, first.metrics)
+    drawn = with_memory(panels, run)
+    write_timeline_html(run_dir / "timeline.html", drawn, title=run_title(run))
+    write_trace(run_dir / "trace.json", drawn)
+
+
+def run_title(run: Run) -> str:
+    """What a picture of the run is called."""
     config = run.config
     degrees = f"pp={config.pp} dp={run.dp}" + (f" tp={config.tp}" if config.tp > 1 else "")
-    title = f"{config.schedule.name} {degrees} num_microbatches={run.num_microbatches}"
-    limit = config.hardware.memory_gb * 1e9
-    drawn = [
+    return f"{config.schedule.name} {degrees} num_microbatches={run.num_microbatches}"
+
+
+def with_memory(panels: Sequence[Panel], run: Run) -> list[Panel]:
+    """The panels, a prediction with what each rank holds, and what a rank of the machine has."""
+    limit = run.config.hardware.memory_gb * 1e9
+    return [
         panel
         if panel.metrics is None
         else replace(panel, memory=rank_memory(run), memory_limit=limit)
         for panel in panels
     ]
-    write_timeline_html(run_dir / "timeline.html", drawn, title=title)
-    write_trace(run_dir / "trace.json", drawn)
 
 
 # Model FLOPs of a training step, and what share of the hardware's peak they are (MFU).

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Result = Mapping[str, object]
 # A figure as (number, unit and remark), from its value and the whole result.
@@ -20,6 +19,10 @@ def print_summary(result: Result, *, file: TextIO | None = None) -> None:
 
     ``result``: the mapping of result.json; missing and null figures are left out.
     """
+    # Here, so that durations are written where there is no terminal and no rich: in a browser.
+    from rich.console import Console
+    from rich.text import Text
+
     # Rich takes 80 columns for whatever is no terminal and would cut longer lines there.
     probe = Console(file=file, highlight=False)
     width = None if probe.is_terminal else 200
@@ -38,6 +41,9 @@ def summary(result: Result) -> str:
 
 
 def _table(result: Result) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")

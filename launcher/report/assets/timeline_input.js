@@ -73,6 +73,8 @@ for (const panel of panels) {
   let drag = null;
   canvas.addEventListener("wheel", (event) => {
     if (event.offsetX < GUTTER || event.ctrlKey) return;
+    // In somebody's page the wheel scrolls that page, until the picture has been clicked.
+    if (window !== window.parent && !document.hasFocus()) return;
     event.preventDefault();
     const pixels = event.deltaMode === 1 ? 16 : 1;
     const width = view.high - view.low;
