@@ -176,6 +176,8 @@ def resolve(
         skips=skips(handed),
     )
     programs = compile_plan(plan)
+    if config.mode not in ("simulate", "plan"):
+        _ = programs.every  # What ranks may come to run is proven before one of them starts.
     by_hand = config.schedule.units_per_stage or config.schedule.layers_per_stage
     return Run(
         config=config,

@@ -13,7 +13,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from strategies.analysis.memory import peak_memory_bytes
@@ -46,21 +46,42 @@ from strategies.schedules.schedule import given_group
 from strategies.schedules.search.best_order import equal_durations
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Programs:
     """The three programs of one plan: same order, lowered and verified.
 
+    Simulations, plans and pictures need the first; the others are made when they are asked for.
+
     Attributes:
         train: With reductions and optimizer steps.
-        accumulate: Gradients only, for all but the last batch under gradient accumulation.
-        forward: Forwards only, for validation, test and prediction.
         choice: How the group of microbatches was chosen, where the plan left it to us.
     """
 
     train: Program
-    accumulate: Program
-    forward: Program
-    choice: GroupChoice | None = None
+    choice: GroupChoice | None
+    _updates: Program  # ``train`` before it was lowered.
+    _costs: Costs | None
+
+    @cached_property
+    def accumulate(self) -> Program:
+        """Gradients only, for all but the last batch under gradient accumulation."""
+        with no_collection():
+            return verify(_lower(verify(accumulate_only(self._updates)), self._costs))
+
+    @cached_property
+    def forward(self) -> Program:
+        """Forwards only, for validation, test and prediction."""
+        with no_collection():
+            return verify(_lower(verify(forward_only(self._updates)), self._costs))
+
+    @property
+    def every(self) -> tuple[Program, Program, Program]:
+        """All three, proven: what has to hold before the first step.
+
+        Raises:
+            ProgramError: One of them cannot run.
+        """
+        return self.train, self.accumulate, self.forward
 
 
 @lru_cache(maxsize=256)
@@ -277,11 +298,7 @@ def _programs(compute: Program, plan: Plan) -> Programs:
     train = _train(compute, plan)
     lowered = verify(_lower(train, plan.costs))
     _ = lowered.walk  # Derived once, here: replaying it is what searches do in a loop.
-    return Programs(
-        train=lowered,
-        accumulate=verify(_lower(verify(accumulate_only(train)), plan.costs)),
-        forward=verify(_lower(verify(forward_only(train)), plan.costs)),
-    )
+    return Programs(lowered, None, train, plan.costs)
 
 
 def _held(compute: Program, plan: Plan) -> tuple[int | None, ...]:

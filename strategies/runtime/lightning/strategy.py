@@ -319,7 +319,7 @@ class PipelineStrategy(CheckpointingStrategy):
         compare(
             {
                 f"program {program.role}": fingerprint.program_print(program)
-                for program in (programs.train, programs.accumulate, programs.forward)
+                for program in programs.every
             },
             what="programs",
         )
