@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from launcher.checkpoints import hold
-from launcher.compose.execute import make_run_folder, run_one, run_sweep
+from launcher.compose.execute import make_run_folder, run_one, run_sweep, tell_closed
 from launcher.compose.option_groups import Flags, Groups, find_groups, help_text, parse_flags
 from launcher.compose.overrides import (
     chosen_options,
@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 done, 1 a run failed, 2 the request is wrong, 85 preempted, 130 interrupted.
     """
-    # Run folders hold configurations and checkpoints: readable for their owner only.
+    # Run folders hold configurations and checkpoints: readable for their owner only, unless
+    # output.group_readable says more.
     umask = os.umask(0o077)
     words = sys.argv[1:] if arguments is None else arguments
     try:
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What a user's model prints is seen by whoever has started torchrun.
         sys.stdout, sys.stderr = MaskedStream(sys.stdout), MaskedStream(sys.stderr)
         if arguments is None:  # a process of our own, in which nothing runs yet
-            fork_under_guard(torchrun.rank())
+            fork_under_guard(torchrun.rank(), torchrun.guarded_store())
         torchrun.leave(_lead(words) if torchrun.rank() == 0 else torchrun.follow())
     except PipelineError as error:
         say_error(error)
@@ -160,7 +161,10 @@ def _main(flags: Flags) -> int:
             return found
         kind = "sweep" if flags.multirun else "run"
         unique = not any(word.startswith(f"hydra.{kind}.dir=") for word in words)
+        os.umask(config.output.umask)
         folder = make_run_folder(str(node[kind].dir), unique=unique, kind=kind)
+        if config.output.group_readable:
+            tell_closed(folder.path)
         with hold(folder.path):
             if not flags.multirun:
                 return run_one(hydra, words, folder, command)

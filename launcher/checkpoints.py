@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import time
@@ -14,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from launcher.report.result import write_atomically
 from launcher.resolve import Run, text_source
 from launcher.terminal import say
 from launcher.workloads.data.identity import tell_other_data
@@ -29,8 +31,9 @@ from strategies.manifest import (
     read_manifest,
     total_bytes,
 )
+from strategies.small_file import read_json
 
-_ROOTS = ("outputs", "multirun")
+ROOTS = ("outputs", "multirun")
 _HASHED_BYTES = 4_000_000_000
 _STEP = re.compile(r"step-(\d{1,15})\.ckpt")
 
@@ -161,7 +164,7 @@ def newest_checkpoint(
     Raises:
         CheckpointError: There is none, and it is not optional.
     """
-    files = [file for root in _ROOTS for file in Path(root).glob(f"**/checkpoints/*/{MANIFEST}")]
+    files = [file for root in ROOTS for file in Path(root).glob(f"**/checkpoints/*/{MANIFEST}")]
     files += run_dir.parent.glob(f"*/checkpoints/*/{MANIFEST}")
     found = {file.parent.absolute() for file in files} - set(without)
     whole = _newest_whole(found, experiment_name, skipped)
@@ -248,6 +251,9 @@ def _date(seconds: float) -> str:
 
 
 def _damage(path: Path) -> str | None:
+    known = _remembered(path)
+    if known is not None:
+        return known
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -255,6 +261,59 @@ def _damage(path: Path) -> str | None:
     if total_bytes(manifest) > _HASHED_BYTES:
         return find_misfit(path, manifest)
     return find_misfit(path, manifest) or find_damage(path, manifest)
+
+
+# What ranks have found damaged, who compare the hashes of files that are too large to be hashed
+# here each time. A file that somebody has restored since is looked at anew.
+
+_DAMAGED = "damaged.json"
+_MOST_DAMAGED_BYTES = 1 << 22
+
+
+def remember_damage(path: Path, said: str) -> bool:
+    """Has every later ``auto`` skip a checkpoint; False where that cannot be written down."""
+    file = _damage_file(path)
+    found = _read_damage(file)
+    found[path.name] = {"said": said, "files": _stamps(path)}
+    try:
+        write_atomically(file, json.dumps(found, indent=1))
+    except OSError:
+        return False
+    return _remembered(path) is not None
+
+
+def is_remembered(path: Path) -> bool:
+    return _remembered(path) is not None
+
+
+def _remembered(path: Path) -> str | None:
+    known = _read_damage(_damage_file(path)).get(path.name)
+    if not isinstance(known, dict) or known.get("files") != _stamps(path):
+        return None
+    return str(known.get("said"))
+
+
+def _read_damage(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        found = read_json(file, most_bytes=_MOST_DAMAGED_BYTES)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _damage_file(path: Path) -> Path:
+    folder = path.absolute().parent
+    return (folder.parent if folder.name == "checkpoints" else folder) / _DAMAGED
+
+
+def _stamps(path: Path) -> dict[str, list[int]]:
+    """Size and time of each file, by name."""
+    with contextlib.suppress(OSError):
+        found = {file.name: file.stat() for file in path.iterdir()}
+        return {name: [s.st_size, s.st_mtime_ns] for name, s in sorted(found.items())}
+    return {}
 
 
 @contextlib.contextmanager

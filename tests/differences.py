@@ -60,6 +60,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "runtime/update/main_weights.py",
     ),
     "Batches and loaders": (
+        "models/replay/whole_values.py",
         "runtime/step/microbatch.py",
         "runtime/step/rank_engine.py",
         "runtime/lightning/data_order.py",

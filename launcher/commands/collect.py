@@ -7,9 +7,9 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.commands.submit import JOB_FILE
 from launcher.config import LaunchConfig, from_dict
-from launcher.processes.task import read_task
+from launcher.processes.slurm_job import settle
+from launcher.processes.task import JOB_FILE, read_task
 from launcher.report.sweep.files import report_sweep
 from launcher.report.sweep.sweep_jobs import (
     PAGE,
@@ -39,6 +39,9 @@ def run(config: LaunchConfig) -> int:
     jobs: list[SweepJob] = []
     for index, job_dir in enumerate(record.folders):
         result = job_dir / RESULT
+        with contextlib.suppress(PipelineError, OSError, ValueError, KeyError):
+            if (told := settle(job_dir)) is not None:
+                say(f"job {index}: {told}")
         if result.is_file():
             jobs.append(_ended(index, job_dir, record.overrides[index]))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.checkpoints import (
+    ROOTS,
     check_continues,
     check_data,
     check_model,
@@ -28,7 +30,7 @@ from launcher.processes.failure import RankFailedError
 from launcher.processes.local import Listener, LocalRanks, rank_environment, take_outcome
 from launcher.processes.preempted import INTERRUPTED, PreemptedError, Restarts
 from launcher.processes.rank_server import RankServer, rank_server
-from launcher.processes.task import rewrite_task, write_task
+from launcher.processes.task import JOB_FILE, rewrite_task, write_task
 from launcher.processes.watchdog import COMPILING_S
 from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, text_source, uses_gpu
@@ -40,6 +42,7 @@ from launcher.workloads.transformer_shape import TransformerShape
 from strategies.errors import (
     CheckpointError,
     DataError,
+    PipelineError,
     PlanError,
     RunError,
     synchronous_reductions,
@@ -216,7 +219,11 @@ def find_checkpoint(
     optional: bool,
     without: Collection[Path] = (),
 ) -> Path | None:
-    """A checkpoint by path, or the newest of this experiment for ``auto``."""
+    """A checkpoint by path, or the newest of this experiment for ``auto``.
+
+    SLURM jobs that were killed, in this folder or where ``auto`` looks, are told of on the way.
+    """
+    _settle({run_dir} if asked != "auto" else {run_dir, *_job_folders(run_dir)})
     if asked is None:
         return None
     if asked == "auto":
@@ -233,6 +240,24 @@ def find_checkpoint(
         ) from None
     except RuntimeError as error:  # of ~somebody who does not exist
         raise CheckpointError(f"{asked} cannot be read: {error} Try an absolute path.") from None
+
+
+def _job_folders(run_dir: Path) -> set[Path]:
+    """Run folders that were submitted to SLURM, where ``newest_checkpoint`` looks for others."""
+    found = {path for root in ROOTS for path in Path(root).glob(f"**/{JOB_FILE}")}
+    return {path.parent.absolute() for path in found | set(run_dir.parent.glob(f"*/{JOB_FILE}"))}
+
+
+def _settle(folders: Collection[Path]) -> None:
+    """Has jobs that were killed end in their folders, where nobody has said how."""
+    for folder in sorted(folders):
+        if not (folder / JOB_FILE).is_file():
+            continue
+        slurm_job = importlib.import_module("launcher.processes.slurm_job")
+        with suppress(PipelineError, OSError, ValueError, KeyError):
+            told = slurm_job.settle(folder)
+            if told is not None:
+                say(f"{folder}: {told}")
 
 
 @contextmanager

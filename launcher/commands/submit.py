@@ -26,15 +26,13 @@ from launcher.processes.slurm_script import (
     job_script,
     submit,
 )
-from launcher.processes.task import write_task
+from launcher.processes.task import JOB_FILE, write_task
 from launcher.report.html import Panel
 from launcher.report.predicted import predict, write_pictures
 from launcher.report.result import write_atomically
 from launcher.resolve import Run, resolve
 from launcher.terminal import say
 from strategies.errors import PlanError
-
-JOB_FILE = "slurm_job.txt"
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:

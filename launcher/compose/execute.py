@@ -117,6 +117,17 @@ def make_run_folder(pattern: str, *, unique: bool, kind: str = "run") -> RunFold
     return RunFolder(attempt, tuple(reversed(created)), kept)
 
 
+def tell_closed(folder: Path) -> None:
+    """Says which folder above keeps the group out of one that it may read."""
+    for parent in folder.parents:
+        found = parent.stat()
+        if found.st_uid == os.getuid() and found.st_mode & 0o050 != 0o050:
+            say(
+                f"note: output.group_readable=true, but {parent} is closed to your group. "
+                f"Try chmod g+rx {shlex.quote(str(parent))}."
+            )
+
+
 def run_one(hydra: Hydra, overrides: Sequence[str], folder: RunFolder, command: Command) -> int:
     """Runs one job; returns its exit code.
 

@@ -15,7 +15,13 @@ from launcher.config.pipeline import (
     RecomputeConfig,
     ScheduleConfig,
 )
-from launcher.config.running import ClusterConfig, SweepConfig, TrackingConfig, TrainerConfig
+from launcher.config.running import (
+    ClusterConfig,
+    OutputConfig,
+    SweepConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
 from launcher.config.workload import (
     DataConfig,
     ExportConfig,
@@ -99,4 +105,5 @@ class LaunchConfig:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)

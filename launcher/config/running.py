@@ -267,6 +267,20 @@ class ClusterConfig:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class OutputConfig:
+    """``output.*``: who may read what a run writes."""
+
+    group_readable: bool = key(
+        False,
+        "Your group may read the run folder, logs and checkpoints included; false = you alone.",
+    )
+
+    @property
+    def umask(self) -> int:
+        return 0o027 if self.group_readable else 0o077
+
+
 # Keys of sweeps: what ``-m`` does with its jobs.
 
 

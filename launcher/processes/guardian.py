@@ -3,9 +3,10 @@
 ``cluster=local`` has a parent that watches all ranks. Elsewhere every process forks before it
 imports anything heavy: the child becomes the rank, and the parent watches its heartbeat. It writes
 down how a rank has ended that could not say so, with the instruction it was in, ends one that is
-stopped, and passes on signals. Ending the other ranks is the scheduler's part
-(``srun --kill-on-bad-exit``, torchrun); ranks that wait for each other across machines are limited
-by ``cluster.timeout_s``, because no guardian sees more than its own rank.
+stopped, and passes on signals; that of rank 0 keeps the store where all ranks meet. Ending the
+other ranks is the scheduler's part (``srun --kill-on-bad-exit``, torchrun); ranks that wait for
+each other across machines are limited by ``cluster.timeout_s``, because no guardian sees more than
+its own rank.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from launcher.processes.failure import (
     read_failure,
     signalled,
 )
+from launcher.processes.store import serve_for_good
 from launcher.processes.watchdog import Pages, Stall, State, Watchdog, state_of
 from launcher.terminal import say_error
 from strategies.heartbeat import read_note
@@ -39,8 +41,11 @@ _PR_SET_PDEATHSIG = 1
 _PASSED_ON = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGCONT)
 
 
-def fork_under_guard(rank: int) -> None:
-    """Forks; returns in the child, which becomes the rank. The parent ends with its exit code."""
+def fork_under_guard(rank: int, store: tuple[socket.socket, str] | None = None) -> None:
+    """Forks; returns in the child, which becomes the rank. The parent ends with its exit code.
+
+    ``store``: what the parent keeps for all ranks meanwhile: where it listens, and its token.
+    """
     pages = Pages.make(1)
     os.environ.update(pages.variables(0))
     parent = os.getpid()
@@ -48,7 +53,11 @@ def fork_under_guard(rank: int) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     child = os.fork()
     if child:
+        if store is not None:
+            serve_for_good(*store)
         _Guardian(rank, child, pages).watch(before)
+    if store is not None:
+        store[0].close()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -26,6 +26,7 @@ from strategies.errors import PlanError
 SCRIPT, ARRAY = "job.sbatch", "array.sbatch"
 # SLURM expands % in names of logs; a blank or a quote would end a word of an #SBATCH line.
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9_./=,+@:~-]*")
+_AGAIN = 75  # how ``launcher.processes.slurm_job`` asks for another attempt
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -46,7 +47,7 @@ cd {shlex.quote(str(cwd))} || exit 1
 {_setup(config.cluster.setup)}\
 export PYTHONPATH={shlex.quote(str(_ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-${{SLURM_CPUS_PER_TASK:-1}}}}
-umask 077
+umask {config.output.umask:03o}
 {_tool_check(config.cluster.container)}\
 
 # scancel and an exceeded time limit signal this shell, too. It must live until the ranks have
@@ -54,17 +55,23 @@ umask 077
 cancelled=
 trap 'cancelled=yes' TERM
 
-# Finds the newest checkpoint of this folder, and a port on this node, where rank 0 will be.
-rendezvous=$("$python" -m launcher.processes.slurm_job begin "$run_dir") || exit
-export MASTER_ADDR=${{rendezvous%:*}} MASTER_PORT=${{rendezvous##*:}}
+code={_AGAIN}
+while [ "$code" -eq {_AGAIN} ]; do
+  # Finds the newest checkpoint of this folder, and an address and port of this node, where rank 0
+  # will be. Only who knows the token reads or writes there.
+  meeting=$("$python" -m launcher.processes.slurm_job begin "$run_dir") || exit
+  read -r MASTER_ADDR MASTER_PORT FOLDPIPE_STORE <<< "$meeting"
+  export MASTER_ADDR MASTER_PORT FOLDPIPE_STORE
 
-# One task per rank, in order over the nodes: tp innermost, pp outermost.
-{_srun(config, run_dir, cwd)} 2>> "$run_dir/logs/srun.log"
-code=$?
+  # One task per rank, in order over the nodes: tp innermost, pp outermost.
+  {_srun(config, run_dir, cwd)} 2>> "$run_dir/logs/srun.log"
+  code=$?
 
-# Writes result.json, and names the first failing rank.
-"$python" -m launcher.processes.slurm_job end "$run_dir" "$code"
-code=$?
+  # Writes result.json, and names the first failing rank. {_AGAIN}: the ranks have found the newest
+  # checkpoint damaged, and the one before is taken.
+  "$python" -m launcher.processes.slurm_job end "$run_dir" "$code"
+  code=$?
+done
 
 # 85: the ranks were asked to stop, and have written a checkpoint.
 if [ "$code" -eq 85 ] && [ -z "$cancelled" ]; then
@@ -161,7 +168,7 @@ def _srun(config: LaunchConfig, run_dir: Path, cwd: Path) -> str:
         path = f"PYTHONPATH={shlex.quote(str(_ROOT))}" if _is_checkout() else "-u PYTHONPATH"
         start = f"env {path} {shlex.quote(container.python)}"
     lines.append(f'{start} -m launcher.rank.slurm_rank "$run_dir"')
-    return " \\\n  ".join(lines)
+    return " \\\n    ".join(lines)
 
 
 # The jobs of a sweep as one array: each keeps its script, and can be submitted by itself, too.

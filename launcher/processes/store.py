@@ -2,15 +2,18 @@
 
 Speaks to torch's own client, ``torch.distributed.TCPStore``, without torch: requests are a byte for
 the command, then little-endian numbers, keys and values, each with its length before it. Listens on
-this machine only. torch's queues (``queue_push`` and its kin), which no process group uses, are not
-served; a request that is not understood closes the connection, as torch's own server does. So does
-one about a key without the job's token: what ranks read here tells them whom to connect to, and any
-process of this machine can reach the port.
+this machine only, or at the address by which other machines of the run reach it. torch's queues
+(``queue_push`` and its kin), which no process group uses, are not served; a request that is not
+understood closes the connection, as torch's own server does. So does one about a key without the
+job's token: what ranks read here tells them whom to connect to, and any process that reaches the
+port can ask.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
 import os
 import selectors
 import socket
@@ -312,6 +315,58 @@ def store_served(token: str = "") -> Iterator[int]:
             os.close(writer)
             thread.join()
             os.close(reader)
+
+
+# Where ranks are on several machines, the first of them keeps the store.
+
+LOOPBACK = "127.0.0.1"
+
+
+def meeting_address(host: str, *, alone: bool) -> str:
+    """The address to hand to all ranks for a name by which this machine is known.
+
+    Args:
+        host: What a scheduler calls this machine.
+        alone: Whether all ranks are here: then nobody else needs to reach it.
+    """
+    if alone:
+        return LOOPBACK
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(host))
+    try:
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+    except OSError:
+        return host  # The others may know more.
+    # Debian gives a machine's own name an address of its loopback, which nobody else can reach.
+    outside = [one for one in found if not ipaddress.ip_address(one.split("%")[0]).is_loopback]
+    return outside[0] if outside else host
+
+
+def listen_at(address: str, port: int = 0) -> socket.socket:
+    """A listener at one of this machine's addresses; on all where that is not one of them.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    with contextlib.suppress(ValueError):
+        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+        try:
+            return socket.create_server((address, port), family=family, backlog=1024)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:  # a container, an address that is translated
+                raise
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port), backlog=1024)
+
+
+def serve_for_good(listener: socket.socket, token: str) -> None:
+    """Keeps a store in a thread for as long as this process lives."""
+    reader, _ = os.pipe()
+    store = Store(listener, token)
+    threading.Thread(target=store.serve, args=(reader,), name="store", daemon=True).start()
 
 
 def _framed(value: bytes) -> bytes:

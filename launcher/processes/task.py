@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config import dump, from_dict
+from launcher.config.running import OutputConfig
 from launcher.report.result import write_atomically
 from launcher.resolve import Run, resolve
 from strategies.plan import ScheduleFile
 from strategies.small_file import read_json
 
 TASK = "resolved.json"
+JOB_FILE = "slurm_job.txt"  # beside it: the number of a job that was submitted
 _MOST_BYTES = 1 << 26
 
 
@@ -51,6 +53,11 @@ def read_task(run_dir: Path) -> dict[str, Any]:
 def resolve_task(task: Mapping[str, Any]) -> Run:
     file = task["schedule_file"]
     return resolve(from_dict(task["config"]), None if file is None else ScheduleFile(**file))
+
+
+def task_umask(task: Mapping[str, Any]) -> int:
+    """Who may read what the ranks of a task write."""
+    return OutputConfig(**task["config"].get("output", {})).umask
 
 
 def run_id(run_dir: Path) -> str | None:

@@ -26,6 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from launcher.checkpoints import remember_damage
 from launcher.config import LaunchConfig
 from launcher.processes.failure import (
     Failure,
@@ -37,15 +38,17 @@ from launcher.processes.failure import (
     write_failure,
 )
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
+from launcher.processes.store import listen_at, meeting_address
 from launcher.processes.watchdog import own_heartbeat
 from launcher.terminal import say_error
-from strategies.errors import PipelineError, PlanError, RunError
+from strategies.errors import DamagedCheckpointError, PipelineError, PlanError, RunError
 from strategies.small_file import FileRefusedError, opened, parse_json
 
 WORD = "cluster=torchrun"
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _KEY = "foldpipe/task"
 _HEARD = "foldpipe/heard"
+_PLACE = "FOLDPIPE_PLACE"
 _GRACE_S = 1.0
 _MOST_KEY_BYTES = 4096
 _FAREWELL_S = 20.0  # for the others to import torch
@@ -107,12 +110,17 @@ def lead(
         failure_file(run_dir, other).unlink(missing_ok=True)
     # In a variable: the store lives in this process where torchrun's agent has none.
     store = _meet()
-    store.set(_KEY, signed({"run_dir": str(run_dir), "task": task}))
+    place = _own_place()
+    store.set(_KEY, signed({"run_dir": str(run_dir), "task": task, "place": place}))
     try:
-        with events_told_to(on_event):
+        with events_told_to(on_event), _met_at(place):
             _work(run_dir, task)
     except PreemptedError:
         return  # the outcome says where
+    except DamagedCheckpointError as error:
+        # Whoever starts anew with trainer.resume=auto, as torchrun --max-restarts does, skips it.
+        remember_damage(Path(task["checkpoint"]), str(error))
+        raise
     except PipelineError:
         raise
     except Exception as error:
@@ -129,7 +137,8 @@ def follow() -> int:
         return int(told["code"])  # rank 0 has said why
     run_dir = Path(told["run_dir"])
     try:
-        _work(run_dir, told["task"])
+        with _met_at(told.get("place")):
+            _work(run_dir, told["task"])
     except PreemptedError as error:
         return error.exit_code
     except BaseException as error:
@@ -141,6 +150,53 @@ def follow() -> int:
             return write_failure(run_dir, rank(), error)
         return 1
     return 0
+
+
+def guarded_store() -> tuple[socket.socket, str] | None:
+    """What rank 0's guardian is to keep: a store of ours, as torch's own takes keys from anybody.
+
+    To be called before the fork; None on other ranks.
+    """
+    if rank() != 0:
+        return None
+    alone = os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]
+    address = meeting_address(os.environ["MASTER_ADDR"], alone=alone)
+    listener = listen_at(address)
+    nonce = secrets.token_hex(16)
+    os.environ[_PLACE] = json.dumps([address, listener.getsockname()[1], nonce])
+    return listener, _store_token(nonce)
+
+
+def _own_place() -> list[Any] | None:
+    """Address, port and nonce of the store that this rank's guardian keeps; None without one."""
+    found = os.environ.pop(_PLACE, None)
+    return None if found is None else list(json.loads(found))
+
+
+def _store_token(nonce: str) -> str:
+    """What every key there begins with: known to whoever has the user's key, and told to nobody."""
+    return _mac(f"store\0{nonce}")
+
+
+@contextmanager
+def _met_at(place: Sequence[Any] | None) -> Iterator[None]:
+    """Has the ranks meet at our store inside the block."""
+    if place is None:
+        yield
+        return
+    address, port, nonce = place
+    named = {"MASTER_ADDR": str(address), "MASTER_PORT": str(port)}
+    named["FOLDPIPE_STORE"] = _store_token(nonce)
+    before = {name: os.environ.get(name) for name in named}
+    os.environ.update(named)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def dismiss(code: int) -> None:

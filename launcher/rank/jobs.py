@@ -60,6 +60,7 @@ def run(task: dict[str, Any], run_dir: Path) -> None:
         PreemptedError: A signal asked for the end; the checkpoint is committed.
     """
     resolved = resolve_task(task)
+    os.umask(resolved.config.output.umask)
     torch.set_float32_matmul_precision(resolved.config.trainer.float32_matmul_precision)
     heartbeat = own_heartbeat(os.environ)
     heartbeat.tell(str(run_dir), watch_s=resolved.config.trainer.watchdog_s)

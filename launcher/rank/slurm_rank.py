@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from launcher.checkpoints import hold
+from launcher.processes.failure import write_failure
 from launcher.processes.guardian import fork_under_guard
 from launcher.processes.local import font_cache
 from launcher.processes.preempted import StopRequest
+from launcher.processes.store import listen_at
 from launcher.terminal import complain
 from strategies.errors import PlanError
 
@@ -30,7 +33,12 @@ _NAMES = {
 def main() -> int:
     StopRequest().install(signal.SIGUSR1, signal.SIGTERM)
     os.environ.update(rank_environment(os.environ))
-    fork_under_guard(int(os.environ["RANK"]))
+    try:
+        store = _kept_store() if os.environ["RANK"] == "0" else None
+    except PlanError as error:
+        complain(f"error: {error}")
+        return write_failure(Path(sys.argv[1]), 0, error)
+    fork_under_guard(int(os.environ["RANK"]), store)
     from launcher.rank import worker
 
     if os.environ["RANK"] != "0":
@@ -46,6 +54,22 @@ def main() -> int:
     except PlanError as error:
         complain(f"error: {error}")
         return error.exit_code
+
+
+def _kept_store() -> tuple[socket.socket, str] | None:
+    """Where rank 0's guardian is to listen, with the job's token; None for an older script."""
+    token = os.environ.get("FOLDPIPE_STORE")
+    if token is None:
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        return listen_at(address, port), token
+    except OSError as error:
+        raise PlanError(
+            f"port {port} at {address}, where the ranks are to meet, cannot be had: "
+            f"{error.strerror}. It was free a moment ago: try `scontrol requeue "
+            f"{os.environ.get('SLURM_JOB_ID', 'JOB')}`, or submit the job again."
+        ) from None
 
 
 def rank_environment(given: Mapping[str, str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
 
 if TYPE_CHECKING:
     from strategies.models.replay.path import ParameterTable
+    from strategies.models.replay.whole_values import Dealer
     from strategies.models.selective.policy import Selection
 
 
@@ -239,6 +240,11 @@ class StageModel(ABC):
             dataloader_idx: Which of several evaluation loaders the batch is from.
         """
         raise NotImplementedError
+
+    @property
+    def dealer(self) -> Dealer | None:
+        """Who has what is made for all rows of a batch at once, without layers; None if nobody."""
+        return None
 
     @property
     def draws(self) -> Mapping[Mode, bool]:

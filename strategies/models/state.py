@@ -264,9 +264,11 @@ class Generators:
             None if numpy is None else numpy.get_state(),
         )
 
-    def are_now(self) -> bool:
-        """Whether nothing has been drawn since."""
+    def are_now(self, *, host_only: bool = False) -> bool:
+        """Whether nothing has been drawn since; ``host_only``: with Python and numpy."""
         now = Generators.now()
+        if host_only:
+            return self.python == now.python and repr(self.numpy) == repr(now.numpy)
         arrays = [(self.cpu, now.cpu)]
         if self.cuda is not None and now.cuda is not None:
             arrays.append((self.cuda, now.cuda))
@@ -276,10 +278,11 @@ class Generators:
             and repr(self.numpy) == repr(now.numpy)
         )
 
-    def put_back(self) -> None:
-        torch.default_generator.set_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
+    def put_back(self, *, host_only: bool = False) -> None:
+        if not host_only:
+            torch.default_generator.set_state(self.cpu)
+            if self.cuda is not None:
+                torch.cuda.set_rng_state(self.cuda)
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)

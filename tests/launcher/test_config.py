@@ -71,7 +71,7 @@ def _paths(values: Mapping[str, object], prefix: str) -> set[str]:
 
 
 def test_groups_are_the_nodes_of_the_schema():
-    no_groups = {"generate", "export", "planner", "profile", "sweep"}
+    no_groups = {"generate", "export", "output", "planner", "profile", "sweep"}
     assert set(GROUPS.names()) == {*nodes_of(LaunchConfig), "experiment"} - no_groups
 
 

@@ -53,8 +53,9 @@ from strategies.models.replay.probing import (
     select_units,
     units_to_open,
 )
-from strategies.models.replay.replay_model import ReplayModel, Step
+from strategies.models.replay.replay_model import ReplayModel
 from strategies.models.replay.shape_mode import MODULE_TABLES
+from strategies.models.replay.whole_values import Step
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput, Unit
 from strategies.models.state import kept_generators
 

@@ -67,7 +67,7 @@ class Pair:
     def compare(self, whole: Tensor, second: Tensor) -> list[Rows | None]:
         """All ways in which the second microbatch's value may be part of that of both."""
         if whole.shape == second.shape:
-            return [None] if _same(whole, second) else []
+            return [None] if same_values(whole, second) else []
         if whole.dim() != second.dim():
             return []
         found: list[Rows | None] = []
@@ -75,7 +75,7 @@ class Pair:
             # More than one block needs as many entries per row.
             for blocks in range(1, whole.shape[dim] // self.rows + 1):
                 own = self.second_of(whole, Rows(dim, blocks))
-                if own is not None and own.shape == second.shape and _same(own, second):
+                if own is not None and own.shape == second.shape and same_values(own, second):
                     found.append(Rows(dim, blocks))
         return found
 
@@ -113,6 +113,7 @@ class RowRun(StageRun):
         self._exit_if_due()
         call = self._position[0]
         self._check_call(call, index)
+        args, kwargs = self._dealt(args, kwargs)
         given = [t.detach() for t in tensors((args, kwargs)) if not isinstance(t, Hole)]
         result, produced = self.skip(index, forward, args, kwargs, call)
         if self._before is None:
@@ -222,7 +223,8 @@ def _second_of(pair: Pair, whole: Tensor, rows: Rows) -> Tensor | None:
     return pair.second_of(whole, rows) if rows.dim < whole.dim() else None
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
+def same_values(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors of one shape are equal up to rounding."""
     if not first.is_floating_point():
         return bool(torch.equal(first, second))
     coarse = 2e-2 if first.dtype.itemsize < 4 else 1e-4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
+from strategies.models.collectives import shapes_only
 from strategies.models.logs import LogCapture
 from strategies.models.nested import rebuild, structure
 from strategies.models.replay.batch_rows import Pair, RowRun, Rows, find_rows, join
@@ -38,6 +39,16 @@ from strategies.models.replay.layout import (
 from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
 from strategies.models.replay.probing import Probed, batch_device, probe_path, probe_units
 from strategies.models.replay.stage_run import StageRun
+from strategies.models.replay.whole_values import (
+    Dealer,
+    Hand,
+    Share,
+    Step,
+    ValuePlan,
+    ValueRun,
+    Values,
+    Where,
+)
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput, Unit
 from strategies.models.state import Generators, kept_generators
 from strategies.models.step_state import join_parts
@@ -45,11 +56,6 @@ from strategies.models.step_state import join_parts
 if TYPE_CHECKING:
     from strategies.models.selective.policy import Selection
     from strategies.models.selective.region import SelectiveLayer
-
-
-# Loaders, and batches of one loader, may be of different kinds, and the step has a path for each:
-# mode, index of the loader, structure of the batch.
-Step = tuple[Mode, int, Hashable]
 
 
 class ReplayModel(StageModel):
@@ -87,6 +93,7 @@ class ReplayModel(StageModel):
             )
         self._postponed = False
         self._rows: dict[Step, list[Rows | None]] = {}
+        self._dealer = Dealer(self._values, self._num_calls)
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
 
     @classmethod
@@ -215,7 +222,7 @@ class ReplayModel(StageModel):
         if path.clones_batch:
             batch = _cloned(batch)
         run = self._new_run(
-            which, entry, leave, inputs, seed, batch,
+            which, entry, leave, inputs, seed, batch, self._dealer.hand(microbatch),
             end=end if isinstance(end, Cut) else None, at_end=at_end,
         )  # fmt: skip
         with nullcontext() if seed is None else kept_generators():
@@ -257,7 +264,8 @@ class ReplayModel(StageModel):
             return join_parts([parts[place] for parts in ends], shares, shape)
 
         leave = end if short else None
-        run = self._new_run(which, end, leave, joined, seed, batch)
+        hand = self._dealer.hand(None)
+        run = self._new_run(which, end, leave, joined, seed, batch, hand)
         groups = self._layouts[which].groups[-1]
         with torch.no_grad(), nullcontext() if seed is None else kept_generators():
             output = self._run(run, groups, mode, batch, batch_idx, dataloader_idx)
@@ -276,6 +284,12 @@ class ReplayModel(StageModel):
     ) -> None:
         which: Step = (mode, dataloader_idx or 0, structure(second))
         path = self._path(which, second, 0, dataloader_idx)
+        self._dealer.clear()
+        plan = self._dealer.plan(which)
+        if plan is not None and not plan.is_empty:
+            shares = [Share(rows[0], rows[1], sum(rows)), Share(0, sum(rows), sum(rows))]
+            with unchanged(self._module):
+                self._dealer.deal(which, pair, shares, where=(0, dataloader_idx))
         both = self._row_run(Pair(sum(rows), rows[0]), None, which, pair, dataloader_idx)
         one = self._row_run(both.pair, both, which, second, dataloader_idx)
         self._rows[which] = find_rows(path, self._last_cut(which), both, one)
@@ -299,10 +313,42 @@ class ReplayModel(StageModel):
             inputs = tuple(join(pieces, way) for pieces, way in columns)
         if path.clones_batch:
             batch = _cloned(batch)
-        run = self._new_run(which, self._last_cut(which), None, inputs, seed, batch)
+        hand = self._dealer.hand(None)
+        run = self._new_run(which, self._last_cut(which), None, inputs, seed, batch, hand)
         groups = self._layouts[which].groups[-1]
         with nullcontext() if seed is None else kept_generators():
             return self._run(run, groups, mode, batch, batch_idx, dataloader_idx)
+
+    @property
+    def dealer(self) -> Dealer:
+        return self._dealer
+
+    def _num_calls(self, which: Step, batch: Any, where: Where) -> int:
+        return len(self._path(which, batch, *where).calls)
+
+    def _values(
+        self, which: Step, batch: Any, where: Where, plan: ValuePlan | None, neutral: bool
+    ) -> Values:
+        """Runs a step without its layers; with a plan, what it changes is the caller's care."""
+        path = self._path(which, batch, *where)
+        device = batch_device(batch, self._module)
+        run = ValueRun(self._modules, device, self._caches[which], plan, neutral=neutral)
+        names = any(e.parameters for events in path.events for e in events)
+        logs = LogCapture(lambda value: False, self._module)
+        if path.clones_batch:
+            batch = _cloned(batch)
+        with (
+            unchanged(self._module) if plan is None else nullcontext(),
+            torch.set_grad_enabled(which[0] == "train"),
+            gated(self._module, self._modules, logs.log, logs.log_dict),
+            self._table.shown() if names else nullcontext(),
+            shapes_only(),
+            as_written() if self._compiled else nullcontext(),
+        ):
+            with suppress(StageDone), run:
+                run.begin()
+                call_step(self._module, which[0], batch, *where)
+            return run.close()
 
     def _row_run(
         self,
@@ -322,9 +368,11 @@ class ReplayModel(StageModel):
             modules=self._by_name,
             device=batch_device(batch, self._module),
             cache=self._caches[which],
+            hand=self._dealer.hand(None if before is None else 0),
         )
         with unchanged(self._module), torch.set_grad_enabled(which[0] == "train"):
             random.seed(1 if before is None else 2)  # For Python's own numbers, the same holds.
+            self._dealer.begin()
             output = self._run(run, (), which[0], _cloned(batch), 0, dataloader_idx)
         run.results = output.tensors
         return run
@@ -358,6 +406,7 @@ class ReplayModel(StageModel):
         inputs: Sequence[Tensor] | Callable[[int, tuple[int, ...]], Tensor],
         seed: int | None,
         batch: Any,
+        hand: Hand | None,
         *,
         end: Cut | None = None,
         at_end: Callable[[], Any] | None = None,
@@ -377,6 +426,7 @@ class ReplayModel(StageModel):
             compiled=self._compiled,
             end=end,
             at_end=at_end,
+            hand=hand,
         )
 
     def owned_modules(self) -> Iterator[nn.Module]:

@@ -55,6 +55,8 @@ _LIKE = frozenset(
         Tensor.new_tensor,
     }
 )
+# The same of what draws random numbers, between layers.
+_DRAWN_LIKE = frozenset({torch.rand_like, torch.randn_like, torch.randint_like})
 _MARK = "_replayed_by"
 _TABLES = """
     _parameters _buffers _modules _non_persistent_buffers_set _forward_hooks _forward_pre_hooks
@@ -96,6 +98,10 @@ class ShapeMode(TorchFunctionMode):
     def on_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Answers an operation on a tracked value made outside units."""
 
+    def plain(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        """Answers an operation on what no layer has a part in, which every stage has."""
+        return func(*args, **kwargs)
+
     def on_inner_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Answers an operation on a tracked value inside a unit that is being inferred."""
         outcome, metas = self.infer(func, args, kwargs)
@@ -116,10 +122,11 @@ class ShapeMode(TorchFunctionMode):
         if is_collective(func):
             refuse_own_group(func, kwargs)
         if not self._any_tracked(args) and not (kwargs and self._any_tracked(kwargs.values())):
-            return func(*args, **kwargs)
-        if func in _LIKE and not any(self.tracked(a) for a in args[1:] if isinstance(a, Tensor)):
-            model = args[0].spec.zeros() if isinstance(args[0], Hole) else args[0]
-            return func(model, *args[1:], **kwargs)
+            return self.plain(func, args, kwargs)
+        like = func in _LIKE or (func in _DRAWN_LIKE and self._inside is None)
+        if like and not any(self.tracked(a) for a in args[1:] if isinstance(a, Tensor)):
+            model = args[0].spec.zeros() if isinstance(args[0], Hole) else args[0].detach()
+            return self.plain(func, (model, *args[1:]), kwargs)
         if func is Tensor.__bool__ and isinstance(args[0], Hole) and checks_arguments():
             return True  # The stage that has the values checks them.
         if self._inside is not None:

@@ -32,6 +32,7 @@ from strategies.models.replay.shape_mode import ShapeMode
 from strategies.models.state import reseed
 
 if TYPE_CHECKING:
+    from strategies.models.replay.whole_values import Hand
     from strategies.models.selective.region import SelectiveLayer
 
 
@@ -42,7 +43,8 @@ class StageRun(ShapeMode):
     places and shapes; ``seed`` is that of this step and microbatch; ``modules`` are the
     LightningModule's by global name, ``selective`` the units that recompute by index, ``compiled``
     says whether units may be compiled; at ``end`` a run of the last stage keeps what the rest of
-    the step needs, and calls ``at_end``. The rest is as for ``ShapeMode``.
+    the step needs, and calls ``at_end``; ``hand`` has the whole batch's values for this run's rows.
+    The rest is as for ``ShapeMode``.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class StageRun(ShapeMode):
         compiled: bool = False,
         end: Cut | None = None,
         at_end: Callable[[], Any] | None = None,
+        hand: Hand | None = None,
     ) -> None:
         super().__init__(units, device, cache)
         self.left = False
+        self._hand = hand
         self._path = path
         self._selective = selective
         self._compiled = compiled
@@ -87,7 +91,7 @@ class StageRun(ShapeMode):
         between = end is not None and any(
             b.key[1] > 0 and b.key[:2] > entry.position for b in end.tensors
         )
-        self._counts = leave is not None or random or between
+        self._counts = leave is not None or random or between or hand is not None
         self.names_parameters = any(e.parameters for events in path.events[:-1] for e in events)
 
     def begin(self) -> None:
@@ -133,6 +137,7 @@ class StageRun(ShapeMode):
         self._check_call(call, index)
         seen = self._path.calls[call]
         if self._active:
+            args, kwargs = self._dealt(args, kwargs)
             layer = self._selective.get(index)
             with as_compiled() if self._compiled else nullcontext():
                 if layer is None:
@@ -159,12 +164,26 @@ class StageRun(ShapeMode):
         if known:
             return answer
         self._exit_if_due()
-        result = func(*args, **kwargs) if self._active else self._answer(func, args, kwargs)
+        if self._active:
+            args, kwargs = self._dealt(args, kwargs)
+            result = func(*args, **kwargs)
+        else:
+            result = self._answer(func, args, kwargs)
         name = operation_name(func)
         produced = [args[0]] if name == "__setitem__" else tensors(result)
         if produced:
             self._count(name, produced)
         return result
+
+    def plain(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        if self._hand is not None and self._inside is None and self._hand.draws(func):
+            return self._hand.draw(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _dealt(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if self._hand is None:
+            return args, kwargs
+        return self._hand.arguments(self._position, args, kwargs, self.tracked)
 
     def _answer(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         outcome = self.answer(func, args, kwargs)

@@ -90,6 +90,11 @@ def first_rows(batch: Any, count: int) -> Any:
     return _cut(batch, count_rows(batch), 0, count)
 
 
+def pick_rows(batch: Any, rows: Sequence[int]) -> Any:
+    """A batch of these rows of another, in this order; one may come several times."""
+    return _pick(batch, count_rows(batch), _Picked(rows))
+
+
 def count_rows(batch: Any, loaders: TreeSpec | None = None) -> int:
     """Rows of a batch: the size that most of its tensors have in dimension 0.
 
@@ -116,21 +121,36 @@ def count_rows(batch: Any, loaders: TreeSpec | None = None) -> int:
 
 def _cut(value: Any, rows: int, start: int, size: int) -> Any:
     """Tensors, and lists and tuples of other things, of the batch's length are cut."""
+    return _pick(value, rows, lambda whole: whole[start : start + size])
+
+
+class _Picked:
+    """Takes some items of a tensor, a list or a tuple."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self._places = places
+
+    def __call__(self, whole: Any) -> Any:
+        if isinstance(whole, Tensor):
+            return whole[torch.tensor(self._places, device=whole.device)]
+        return type(whole)(whole[place] for place in self._places)
+
+
+def _pick(value: Any, rows: int, pick: Callable[[Any], Any]) -> Any:
     if isinstance(value, Tensor):
-        whole = value.dim() == 0 or value.shape[0] != rows
-        return value if whole else value[start : start + size]
+        return value if value.dim() == 0 or value.shape[0] != rows else pick(value)
     if isinstance(value, Mapping):
-        parts = {key: _cut(item, rows, start, size) for key, item in value.items()}
+        parts = {key: _pick(item, rows, pick) for key, item in value.items()}
         return parts if type(value) is dict else _like(value, parts)
     if isinstance(value, list | tuple) and not list_tensors(value) and len(value) == rows:
-        return value[start : start + size]
+        return pick(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cut(item, rows, start, size) for item in value))
+        return type(value)(*(_pick(item, rows, pick) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_cut(item, rows, start, size) for item in value)
+        return type(value)(_pick(item, rows, pick) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
         changes = {
-            f.name: _cut(getattr(value, f.name), rows, start, size) for f in fields(value) if f.init
+            f.name: _pick(getattr(value, f.name), rows, pick) for f in fields(value) if f.init
         }
         return replace(value, **changes)
     return value

@@ -51,6 +51,7 @@ from strategies.runtime.step.recorder import RankStep, Recorder, StepRecord, Ste
 from strategies.runtime.step.stage_compute import PassOptions, StepResult
 from strategies.runtime.step.step_mirror import StepMirror
 from strategies.runtime.step.whole_batch import Whole, WholeBatch
+from strategies.runtime.step.whole_draws import WholeDraws
 from strategies.runtime.update.flush import Flush
 from strategies.runtime.update.grad_sync import StageGradients, clip_, main_dtype
 from strategies.runtime.update.main_weights import AllMainWeights, refuse_freezing
@@ -160,6 +161,9 @@ class Engine:
             replicas=self._replicas(),
         )
         self._executor = Executor(coordinates.pp_rank, self._parts)
+        self._draws = WholeDraws(
+            model.dealer, coordinates, group=self.control_group, replicas=self._parts.replicas
+        )
         self._flush = Flush(
             self._parts,
             self._weights,
@@ -516,6 +520,7 @@ class Engine:
         if train and not self._compared and self.coordinates.world_size > 1:
             self._compared = True
             self._compare_shapes(microbatches)
+        self._draws.look(batch, microbatches, options, loaders)
         if self.plan.loss_over == "batch":
             self._compare_rows(batch, microbatches, options, loaders)
         if not train or not backward:
@@ -551,10 +556,15 @@ class Engine:
             if not self._runs_ahead:
                 shares.pop()()
 
+        drawn = self._draws.deal(
+            batch, microbatches, options, loaders, seed=self.seed_of(step), state=self.whole.state
+        )
         with kept_generators():
             result = self._executor.run(
                 program, microbatches, options, step=step, forwards_done=share_later
             )
+        if drawn is not None:
+            drawn.put_back()
         for share in shares:
             share()
         self.pulse.phase(Phase.SHARING)

@@ -35,7 +35,6 @@ from tests.distributed.foreign.comparison import (
     TOLERANCE,
     equal_to_stock,
     spread,
-    train,
 )
 from tests.distributed.pool import Ranks
 
@@ -512,17 +511,11 @@ def drawing() -> VAE:
     return VAE(drawn=True)
 
 
-def drawn(**strategy: Any) -> Any:
-    return train(f"{__name__}:drawing", strategy=strategy)
-
-
-def test_noise_of_a_step_does_not_depend_on_the_cut(ranks: Callable[[int], Ranks]) -> None:
-    (alone,) = ranks(1).run(drawn, pp=1)
-    for fitted in ranks(2).run(drawn, pp=2, schedule="zb_v"):
-        training = {name: alone.metrics[name] for name in ("elbo", "kl", "recon_loss")}
-        assert {name: fitted.metrics[name] for name in training} == pytest.approx(training)
-        for name, value in fitted.weights.items():
-            assert torch.allclose(value, alone.weights[name], rtol=0, atol=TOLERANCE), name
+@pytest.mark.parametrize("layout", ["zb_v", pytest.param("1f1b-dp2", marks=pytest.mark.full)])
+def test_noise_of_a_step_is_that_of_stock_lightning(
+    ranks: Callable[[int], Ranks], layout: str
+) -> None:
+    equal_to_stock(ranks, drawing, layout, max_epochs=2)
 
 
 # -- the scripts: fit, then test and predict by the best checkpoint -------------------------------

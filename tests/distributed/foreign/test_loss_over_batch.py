@@ -176,11 +176,11 @@ def test_shared_optimizer_state_goes_with_it(ranks: Callable[[int], Ranks]) -> N
 
 
 class Noisy(Net):
-    """What is drawn before the layers is another number in the whole batch."""
+    """What is drawn before the layers has two numbers for a row, and nobody knows which."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        noise = torch.randn_like(batch[0])
-        return (self(batch[0] + noise).sum(1) - noise.sum(1)).square().mean()
+        noise = torch.randn(2 * len(batch[0]), *batch[0].shape[1:], dtype=torch.float64)
+        return (self(noise).sum(1) - noise.sum(1)).square().mean()
 
 
 class Auxiliary(Net):

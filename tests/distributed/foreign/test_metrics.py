@@ -323,8 +323,8 @@ class Noisy(Net):
         self.loss = tm.MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        noise = torch.randn_like(batch[0])
-        loss = (self(batch[0] + noise) - noise[:, :CLASSES]).pow(2).mean()
+        noise = torch.randn(2 * len(batch[0]), *batch[0].shape[1:], dtype=torch.float64)
+        loss = (self(noise) - noise[:, :CLASSES]).pow(2).mean()
         self.loss(loss)
         self.log("loss", self.loss)
         return loss

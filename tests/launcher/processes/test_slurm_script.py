@@ -56,7 +56,7 @@ def test_the_script_says_what_was_asked():
 
 def test_one_task_is_one_rank_and_a_failing_one_ends_all():
     text = script()
-    (line,) = [x for x in text.replace("\\\n", "").splitlines() if x.startswith("srun")]
+    (line,) = [x for x in text.replace("\\\n", "").splitlines() if x.strip().startswith("srun ")]
     assert "--kill-on-bad-exit=1" in line
     assert "--distribution=block:block" in line
     assert "-m launcher.rank.slurm_rank" in line
@@ -183,7 +183,7 @@ def test_resources_have_keys_of_their_own():
                    "--mem=64G", "--gres=gpu:a100:4,nvme:1"):  # fmt: skip
         assert found.count(option) == 1
     assert not any(option.startswith("--gpus-per-node") for option in found)  # gres says it
-    (line,) = [x for x in text.replace("\\\n", "").splitlines() if x.startswith("srun")]
+    (line,) = [x for x in text.replace("\\\n", "").splitlines() if x.strip().startswith("srun ")]
     # srun has not taken it from sbatch since SLURM 22.05.
     assert "--cpus-per-task=6" in line
     assert "--cpu-bind=cores" in line
@@ -270,7 +270,7 @@ def test_an_image_is_started_by_apptainer_with_the_folders_that_a_run_needs():
 
 def test_an_image_is_started_by_pyxis_as_options_of_srun():
     text = in_container(image="nvcr.io#nvidia/pytorch:25.01-py3", python="/opt/bin/python3")
-    (line,) = [x for x in text.splitlines() if x.startswith("srun --kill")]
+    (line,) = [x for x in text.splitlines() if x.strip().startswith("srun --kill")]
     assert "--container-image='nvcr.io#nvidia/pytorch:25.01-py3'" in line
     assert "--container-mounts=/data/run:/data/run," in line
     assert "--container-workdir=/home/me" in line

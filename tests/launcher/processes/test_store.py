@@ -13,7 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from launcher.processes.local import LocalRanks
-from launcher.processes.store import store_served
+from launcher.processes.store import (
+    listen_at,
+    meeting_address,
+    serve_for_good,
+    store_served,
+)
 
 GREETING = b"\0" + struct.pack("<I", 0x3C85F7CE)
 
@@ -177,3 +182,38 @@ def test_a_new_run_has_a_new_token(tmp_path):
     one, other = (LocalRanks(tmp_path, 1, lambda _: None, {})._token for _ in range(2))
     assert one != other
     assert len(one) == len(other) == 32
+
+
+def test_ranks_meet_at_an_address_that_the_others_can_reach(monkeypatch):
+    # Of one machine nobody else is to reach it.
+    assert meeting_address("node7", alone=True) == "127.0.0.1"
+    assert meeting_address("10.1.2.3", alone=False) == "10.1.2.3"
+    known = {"outside": ["127.0.1.1", "10.0.0.7"], "inside": ["127.0.1.1"]}
+
+    def getaddrinfo(host, port, **_):
+        if host not in known:
+            raise socket.gaierror
+        return [(socket.AF_INET, 1, 6, "", (address, port)) for address in known[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert meeting_address("outside", alone=False) == "10.0.0.7"
+    assert meeting_address("inside", alone=False) == "inside"
+    assert meeting_address("strange", alone=False) == "strange"
+
+
+def test_a_store_for_several_machines_listens_at_its_address_and_wants_the_token():
+    with listen_at("127.0.0.1") as listener:
+        host, port = listener.getsockname()
+        assert host == "127.0.0.1"
+        with pytest.raises(OSError, match="in use"):
+            listen_at("127.0.0.1", port)
+        serve_for_good(listener, "token")
+        ours = dist.PrefixStore("token", client(port))
+        ours.set("here/0", "node0")
+        assert ours.get("here/0") == b"node0"
+        with pytest.raises(RuntimeError):  # closed without an answer
+            client(port).get("here/0")
+        assert ours.get("here/0") == b"node0"
+    # One that no interface of this machine has: of TEST-NET-3.
+    with listen_at("203.0.113.7") as everywhere:
+        assert everywhere.getsockname()[0] in ("::", "0.0.0.0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import signal
 import sys
 import threading
@@ -16,10 +17,11 @@ from typing import Any
 import pytest
 
 from launcher.__main__ import main
+from launcher.checkpoints import is_remembered
 from launcher.processes import torchrun
 from launcher.processes.local import write_outcome
 from launcher.processes.preempted import PreemptedError
-from strategies.errors import ModelError, PlanError
+from strategies.errors import DamagedCheckpointError, ModelError, PlanError
 from tests.launcher.runs import MODEL, read_result
 
 INSIDE = {
@@ -269,3 +271,43 @@ def test_a_signature_is_of_one_key_and_one_attempt(store, tmp_path, monkeypatch)
         file.mkdir()
         with pytest.raises(PlanError, match="Try FOLDPIPE_KEY=SECRET"):
             torchrun.signed({})
+
+
+def test_ranks_meet_at_a_store_whose_token_only_the_users_key_gives(store, monkeypatch):
+    found = torchrun.guarded_store()
+    assert found is not None
+    listener, token = found
+    try:
+        place = torchrun._own_place()
+        assert place is not None
+        # Neither the key nor the token is told; what is told says how to come by the token.
+        assert token not in torchrun.signed({"place": place})
+        with torchrun._met_at(place):
+            assert os.environ["FOLDPIPE_STORE"] == token
+            assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+            assert os.environ["MASTER_PORT"] == str(listener.getsockname()[1])
+        assert os.environ["MASTER_PORT"] == INSIDE["MASTER_PORT"]
+        assert "FOLDPIPE_STORE" not in os.environ
+        monkeypatch.setenv(torchrun.KEY_VARIABLE, "another user's")
+        with torchrun._met_at(place):
+            assert os.environ["FOLDPIPE_STORE"] != token
+    finally:
+        listener.close()
+    monkeypatch.setenv("RANK", "1")
+    assert torchrun.guarded_store() is None
+
+
+def test_a_damaged_checkpoint_is_skipped_by_the_next_attempt(store, tmp_path, monkeypatch):
+    chosen = tmp_path / "checkpoints" / "step-00000003.ckpt"
+    chosen.mkdir(parents=True)
+    (chosen / "manifest.json").write_text("{}")
+
+    def run(task: dict[str, Any], run_dir: Path) -> None:
+        raise DamagedCheckpointError("rank_00001.safetensors is damaged")
+
+    job(monkeypatch, run)
+    (tmp_path / "run").mkdir()
+    task = {"config": {"mode": "train"}, "checkpoint": str(chosen)}
+    with pytest.raises(DamagedCheckpointError):
+        torchrun.lead(tmp_path / "run", task, lambda _: None)
+    assert is_remembered(chosen)

@@ -1,0 +1,144 @@
+"""What a step makes for all rows of a batch at once, before its microbatches run: noise, mixtures.
+
+Every rank computes these values by itself (``models/replay/whole_values.py``), from the generators
+as the user's program has left them: so a step draws what stock Lightning draws for that batch, and
+the numbers behind it (the order of the next epoch's data) are stock Lightning's, too. Where the
+ranks of a pipeline stand at different numbers, since one of them alone has drawn some, they go on
+from the run's seed instead.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import TreeSpec
+
+from strategies.models.collectives import default_group
+from strategies.models.nested import structure
+from strategies.models.replay.whole_values import Dealer, Share, Step, ValuePlan, seed_all
+from strategies.models.state import Generators, kept_generators
+from strategies.models.step_state import StepState
+from strategies.runtime.messages.mesh import Coordinates
+from strategies.runtime.step.microbatch import Microbatch, count_rows, pick_rows, share_sizes
+from strategies.runtime.step.stage_compute import PassOptions
+
+_ORDER = 20  # seed of the order in which rows are looked at: not the one in which they are given
+
+
+class WholeDraws:
+    """Deals a batch's values before each pass.
+
+    Args:
+        dealer: The model's; None where it has none.
+        coordinates: Of this rank.
+        group: All ranks of its replica, for numbers in host memory; None for a single one.
+        replicas: What a step sees as all processes.
+    """
+
+    def __init__(
+        self,
+        dealer: Dealer | None,
+        coordinates: Coordinates,
+        *,
+        group: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None,
+    ) -> None:
+        self._dealer = dealer
+        self._where = coordinates
+        self._group = group
+        self._replicas = replicas
+
+    def look(
+        self,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        options: PassOptions,
+        loaders: TreeSpec | None,
+    ) -> None:
+        """Finds out what there is to deal, before the first batch of a kind.
+
+        Raises:
+            ModelError: The step mixes rows in a way that cannot be followed.
+        """
+        dealer, step = self._dealer, _step(microbatches, options)
+        if dealer is None or dealer.plan(step) is not None:
+            return
+        rows = 0 if loaders is not None else count_rows(batch)
+        if rows < 2:
+            return  # Or several loaders, each of whose batches has rows of its own.
+        count = len(microbatches)
+        part = share_sizes(rows, count)[-1] if count > 1 else rows // 2
+        generator = torch.Generator().manual_seed(_ORDER)
+        order = torch.randperm(rows, generator=generator).tolist()
+        whole = pick_rows(batch, order)
+        own = pick_rows(batch, order[rows - part :])
+        where = (options.batch_idx, options.dataloader_idx)
+        with default_group(self._replicas), kept_generators():
+            dealer.look(step, whole, own, rows=rows, first=rows - part, where=where)
+
+    def deal(
+        self,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        options: PassOptions,
+        loaders: TreeSpec | None,
+        *,
+        seed: int,
+        state: StepState,
+    ) -> Generators | None:
+        """Computes what the pass is going to use; collective over the replica.
+
+        Returns where the generators stand behind the step; None where it draws nothing.
+        """
+        dealer = self._dealer
+        if dealer is None:
+            return None
+        dealer.clear()
+        step, where = _step(microbatches, options), (options.batch_idx, options.dataloader_idx)
+        plan = dealer.plan(step)
+        if plan is None or plan.is_empty or loaders is not None:
+            return None
+        rows = count_rows(batch)
+        before = Generators.now()
+        alike = not plan.draws or self._agree(before, plan)
+        replicas = self._where.dp if plan.draws else 1
+        whole = batch
+        if replicas > 1:
+            whole = pick_rows(batch, [row for row in range(rows) for _ in range(replicas)])
+        shares = []
+        start = 0
+        for size in share_sizes(rows, len(microbatches)):
+            shares.append(Share(start, size, rows, replicas, self._where.dp_rank))
+            start += size
+        shares.append(Share(0, rows, rows, replicas, self._where.dp_rank))
+        try:
+            if not alike:
+                seed_all(seed)
+            with default_group(self._replicas):
+                dealer.deal(step, whole, shares, where=where)
+            after = Generators.now()
+        finally:
+            before.put_back()
+            state.take_back()
+        return after if alike and plan.draws else None
+
+    def _agree(self, states: Generators, plan: ValuePlan) -> bool:
+        """Whether all ranks of the pipeline would draw the same."""
+        if self._group is None:
+            return True
+        mark = zlib.crc32(states.cpu.numpy().tobytes())
+        if states.cuda is not None:
+            mark = zlib.crc32(states.cuda.numpy().tobytes(), mark)
+        if plan.host:
+            mark = zlib.crc32(repr((states.python, states.numpy)).encode(), mark)
+        ends = torch.tensor([mark, -mark])
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._group)
+        return int(ends[0]) == -int(ends[1])
+
+
+def _step(microbatches: Sequence[Microbatch], options: PassOptions) -> Step:
+    return options.mode, options.dataloader_idx or 0, structure(microbatches[0].data)

@@ -1,0 +1,217 @@
+"""Noise and mixtures of rows, which a step makes for all rows of a batch: as stock Lightning's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import MeanMetric
+
+from tests.distributed.foreign.comparison import CLASSES, WIDTH, Net, equal_to_stock, spread
+from tests.distributed.pool import Ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class VAE(Net):
+    """An encoder, a draw in the middle, a decoder; noise in every way that people write it."""
+
+    def __init__(self, how: str = "randn_like") -> None:
+        super().__init__()
+        self.how = how
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.decoder = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+        del self.net, self.head
+
+    def noise(self, mean: Tensor, log_var: Tensor) -> Tensor:
+        std = (0.5 * log_var).exp()
+        if self.how == "distribution":
+            return torch.distributions.Normal(mean, std).rsample()
+        if self.how == "normal_":
+            return mean + std * torch.empty_like(std).normal_()
+        return mean + std * torch.randn_like(std)
+
+    def step(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x = batch[0]
+        mean, log_var = self.encoder(x).chunk(2, dim=1)
+        again = self.decoder(self.noise(mean, log_var))
+        divergence = -0.5 * (1 + log_var - mean**2 - log_var.exp()).sum(1).mean()
+        return functional.mse_loss(again, x), divergence
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        reconstruction, divergence = self.step(batch)
+        self.log("kl", divergence)
+        return reconstruction + 0.1 * divergence
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", sum(self.step(batch)))
+
+
+class Diffusion(Net):
+    """Timesteps and noise at the beginning of the step, and both in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("alphas", torch.linspace(0.99, 0.1, 50, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0]
+        times = torch.randint(0, 50, (x.size(0),), device=x.device)
+        noise = torch.randn_like(x)
+        alpha = self.alphas[times].unsqueeze(1)
+        seen = alpha.sqrt() * x + (1 - alpha).sqrt() * noise
+        loss = functional.mse_loss(self(seen + times.unsqueeze(1) / 50), noise)
+        self.log("train_loss", loss)
+        return loss
+
+
+class Mixed(Net):
+    """Rows that are mixed before the network, and their labels with them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        random.seed(0)
+        np.random.seed(0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        mix: Callable[[Tensor, Tensor], Any] = getattr(self, self.how)
+        x, first, second, share = mix(x, y)
+        z = self(x)
+        loss = share * functional.cross_entropy(z, first) + (1 - share) * functional.cross_entropy(
+            z, second
+        )
+        self.log("loss", loss)
+        return loss
+
+    def flip(self, x: Tensor, y: Tensor) -> Any:
+        return 0.7 * x + 0.3 * x.flip(0), y, y.flip(0), 0.7
+
+    def roll(self, x: Tensor, y: Tensor) -> Any:
+        return 0.7 * x + 0.3 * x.roll(1, 0), y, y.roll(1, 0), 0.7
+
+    def sort(self, x: Tensor, y: Tensor) -> Any:
+        order = x[:, 0].argsort()
+        return x[order] - x.mean(0), y[order], y, 0.9
+
+    def permutation(self, x: Tensor, y: Tensor) -> Any:
+        share = torch.distributions.Beta(0.4, 0.4).sample().item()
+        order = torch.randperm(x.size(0))
+        return share * x + (1 - share) * x[order], y, y[order], share
+
+    def numpy(self, x: Tensor, y: Tensor) -> Any:
+        share = np.random.beta(0.4, 0.4)
+        order = torch.from_numpy(np.random.permutation(len(x)))
+        return share * x + (1 - share) * x[order], y, y[order], share
+
+    def python(self, x: Tensor, y: Tensor) -> Any:
+        share = random.random()
+        if random.random() < 0.5:
+            x = x.flip(1)
+        return x * torch.tensor([random.random() for _ in x]).unsqueeze(1), y, y, share
+
+
+class Kept(Net):
+    """What a step keeps of its loss is of the noise that it has drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = MeanMetric()
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        noise = torch.randn_like(batch[0])
+        loss = (self(batch[0] + noise) - noise[:, :CLASSES]).pow(2).mean()
+        self.losses(loss)
+        self.log("loss", self.losses)
+        self.seen.append(loss.detach())
+        return loss
+
+
+class Views(Net):
+    """Two views of each row, in one batch of twice as many, under noise of their own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        views = torch.cat([batch[0], batch[0].flip(1)])
+        first, second = self(views + 0.1 * torch.randn_like(views)).chunk(2)
+        return functional.mse_loss(first, second) + functional.cross_entropy(first, batch[1])
+
+
+class Advantages(Net):
+    """What comes with the rows is normalised over the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        gain = x[:, 0]
+        gain = (gain - gain.mean()) / (gain.std() + 1e-8)
+        return (functional.cross_entropy(self(x), y, reduction="none") * gain).mean()
+
+
+def vae() -> pl.LightningModule:
+    return VAE()
+
+
+def distribution() -> pl.LightningModule:
+    return VAE("distribution")
+
+
+def in_place() -> pl.LightningModule:
+    return VAE("normal_")
+
+
+def diffusion() -> pl.LightningModule:
+    return Diffusion()
+
+
+def flip() -> pl.LightningModule:
+    return Mixed("flip")
+
+
+def roll() -> pl.LightningModule:
+    return Mixed("roll")
+
+
+def sort() -> pl.LightningModule:
+    return Mixed("sort")
+
+
+def permutation() -> pl.LightningModule:
+    return Mixed("permutation")
+
+
+def numpy() -> pl.LightningModule:
+    return Mixed("numpy")
+
+
+def python() -> pl.LightningModule:
+    return Mixed("python")
+
+
+def advantages() -> pl.LightningModule:
+    return Advantages()
+
+
+@spread([vae, diffusion, distribution, in_place, Kept, Views])
+def test_noise_is_drawn_for_all_rows_at_once(
+    ranks: Callable[[int], Ranks], case: Callable[[], pl.LightningModule], layout: str
+) -> None:
+    equal_to_stock(ranks, case, layout, max_epochs=2)
+
+
+@pytest.mark.parametrize("layout", ["1f1b", pytest.param("zb_v", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "case", [flip, roll, sort, permutation, numpy, python, advantages], ids=lambda f: f.__name__
+)
+def test_rows_that_are_mixed_before_the_network_are_those_of_the_whole_batch(
+    ranks: Callable[[int], Ranks], case: Callable[[], pl.LightningModule], layout: str
+) -> None:
+    equal_to_stock(ranks, case, layout)
