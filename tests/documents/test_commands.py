@@ -8,6 +8,7 @@ commands typed, with few steps.
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from functools import cache
@@ -18,6 +19,7 @@ import pytest
 from launcher.config import LaunchConfig
 from launcher.resolve import resolve
 from tests.documents.steps import Command, File, steps
+from tests.documents.test_keys import undocumented
 from tests.launcher.command_line import run_here
 from tests.launcher.runs import launch
 
@@ -149,3 +151,5 @@ def test_a_page_can_be_followed(page: Path, tmp_path: Path) -> None:
         added += _unsubmitted(words)
         done = launch([*words, *added], tmp_path, timeout_s=300)
         assert done.code == 0, f"{step.place}: {step.text}\n{done.errors}\n{done.output}"
+    for path in tmp_path.rglob("result.json"):
+        assert undocumented(json.loads(path.read_text())) == []
