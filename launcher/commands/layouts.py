@@ -24,6 +24,7 @@ from launcher.planning.report import (
 )
 from launcher.report.ascii import draw
 from launcher.report.html import Panel
+from launcher.report.plan_page import plans_html
 from launcher.report.plan_table import (
     memory_bars,
     plan_table,
@@ -59,7 +60,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     listed = list_plans(config, asked, answer)
     mapping = answer_mapping(asked, answer, listed)
     first = listed[0]
-    _write(run_dir, first, mapping)
+    _write(run_dir, first, mapping, asked.problem.machine.memory_bytes)
     _say_plans(config, asked, mapping)
     if best is not None and best.plans:
         say(explained(first, best.plans[0]))
@@ -83,7 +84,7 @@ def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:
         "maximize": config.planner.maximize,
         "reaches": [reach_mapping(reach) for reach in found.reaches],
     }
-    _write(run_dir, first, mapping)
+    _write(run_dir, first, mapping, limit)
     _say_plans(config, asked, mapping)
     say(_bars(first, limit))
     if found.reaches:
@@ -95,8 +96,12 @@ def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:
     return 0
 
 
-def _write(run_dir: Path, first: ListedPlan, mapping: dict[str, object]) -> None:
-    write_pictures(run_dir, [Panel("predicted", first.timeline, first.metrics)], first.run)
+def _write(run_dir: Path, first: ListedPlan, mapping: dict[str, object], limit: float) -> None:
+    plans = mapping["plans"]
+    assert isinstance(plans, list)
+    drawn = Panel("plan 1, predicted", first.timeline, first.metrics)
+    table = plans_html(plans, limit_bytes=limit)
+    write_pictures(run_dir, [drawn], first.run, table=table)
     result = run_mapping(first.run) | {"mode": "plan"} | metrics_mapping(first.metrics)
     write_result(run_dir / "result.json", result | mapping)
 

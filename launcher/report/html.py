@@ -22,11 +22,27 @@ from strategies.analysis.metrics import Metrics
 from strategies.analysis.timeline import Timeline
 from strategies.ir.kinds import KINDS
 
-_SCRIPTS = ("timeline.js", "timeline_input.js")
+_SCRIPTS = ("timeline.js", "fold.js", "timeline_input.js")
 _HELP = (
     "wheel: zoom, drag: pan, click a bar: follow its microbatch; keys: + - arrows, "
-    "0 or Home: whole step, Esc: unselect; the wheel over the rank names scrolls the page"
+    "0 or Home: whole step, m: memory over time, Esc: unselect; the wheel over the rank names "
+    "scrolls the page"
 )
+# Of what fold.js and timeline_input.js do on a click; the page of a sweep has the first only.
+FOLD = '<button id="memory" type="button">hide memory over time</button>'
+_VIEW = (
+    f'<div class="view">{FOLD}<button id="closer" type="button">zoom in</button>'
+    '<button id="farther" type="button">zoom out</button>'
+    f'<button id="whole" type="button">whole step</button><p class="help">{_HELP}</p></div>'
+)
+# Above tables that table.js sorts and filters.
+FILTER = (
+    '<div class="view"><input id="filter" type="search" size="32" aria-label="filter" '
+    'placeholder="filter, e.g. pp=4 bubble&lt;20"><span id="shown" role="status"></span>'
+    '<p class="help">Rows that have all words; name=value, name&lt;value and name&gt;value ask one '
+    "column. A click on a heading sorts by it, another one the other way round.</p></div>"
+)
+_MOST_OPEN = 8  # ranks whose memory is shown before anybody asks for it
 
 
 @dataclass(frozen=True)
@@ -55,23 +71,29 @@ class Panel:
         return timeline_data(self.label, self.timeline)
 
 
-def write_timeline_html(path: Path, panels: Sequence[Panel], *, title: str) -> None:
-    write_atomically(path, timeline_html(panels, title=title))
+def write_timeline_html(
+    path: Path, panels: Sequence[Panel], *, title: str, table: str = ""
+) -> None:
+    write_atomically(path, timeline_html(panels, title=title, table=table))
 
 
-def timeline_html(panels: Sequence[Panel], *, title: str) -> str:
+def timeline_html(panels: Sequence[Panel], *, title: str, table: str = "") -> str:
     """The page: panels one under the other.
 
     Panels with the same time unit share one axis; with different units each unit has its own axis
     over the full width, and zooming keeps them aligned.
+
+    ``table``: HTML of a section above them, with a table that can be sorted and filtered.
     """
     payload = {"kinds": KIND_NAMES, "panels": [panel.data.panel for panel in panels]}
     data = page_json(payload)
     sections = "".join(_section(index, panel) for index, panel in enumerate(panels))
+    styles = ("timeline.css", "table.css") if table else ("timeline.css",)
     return (
-        page_head(title, ("timeline.css",))
-        + f'<header><h1>{escape(title)}</h1><div id="legend"></div><p class="help">{_HELP}</p>'
-        f"</header>\n<main>\n{sections}</main>\n{page_scripts(data, _SCRIPTS)}</body>\n</html>\n"
+        page_head(title, styles) + f'<header><h1>{escape(title)}</h1><div id="legend"></div>{_VIEW}'
+        f"</header>\n<main>\n{table}{sections}</main>\n{page_scripts(data, _SCRIPTS)}"
+        + (table_script() if table else "")
+        + "</body>\n</html>\n"
     )
 
 
@@ -112,6 +134,11 @@ def page_scripts(data: str, names: Sequence[str]) -> str:
         f'<script type="application/json" id="data">{data}</script>\n'
         f"<script>\n{page_script(names)}</script>\n"
     )
+
+
+def table_script() -> str:
+    """What sorts and filters the tables of a page, in a scope of its own."""
+    return f"<script>\n(() => {{\n{_asset('table.js')}}})();\n</script>\n"
 
 
 def page_script(names: Sequence[str]) -> str:
@@ -213,9 +240,14 @@ def memory_html(ranks: Sequence[RankMemory], *, limit_bytes: float | None = None
         for name in shown
     )
     rows = "".join(_memory_bar(rank, held, scale, limit_bytes) for rank, held in enumerate(ranks))
-    return (
-        f'<div class="memory"><h3>predicted memory at the peak</h3><p>{keys}</p>{note}{rows}</div>'
-    )
+    return _folded("predicted memory at the peak", f"<p>{keys}</p>{note}{rows}", len(ranks))
+
+
+def _folded(title: str, content: str, num_ranks: int) -> str:
+    """A heading that opens what belongs to it; of few ranks that is open."""
+    shown = " open" if num_ranks <= _MOST_OPEN else ""
+    of = "" if shown else f" of {num_ranks} ranks"
+    return f'<details class="memory"{shown}><summary>{title}{of}</summary>{content}</details>'
 
 
 def _measured_html(peaks: Sequence[int], kind: str | None) -> str:
@@ -229,7 +261,7 @@ def _measured_html(peaks: Sequence[int], kind: str | None) -> str:
         for rank, peak in enumerate(peaks)
     )
     note = "" if what is None else f"<p>{escape(what)} of each rank's process</p>"
-    return f'<div class="memory"><h3>measured memory at the peak</h3>{note}{rows}</div>'
+    return _folded("measured memory at the peak", f"{note}{rows}", len(peaks))
 
 
 def _memory_bar(rank: int, held: RankMemory, scale: float, limit: float | None) -> str:

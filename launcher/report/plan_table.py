@@ -14,6 +14,10 @@ from strategies.planner.outcome import Refusal
 _BAR = 32
 _MOST_RANKS = 16
 _SIZES = ("sequence", "layers")
+HEAD = (
+    "", "tp", "pp", "dp", "batch", "schedule", "overlap", "recompute", "step", "tokens/s",
+    "MFU", "bubble", "exposed", "GiB per rank", "over bound", "layers per stage",
+)  # fmt: skip
 
 
 def plan_table(rows: Sequence[Mapping[str, object]]) -> str:
@@ -21,18 +25,8 @@ def plan_table(rows: Sequence[Mapping[str, object]]) -> str:
 
     Where rows are of models of different sizes (``planner.maximize``), each shows its own.
     """
-    own = [name for name in _SIZES if len({row.get(name) for row in rows}) > 1]
-    head = (
-        "", "tp", "pp", "dp", "batch", "schedule", "overlap", "recompute", "step", "tokens/s",
-        "MFU", "bubble", "exposed", "GiB per rank", "over bound", "layers per stage",
-    )  # fmt: skip
-    lines = [
-        (*head[:1], *own, *head[1:]),
-        *(
-            (*line[:1], *(f"{row[name]}" for name in own), *line[1:])
-            for row, line in ((row, _row(number, row)) for number, row in enumerate(rows, 1))
-        ),
-    ]
+    own = own_sizes(rows)
+    lines = [(*HEAD[:1], *own, *HEAD[1:]), *plan_cells(rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     left = {0, *(column + len(own) for column in (4, 5, 6, 7, 15))}
     return "\n".join(
@@ -42,6 +36,18 @@ def plan_table(rows: Sequence[Mapping[str, object]]) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def own_sizes(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """Which sizes of the model differ between plans."""
+    return [name for name in _SIZES if len({row.get(name) for row in rows}) > 1]
+
+
+def plan_cells(rows: Sequence[Mapping[str, object]]) -> list[tuple[str, ...]]:
+    """The cells of each plan's line: its number, sizes of its own, and what ``HEAD`` names."""
+    own = own_sizes(rows)
+    lines = [(row, _row(number, row)) for number, row in enumerate(rows, 1)]
+    return [(*line[:1], *(f"{row[name]}" for name in own), *line[1:]) for row, line in lines]
 
 
 def memory_bars(state: Sequence[float], activations: Sequence[float], limit: float) -> str:

@@ -74,13 +74,13 @@ def predicted_mapping(run: Run, metrics: Metrics) -> dict[str, object]:
     return run_mapping(run) | metrics_mapping(metrics) | recompute_mapping(metrics)
 
 
-def write_pictures(run_dir: Path, panels: Sequence[Panel], run: Run) -> None:
-    """schedule.txt, schedule.csv, timeline.html and trace.json."""
+def write_pictures(run_dir: Path, panels: Sequence[Panel], run: Run, *, table: str = "") -> None:
+    """schedule.txt, schedule.csv, timeline.html (with a ``table`` above it) and trace.json."""
     first = panels[0]
     assert first.metrics is not None
     write_schedule_files(run_dir, first.timeline, first.metrics)
     drawn = with_memory(panels, run)
-    write_timeline_html(run_dir / "timeline.html", drawn, title=run_title(run))
+    write_timeline_html(run_dir / "timeline.html", drawn, title=run_title(run), table=table)
     write_trace(run_dir / "trace.json", drawn)
 
 

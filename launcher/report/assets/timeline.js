@@ -7,12 +7,13 @@ const [KIND, STAGE, NUMBER, START, END, WAIT, WAIT_RANK, HOW, SINCE, PAIR] =
 // WORDS, NUMBERS (microbatch, bucket or nothing) and COLOURS (hue and saturation; a stage's shade
 // runs from light, the first, to dark, the last) of each kind stand in front of this script:
 // html.py puts them there, from the table of kinds in ir/kinds.py.
-const GUTTER = 84, RIGHT = 18, AXIS = 40, TOP = 4;
+const GUTTER = 84, RIGHT = 18, AXIS = 40, TOP = 4, TALL = 22;
 const NARROWEST = 1e-6;
 
 const view = { low: 0, high: 1 };
 let selected = null; // a microbatch
 let hovered = null; // {panel, bar}
+let folded = false; // whether the curves of memory are hidden, see fold.js
 let scheduled = false;
 
 const panels = DATA.panels.map((data, index) => {
@@ -20,11 +21,13 @@ const panels = DATA.panels.map((data, index) => {
   const same = DATA.panels.filter((other) => other.unit === data.unit);
   const span = Math.max(...same.map((other) => other.makespan)) || 1;
   const ranks = data.rows.length;
-  const bar = ranks <= 4 ? 26 : ranks <= 8 ? 20 : ranks <= 16 ? 16 : 13;
+  const bar = ranks <= 4 ? 26 : ranks <= 8 ? 20 : ranks <= 16 ? 18 : 16;
   const size = { bar, channel: Math.round(bar * 0.55), held: Math.round(bar * 0.8), gap: 8 };
   const peak = Math.max(...same.map((o) => Math.max(...o.rows.map(highest)))) || 1;
-  const panel = { data, canvas, span, size, peak, lines: [] };
-  let y = TOP;
+  // A tall panel has its times above the first rank, too: the axis below it is out of sight.
+  const top = ranks > 12 ? TALL : TOP;
+  const panel = { data, canvas, span, size, peak, top, lines: [] };
+  let y = top;
   data.rows.forEach((row, rank) => {
     const line = { rank, row, y, bands: [], held: null };
     for (const [name, height] of [["compute", size.bar], ["channel", size.channel]]) {
@@ -136,7 +139,7 @@ function redraw() {
     const theme = {};
     for (const name of ["panel", "text", "muted", "line", "idle", "held", "mark"])
       theme[name] = css("--" + name);
-    for (const panel of panels) draw(panel, theme);
+    for (const panel of panels) if (panel.canvas.clientWidth) draw(panel, theme);
   });
 }
 
@@ -296,6 +299,7 @@ function drawAxis(g, panel, theme) {
     g.moveTo(x, panel.bottom);
     g.lineTo(x, panel.bottom + 5);
     g.fillText((time / scale).toFixed(decimals), x, panel.bottom + 7);
+    if (panel.top === TALL) g.fillText((time / scale).toFixed(decimals), x, 4);
   }
   g.stroke();
   const title = panel.data.unit === "s" ? `${panel.data.axis} in ${unit}` : panel.data.axis;
@@ -321,6 +325,13 @@ function drawGutter(g, panel, theme) {
     g.font = "10px system-ui, sans-serif";
     g.fillStyle = theme.muted;
     const peak = digits(line.held.peak);
+    if (folded) {
+      const [band] = line.bands;
+      g.textAlign = "left";
+      if (g.measureText(peak).width < 28) g.fillText(peak, 2, band.y + band.height / 2 + 1);
+      g.textAlign = "right";
+      continue;
+    }
     const words = ["held, max " + peak, "max " + peak, peak];
     const fits = words.find((word) => g.measureText(word).width <= GUTTER - 12) || peak;
     g.fillText(fits, GUTTER - 8,

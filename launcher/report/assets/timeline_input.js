@@ -138,13 +138,19 @@ addEventListener("keydown", (event) => {
     "+": () => zoom(0.7, middle), "=": () => zoom(0.7, middle), "-": () => zoom(1 / 0.7, middle),
     ArrowLeft: () => setView(view.low - width / 5, width),
     ArrowRight: () => setView(view.low + width / 5, width),
-    "0": () => setView(0, 1), Home: () => setView(0, 1),
+    "0": () => setView(0, 1), Home: () => setView(0, 1), m: () => setCompact(!folded),
     Escape: () => { selected = null; redraw(); },
   };
   if (!actions[event.key]) return;
   event.preventDefault();
   actions[event.key]();
 });
+
+for (const [id, action] of [
+  ["closer", () => zoom(0.5, (view.low + view.high) / 2)],
+  ["farther", () => zoom(2, (view.low + view.high) / 2)],
+  ["whole", () => setView(0, 1)],
+]) document.getElementById(id)?.addEventListener("click", action);
 
 // Legend --------------------------------------------------------------------------------------
 
@@ -165,7 +171,7 @@ function fillLegend() {
     const [first, last] = [shade(kind, 0, 2).fill, shade(kind, 1, 2).fill];
     add(`linear-gradient(to right, ${first}, ${last})`, `${kind} ${WORDS[kind]}`);
   }
-  add("var(--held)", "activations held, in full-rank microbatches");
+  add("var(--held)", "activations held, in full-rank microbatches; folded: the most, left of a rank");
   const note = document.createElement("span");
   note.textContent = "light: first stage, dark: last stage; narrow bars name their microbatch only";
   legend.append(note);

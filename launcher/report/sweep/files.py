@@ -13,7 +13,7 @@ from urllib.parse import quote
 from rich.console import Console
 from rich.text import Text
 
-from launcher.report.html import page_head, page_json, page_scripts
+from launcher.report.html import FILTER, FOLD, page_head, page_json, page_scripts, table_script
 from launcher.report.result import write_atomically
 from launcher.report.rows import KIND_NAMES, TimelineData
 from launcher.report.sweep.picture import write_sweep_png
@@ -38,17 +38,14 @@ from launcher.report.sweep.sweep_table import (
 )
 from launcher.terminal import complain, say
 
-_SCRIPTS = ("timeline.js", "sweep.js", "timeline_input.js")
-_STYLES = ("timeline.css", "sweep.css")
+_SCRIPTS = ("timeline.js", "fold.js", "timeline_input.js")
+_STYLES = ("timeline.css", "table.css")
 _HELP = (
     "Timelines in one unit share one time scale. Wheel: zoom, drag: pan, click a bar: follow its "
     "microbatch; keys: + - arrows, 0 or Home: everything, Esc: unselect; the wheel over the rank "
     "names scrolls the page"
 )
-_VIEW = (
-    f'<div id="legend"></div><div class="view"><p class="help">{_HELP}</p>'
-    '<button id="memory" type="button"></button></div>\n'
-)
+_VIEW = f'<div id="legend"></div><div class="view">{FOLD}<p class="help">{_HELP}</p></div>\n'
 # A page beyond this takes a browser too long to open; the jobs' own pages have the rest.
 _MAX_CHARACTERS = 30_000_000
 _ROWS = 10  # of the table while a sweep runs
@@ -176,11 +173,12 @@ def sweep_html(sweep: Sweep, *, title: str, folder: Path) -> str:
     )
     return (
         page_head(title, _STYLES)
-        + f"<header><h1>{escape(title)}</h1></header>\n<main>\n{tables}"
+        + f"<header><h1>{escape(title)}</h1>{FILTER}</header>\n<main>\n{tables}"
         + (f'<ul class="notes">{listed}</ul>\n' if notes else "")
         + (_VIEW + figures if figures else "")
         + "</main>\n"
         + (_scripts(drawn) if figures else "")
+        + table_script()
         + "</body>\n</html>\n"
     )
 
@@ -220,7 +218,8 @@ def _table(sweep: Sweep, section: Section, drawn: dict[int, list[_Drawn]]) -> st
             if position == 0 and drawn[job.index]:
                 text = f'<a href="#job{job.index}">{text}</a>'
             cells += f"<td{_class(text=column.text, best=column.best[number])}>{text}</td>"
-        rows += f"<tr{_class(failed=job.status != 'done')}>{cells}</tr>\n"
+        failed = _class(failed=job.status != "done")
+        rows += f'<tr data-job="{job.index}"{failed}>{cells}</tr>\n'
     return (
         f'<section class="table"><h2>{escape(section.title)}</h2>\n'
         f"<table><thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}</tbody></table></section>\n"

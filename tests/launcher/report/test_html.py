@@ -226,7 +226,7 @@ def test_measured_memory_stands_below_the_measured_step_and_says_what_it_is():
         memory_kind="resident_growth",
     )
     text = timeline_html([panel], title="a step")
-    assert "<h3>measured memory at the peak</h3>" in text
+    assert "<summary>measured memory at the peak</summary>" in text
     assert "growth of the resident size of each rank's process" in text.replace("&#x27;", "'")
     assert "width:50.000%" in text and "<span>2 GiB</span>" in text
     assert "predicted memory" not in text
@@ -238,3 +238,9 @@ def test_small_memory_is_seen_and_the_limit_told():
     assert "width:50.000%" in page and "2048 times as far" in page and "<b " not in page
     near = memory_html([held], limit_bytes=2.0**22)
     assert "width:25.000%" in near and "times as far" not in near and "<b " in near
+
+
+def test_memory_of_many_ranks_is_folded():
+    assert '<details class="memory" open>' in memory_html(RANKS)
+    many = memory_html(RANKS * 16)
+    assert '<details class="memory"><summary>predicted memory at the peak of 32 ranks' in many

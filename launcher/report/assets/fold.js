@@ -1,5 +1,5 @@
-// The compact view of sweep.html: low rows without the curves of memory, so that many jobs fit on
-// one screen. The drawing is in timeline.js; here its rows only get other places.
+// Folds the curves of memory away, so that many ranks fit on one screen: timeline.html and
+// sweep.html. The drawing is in timeline.js; here its rows only get other places.
 
 // A kind that has neither colour nor name yet must not leave the page empty.
 for (const kind of DATA.kinds) {
@@ -8,7 +8,9 @@ for (const kind of DATA.kinds) {
   NUMBERS[kind] ??= "microbatch";
 }
 
-const COMPACT = { bar: 15, channel: 5, gap: 4, axis: 22 };
+// Of a sweep as many jobs as possible are to be seen at once; of one or two timelines the labels.
+const COMPACT = panels.length > 2
+  ? { bar: 15, channel: 5, gap: 4, axis: 22 } : { bar: 18, channel: 8, gap: 5, axis: AXIS };
 const OUTSIDE = -100; // of the canvas: what stands there is neither seen nor hit
 
 const roomy = panels.map((panel) => ({
@@ -30,7 +32,7 @@ function arrange(panel, places) {
 }
 
 function compactPlaces(panel, last) {
-  let y = TOP;
+  let y = panel.top;
   const lines = panel.lines.map((line) => {
     const bands = line.bands.map((band) => {
       const lanes = line.bands.filter((other) => other.name === band.name).length;
@@ -47,16 +49,16 @@ function compactPlaces(panel, last) {
   return { lines, bottom, height: bottom + (last ? AXIS : COMPACT.axis) };
 }
 
-const button = document.getElementById("memory");
-let compact = false;
+const fold = document.getElementById("memory");
 
 function setCompact(value) {
-  compact = value;
+  folded = value;
   panels.forEach((panel, index) => arrange(
-    panel, compact ? compactPlaces(panel, index === panels.length - 1) : roomy[index]));
-  button.textContent = compact ? "show memory over time" : "hide memory over time";
+    panel, folded ? compactPlaces(panel, index === panels.length - 1) : roomy[index]));
+  fold.textContent = folded ? "show memory over time" : "hide memory over time";
+  fold.setAttribute("aria-expanded", String(!folded));
   redraw();
 }
 
-button.addEventListener("click", () => setCompact(!compact));
+fold.addEventListener("click", () => setCompact(!folded));
 setCompact(panels.reduce((sum, panel) => sum + panel.lines.length, 0) > 16);
