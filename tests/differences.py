@@ -48,6 +48,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "runtime/lightning/manual_optimization.py",
         "models/manual/dataflow.py",
         "models/manual/doors.py",
+        "models/manual/row_check.py",
         "models/manual/segments.py",
         "models/manual/strand.py",
     ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
-from strategies.models.collectives import ShapesFirst
+from strategies.models.collectives import ShapesFirst, shapes_only
 from strategies.models.logs import LogCapture
 from strategies.models.manual.dataflow import (
     Cells,
@@ -32,6 +32,7 @@ from strategies.models.manual.dataflow import (
     lay_out,
 )
 from strategies.models.manual.doors import Doors, Flags, Probing, Stale, StateCheck
+from strategies.models.manual.row_check import RowScout, compare_losses
 from strategies.models.manual.strand import (
     Action,
     FlowRun,
@@ -40,6 +41,7 @@ from strategies.models.manual.strand import (
     Returned,
     Scout,
     Strand,
+    ValueScout,
     Waits,
 )
 from strategies.models.nested import leaves, rebuild, replaced, structure
@@ -55,7 +57,15 @@ from strategies.models.replay.probing import (
 )
 from strategies.models.replay.replay_model import ReplayModel
 from strategies.models.replay.shape_mode import MODULE_TABLES
-from strategies.models.replay.whole_values import Step
+from strategies.models.replay.whole_values import (
+    Dealer,
+    Hand,
+    Share,
+    Step,
+    ValuePlan,
+    Values,
+    Where,
+)
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput, Unit
 from strategies.models.state import kept_generators
 
@@ -119,6 +129,7 @@ class SegmentModel(StageModel):
         self._seeds: Sequence[int] = ()
         self._replay: ReplayModel | None = None
         self._ordered: dict[Step, bool] = {}
+        self._dealer = Dealer(self._values, lambda step, batch, where: 0)
         self._current: Any = None  # the run, scout or probe to which the module's doors lead
 
     @classmethod
@@ -451,7 +462,7 @@ class SegmentModel(StageModel):
     ) -> Any:
         """The body of a strand: the user's step, from its beginning to its end."""
         run = self._current = self._runs[place] = self._run(
-            "train", layout, place[0], seed, device, pause
+            "train", layout, place[0], seed, device, pause, self._dealer.hand(place[1])
         )
         run.begin()
         with run:
@@ -467,6 +478,7 @@ class SegmentModel(StageModel):
         seed: int | None,
         device: torch.device,
         pause: Callable[[Report], Any] | None,
+        hand: Hand | None = None,
     ) -> FlowRun:
         return FlowRun(
             self._modules,
@@ -480,6 +492,7 @@ class SegmentModel(StageModel):
             cache=self._caches.setdefault(mode, {}),
             selective=self._selective,
             pause=pause,
+            hand=hand,
         )
 
     def _resume(self, place: tuple[int, int], answer: Any) -> None:
@@ -593,7 +606,7 @@ class SegmentModel(StageModel):
         if which not in self._ordered:
             if self._replay is None:
                 self._replay = ReplayModel.divided(
-                    self._module, self._units, self._table, self._parameters
+                    self._module, self._units, self._table, self._parameters, self._dealer
                 )
             try:
                 self._replay.follow(which, batch, batch_idx, dataloader_idx)
@@ -675,6 +688,75 @@ class SegmentModel(StageModel):
         finally:
             processes.end()
             run.close()
+
+    # -- what is made for all rows of a batch --------------------------------------------------
+
+    @property
+    def dealer(self) -> Dealer:
+        return self._dealer
+
+    def _values(
+        self, which: Step, batch: Any, where: Where, plan: ValuePlan | None, neutral: bool
+    ) -> Values:
+        """Runs a step without its layers; with a plan, what it changes is the caller's care."""
+        if which[0] != "train":
+            if not self._in_order((which[0], which[1], structure(batch)), batch, *where):
+                return Values()
+            assert self._replay is not None
+            return self._replay.values(which, batch, where, plan, neutral)
+        device = batch_device(batch, self._module)
+        run = ValueScout(self._modules, device, self._caches["train"], plan, neutral=neutral)
+        with unchanged(self._module) if plan is None else nullcontext(), self._looked_at(run):
+            with suppress(StageDone), run:
+                run.begin()
+                call_step(self._module, "train", _clone(batch), where[0])
+            return run.close()
+
+    @contextmanager
+    def _looked_at(self, run: Any) -> Iterator[None]:
+        """Around a step that trains nothing."""
+        self._current = run
+        rates = self._the_doors().kept_rates()
+        with rates, self._gates(), self._table.shown(), shapes_only():
+            yield
+
+    def compare_losses(
+        self, layout: FlowLayout, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int]
+    ) -> None:
+        """Refuses losses of a way through the step that are not means over rows.
+
+        Args:
+            layout: The way.
+            step: What ``dealer`` knows it by.
+            whole: A batch.
+            parts: Its rows, in two batches.
+            rows: How many each has.
+        """
+        plan = self._dealer.plan(step)
+        shares = [Share(0, rows[0], sum(rows)), Share(rows[0], rows[1], sum(rows))]
+        self._dealer.clear()
+        if plan is not None and not plan.is_empty:
+            with unchanged(self._module):
+                everything = Share(0, sum(rows), sum(rows))
+                self._dealer.deal(step, whole, [*shares, everything], where=(0, None))
+
+        def run(batch: Any, share: Share, both: RowScout | None) -> RowScout:
+            number = shares.index(share) if share in shares else None
+            device = batch_device(batch, self._module)
+            scout = RowScout(
+                self._modules,
+                device,
+                self._caches["train"],
+                path=layout.flow.path,
+                share=share,
+                whole=both,
+                hand=self._dealer.hand(number),
+            )
+            with unchanged(self._module), torch.no_grad(), self._looked_at(scout), scout:
+                call_step(self._module, "train", _clone(batch), 0)
+            return scout
+
+        compare_losses(run, whole, parts, rows, step=STEP_NAMES["train"])
 
     # -- flows -----------------------------------------------------------------------------
 

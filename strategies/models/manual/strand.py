@@ -45,6 +45,7 @@ from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Key, Position
 from strategies.models.replay.shape_mode import ShapeMode
 from strategies.models.replay.stage_run import dense, like_sent
+from strategies.models.replay.whole_values import Hand, ValueRun
 from strategies.models.stage_model import LogCall
 from strategies.models.state import reseed
 
@@ -142,11 +143,29 @@ class Scout(ShapeMode):
         self._since_mark = 0
 
 
+class ValueScout(ValueRun):
+    """Goes through a step without its layers, for what is made of all rows of a batch."""
+
+    def on_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        if func is Tensor.backward:
+            return None
+        if reads_number(func, args):
+            return Unknown()
+        return super().on_operation(func, args, kwargs)
+
+    def backward(self, loss: Any, *_: Any, **__: Any) -> None:
+        """There is nothing to go back through."""
+
+    def act(self, action: Action) -> None:
+        """Nothing is updated: this is no training."""
+
+
 class FlowRun(ShapeMode):
     """Goes through one step for one stage: real where the layout says so, holes elsewhere.
 
     ``seed`` is that of this step and microbatch, ``modules`` are the LightningModule's by name; the
-    rest is as for ``StageRun``. ``pause`` stops the step and tells why.
+    rest is as for ``StageRun``. ``pause`` stops the step and tells why; ``hand`` has the whole
+    batch's values for this microbatch's rows.
     """
 
     def __init__(
@@ -163,9 +182,11 @@ class FlowRun(ShapeMode):
         cache: dict[Hashable, Outcome],
         selective: Mapping[int, SelectiveLayer],
         pause: Callable[[Report], Any] | None = None,
+        hand: Hand | None = None,
     ) -> None:
         super().__init__(units, device, cache)
         self.segment = 0
+        self._hand = hand
         self.loss: Any = None
         self.logs = LogCapture(self._keeps, module)
         self._root = module
@@ -326,6 +347,7 @@ class FlowRun(ShapeMode):
         position = (call + 1, 0)
         self._reach(position)
         if self._layout.homes[position] == self._stage:
+            args, kwargs = self._dealt(args, kwargs)
             layer = self._selective.get(index)
             result = forward(*args, **kwargs) if layer is None else layer.run(forward, args, kwargs)
             produced = tensors(result)
@@ -361,7 +383,11 @@ class FlowRun(ShapeMode):
             real = self._layout.homes[position] == self._stage
         else:
             real = not any(isinstance(t, Hole) for t in tensors((args, kwargs)))
-        result = func(*args, **kwargs) if real else self._answer(func, args, kwargs)
+        if real:
+            args, kwargs = self._dealt(args, kwargs)
+            result = func(*args, **kwargs)
+        else:
+            result = self._answer(func, args, kwargs)
         produced = [args[0]] if name == "__setitem__" else tensors(result)
         if produced:
             if not due:
@@ -373,6 +399,16 @@ class FlowRun(ShapeMode):
             if events[event].random and self._seed is not None:
                 reseed(self._seed, call, event + 1)
         return result
+
+    def plain(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        if self._hand is not None and self._inside is None and self._hand.draws(func):
+            return self._hand.draw(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _dealt(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if self._hand is None:
+            return args, kwargs
+        return self._hand.arguments(self._position, args, kwargs, self.tracked)
 
     def _answer(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         outcome = self.answer(func, args, kwargs)

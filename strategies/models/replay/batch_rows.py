@@ -164,7 +164,7 @@ class RowRun(StageRun):
         if made is None:
             # Of no row of the other run; what is made of it will not be found there.
             run = 0 if self._before is None else 1
-            made = _random(spec, self._device, call * 1009 + ordinal * 2 + run)
+            made = random_like(spec, self._device, call * 1009 + ordinal * 2 + run)
         if self._before is None:
             self._made[call, ordinal] = made
         made = made.clone()
@@ -175,7 +175,7 @@ class RowRun(StageRun):
             return leaf
         name = leaf.parameter
         if name not in self._parameters:
-            self._parameters[name] = _random(leaf.spec, self._device, len(name))
+            self._parameters[name] = random_like(leaf.spec, self._device, len(name))
         return self._parameters[name]
 
 
@@ -231,7 +231,8 @@ def same_values(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first.double(), second.double(), rtol=coarse, atol=coarse, equal_nan=True)
 
 
-def _random(spec: Any, device: torch.device, seed: int) -> Tensor:
+def random_like(spec: Any, device: torch.device, seed: int) -> Tensor:
+    """A tensor of random numbers of this description."""
     generator = torch.Generator().manual_seed(seed)
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
         dtype = spec.dtype if spec.dtype.itemsize >= 4 else torch.float32

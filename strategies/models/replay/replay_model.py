@@ -93,7 +93,7 @@ class ReplayModel(StageModel):
             )
         self._postponed = False
         self._rows: dict[Step, list[Rows | None]] = {}
-        self._dealer = Dealer(self._values, self._num_calls)
+        self._dealer = Dealer(self.values, self._num_calls)
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
 
     @classmethod
@@ -137,10 +137,11 @@ class ReplayModel(StageModel):
         units: dict[str, nn.Module],
         table: ParameterTable,
         parameters: tuple[tuple[str, ...], ...],
+        dealer: Dealer,
     ) -> ReplayModel:
         """For a module that somebody else has cut: only evaluates, where its weights are now.
 
-        ``parameters`` are those of each stage.
+        ``parameters`` are those of each stage; ``dealer`` is the other's.
         """
         first: Step = ("train", 0, None)
         model = cls(
@@ -150,6 +151,7 @@ class ReplayModel(StageModel):
         calls = tuple(range(0) for _ in parameters)
         model._layouts = {first: Layout(calls, (), parameters, none, ())}
         model._owned = frozenset(range(len(parameters)))
+        model._dealer = dealer
         return model
 
     def follow(self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
@@ -326,7 +328,7 @@ class ReplayModel(StageModel):
     def _num_calls(self, which: Step, batch: Any, where: Where) -> int:
         return len(self._path(which, batch, *where).calls)
 
-    def _values(
+    def values(
         self, which: Step, batch: Any, where: Where, plan: ValuePlan | None, neutral: bool
     ) -> Values:
         """Runs a step without its layers; with a plan, what it changes is the caller's care."""

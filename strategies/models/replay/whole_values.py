@@ -43,6 +43,12 @@ from strategies.models.replay.shape_mode import ShapeMode
 from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.models.state import Generators, kept_generators
 
+_INDEXING = """
+    __getitem__ __setitem__ index_select gather take_along_dim index_add index_add_ index_copy
+    index_copy_ index_put index_put_ index_fill scatter scatter_ scatter_add scatter_add_
+    scatter_reduce take
+"""
+_INDEXES = frozenset(_INDEXING.split())
 _FILLING = frozenset({"__setitem__", "copy_", "zero_", "fill_"})
 _NEUTRAL = 0.5
 
@@ -71,6 +77,7 @@ class Values:
         draws: Calls that drew, in order.
         written: Points whose value the operation changes in place.
         filled: Points whose value it only writes over.
+        indices: Points whose value says which entries of a layer's value are meant.
         regions: Points inside an activation checkpoint, which runs again without us.
         lines: Of points, in the user's code.
         host: Whether Python's or numpy's generator was drawn from.
@@ -81,6 +88,7 @@ class Values:
     draws: list[Draw] = field(default_factory=list)
     written: set[Point] = field(default_factory=set)
     filled: set[Point] = field(default_factory=set)
+    indices: set[Point] = field(default_factory=set)
     regions: set[Point] = field(default_factory=set)
     lines: dict[Point, str] = field(default_factory=dict)
     host: bool = False
@@ -108,6 +116,9 @@ class ValuePlan:
     @property
     def is_empty(self) -> bool:
         return not self.ways and not self.host
+
+
+NOTHING = ValuePlan({}, frozenset(), False, False, (-1, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,28 +231,25 @@ class Dealer:
         return self._plans.get(step)
 
     def look(
-        self, step: Step, whole: Any, part: Any, *, rows: int, first: int, where: Where
+        self, step: Step, whole: Any, part: Any, turned: Any, *, rows: int, first: int, where: Where
     ) -> ValuePlan:
         """Finds the plan of a step from a batch of so many rows, and those from ``first`` on.
 
-        All generators are left as they were.
+        ``turned`` has as many other rows of the batch. The generators are the caller's care.
 
         Raises:
             ModelError: As ``find_plan``.
         """
-        before = Generators.now()
-        try:
-            seen = []
-            for seed, batch in ((1, whole), (2, whole), (1, part)):
-                seed_all(seed)
-                seen.append(self._run(step, batch, where, None, False))
-            still = tuple(seen[::2])
-            if seen[0].draws:
-                still = tuple(self._run(step, batch, where, None, True) for batch in (whole, part))
-        finally:
-            before.put_back()
+        seen = []
+        for seed, batch in ((1, whole), (2, whole), (1, part), (1, turned)):
+            seed_all(seed)
+            seen.append(self._run(step, batch, where, None, False))
+        still: tuple[Values, ...] = (seen[0], seen[2])
+        if seen[0].draws:
+            still = tuple(self._run(step, batch, where, None, True) for batch in (whole, part))
         plan = find_plan(
-            *seen,
+            *seen[:3],
+            turned=seen[3],
             still=still,
             pair=Pair(rows, first),
             num_calls=self._calls(step, part, where),
@@ -335,10 +343,14 @@ class ValueRun(ShapeMode):
             return self.on_look(func, args)
         if self._plan is None:
             given = [points.get(place) for place in range(len(list(leaves((args, kwargs)))))]
+            if operation_name(func) in _INDEXES:
+                at = self.values.at
+                found = {point for point in points.values() if not at[point].is_floating_point()}
+                self.values.indices |= found
             over = operation_name(func) in _FILLING or is_collective(func)
             written = (given[index] for index, _ in outcome.mutated)
-            found = self.values.filled if over else self.values.written
-            found.update(point for point in written if point is not None)
+            changed = self.values.filled if over else self.values.written
+            changed.update(point for point in written if point is not None)
         result = self.instantiate(outcome, None, args, kwargs)
         name = operation_name(func)
         if name == "__setitem__" or tensors(result):
@@ -423,6 +435,7 @@ def find_plan(
     again: Values,
     part: Values,
     *,
+    turned: Values,
     still: tuple[Values, ...],
     pair: Pair,
     num_calls: int,
@@ -434,7 +447,8 @@ def find_plan(
         whole: A run for a whole batch.
         again: The same with other random numbers.
         part: A run for the last of its rows, with the numbers of the first run.
-        still: Both once more, where what is drawn is the same for all rows.
+        turned: Of as many other rows, with the first run's numbers.
+        still: The first and the third once more, where what is drawn is the same for all rows.
         pair: Which rows these are.
         num_calls: How many layers the step calls; values behind the last one are the loss's.
         step: Its name, for messages.
@@ -463,9 +477,14 @@ def find_plan(
         if drawn and isinstance(way, str):
             way = _still_way(still, point, pair, way)
         behind = point[0] >= num_calls
+        if not drawn and _is_same(turned.at.get(point), value):
+            continue  # Places of rows, whatever is in them: a microbatch has its own.
+        if point in whole.indices and way is not None:
+            # Rows of layers' values are put into another order: that of the microbatch's.
+            return NOTHING
         if isinstance(way, str):
             # Entries belong to rows in a way that shapes do not tell.
-            if not drawn and not behind:
+            if not drawn and not behind and _in_proportion(pair, value, own):
                 raise _unclear(step, whole.lines[point], value, pair)
             continue
         if not drawn and behind and (way is None or _adds_up(value, own)):
@@ -510,6 +529,17 @@ def by_shape(pair: Pair, value: Tensor, own: Tensor) -> Rows | str | None:
     if len(other) == 1 and value.shape[other[0]] == pair.rows and own.shape[other[0]] == rows:
         return Rows(other[0])
     return "unclear"
+
+
+def _is_same(first: Tensor | None, second: Tensor) -> bool:
+    return first is not None and first.shape == second.shape and not _differ(second, first)
+
+
+def _in_proportion(pair: Pair, value: Tensor, own: Tensor) -> bool:
+    """Whether a value has as many more entries as the batch has more rows."""
+    sizes = zip(value.shape, own.shape, strict=True)
+    rows = pair.rows - pair.first
+    return all(a == b or a * rows == b * pair.rows for a, b in sizes)
 
 
 def _differ(value: Tensor, other: Tensor) -> bool:

@@ -9,6 +9,7 @@ clips or looks, and are reduced then.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -140,6 +141,10 @@ class ManualOptimization:
             perform=self._perform,
         )
         way = model.number_of(layout)
+        drawn = engine.deal_segments(
+            batch, microbatches, loaders, batch_idx=batch_idx, step=step, way=way,
+            check=partial(model.compare_losses, layout),
+        )  # fmt: skip
         logs: list[LogCall] = []
         try:
             while (wanted := model.advance()) is not None:
@@ -163,6 +168,8 @@ class ManualOptimization:
                     self._after_backward(result.loss)
         finally:
             ended = model.close()
+        if drawn is not None:
+            drawn.put_back()
         shares = [microbatch.share for microbatch in microbatches]
         last = self._share(ended, shares, layout.result_stage, count_rows(batch, loaders))
         return PassResult(last.loss, [*logs, *last.logs], [], rows=last.rows)

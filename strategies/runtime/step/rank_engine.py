@@ -21,9 +21,10 @@ from strategies.heartbeat import Heartbeat, Phase
 from strategies.ir.placement import Placement
 from strategies.models.collectives import LocalGroup, default_group
 from strategies.models.logs import LogEntry, join_replicas, start_packing, unpack_logs
+from strategies.models.replay.whole_values import Step
 from strategies.models.selective.policy import Selection
 from strategies.models.stage_model import LogCall, Mode, StageModel
-from strategies.models.state import Fetch, kept_generators
+from strategies.models.state import Fetch, Generators, kept_generators
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.plan import Options, Plan, num_buckets
 from strategies.planner.cut import balance, by_counts
@@ -423,6 +424,29 @@ class Engine:
         if self._parts.watch is not None:
             self._parts.watch.begin()
 
+    def deal_segments(
+        self,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        loaders: TreeSpec | None,
+        *,
+        batch_idx: int,
+        step: int,
+        way: int,
+        check: Callable[[Step, Any, Sequence[Any], Sequence[int]], None],
+    ) -> Generators | None:
+        """What all passes of a batch have in common of its rows; as ``WholeDraws.deal``.
+
+        ``check`` looks at a way through the step when it is taken for the first time.
+        """
+        options = PassOptions(batch_idx, "train", 1.0, None, None, None)
+        self._draws.look(batch, microbatches, options, loaders, way=way, then=check)
+        self.whole.state.begin()
+        return self._draws.deal(
+            batch, microbatches, options, loaders,
+            seed=self.seed_of(step), state=self.whole.state, way=way,
+        )  # fmt: skip
+
     def segment_pass(
         self,
         batch: Any,
@@ -520,7 +544,8 @@ class Engine:
         if train and not self._compared and self.coordinates.world_size > 1:
             self._compared = True
             self._compare_shapes(microbatches)
-        self._draws.look(batch, microbatches, options, loaders)
+        if not options.part:
+            self._draws.look(batch, microbatches, options, loaders)
         if self.plan.loss_over == "batch":
             self._compare_rows(batch, microbatches, options, loaders)
         if not train or not backward:
@@ -556,9 +581,12 @@ class Engine:
             if not self._runs_ahead:
                 shares.pop()()
 
-        drawn = self._draws.deal(
-            batch, microbatches, options, loaders, seed=self.seed_of(step), state=self.whole.state
-        )
+        drawn = None
+        if not options.part:
+            drawn = self._draws.deal(
+                batch, microbatches, options, loaders,
+                seed=self.seed_of(step), state=self.whole.state,
+            )  # fmt: skip
         with kept_generators():
             result = self._executor.run(
                 program, microbatches, options, step=step, forwards_done=share_later

@@ -10,7 +10,7 @@ from the run's seed instead.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec
 from strategies.models.collectives import default_group
 from strategies.models.nested import structure
 from strategies.models.replay.whole_values import Dealer, Share, Step, ValuePlan, seed_all
-from strategies.models.state import Generators, kept_generators
+from strategies.models.state import Generators
 from strategies.models.step_state import StepState
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.microbatch import Microbatch, count_rows, pick_rows, share_sizes
@@ -58,13 +58,19 @@ class WholeDraws:
         microbatches: Sequence[Microbatch],
         options: PassOptions,
         loaders: TreeSpec | None,
+        *,
+        way: int | None = None,
+        then: Callable[[Step, Any, Sequence[Any], Sequence[int]], None] | None = None,
     ) -> None:
         """Finds out what there is to deal, before the first batch of a kind.
+
+        A step may have several ``way``s; ``then`` is called with two parts of the batch that was
+        looked at, and their rows.
 
         Raises:
             ModelError: The step mixes rows in a way that cannot be followed.
         """
-        dealer, step = self._dealer, _step(microbatches, options)
+        dealer, step = self._dealer, _step(microbatches, options, way)
         if dealer is None or dealer.plan(step) is not None:
             return
         rows = 0 if loaders is not None else count_rows(batch)
@@ -77,8 +83,16 @@ class WholeDraws:
         whole = pick_rows(batch, order)
         own = pick_rows(batch, order[rows - part :])
         where = (options.batch_idx, options.dataloader_idx)
-        with default_group(self._replicas), kept_generators():
-            dealer.look(step, whole, own, rows=rows, first=rows - part, where=where)
+        before = Generators.now()
+        try:
+            with default_group(self._replicas):
+                turned = pick_rows(batch, [order[row // 2] for row in range(rows)])
+                dealer.look(step, whole, own, turned, rows=rows, first=rows - part, where=where)
+                if then is not None and count > 1:
+                    others = pick_rows(batch, order[: rows - part])
+                    then(step, whole, [others, own], [rows - part, part])
+        finally:
+            before.put_back()
 
     def deal(
         self,
@@ -89,6 +103,7 @@ class WholeDraws:
         *,
         seed: int,
         state: StepState,
+        way: int | None = None,
     ) -> Generators | None:
         """Computes what the pass is going to use; collective over the replica.
 
@@ -98,7 +113,8 @@ class WholeDraws:
         if dealer is None:
             return None
         dealer.clear()
-        step, where = _step(microbatches, options), (options.batch_idx, options.dataloader_idx)
+        step = _step(microbatches, options, way)
+        where = (options.batch_idx, options.dataloader_idx)
         plan = dealer.plan(step)
         if plan is None or plan.is_empty or loaders is not None:
             return None
@@ -140,5 +156,6 @@ class WholeDraws:
         return int(ends[0]) == -int(ends[1])
 
 
-def _step(microbatches: Sequence[Microbatch], options: PassOptions) -> Step:
-    return options.mode, options.dataloader_idx or 0, structure(microbatches[0].data)
+def _step(microbatches: Sequence[Microbatch], options: PassOptions, way: int | None) -> Step:
+    number = (options.dataloader_idx or 0) if way is None else way
+    return options.mode, number, structure(microbatches[0].data)

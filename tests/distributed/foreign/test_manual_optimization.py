@@ -24,6 +24,7 @@ from tests.distributed.foreign.comparison import (
     Net,
     equal_to_stock,
     examples,
+    spread,
     train,
 )
 from tests.distributed.pool import Ranks
@@ -330,11 +331,113 @@ def steps(module: Any, trainer: Any) -> int:
     return int(trainer.global_step)
 
 
+class Noise(Gan):
+    """Lightning's example as it stands: the noise is drawn in the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        z = torch.randn(batch[0].shape[0], WIDTH).type_as(batch[0])
+        super().training_step([z, batch[1]], batch_idx)
+
+
+class NoiseTwice(Gan):
+    """Noise of its own for each half, smoothed labels, and real and fake rows in one batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        images, _ = batch
+        g, d = self.optimizers()
+        loss = nn.functional.binary_cross_entropy
+        truth = torch.ones(len(images), 1).type_as(images)
+        fake = self(torch.randn_like(images))
+        g_loss = loss(self.discriminator(fake), truth)
+        g.zero_grad()
+        self.manual_backward(g_loss)
+        g.step()
+        fake = self(torch.randn_like(images)).detach()
+        answer = self.discriminator(torch.cat([images, fake]))
+        truth = truth - 0.1 * torch.rand_like(truth)
+        d_loss = loss(answer, torch.cat([truth, torch.zeros_like(truth)]))
+        d.zero_grad()
+        self.manual_backward(d_loss)
+        d.step()
+        self.log_dict({"g_loss": g_loss, "d_loss": d_loss})
+
+
+class Advantages(Manual):
+    """As PPO does: what comes with the rows is normalised over the batch."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        gain = x[:, 0]
+        gain = (gain - gain.mean()) / (gain.std() + 1e-8)
+        found = torch.distributions.Categorical(logits=self(x)).log_prob(y)
+        return -(found * gain).mean()
+
+
+class Flipped(Manual):
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x - 0.2 * x.flip(0)), y)
+
+
+class Normalised(Manual):
+    """The same of what a layer gives, which no microbatch can do."""
+
+    def loss(self, batch: Any) -> Tensor:
+        z = self(batch[0])
+        return nn.functional.cross_entropy((z - z.mean(0)) / (z.std(0) + 1e-6), batch[1])
+
+
+class Contrastive(Manual):
+    def loss(self, batch: Any) -> Tensor:
+        z = nn.functional.normalize(self(batch[0]))
+        alike = z @ z.T
+        return (torch.logsumexp(alike, 1) - alike.diagonal()).mean()
+
+
+class MixedInside(Manual):
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.net(batch[0])
+        return nn.functional.cross_entropy(self.head(hidden + hidden.flip(0)), batch[1])
+
+
+class Summed(Manual):
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum")
+
+
+@spread([Noise, NoiseTwice, Advantages, Flipped])
+def test_what_a_step_makes_of_its_batch_is_of_all_rows(
+    case: Any, layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    if case in (Advantages, Flipped):
+        layout = layout.removesuffix("-dp2")  # Rows are mixed among those of a replica.
+    equal_to_stock(ranks, case, layout)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (Normalised, "is no mean over rows"),
+        (Contrastive, "is no mean over rows"),
+        (Summed, "is no mean over rows"),
+        (MixedInside, "mixes rows of the batch between its layers"),
+    ],
+)
+def test_losses_that_microbatches_cannot_share_are_refused_before_the_first_step(
+    case: Any, words: str, ranks: Callable[[int], Ranks]
+) -> None:
+    expected = f"(?s)rank 0.*{words}.*num_microbatches=1.*rank 1.*{words}"
+    with pytest.raises(AssertionError, match=expected):
+        ranks(2).run(train, case=f"{__name__}:{case.__name__}", strategy={"pp": 2})
+
+
 class Drawing(Gan):
     """Random numbers in the step and in its layers."""
 
     def __init__(self) -> None:
         super().__init__()
+        random.seed(0)
+        np.random.seed(0)
         self.generator.insert(2, nn.Dropout(0.3))
         self.generator.insert(3, nn.BatchNorm1d(WIDTH))  # called in both halves of the step
         self.discriminator.insert(2, nn.Dropout(0.3))

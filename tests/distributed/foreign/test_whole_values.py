@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import MeanMetric
 
-from tests.distributed.foreign.comparison import CLASSES, WIDTH, Net, equal_to_stock, spread
+from tests.distributed.foreign.comparison import (
+    CLASSES,
+    WIDTH,
+    Net,
+    equal_to_stock,
+    spread,
+    train,
+)
 from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -146,6 +153,37 @@ class Views(Net):
         return functional.mse_loss(first, second) + functional.cross_entropy(first, batch[1])
 
 
+class Sorted(Net):
+    """Rows in another order on their way through the layers, and back."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        order = x[:, 0].argsort()
+        hidden = self.net(x[order])[order.argsort()]
+        return functional.cross_entropy(self.head(hidden), y)
+
+
+class Places(Net):
+    """Numbers of rows, by which a step takes one entry of each."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        z = self(x + torch.randn_like(x))
+        return -z.log_softmax(1)[torch.arange(len(x)), y].mean()
+
+
+class Hidden(Net):
+    """Rows mixed by chance between layers, and their labels alike: those of a microbatch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        order = torch.randperm(len(x))
+        hidden = self.net(x)
+        z = self.head(0.5 * hidden + 0.5 * hidden[order])
+        self.log("pairs", (y[order] == y[order]).float().mean())
+        return functional.cross_entropy(z, y) + functional.cross_entropy(z, y[order])
+
+
 class Advantages(Net):
     """What comes with the rows is normalised over the batch."""
 
@@ -200,7 +238,7 @@ def advantages() -> pl.LightningModule:
     return Advantages()
 
 
-@spread([vae, diffusion, distribution, in_place, Kept, Views])
+@spread([vae, diffusion, distribution, in_place, Kept, Views, Sorted, Places])
 def test_noise_is_drawn_for_all_rows_at_once(
     ranks: Callable[[int], Ranks], case: Callable[[], pl.LightningModule], layout: str
 ) -> None:
@@ -215,3 +253,10 @@ def test_rows_that_are_mixed_before_the_network_are_those_of_the_whole_batch(
     ranks: Callable[[int], Ranks], case: Callable[[], pl.LightningModule], layout: str
 ) -> None:
     equal_to_stock(ranks, case, layout)
+
+
+def test_what_permutes_values_of_layers_permutes_those_of_a_microbatch(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    for fitted in ranks(2).run(train, case=f"{__name__}:Hidden", strategy={"pp": 2}):
+        assert fitted.metrics["pairs"] == 1.0
