@@ -29,6 +29,8 @@ from launcher.compose.search import asks_for_trials, check_search, find_space, r
 from launcher.compose.session import CONFIG_NAME, compose_checked, hydra_session, search_path
 from launcher.compose.user_files import check_user_files
 from launcher.config import LaunchConfig, Mode
+from launcher.config.check_code import own_code
+from launcher.config.decode import brings_own
 from launcher.processes import torchrun
 from launcher.processes.guardian import fork_under_guard
 from launcher.report.result import REPORT
@@ -159,6 +161,7 @@ def _main(flags: Flags) -> int:
             found = importlib.import_module(_FOLDERLESS[config.mode]).run(config)
             assert isinstance(found, int)
             return found
+        _check_code([each for each, _ in checked])
         kind = "sweep" if flags.multirun else "run"
         unique = not any(word.startswith(f"hydra.{kind}.dir=") for word in words)
         os.umask(config.output.umask)
@@ -173,6 +176,13 @@ def _main(flags: Flags) -> int:
                 return run_sweep(hydra, words, folder, command, jobs=jobs, config=config)
             space = find_space(parse_overrides(flags.overrides, groups, hydra.config_loader))
             return run_search(hydra, space, folder, command, config=config, extra=extra)
+
+
+def _check_code(configs: list[LaunchConfig]) -> None:
+    """Code that a request names is there, and takes its arguments; nothing has been made yet."""
+    groups = ((group, getattr(each, group).name) for each in configs for group in ("model", "data"))
+    if any(map(own_code, configs)) or any(brings_own(*chosen) for chosen in groups):
+        importlib.import_module("launcher.commands.code_check").check_own_code(configs)
 
 
 def _check_sweep(config: LaunchConfig, flags: Flags) -> None:

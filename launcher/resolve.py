@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.config import LaunchConfig
-from launcher.config.decode import installed_names
+from launcher.config.decode import brings_own
 from launcher.config.derived import asked_schedule, transformer_shape, uniform_costs
 from launcher.config.pipeline import recompute_policy
 from launcher.processes.nodes import asked_world
@@ -54,7 +54,7 @@ ELEMENT_BYTES = {
     # Summed and updated in 32 bits.
     "bf16-true": ElementSizes(weight=2, activation=2, main=4),
 }
-MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1}
+MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1, "class": 2}  # of a class as of most
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class Run:
         options: What the ranks get beside it.
         costs: What the simulator assumes.
         num_parameters: Of the whole model; None for one that only the ranks know.
-        own_model: Whether only the ranks know the model (an installed package's, or an
-            architecture of transformers without known sizes): it is cut there, and predicted with
-            uniform costs.
+        own_model: Whether only the ranks know the model (``model=class``, an installed package's,
+            or an architecture of transformers without known sizes): it is cut there, and predicted
+            with uniform costs.
         own_data: Whether the data module does.
         traced: The figures of such a model, where it is planned with them.
     """
@@ -133,7 +133,7 @@ def resolve(
             "trainer.precision=16-mixed needs a GPU: on a CPU Lightning would run bf16-mixed in "
             "its place. Try trainer.precision=bf16-mixed."
         )
-    dp = _replicas(config)
+    dp = num_replicas(config)
     asked = asked_schedule(config, dp, file)
     if config.compile and config.mode in ("train", "validate"):
         schedule, wanted = asked.schedule, config.schedule.split_backward
@@ -141,7 +141,7 @@ def resolve(
     recompute = recompute_policy(config.recompute)
     shape = model_shape(config)
     sized: PlannedShape = traced or shape
-    own_model = config.model.name in installed_names("model") or (
+    own_model = brings_own("model", config.model.name) or (
         isinstance(shape, HfShape) and shape.sizes is None
     )
     uniform = config.mode == "simulate" and config.costs.name == "uniform"
@@ -193,7 +193,7 @@ def resolve(
         costs=costs,
         num_parameters=None if own_model and traced is None else sized.num_parameters,
         own_model=own_model,
-        own_data=config.data.name in installed_names("data"),
+        own_data=brings_own("data", config.data.name),
         traced=traced,
     )
 
@@ -217,7 +217,7 @@ def model_shape(config: LaunchConfig) -> ModelShape:
     vocab = model.vocab
     texts = config.data.name in ("stdlib", "text")
     if vocab is None and config.data.tokenizer is None and config.data.name != "tokens":
-        if not texts and config.model.name not in installed_names("model"):
+        if not texts and not brings_own("model", config.model.name):
             raise PlanError(
                 f"data={config.data.name} does not say how many token ids it has. "
                 "Try model.vocab=50257."
@@ -256,7 +256,7 @@ def uses_gpu(config: LaunchConfig) -> bool:
     return wanted == "gpu" or (wanted == "auto" and num_gpus() > 0)
 
 
-def _replicas(config: LaunchConfig) -> int:
+def num_replicas(config: LaunchConfig) -> int:
     if config.dp != "auto":
         return int(config.dp)
     return max(1, num_places(config) // (config.pp * config.tp))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from launcher.commands.code_check import with_checkpoints_code
 from launcher.commands.ranks import (
     check_before_start,
     check_world,
@@ -37,6 +38,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     checkpoint = find_checkpoint(
         resolved, config.checkpoint, run_dir, optional=has_weights(resolved)
     )
+    resolved = with_checkpoints_code(resolved, checkpoint)
     check_before_start(resolved, checkpoint)
     say(f"checkpoint: {checkpoint or f'none, the weights in {config.model.path}'}")
     return finish(resolved, run_dir, _outcome(resolved, run_dir, checkpoint))

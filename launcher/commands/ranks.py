@@ -363,15 +363,20 @@ def _world(run: Run) -> int:
     return 1 if run.config.mode in ("generate", "export") else run.world_size
 
 
-def _server(run: Run, environment: Mapping[str, str]) -> RankServer | None:
-    """What forks the ranks of a run; None where each is started by itself."""
-    start = run.config.cluster.start
+def fork_server(config: LaunchConfig, environment: Mapping[str, str]) -> RankServer | None:
+    """What forks the ranks of a run on this machine; None where each is started by itself."""
+    start = config.cluster.start
     if start == "auto":
-        start = "fork" if sys.platform == "linux" and not uses_gpu(run.config) else "fresh"
-    if start == "fresh":
+        start = "fork" if sys.platform == "linux" and not uses_gpu(config) else "fresh"
+    if start == "fresh" or config.cluster.name == "torchrun":
         return None
-    server = rank_server(environment)
-    server.load(_imports(run))
+    return rank_server(environment)
+
+
+def _server(run: Run, environment: Mapping[str, str]) -> RankServer | None:
+    server = fork_server(run.config, environment)
+    if server is not None:
+        server.load(_imports(run))
     return server
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from launcher.checkpoints import check_run_folder
+from launcher.commands.code_check import with_checkpoints_code
 from launcher.commands.ranks import check_before_start, find_checkpoint, has_weights
 from launcher.config import LaunchConfig
 from launcher.config.running import ClusterConfig
@@ -69,6 +70,7 @@ def _prepared(
     asked = config.trainer.resume if trains else config.checkpoint
     optional = trains or has_weights(resolved)
     checkpoint = find_checkpoint(resolved, asked, run_dir, optional=optional)
+    resolved = with_checkpoints_code(resolved, checkpoint)
     check_before_start(resolved, checkpoint)
     if trains:
         check_run_folder(run_dir, checkpoint)

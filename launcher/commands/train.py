@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.checkpoints import check_run_folder
+from launcher.commands.code_check import with_checkpoints_code
 from launcher.commands.ranks import (
     begin_imports,
     check_before_start,
@@ -16,6 +17,7 @@ from launcher.commands.ranks import (
     run_ranks,
 )
 from launcher.config import LaunchConfig
+from launcher.config.check_code import model_label
 from launcher.planning.plan_auto import planned
 from launcher.planning.profile_check import writable, write_refined
 from launcher.processes.progress import ProgressView
@@ -43,6 +45,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     check_world(config)
     resolved = resolve(config)
     checkpoint = find_checkpoint(resolved, config.trainer.resume, run_dir, optional=True)
+    resolved = with_checkpoints_code(resolved, checkpoint)
     check_before_start(resolved, checkpoint)
     check_run_folder(run_dir, checkpoint)
     if config.costs.refine is not None:
@@ -107,7 +110,7 @@ def finish(
 
 def _announce(run: Run, checkpoint: Path | None, run_dir: Path) -> None:
     config = run.config
-    known = config.model.name
+    known = model_label(config)
     if run.num_parameters is not None:
         layers = "|".join(f"{count:g}" for count in run.layers_per_stage)
         known += f": {run.num_parameters:,} parameters, layers per stage {layers}"

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from launcher.commands.code_check import with_checkpoints_code
 from launcher.commands.ranks import check_before_start, check_world, find_checkpoint
 from launcher.commands.submit import on_nodes
 from launcher.config import LaunchConfig
@@ -28,6 +29,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     check_world(config)
     resolved = resolve(on_nodes(config) if config.cluster.name == "slurm" else config)
     checkpoint = find_checkpoint(resolved, config.trainer.resume, run_dir, optional=True)
+    resolved = with_checkpoints_code(resolved, checkpoint)
     check_before_start(resolved, checkpoint)
     if isinstance(resolved.shape, HfShape):
         check_buildable(resolved)

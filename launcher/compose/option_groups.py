@@ -21,6 +21,7 @@ from launcher.config.launch import LaunchConfig
 from strategies.errors import PlanError
 
 _NOT_GROUPS = ("hydra",)
+_OWN_ONLY = ("callbacks",)  # without an option of ours
 
 
 @cache
@@ -58,7 +59,11 @@ class Groups:
         near = nearest(option, options)
         hint = did_you_mean(f"{group}={name}" for name in near)
         listed = ", ".join(options)
-        extra = " To only name a run: experiment_name=NAME." if group == "experiment" else ""
+        extra = {
+            "experiment": " To only name a run: experiment_name=NAME.",
+            "callbacks": f" Try callbacks.{shorten(option, 20)}.path=lightning.pytorch.callbacks:"
+            "EarlyStopping, or a file DIR/callbacks/NAME.yaml with --config-dir DIR.",
+        }.get(group, "")
         raise PlanError(
             f"{group}={shorten(option)} does not exist.{hint} "
             f"Options of {group}: {listed or 'none'}.{extra}"
@@ -72,6 +77,7 @@ def find_groups(config_dir: Path | None) -> Groups:
         for folder in sorted(conf_dir().iterdir())
         if folder.is_dir() and folder.name not in _NOT_GROUPS
     }
+    built_in |= {group: () for group in _OWN_ONLY}
     installed = {group: installed_names(group) for group in ENTRY_POINTS}
     if config_dir is None:
         return Groups(built_in, {}, installed)

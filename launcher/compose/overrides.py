@@ -8,7 +8,7 @@ before the first one starts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
@@ -17,8 +17,8 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from launcher.compose.option_groups import Groups
-from launcher.config.decode import did_you_mean, nearest, unknown_key
-from launcher.config.key import describe, keys_of, nodes_of, shorten, spell
+from launcher.config.decode import CLASS, did_you_mean, nearest, unknown_key
+from launcher.config.key import describe, is_free, keys_of, nodes_of, shorten, spell
 from launcher.config.launch import LaunchConfig
 from launcher.secrets import refuse_secret
 from strategies.errors import PlanError
@@ -28,6 +28,14 @@ MAX_JOBS = 1_000
 
 # Hydra's own configuration can name classes to instantiate (logging, launchers): only these.
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
+
+# Groups of which several options go together: ``tracking=[csv,wandb]``.
+SEVERAL = ("tracking", "callbacks")
+NO_TARGET = (
+    "_target_ would run code from any configuration, which is not supported. Name a class of your "
+    "own as model=class model.path=my_pkg.nets:LitNet model.args.width=64 (data=class, "
+    "optimizer=class, schedule.path= and callbacks.NAME.path= take theirs alike)."
+)
 
 
 def parse_overrides(
@@ -44,8 +52,9 @@ def parse_overrides(
         except (HydraException, RecursionError, ValueError) as error:
             raise _unreadable(word) from error
     seen: set[str] = set()
+    own = {override.key_or_group for override in parsed if _is_own(override, groups)}
     for override in parsed:
-        _check_key(override, groups)
+        _check_key(override, groups, own)
         name = override.key_or_group
         if name in seen and name in groups.built_in:
             raise PlanError(f"{name}= is given twice. Keep one, or try -m {name}=A,B for a sweep.")
@@ -88,7 +97,9 @@ def require_single(overrides: Iterable[Override]) -> None:
             kinds = {entry.path: describe(entry.hint) for entry in keys_of(LaunchConfig)}
             kind = kinds.get(name, "")
             other = ""
-            if "list" in kind:
+            if name in SEVERAL:
+                other = f", or {name}=[{shorten(value)}] for all of them in one run"
+            elif "list" in kind:
                 other = f", or {name}=[{shorten(value)}] for a list"
             elif "text" in kind:
                 other = f", or \"{name}='{shorten(value)}'\" for a text with commas"
@@ -121,10 +132,7 @@ def _check_word(word: str) -> None:
             f"{shorten(name)}: {len(word)} characters; at most {MAX_CHARACTERS} are read."
         )
     if "_target_" in word:
-        raise PlanError(
-            f"{shorten(name)}: _target_ would run code from a configuration, which is not "
-            "supported. Give the name of a registered model, data module or schedule."
-        )
+        raise PlanError(f"{shorten(name)}: {NO_TARGET}")
     if not name or (not separator and not word.startswith("~")):
         keys = [entry.path for entry in keys_of(LaunchConfig)]
         hint = did_you_mean(f"{path}=..." for path in nearest(word, keys, limit=1))
@@ -133,7 +141,15 @@ def _check_word(word: str) -> None:
         raise PlanError(f"{shorten(word)}: expected key=value.{hint}")
 
 
-def _check_key(override: Override, groups: Groups) -> None:
+def _is_own(override: Override, groups: Groups) -> bool:
+    """Whether it chooses a class of the user's own, or of a package, for model, data, optimizer."""
+    name = override.key_or_group
+    if name not in ("model", "data", "optimizer"):
+        return False
+    return bool({CLASS, *groups.installed.get(name, ())} & set(_option_names(override)))
+
+
+def _check_key(override: Override, groups: Groups, own: Collection[str]) -> None:
     name = override.key_or_group
     line = override.input_line or name
     value = line.partition("=")[2]
@@ -155,8 +171,10 @@ def _check_key(override: Override, groups: Groups) -> None:
             groups.require(name, option)
         return
     known = {entry.path for entry in keys_of(LaunchConfig)} | set(nodes_of(LaunchConfig))
+    if is_free(name, LaunchConfig):
+        return
     if name not in known:
-        raise _unknown(name, value, groups)
+        raise _unknown(name, value, groups, own)
     if override.is_add():
         raise PlanError(f"{shorten(line)}: {name} is there already. Try {name}={shorten(value)}.")
     given: object = None if override.is_sweep_override() else override.value()
@@ -189,10 +207,13 @@ def _option_names(override: Override) -> list[str]:
         if not override.is_discrete_sweep():
             line = override.input_line
             raise PlanError(f"{shorten(line)}: {name} takes option names. Try -m {name}=A,B.")
-        return list(itertools.islice(override.sweep_string_iterator(), MAX_JOBS))
+        values = itertools.islice(override.sweep_string_iterator(), MAX_JOBS)
+        return [option for value in values for option in listed_options(name, value)]
     value: Any = override.value()
-    if value is None and name == "experiment":
+    if value is None and name in ("experiment", "callbacks"):
         return []
+    if isinstance(value, list) and name in SEVERAL and value:
+        return [spell(option) for option in value]
     if isinstance(value, list | dict) or value is None:
         raise PlanError(
             f"{name}={shorten(value)}: {name} takes the name of one option. "
@@ -201,7 +222,26 @@ def _option_names(override: Override) -> list[str]:
     return [spell(value)]
 
 
-def _unknown(name: str, value: str, groups: Groups) -> PlanError:
+def listed_options(group: str, value: str) -> list[str]:
+    """The options that ``tracking=[csv,wandb]`` names, or the only one."""
+    if group in SEVERAL and value.startswith("[") and value.endswith("]"):
+        return [option.strip().strip("'\"") for option in value[1:-1].split(",")]
+    return [value]
+
+
+def _unknown(name: str, value: str, groups: Groups, own: Collection[str]) -> PlanError:
+    group, _, rest = name.partition(".")
+    if rest and group in own:
+        prefix = f"{group}."
+        keys = [entry.path for entry in keys_of(LaunchConfig) if entry.path.startswith(prefix)]
+        close = nearest(rest, [key.removeprefix(prefix) for key in keys], limit=1)
+        hint = f"Try {group}.args.{rest}={shorten(value)}."
+        if close:
+            hint = f"Did you mean {group}.{close[0]}?"
+        return PlanError(
+            f"{shorten(name)} is not a key. {hint} Arguments of a class of yours go under "
+            f"{group}.args."
+        )
     near = nearest(name, groups.built_in, limit=1)
     if near and "." not in name:
         option = (*nearest(value, groups.options(near[0]), limit=1), shorten(value))[0]

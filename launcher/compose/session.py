@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -15,12 +15,15 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from launcher.compose.option_groups import conf_dir
-from launcher.compose.overrides import quote
+from launcher.compose.overrides import listed_options, quote
 from launcher.config import LaunchConfig, check, dump, from_dict
 from launcher.config.decode import ENTRY_POINTS, installed_names
+from launcher.config.key import free_keys
 from launcher.config.pipeline import HardwareConfig
+from launcher.config.running import TrackerName
 from launcher.secrets import refuse_secret
 from strategies.errors import PipelineError, PlanError
+from strategies.schedules.custom import NAME as CUSTOM
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
@@ -41,7 +44,10 @@ def hydra_session() -> Iterator[Hydra]:
     # A hardware file that names peaks per precision has no other unless it says so; for one without
     # any peak, to_config() has the declaration's.
     defaults["hardware"]["peak_flops"] = None
-    ConfigStore.instance().store(name="schema", node=defaults, provider="foldpipe")
+    schema = OmegaConf.create(defaults)
+    for path in free_keys(LaunchConfig):
+        OmegaConf.set_struct(OmegaConf.select(schema, path), False)  # any name goes there
+    ConfigStore.instance().store(name="schema", node=schema, provider="foldpipe")
     for group in ENTRY_POINTS:
         # What other distributions offer is chosen by name, as our own options are.
         for name in installed_names(group):
@@ -97,11 +103,54 @@ def to_config(composed: DictConfig, hydra: DictConfig | HydraConf) -> LaunchConf
     if values.get("experiment_name", "") is None:
         values["experiment_name"] = hydra.runtime.choices.get("experiment") or "default"
     _refuse_secrets(values, "")
+    _several_trackers(values, hydra)
+    _own_schedule(values, hydra)
     hardware = values.get("hardware")
     if isinstance(hardware, dict) and all(hardware.get(name) is None for name in _PEAKS):
         hardware.pop("peak_flops", None)
     config = from_dict(values)
     return replace(config, hardware=_one_peak(config.hardware, hydra))
+
+
+def _several_trackers(values: dict[str, Any], hydra: DictConfig | HydraConf) -> None:
+    """Of ``tracking=[mine,wandb]`` Hydra keeps the last name only."""
+    typed = _typed("tracking", hydra)
+    options = listed_options("tracking", typed or "")
+    if len(options) < 2 or _typed("tracking.name", hydra) is not None:
+        return
+    kept = [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath=")]
+    known = get_args(TrackerName)
+    names = [
+        option
+        if option in known
+        else compose(CONFIG_NAME, overrides=[*kept, f"tracking={option}"]).tracking.name
+        for option in options
+    ]
+    values["tracking"]["name"] = names
+
+
+def _own_schedule(values: dict[str, Any], hydra: DictConfig | HydraConf) -> None:
+    """An order by its path has that as its name."""
+    schedule = values.get("schedule")
+    path = schedule.get("path") if isinstance(schedule, dict) else None
+    if not isinstance(schedule, dict) or not isinstance(path, str):
+        return
+    default, chosen = LaunchConfig().schedule.name, schedule["name"]
+    if chosen not in (CUSTOM, path) and (chosen != default or _typed("schedule", hydra)):
+        raise PlanError(
+            f"schedule.path={path} is an order of your own, and schedule={chosen} another one. "
+            f"Try schedule={CUSTOM} schedule.path={path}."
+        )
+    schedule["name"] = path
+
+
+def _typed(key: str, hydra: DictConfig | HydraConf) -> str | None:
+    """The value that the command line gives a key; None where it does not."""
+    for word in reversed(hydra.overrides.task):
+        name, _, value = str(word).partition("=")
+        if name.lstrip("+") == key:
+            return value
+    return None
 
 
 _PEAKS = tuple(entry.name for entry in fields(HardwareConfig) if entry.name.startswith("peak_"))

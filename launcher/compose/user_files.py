@@ -15,9 +15,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from launcher.compose.option_groups import Groups
-from launcher.compose.overrides import HYDRA_KEYS
+from launcher.compose.overrides import HYDRA_KEYS, NO_TARGET
 from launcher.config.decode import KeyPlaceError, decode, did_you_mean, nearest
-from launcher.config.key import nodes_of, type_hints
+from launcher.config.key import free_keys, nodes_of, type_hints
 from launcher.config.launch import LaunchConfig
 from launcher.secrets import refuse_secret
 from strategies.errors import PlanError
@@ -57,6 +57,8 @@ def _check_file(file: Path, group: str, groups: Groups) -> list[tuple[str, str]]
                 raise PlanError(
                     f"{file}: {path}: of Hydra's own keys only {', '.join(HYDRA_KEYS)} can be set."
                 )
+    if group in free_keys(LaunchConfig) and not everywhere:
+        values, everywhere = {group: values}, True
     schema = LaunchConfig if everywhere else nodes_of(LaunchConfig)[group]
     prefix = "" if everywhere else f"{group}."
     if everywhere and values.get("experiment_name", "") is None:
@@ -280,8 +282,5 @@ def _scalar(value: str, stack: list[_Open], file: Path, line: int) -> None:
     parent.lines[value] = line
     parent.key = value
     if value == "_target_":
-        raise PlanError(
-            f"{file}:{line}: _target_ would run code from a configuration file, which is not "
-            "supported. Give the name of a registered model, data module or schedule."
-        )
+        raise PlanError(f"{file}:{line}: {NO_TARGET}")
     refuse_secret(value, "", place=f"{file}:{line}")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 
 from launcher.config.check_cluster import check_cluster
-from launcher.config.decode import did_you_mean, installed_names, nearest
+from launcher.config.check_code import check_code
+from launcher.config.decode import CLASS, brings_own, did_you_mean, installed_names, nearest
 from launcher.config.derived import asked_schedule, transformer_shape, uniform_costs
 from launcher.config.key import Key, describe, keys_of, shorten, spell, value_at
 from launcher.config.launch import LaunchConfig
@@ -30,6 +31,7 @@ def check(config: LaunchConfig) -> None:
     for entry in keys_of(LaunchConfig):
         _check_range(entry, value_at(config, entry.path))
     _check_names(config)
+    check_code(config)
     _check_planner(config)
     if not _leaves_open(config):
         _check_schedule(config)
@@ -78,12 +80,17 @@ def _check_sharing(config: LaunchConfig, shape: TransformerShape) -> None:
     # With uniform costs the model plays no part; what a package's model allows, the ranks know, and
     # of a folder's model resolve().
     uniform = config.mode == "simulate" and config.costs.name == "uniform"
-    if not uniform and config.model.name not in ("hf", *installed_names("model")):
+    if not uniform and config.model.name != "hf" and not brings_own("model", config.model.name):
         check_transformer_tp(shape, config.tp, sequence_parallel=config.sequence_parallel)
 
 
 def _check_schedule(config: LaunchConfig) -> None:
     schedule = config.schedule
+    if schedule.path is not None and schedule.file is not None:
+        raise PlanError(
+            f"schedule.path={schedule.path} and schedule.file={schedule.file} both say the order. "
+            "Keep one of them."
+        )
     if schedule.placement is not None and schedule.file is None:
         raise PlanError(
             f"schedule.placement={schedule.placement} says how to read schedule.file, and there is "
@@ -137,15 +144,17 @@ def _check_unused(config: LaunchConfig) -> None:
                     f"costs={config.costs.name}. Try costs=uniform {entry.path}={spell(value)}."
                 )
     _check_profiled(config)
-    if config.optimizer.name == "sgd":
+    if config.optimizer.name == CLASS:
+        pass  # has been checked with its path
+    elif config.optimizer.name == "sgd":
         _refuse_set(config, "optimizer.betas", "optimizer.eps", chosen="optimizer=sgd")
     else:
         _refuse_set(config, "optimizer.momentum", chosen=f"optimizer={config.optimizer.name}")
     if config.data.name == "stdlib":
         _refuse_set(config, "data.path", chosen="data=stdlib", instead=" Try data=text.")
     elif config.data.name not in ("text", "tokens"):
-        if config.data.name not in installed_names("data"):
-            known = ("stdlib", "text", "tokens", *installed_names("data"))
+        if not brings_own("data", config.data.name):
+            known = ("stdlib", "text", "tokens", CLASS, *installed_names("data"))
             hint = did_you_mean(f"data={name}" for name in nearest(config.data.name, known))
             raise PlanError(
                 f"data.name={shorten(config.data.name)} is unknown.{hint} "
@@ -158,9 +167,7 @@ def _check_unused(config: LaunchConfig) -> None:
         )
     if config.data.name == "tokens":
         _refuse_set(config, "data.tokenizer", chosen="data=tokens", instead=" Try data=text.")
-    if config.tracking.name != "wandb" and config.mode != "dashboard":
-        names = ("tracking.entity", "tracking.group", "tracking.tags")
-        _refuse_set(config, *names, chosen=f"tracking={config.tracking.name}")
+    _check_tracking(config)
     if config.checkpoint != "auto" and config.mode in ("train", "simulate", "validate", "profile"):
         raise PlanError(
             f"checkpoint={shorten(config.checkpoint)} is read by mode=eval, predict, generate and "
@@ -170,6 +177,18 @@ def _check_unused(config: LaunchConfig) -> None:
     if config.mode != "export":
         unused = ("export.path", "export.format")
         _refuse_set(config, *unused, chosen=f"mode={config.mode}", instead=" Try mode=export.")
+
+
+def _check_tracking(config: LaunchConfig) -> None:
+    names, chosen = config.tracking.names, f"tracking={spell(config.tracking.name)}"
+    twice = [name for name in names if names.count(name) > 1]
+    if twice or not names or ("none" in names and len(names) > 1):
+        kept = ",".join(dict.fromkeys(name for name in names if name != "none")) or "csv"
+        raise PlanError(
+            f"{chosen}: each tracker stands once, and none beside no other. Try tracking=[{kept}]."
+        )
+    if "wandb" not in names and config.mode != "dashboard":
+        _refuse_set(config, "tracking.entity", "tracking.group", "tracking.tags", chosen=chosen)
 
 
 def _check_profiled(config: LaunchConfig) -> None:
@@ -300,12 +319,14 @@ def _refuse_set(config: LaunchConfig, *paths: str, chosen: str, instead: str = "
 # Which ``model.*`` keys go with which kind of model; the others would be ignored.
 
 HUGGING_FACE = "hf"
-_BOTH = ("name", "sequence")
+_BOTH = ("name", "sequence", "args")
 _HUGGING_FACE_ONLY = ("path", "pretrained", "layers_path")
 
 
 def _check_model_keys(model: ModelConfig) -> None:
     folder = model.name == HUGGING_FACE
+    if model.name == CLASS:
+        return  # has been checked with its path
     for entry in keys_of(ModelConfig, "model."):
         name = entry.path.removeprefix("model.")
         value = getattr(model, name)
@@ -317,9 +338,10 @@ def _check_model_keys(model: ModelConfig) -> None:
                 f"{given} has no meaning with model=hf, whose sizes are those of config.json in "
                 f"model.path. Try without {entry.path}."
             )
+        other = CLASS if name == "path" and ":" in str(value) else HUGGING_FACE
         raise PlanError(
-            f"{given} belongs to model=hf, but model={shorten(model.name)}. "
-            f"Try model=hf {entry.path}={spell(value)}."
+            f"{given} belongs to model={other}, but model={shorten(model.name)}. "
+            f"Try model={other} {entry.path}={spell(value)}."
         )
 
 

@@ -17,7 +17,16 @@ from importlib.metadata import entry_points
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from launcher.config.key import describe, keys_of, nodes_of, shorten, spell, type_hints
+from launcher.config.key import (
+    Args,
+    describe,
+    is_free,
+    keys_of,
+    nodes_of,
+    shorten,
+    spell,
+    type_hints,
+)
 from launcher.config.launch import LaunchConfig
 from strategies.errors import PlanError
 
@@ -97,6 +106,7 @@ def _typed_value(value: object, hint: object, path: str, example: object) -> obj
 
 
 def unknown_key(path: str, *, nested: bool = False) -> KeyPlaceError:
+    assert not is_free(path, LaunchConfig)
     known = [entry.path for entry in keys_of(LaunchConfig)]
     candidates = [*known, *nodes_of(LaunchConfig), "experiment"]
     if nested:
@@ -119,6 +129,8 @@ def _convert(value: object, hint: object) -> object:
         return value if isinstance(value, str) and value in get_args(hint) else _MISMATCH
     if origin is tuple:
         return _convert_list(value, get_args(hint))
+    if hint is Args:
+        return Args(value) if isinstance(value, Mapping) and _is_plain(value) else _MISMATCH
     if hint is NoneType:
         return None if value is None else _MISMATCH
     if hint is bool:
@@ -157,6 +169,15 @@ def _convert_list(value: object, arguments: tuple[Any, ...]) -> object:
     return _MISMATCH if any(item is _MISMATCH for item in typed) else typed
 
 
+def _is_plain(value: object) -> bool:
+    """Whether JSON can say it."""
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) and _is_plain(child) for name, child in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float)
+
+
 def _words(hint: object) -> tuple[Any, ...]:
     if get_origin(hint) is Literal:
         return get_args(hint)
@@ -170,7 +191,7 @@ def _plain(value: object) -> object:
         return {entry.name: _plain(getattr(value, entry.name)) for entry in fields(value)}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    return value
+    return value.plain() if isinstance(value, Args) else value
 
 
 # What somebody probably meant: the nearest valid keys and values.
@@ -249,7 +270,8 @@ _MEANT = {
     "output_dir save_dir log_dir run_dir": "hydra.run.dir=FOLDER",
     "workers": "data.num_workers=2",
     "torch_compile": "compile=true",
-    "callbacks callback": "a script of your own: PipelineStrategy takes any Trainer's callbacks",
+    "callbacks callback": "callbacks.stop.path=lightning.pytorch.callbacks:EarlyStopping "
+        "callbacks.stop.args.monitor=val_loss",
 }  # fmt: skip
 _MEANT_VALUES = {
     # Lightning's own short names, and what others call the same.
@@ -292,6 +314,15 @@ ENTRY_POINTS = {
     "data": "foldpipe.data",
     "schedule": "foldpipe.schedules",
 }
+
+
+# ``model=class`` and the like: code of the user's own, by the path that he types.
+CLASS = "class"
+
+
+def brings_own(option: str, name: str) -> bool:
+    """Whether what ``model=`` or ``data=`` names is code of the user's own, or of a package."""
+    return name == CLASS or name in installed_names(option)
 
 
 def installed_names(option: str) -> tuple[str, ...]:

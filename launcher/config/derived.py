@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 from launcher.config.launch import LaunchConfig
 from launcher.config.workload import ModelConfig
+from launcher.workloads.own_code import load_schedule
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
@@ -56,6 +57,8 @@ def asked_schedule(config: LaunchConfig, dp: int | None, file: ScheduleFile | No
     asked = config.schedule
     if file is None and asked.file is not None:
         file = read_schedule_file(asked.file, placement=asked.placement)
+    if asked.path is not None:
+        load_schedule(asked.path)
     schedule = find_schedule(asked.name, file=file, pp=config.pp)
     fixed = schedule.num_microbatches
     if dp is None and config.data.global_batch_size is not None:

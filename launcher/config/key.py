@@ -7,7 +7,8 @@ configuration without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -43,6 +44,41 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+class Args(Mapping[str, Any]):
+    """Values under names of the user's own, nested as they were typed; cannot be changed.
+
+    What JSON has: texts, numbers, true and false, null, lists and mappings.
+    """
+
+    __slots__ = ("_text",)
+
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        self._text = json.dumps(dict(values or {}))
+
+    def plain(self) -> dict[str, Any]:
+        """The values anew, for whoever may change them."""
+        found: dict[str, Any] = json.loads(self._text)
+        return found
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 -- any value's
+        return self.plain()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.plain())
+
+    def __len__(self) -> int:
+        return len(self.plain())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Args) and self.plain() == other.plain()
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.plain(), sort_keys=True))
+
+    def __repr__(self) -> str:
+        return f"Args({self._text})"
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """One leaf of the configuration tree.
@@ -73,6 +109,16 @@ def keys_of(schema: type, prefix: str = "") -> tuple[Key, ...]:
     return _keys_of(schema, prefix)
 
 
+def free_keys(schema: type) -> tuple[str, ...]:
+    """Paths below which every name is allowed."""
+    return tuple(entry.path for entry in keys_of(schema) if entry.hint is Args)
+
+
+def is_free(path: str, schema: type) -> bool:
+    """Whether a path lies below one of ``free_keys``."""
+    return any(path.startswith(f"{free}.") for free in free_keys(schema))
+
+
 def value_at(config: object, path: str) -> Any:  # noqa: ANN401 -- any field's
     for name in path.split("."):
         config = getattr(config, name)
@@ -95,6 +141,8 @@ def describe(hint: object) -> str:
         return " or ".join(str(option) for option in get_args(hint))
     if get_origin(hint) is tuple:
         element, second = get_args(hint)
+        if get_origin(element) is Literal:
+            return f"a list of {describe(element)}"
         noun = {int: "whole numbers", float: "numbers", str: "texts"}[element]
         return f"a list of {noun}" if second is Ellipsis else f"a list of two {noun}"
     words: dict[object, str] = {
@@ -103,6 +151,7 @@ def describe(hint: object) -> str:
         bool: "true or false",
         str: "a text",
         NoneType: "null",
+        Args: "keys of your own",
     }
     return words[hint]
 
@@ -115,7 +164,7 @@ def spell(value: object) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         return "[" + ",".join(spell(item) for item in value) + "]"
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{spell(item)}" for name, item in value.items()) + "}"
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(value))
 

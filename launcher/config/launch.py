@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from launcher.config.key import key
+from launcher.config.key import Args, key
 from launcher.config.pipeline import (
     CostsConfig,
     HardwareConfig,
@@ -40,7 +40,7 @@ Mode = Literal[
 class LaunchConfig:
     """Everything one run is told; equal configurations describe equal runs."""
 
-    mode: Mode = key(  # noqa: RUF009 -- only the alias hides that it is a field
+    mode: Mode = key(
         "train",
         "train; simulate: the timeline without starting anything; plan: the best degrees, cut and "
         "schedule; validate: check and print what would run; profile: measure layers and links; "
@@ -89,6 +89,23 @@ class LaunchConfig:
         "auto",
         "eval, predict, generate, export: a checkpoint's path; auto = newest of this "
         "experiment_name.",
+    )
+    allow_code: bool = key(
+        False,
+        "eval, predict: take model.path and model.args, where they are not given, from the "
+        "checkpoint, which runs the code that it names.",
+    )
+    callbacks: Args = key(
+        Args(),
+        "Lightning callbacks by names of yours: callbacks.stop.path=lightning.pytorch.callbacks:"
+        "EarlyStopping callbacks.stop.args.monitor=val_loss; null leaves one out.",
+        example={"stop": {"path": "lightning.pytorch.callbacks:EarlyStopping"}},
+    )
+    user: Args = key(
+        Args(),
+        "Keys of your own, user.note=first: for ${user.note} in other keys, for a class that asks "
+        "for user, and for the trackers.",
+        example={"note": "first"},
     )
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -50,6 +50,11 @@ class ScheduleConfig:
         "custom: the order as CSV, a line per rank, as in any run's schedule.csv.",
         example="my.csv",
     )
+    path: str | None = key(
+        None,
+        "custom: the order as a function of yours, my_pkg.orders:mine or orders.py:mine.",
+        example="orders.py:mine",
+    )
     placement: Literal["loop", "v", "bidirectional"] | None = key(
         None,
         "custom: which rank the file must have each stage on; null = wherever it has them.",

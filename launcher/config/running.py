@@ -133,12 +133,17 @@ class TrainerConfig:
         return self.gradient_clip_val is not None or self.on_nan != "ignore"
 
 
+TrackerName = Literal["csv", "wandb", "tensorboard", "none"]
+
+
 @dataclass(frozen=True, slots=True)
 class TrackingConfig:
     """``tracking=``: where metrics go besides metrics.csv, which is always written."""
 
-    name: Literal["csv", "wandb", "tensorboard", "none"] = key(
-        "csv", "csv: metrics.csv only; none: not even a logger in Lightning."
+    name: TrackerName | tuple[TrackerName, ...] = key(
+        "csv",
+        "csv: metrics.csv only; none: not even a logger in Lightning; several at once: "
+        "tracking=[wandb,tensorboard].",
     )
     project: str = key("foldpipe", "wandb: project.")
     entity: str | None = key(None, "wandb: team or user; null = your default.", example="my-team")
@@ -147,6 +152,11 @@ class TrackingConfig:
     offline: Literal["auto"] | bool = key(
         "auto", "wandb: write locally only; auto = where no key is set up."
     )
+
+    @property
+    def names(self) -> tuple[TrackerName, ...]:
+        """All trackers, in the order in which they were named."""
+        return self.name if isinstance(self.name, tuple) else (self.name,)
 
 
 @dataclass(frozen=True, slots=True)

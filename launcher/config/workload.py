@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from launcher.config.key import key
+from launcher.config.key import Args, key
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,9 @@ class ModelConfig:
     """``model=``: the shape of a decoder-only transformer."""
 
     name: str = key(
-        "tiny", "Label of a transformer of the sizes below, or a model of an installed package."
+        "tiny",
+        "Label of a transformer of the sizes below; hf; class: a LightningModule of your own; or a "
+        "model of an installed package.",
     )
     layers: int = key(6, "Transformer blocks.", low=1, high=100_000)
     hidden: int = key(128, "Width of the residual stream.", low=1)
@@ -32,7 +34,16 @@ class ModelConfig:
     tie_embeddings: bool = key(False, "Whether input embedding and output head share one weight.")
     dropout: float = key(0.0, "Dropout probability.", low=0, high=0.999)
     path: str | None = key(
-        None, "hf: folder with config.json and *.safetensors.", example="/models/my_llama"
+        None,
+        "hf: folder with config.json and *.safetensors; class: where your class is, "
+        "my_pkg.nets:LitNet or nets.py:LitNet.",
+        example="/models/my_llama",
+    )
+    args: Args = key(
+        Args(),
+        "class, and models of packages: arguments of its constructor, model.args.width=64; checked "
+        "against its signature.",
+        example={"width": 64},
     )
     pretrained: bool = key(
         True, "hf: whether the weights are the folder's; false = fresh ones for its config.json."
@@ -51,9 +62,19 @@ class DataConfig:
     name: str = key(
         "stdlib",
         "stdlib: the Python standard library's sources; text: a text file or folder; tokens: a "
-        "flat file of token ids; or a data module of an installed package.",
+        "flat file of token ids; class: a LightningDataModule of your own; or a data module of an "
+        "installed package.",
     )
-    path: str | None = key(None, "File or folder for text and tokens.", example="/data/corpus.txt")
+    path: str | None = key(
+        None,
+        "File or folder for text and tokens; class: where your class is, my_pkg.data:Images.",
+        example="/data/corpus.txt",
+    )
+    args: Args = key(
+        Args(),
+        "class, and data of packages: arguments of its constructor, data.args.folder=/data.",
+        example={"folder": "/data"},
+    )
     tokenizer: str | None = key(
         None, "A tokenizer.json for stdlib and text; null = bytes.", example="/data/tokenizer.json"
     )
@@ -77,7 +98,15 @@ class DataConfig:
 class OptimizerConfig:
     """``optimizer=``: update rule and learning rate."""
 
-    name: Literal["adamw", "adam", "sgd"] = key("adamw", "Update rule.")
+    name: Literal["adamw", "adam", "sgd", "class"] = key(
+        "adamw", "Update rule; class: an optimizer of your own or of any library."
+    )
+    path: str | None = key(
+        None, "class: where it is, torch.optim:RAdam.", example="torch.optim:RAdam"
+    )
+    args: Args = key(
+        Args(), "class: arguments of its constructor beside lr.", example={"weight_decay": 0.1}
+    )
     lr: float = key(1e-3, "Peak learning rate.", above=0)
     weight_decay: float = key(0.1, "Weight decay; adamw decouples it from the gradient.", low=0)
     betas: tuple[float, float] | None = key(

@@ -15,18 +15,19 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import EntryPoint, PackageNotFoundError, version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from launcher.config import LaunchConfig, dump
-from launcher.config.decode import installed_names
+from launcher.config.decode import CLASS, brings_own
+from launcher.config.key import value_at
 from launcher.processes.local import user_cache
 from launcher.report.result import write_atomically
 from launcher.resolve import Run, element_sizes, model_shape
 from launcher.terminal import say
 from launcher.workloads.hf.hf_shape import HfShape
 from launcher.workloads.model_share import ModelShape, described
+from launcher.workloads.own_code import source_files
 from launcher.workloads.registry import DATA, MODELS, find
 from launcher.workloads.traced_shape import TracedShape
 from strategies import errors
@@ -64,7 +65,7 @@ def fingerprint(config: LaunchConfig, shape: ModelShape) -> str:
         "seed": config.seed,
         "precision": config.trainer.precision,
         "libraries": {name: _version(name) for name in _LIBRARIES},
-        "files": [list(_files(point)) for point in _points(config)],
+        "files": [list(_files(path)) for path in _sources(config)],
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -74,29 +75,20 @@ def _file(config: LaunchConfig, shape: ModelShape) -> Path:
     return user_cache() / "traces" / f"{fingerprint(config, shape)}.json"
 
 
-def _points(config: LaunchConfig) -> Iterator[EntryPoint]:
-    """Entry points of other packages that a trace would run."""
-    if config.model.name in installed_names("model"):
-        yield find(MODELS, config.model.name)
-    if config.data.name in installed_names("data"):
-        yield find(DATA, config.data.name)
+def _sources(config: LaunchConfig) -> Iterator[str]:
+    """Paths of other packages' and of the user's own code that a trace would run."""
+    for group, registry in (("model", MODELS), ("data", DATA)):
+        chosen = value_at(config, group)
+        if chosen.name == CLASS:
+            yield chosen.path
+        elif brings_own(group, chosen.name):
+            yield find(registry, chosen.name).value
 
 
-def _files(point: EntryPoint) -> Iterator[tuple[str, int, int]]:
-    """Name, size and time of every source file of an entry point's package."""
-    yield point.value, 0, 0
-    try:
-        # The outermost package alone: looking for one inside of it would import it.
-        spec = find_spec(point.module.partition(".")[0])
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        return
-    folders = list(spec.submodule_search_locations or ())
-    files = [Path(spec.origin)] if spec.origin and not folders else []
-    for folder in folders:
-        files += sorted(Path(folder).rglob("*.py"))
-    for file in files[:_MOST_FILES]:
+def _files(path: str) -> Iterator[tuple[str, int, int]]:
+    """Name, size and time of every source file of a path's package."""
+    yield path, 0, 0
+    for file in source_files(path)[:_MOST_FILES]:
         with suppress(OSError):
             facts = file.stat()
             yield str(file), facts.st_size, facts.st_mtime_ns
@@ -119,7 +111,7 @@ _LOG = "trace.log"
 
 def needs_trace(config: LaunchConfig, shape: ModelShape) -> bool:
     """Whether only the ranks know the sizes of a model's units."""
-    own = config.model.name in installed_names("model")
+    own = brings_own("model", config.model.name)
     return own or (isinstance(shape, HfShape) and shape.sizes is None)
 
 
@@ -138,7 +130,7 @@ def traced_shape(config: LaunchConfig, run_dir: Path) -> TracedShape | None:
             "element that it writes. Give it one with torch.utils.flop_counter."
             "register_flop_formula where the model is defined."
         )
-    text = config.data.name not in installed_names("data")
+    text = not brings_own("data", config.data.name)
     return TracedShape(
         trace,
         config.model.name,

@@ -275,7 +275,8 @@ def candidate_words(
         f"dp={layout.dp}",
         f"data.global_batch_size={global_batch_size}",
         f"data.microbatch_size={layout.microbatch_size}",
-        f"schedule={order.schedule}",
+        # An order of the user's own has its path as its name.
+        f"schedule{'.path' if ':' in order.schedule else ''}={order.schedule}",
     ]
     if find_schedule(order.schedule).virtual_stages:
         words.append(f"schedule.stages_per_rank={order.stages_per_rank}")

@@ -20,6 +20,8 @@ from lightning.pytorch.callbacks import Callback
 
 from launcher.checkpoints import check_data
 from launcher.config import dump
+from launcher.config.check_code import named_code
+from launcher.config.decode import brings_own
 from launcher.processes.local import wait_for_outcome, write_outcome
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
 from launcher.processes.task import resolve_task
@@ -31,6 +33,7 @@ from launcher.rank.checkpoint_callbacks import (
     RegularCheckpoints,
     StopWhenAsked,
 )
+from launcher.rank.own_parts import build_own_callbacks, build_own_data, build_own_model
 from launcher.rank.trackers import Tracked, build_loggers
 from launcher.report.predicted import ideal_step_s
 from launcher.resolve import Run, text_source
@@ -40,7 +43,7 @@ from launcher.workloads.hf.counterpart import export_format, export_target
 from launcher.workloads.hf.hf_shape import HfShape
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.model_share import described
-from launcher.workloads.registry import DATA, MODELS, load
+from launcher.workloads.registry import MODELS, load
 from strategies.analysis.timeline import Timeline
 from strategies.runtime.lightning.rank_folder import load_state_dict
 from strategies.runtime.lightning.stock_file import export_file
@@ -104,6 +107,7 @@ def _strategy(run: Run) -> PipelineStrategy:
         heartbeat=own_heartbeat(os.environ),
         metadata={
             "model": described(run.shape) if run.describes_model else config.model.name,
+            **named_code(config),
             "experiment_name": config.experiment_name,
             **({} if run.own_data or config.mode != "train" else _data(run)),
         },
@@ -155,7 +159,9 @@ def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object)
 
 def build_model(run: Run) -> pl.LightningModule:
     """The run's model; the built-in ones without weights, which each rank then makes."""
-    if run.own_model or isinstance(run.shape, HfShape):
+    if brings_own("model", run.config.model.name):
+        return build_own_model(run)
+    if isinstance(run.shape, HfShape):
         built = load(MODELS, run.config.model.name)(run.config)
         return cast(pl.LightningModule, built)
     # On the meta device: each rank then makes the weights of its own units only.
@@ -166,7 +172,7 @@ def build_model(run: Run) -> pl.LightningModule:
 def build_data(run: Run) -> pl.LightningDataModule:
     config = run.config
     if run.own_data:
-        return cast(pl.LightningDataModule, load(DATA, config.data.name)(config, run.batch_size))
+        return build_own_data(run)
     return TextDataModule(
         text_source(config),
         sequence=run.shape.sequence,
@@ -219,6 +225,8 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         regular=regular,
     )
     callbacks += [closing, stopping]
+    data = build_data(run)
+    callbacks += build_own_callbacks(run)
     trainer = _trainer(
         run,
         run_dir,
@@ -239,7 +247,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     progress.follow = tracked.row
     progress.tracked_at = tracked.place() if rank == 0 else None
     try:
-        trainer.fit(model, datamodule=build_data(run), ckpt_path=checkpoint)
+        trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
     except RuntimeError as error:
         lost = as_lost_loader(error, trainer)
         if lost is None:

@@ -144,20 +144,20 @@ def _log_timeline(logger: WandbLogger, run: Run, measured: Timeline | None, plan
 
 def build_loggers(config: LaunchConfig, run_dir: Path) -> list[Logger]:
     """The loggers that ``tracking=`` asks for; metrics.csv needs none."""
-    name = config.tracking.name
-    if name == "wandb":
-        return [_wandb(config, run_dir)]
-    if name == "tensorboard":
-        from lightning.pytorch.loggers import TensorBoardLogger
+    makers = {"wandb": _wandb, "tensorboard": _tensorboard}
+    return [makers[name](config, run_dir) for name in config.tracking.names if name in makers]
 
-        try:
-            return [TensorBoardLogger(save_dir=run_dir, name="tensorboard", version="")]
-        except ModuleNotFoundError as error:
-            raise PlanError(
-                "tracking=tensorboard needs the package tensorboard. Try pip install "
-                "'foldpipe[tensorboard]', or tracking=csv."
-            ) from error
-    return []
+
+def _tensorboard(config: LaunchConfig, run_dir: Path) -> Logger:
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    try:
+        return TensorBoardLogger(save_dir=run_dir, name="tensorboard", version="")
+    except ModuleNotFoundError as error:
+        raise PlanError(
+            "tracking=tensorboard needs the package tensorboard. Try pip install "
+            "'foldpipe[tensorboard]', or tracking=csv."
+        ) from error
 
 
 def _wandb(config: LaunchConfig, run_dir: Path) -> Logger:

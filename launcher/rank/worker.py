@@ -24,6 +24,7 @@ from launcher.secrets import MaskedStream
 from strategies.errors import PipelineError
 
 _PR_SET_PDEATHSIG = 1
+_JOBS = {"run": "launcher.rank.jobs", "code": "launcher.rank.own_parts"}
 
 
 def main() -> int:
@@ -50,7 +51,7 @@ def run_rank(run_dir: Path) -> int:
         task = importlib.import_module("launcher.processes.task").read_task(run_dir)
         if task["config"]["mode"] != "train":
             request.disregard()
-        jobs = importlib.import_module("launcher.rank.jobs")
+        jobs = importlib.import_module(_JOBS[task.get("job", "run")])
         jobs.run(task, run_dir)
     except KeyboardInterrupt:
         return 130

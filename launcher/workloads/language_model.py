@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from launcher.config.workload import OptimizerConfig
 from launcher.workloads.initialisation import SeededUnit, initialise
-from launcher.workloads.optimizer import build_optimizer, build_scheduler
+from launcher.workloads.optimizer import configured
 from launcher.workloads.transformer import Head, Transformer
 from launcher.workloads.transformer_shape import UNIT_PREFIX, TransformerShape, unit_costs
 from strategies.errors import DataError, PlanError
@@ -165,14 +165,7 @@ class LanguageModel(pl.LightningModule):
             self.log("val_perplexity", loss.exp(), sync_dist=True)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        options = self.optimizer_options
-        optimizer = build_optimizer(self.parameters(), options)
-        total = self.trainer.estimated_stepping_batches
-        scheduler = build_scheduler(optimizer, options, total_steps=total)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        return configured(self, self.optimizer_options)
 
     def generate(
         self,

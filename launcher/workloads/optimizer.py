@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from launcher.config.check_code import Code
+from launcher.config.decode import CLASS
+from launcher.config.key import Args
 from launcher.config.workload import OptimizerConfig
+from launcher.workloads.own_code import Offer, bound, build, described, load_object
+from strategies.errors import PlanError
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig) -> Optimizer:
@@ -27,11 +35,75 @@ def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
+    if options.name == CLASS:
+        return _of_own_class(groups, options)
     if options.name == "sgd":
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum or 0.0)
     kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam
     betas, eps = options.betas or (0.9, 0.95), options.eps or 1e-8
     return kind(groups, lr=options.lr, betas=betas, eps=eps)
+
+
+def own_optimizer(
+    target: Callable[..., Any], options: OptimizerConfig
+) -> tuple[Code, inspect.BoundArguments | None]:
+    """The call by which ``optimizer=class`` is made, its parameters left empty.
+
+    It gets ``optimizer.args``, and ``optimizer.lr`` where it has an argument ``lr``.
+
+    Raises:
+        PlanError: Arguments that it does not take, or misses.
+    """
+    assert options.path is not None
+    set_lr = ("optimizer.lr",) if options.lr != OptimizerConfig().lr else ()
+    code = Code("optimizer", options.path, options.args)
+    offers = {"params": Offer((), ("the model",)), "lr": Offer(options.lr, ("optimizer.lr",))}
+    if "lr" in options.args and not set_lr:
+        del offers["lr"]
+    call = bound(code, target, offers)
+    if call is not None and "params" not in call.arguments:
+        raise PlanError(
+            f"optimizer.path={options.path}: {described(target)} has no argument params, which are "
+            "the weights that it trains. Try torch.optim:RAdam."
+        )
+    if set_lr and call is not None and "lr" not in call.arguments:
+        raise PlanError(
+            f"optimizer.lr={options.lr:g}: {described(target)} has no argument lr. Try "
+            "optimizer.args with the name that it gives its rate."
+        )
+    return code, call
+
+
+def _of_own_class(groups: list[dict[str, Any]], options: OptimizerConfig) -> Optimizer:
+    assert options.path is not None
+    target = load_object("optimizer", options.path, base=Optimizer)
+    code, call = own_optimizer(target, options)
+    # Its own decay, or none: that of optimizer.weight_decay is for the built-in ones.
+    decays = call is not None and "weight_decay" in call.signature.parameters
+    first, second = groups
+    del first["weight_decay"]
+    if not decays:
+        del second["weight_decay"]
+    lr = {} if call is None or "lr" not in call.arguments else {"lr": call.arguments["lr"]}
+    given = code.args.plain() | lr
+    made = build(Code("optimizer", options.path, Args(given)), target, {"params": Offer(groups)})
+    if not isinstance(made, Optimizer):
+        raise PlanError(
+            f"optimizer.path={options.path} makes a {type(made).__name__} and no optimizer of "
+            "torch.optim. Try torch.optim:RAdam."
+        )
+    return made
+
+
+def configured(module: pl.LightningModule, options: OptimizerConfig) -> OptimizerLRSchedulerConfig:
+    """What ``configure_optimizers`` returns for ``optimizer=``."""
+    optimizer = build_optimizer(module.parameters(), options)
+    total = module.trainer.estimated_stepping_batches
+    scheduler = build_scheduler(optimizer, options, total_steps=total)
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+    }
 
 
 def build_scheduler(

@@ -9,7 +9,10 @@ from launcher.config import from_dict
 from launcher.config.derived import transformer_shape
 from launcher.workloads.transformer_shape import TransformerShape
 
-PRESETS = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml") if path.stem != "hf")
+_NO_SIZES = ("hf", "class")
+PRESETS = sorted(
+    path.stem for path in (conf_dir() / "model").glob("*.yaml") if path.stem not in _NO_SIZES
+)
 BYTES = 256  # token ids of the data where a file leaves them to the data
 
 

@@ -1,0 +1,134 @@
+"""Model, data, callbacks, optimizer and schedule of one's own, named on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.processes.rank_server import SHARED
+from tests.launcher.command_line import launch_here
+from tests.launcher.own_project import OWN, write_project
+from tests.launcher.runs import Finished, launch, read_result
+from tests.warm_server import rank_server_address
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    return write_project(tmp_path / "project")
+
+
+@pytest.fixture
+def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Finished]]:
+    """Checks a request in this process, and what it names in a fork of the tests' own server."""
+    monkeypatch.setenv(SHARED, rank_server_address())
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (project.parent / "home").mkdir()
+    monkeypatch.setenv("HOME", str(project.parent / "home"))
+    yield lambda *words: launch_here(words, project)
+
+
+REFUSED = [
+    (["model.path=netz:LitResNet"], "there is no module netz, "),
+    (["model.path=nets:LitResnet"], "Did you mean model.path=nets:LitResNet?"),
+    (["model.path=nets"], "model.path=nets could be any of LitResNet, Plain: the module defines 2"),
+    (["model.path=nets:ResNet"], "ResNet (nets.py:19) is no LightningModule. It is a plain torch"),
+    (["model.path=my_data.images:Images"], "is no LightningModule. Derive it from"),
+    (["model.args.widht=4"], "takes no argument widht. Did you mean model.args.width? It takes"),
+    (["model.args.width=wide"], "takes width as a whole number. Try model.args.width=1."),
+    (["model.width=4"], "model.width is not a key. Try model.args.width=4. Arguments of a class"),
+    (["model.layers=4"], "model.layers=4 has no meaning with model=class: a class of your own"),
+    (["model.sequence=4"], "model.sequence=4 has no meaning with model=class"),
+    (["data.args.batch_size=4"], "data.args.batch_size=4, but data.global_batch_size makes it"),
+    (["data.val_fraction=0.2"], "data.val_fraction=0.2 has no meaning with data=class"),
+    (["optimizer.lr=0.1"], "optimizer=adamw (optimizer.lr=0.1) has no meaning with LitResNet"),
+    (["optimizer=sgd"], "has no meaning with LitResNet (nets.py:33), which has configure_optimi"),
+    (["callbacks.a.path=counter:Count"], "callbacks.a.path=counter:Count: counter has no Count."),
+    (["callbacks.a.path=counter:Counter"], "Counter (counter.py:7) needs file. Try callbacks.a."),
+    (["callbacks.a.args.file=x"], "callbacks.a needs a path. Try callbacks.a.path="),
+    (["callbacks.a.pth=x"], "callbacks.a.pth is not a key. Did you mean callbacks.a.path?"),
+    (["callbacks.a=counter:Counter"], "a callback has a path. Try callbacks.a.path=counter:C"),
+    (["callbacks.a.path=nets:Plain"], "is no Callback. Derive it from lightning.pytorch."),
+    (["model.path='os;x'"], "expected module:Class, or file.py:Class. Try model.path=my_pkg.nets:"),
+    (["model=tiny"], "model.path=nets:LitResNet belongs to model=class, but model=tiny. Try mod"),
+    (
+        ["model=tiny", "model.path=null", "model.args.width=4"],
+        "model.args={width:4} is for a class",
+    ),
+    (["model.path=null"], "model=class needs the path of the class. Try model=class model.path="),
+    (["model._target_=nets.LitResNet"], "Name a class of your own as model=class model.path="),
+    (["allow_code=true"], "Try without allow_code."),
+    (["tracking=[csv,csv]"], "each tracker stands once, and none beside no other. Try tracking=[c"),
+    (["tracking=[none,wandb]"], "each tracker stands once"),
+    (["tracking=[csv,wandbb]"], "tracking=wandbb does not exist. Did you mean tracking=wandb?"),
+    (["tracking=csv,wandb"], "Try -m tracking=csv,wandb for one run each, or tracking=[csv,wandb]"),
+    (["schedule.path=nets:LitResNet"], "but must be a function from a Shape to rows"),
+    (["schedule.path=nets"], "schedule.path=nets: expected module:Class, or file.py:Class."),
+    (["schedule=gpipe", "schedule.path=o:f"], "Try schedule=custom schedule.path=o:f."),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), REFUSED, ids=lambda value: str(value)[:60])
+def test_a_wrong_request_is_one_sentence_and_starts_nothing(here, project, words, expected):
+    before = sorted(path for path in project.rglob("*") if "__pycache__" not in path.parts)
+    keys = {word.partition("=")[0] for word in words}
+    own = [word for word in OWN if word.partition("=")[0] not in keys]
+    done = here(*own, "mode=validate", *words)
+    assert done.code == 2, done.output
+    assert done.errors.startswith("error: ")
+    assert done.errors.count("\n") == 1
+    assert expected in done.errors
+    after = sorted(path for path in project.rglob("*") if "__pycache__" not in path.parts)
+    assert after == before
+
+
+def test_every_job_of_a_sweep_is_checked_before_the_first_starts(here):
+    done = here("-m", *OWN, "mode=validate", "model.args.width=4,wide")
+    assert done.code == 2
+    assert "model.args.width=wide" in done.errors
+
+
+def test_files_of_ones_own_name_code_and_keys_too(here, project):
+    for name, text in {
+        "model/mine.yaml": "name: class\npath: nets:LitResNet\nargs: {lr: 3e-4, depth: 3}\n",
+        "callbacks/stop.yaml": "stop:\n  path: lightning.pytorch.callbacks:EarlyStopping\n"
+        "  args: {monitor: val_loss}\n",
+        "callbacks/wrong.yaml": "wrong:\n  path: counter:Counter\n  args: {fil: x}\n",
+        "experiment/all.yaml": "# @package _global_\ndefaults:\n  - override /model: mine\n"
+        "data: {global_batch_size: 16}\nuser: {note: 3e-4}\n"
+        "callbacks: {count: {path: 'counter:Counter', args: {file: x}}}\n",
+    }.items():
+        (project / "cfg" / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / "cfg" / name).write_text(text)
+    words = ("--config-dir", "cfg", "experiment=all", *OWN[2:4], "pp=2", "mode=validate")
+    here(*words, "callbacks=stop", "model.args.width=4").assert_done()
+    shown = here(*words, "callbacks=[stop]", "--cfg", "job").assert_done().output
+    assert "lr: 0.0003\n    depth: 3" in shown
+    assert "note: 0.0003" in shown
+    assert shown.index("stop:\n    path: lightning") < shown.index("count:\n    path: counter:")
+    wrong = here(*words, "callbacks=[stop,wrong]")
+    assert "callbacks.wrong.args.fil=x: Counter (counter.py:7) takes no argument fil." in (
+        wrong.errors
+    )
+
+
+@pytest.mark.distributed
+def test_a_sweep_over_a_width_with_callbacks_and_two_trackers(project: Path) -> None:
+    words = (
+        "-m", *OWN, "model.args.width=4,8", "trainer.max_steps=4", "trainer.val_check_interval=2",
+        "tracking=[csv,wandb]", "user.note=first", "hydra.sweep.dir=sweep",
+        "callbacks.stop.path=lightning.pytorch.callbacks:EarlyStopping",
+        "callbacks.stop.args.monitor=val_acc", "callbacks.stop.args.mode=max",
+        "callbacks.count.path=counter:Counter", "callbacks.count.args.file=count.txt",
+    )  # fmt: skip
+    launch(words, project).assert_done()
+    results = [read_result(project / "sweep" / str(job)) for job in range(2)]
+    assert results[0]["num_parameters"] < results[1]["num_parameters"]
+    assert [result["steps"] for result in results] == [4, 4]
+    assert (project / "count.txt").read_text() == "first 4"
+    header = (project / "sweep" / "0" / "metrics.csv").read_text().splitlines()[0]
+    assert {"train_loss", "val_acc"} <= set(header.split(","))
+    for job in range(2):
+        (binary,) = (project / "sweep" / str(job)).rglob("run-*.wandb")
+        assert binary.stat().st_size > 0
