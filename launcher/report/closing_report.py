@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from launcher.config.check_code import model_label
 from launcher.report.result import REPORT, write_atomically
 from launcher.report.summary import format_duration, format_peak, format_percent, summary
 from launcher.report.typed_command import paste, typed_words
@@ -58,7 +59,7 @@ def _done(run: Run, result: Mapping[str, object]) -> Iterator[str]:
     rows = run.batch_size * run.dp * config.trainer.accumulate_grad_batches
     of = "rows" if run.own_data else f"sequences of {run.shape.sequence} tokens"
     steps = result.get("steps")
-    yield f"trained {config.model.name}{size}: {steps} steps of {rows} {of}"[:WIDTH]
+    yield f"trained {model_label(config)}{size}: {steps} steps of {rows} {of}"[:WIDTH]
     words = [f"{key}={result[key]}" for key in ("pp", "dp", "tp") if result.get(key) is not None]
     words.append(f"{result.get('num_microbatches')} microbatches")
     words += [f"{key}={result[key]}" for key in ("recompute",) if result.get(key) != "none"]
