@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from launcher.checkpoints import hold
-from launcher.compose.execute import make_run_folder, run_one, run_sweep, tell_closed
+from launcher.compose.execute import make_run_folder, run_one, tell_closed
 from launcher.compose.option_groups import Flags, Groups, find_groups, help_text, parse_flags
 from launcher.compose.overrides import (
     chosen_options,
@@ -25,7 +25,7 @@ from launcher.compose.overrides import (
     quote_explain,
     require_single,
 )
-from launcher.compose.search import asks_for_trials, check_search, find_space, run_search
+from launcher.compose.search import Search, asks_for_trials, check_search, find_space
 from launcher.compose.session import CONFIG_NAME, compose_checked, hydra_session, search_path
 from launcher.compose.user_files import check_user_files
 from launcher.config import LaunchConfig, Mode
@@ -156,6 +156,9 @@ def _main(flags: Flags) -> int:
             hydra.show_cfg(CONFIG_NAME, words, flags.cfg, flags.package, flags.resolve)
             return 0
         _check_sweep(config, flags)
+        if flags.multirun:
+            pool = importlib.import_module("launcher.compose.job_pool")
+            pool.check_parallel([config for config, _ in checked])
         command = partial(run_command, verbose=flags.verbose)
         if config.mode in _FOLDERLESS:
             found = importlib.import_module(_FOLDERLESS[config.mode]).run(config)
@@ -171,11 +174,17 @@ def _main(flags: Flags) -> int:
         with hold(folder.path):
             if not flags.multirun:
                 return run_one(hydra, words, folder, command)
-            if not asks_for_trials(flags.overrides):
-                command = partial(command, in_sweep=True)
-                return run_sweep(hydra, words, folder, command, jobs=jobs, config=config)
-            space = find_space(parse_overrides(flags.overrides, groups, hydra.config_loader))
-            return run_search(hydra, space, folder, command, config=config, extra=extra)
+            multirun = importlib.import_module("launcher.compose.multirun")
+            source = multirun.Combinations(jobs)
+            if asks_for_trials(flags.overrides):
+                parsed = parse_overrides(flags.overrides, groups, hydra.config_loader)
+                source = Search(find_space(parsed), config)
+            code = multirun.run_multirun(
+                hydra, words, folder, partial(command, in_sweep=True),
+                source=source, config=config, verbose=flags.verbose,
+            )  # fmt: skip
+            assert isinstance(code, int)
+            return code
 
 
 def _check_code(configs: list[LaunchConfig]) -> None:
@@ -207,6 +216,10 @@ def _check_sweep(config: LaunchConfig, flags: Flags) -> None:
         raise PlanError(
             f"sweep.dir={sweep.dir} is read by mode=collect, not by mode={config.mode}. "
             "Try mode=collect, or hydra.sweep.dir=FOLDER for where a sweep is written."
+        )
+    if not multirun and sweep.parallel > 1:
+        raise PlanError(
+            f"sweep.parallel={sweep.parallel} is about the jobs of a sweep. Try it with -m."
         )
     if not multirun and (sweep.fail_fast or (sweep.metric != "auto" and config.mode != "collect")):
         key = "sweep.fail_fast=true" if sweep.fail_fast else f"sweep.metric={sweep.metric}"

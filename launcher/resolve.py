@@ -248,6 +248,13 @@ def num_gpus() -> int:
     return len([p for p in Path("/dev").glob("nvidia*") if p.name[6:].isdigit()])
 
 
+def num_cores() -> int:
+    """Cores that this process may use: of a job beside others, its share."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def uses_gpu(config: LaunchConfig) -> bool:
     """Whether ranks run on GPUs: those of this machine, or those asked of the cluster."""
     if config.cluster.name == "slurm":
@@ -266,7 +273,7 @@ def num_places(config: LaunchConfig) -> int:
     """Ranks that the cluster, or else this machine, has room for."""
     if (asked := asked_world(config)) is not None:
         return asked
-    return num_gpus() if uses_gpu(config) else (os.cpu_count() or 1)
+    return num_gpus() if uses_gpu(config) else num_cores()
 
 
 def _stages(config: LaunchConfig, shape: PlannedShape, placement: Placement) -> tuple[range, ...]:

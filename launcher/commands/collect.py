@@ -16,6 +16,7 @@ from launcher.report.sweep.sweep_jobs import (
     RESULT,
     TRACE,
     SweepJob,
+    asked_figures,
     ended_job,
     make_sweep,
     newest_record,
@@ -37,7 +38,7 @@ def run(config: LaunchConfig) -> int:
     folder = folder.absolute()
     record = read_record(folder)
     jobs: list[SweepJob] = []
-    for index, job_dir in enumerate(record.folders):
+    for index, job_dir in sorted(record.folders.items()):
         result = job_dir / RESULT
         with contextlib.suppress(PipelineError, OSError, ValueError, KeyError):
             if (told := settle(job_dir)) is not None:
@@ -62,11 +63,11 @@ def run(config: LaunchConfig) -> int:
 
 
 def _ended(index: int, job_dir: Path, overrides: tuple[str, ...]) -> SweepJob:
-    config = None
+    asked: dict[str, object] = {}
     # A mode that starts no ranks leaves no task; its result says enough.
     with contextlib.suppress(OSError, ValueError, KeyError, PipelineError):
-        config = from_dict(read_task(job_dir)["config"])
-    job = ended_job(index, job_dir, overrides, config=config, before=_STAMPS, exit_code=0)
+        asked = asked_figures(from_dict(read_task(job_dir)["config"]))
+    job = ended_job(index, job_dir, overrides, asked=asked, before=_STAMPS, exit_code=0)
     status = str(job.result.get("status", "done"))
     code = _CODES.get(status, 1)
     error = "" if code == 0 else str(job.result.get("error") or "")

@@ -16,16 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override
 
-from launcher.compose.execute import Command, Jobs, RunFolder, end_sweep
-from launcher.compose.overrides import MAX_JOBS, quote
-from launcher.compose.session import CONFIG_NAME
+from launcher.compose.overrides import MAX_JOBS
 from launcher.config import LaunchConfig
 from launcher.config.key import shorten
 from strategies.errors import PlanError
 
 if TYPE_CHECKING:
-    from hydra._internal.hydra import Hydra
-
     from launcher.report.sweep.sweep_jobs import SweepJob
 
 
@@ -39,39 +35,43 @@ def check_search(config: LaunchConfig) -> None:
     _optuna()
 
 
-def run_search(
-    hydra: Hydra,
-    space: Space,
-    folder: RunFolder,
-    command: Command,
-    *,
-    config: LaunchConfig,
-    extra: Sequence[str],
-) -> int:
-    """Runs the trials one after the other; ends as every sweep does."""
-    optuna = _optuna()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    sampler = optuna.samplers.TPESampler(seed=config.seed)
-    study = optuna.create_study(sampler=sampler, direction="minimize")
-    trials = config.sweep.trials
-    assert trials is not None
-    asked: list[list[str]] = []
-    job = Jobs(command, jobs=asked, folder=folder.path, config=config, total=trials)
-    goal = _Goal(config.sweep.metric, [axis.key for axis in space.axes])
+class Search:
+    """The trials of a search, each chosen when there is room for it."""
 
-    def run_all() -> None:
-        for number in range(trials):
-            trial = study.ask()
-            asked.append([*space.fixed, *(_ask(trial, axis) for axis in space.axes)])
-            where = quote("hydra.run.dir", str(folder.path / str(number)))
-            hydra.run(CONFIG_NAME, job, overrides=[*extra, *asked[-1], where])
-            value = goal.value(job.ended[-1])
-            if value is None:
-                study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            else:
-                study.tell(trial, value)
+    def __init__(self, space: Space, config: LaunchConfig) -> None:
+        optuna = _optuna()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        # Trials that still run count as bad ones, or those beside them would be the same.
+        aside = config.sweep.parallel > 1
+        sampler = optuna.samplers.TPESampler(seed=config.seed, constant_liar=aside)
+        self._study = optuna.create_study(sampler=sampler, direction="minimize")
+        self._states = optuna.trial.TrialState
+        trials = config.sweep.trials
+        assert trials is not None
+        self.total = trials
+        self._space = space
+        self._asked: list[list[str]] = []
+        self._trials: dict[int, Any] = {}
+        self._goal = _Goal(config.sweep.metric, [axis.key for axis in space.axes])
 
-    return end_sweep(run_all, folder, job, config)
+    def take(self) -> tuple[int, Sequence[str]] | None:
+        index = len(self._asked)
+        if index == self.total:
+            return None
+        trial = self._trials[index] = self._study.ask()
+        self._asked.append([*self._space.fixed, *(_ask(trial, axis) for axis in self._space.axes)])
+        return index, self._asked[index]
+
+    def tell(self, job: SweepJob) -> None:
+        trial, value = self._trials.pop(job.index), self._goal.value(job)
+        if value is not None:
+            self._study.tell(trial, value)
+        else:
+            pruned = job.status == "pruned"
+            self._study.tell(trial, state=self._states.PRUNED if pruned else self._states.FAIL)
+
+    def asked(self) -> Sequence[Sequence[str]]:
+        return self._asked
 
 
 class _Goal:

@@ -305,6 +305,13 @@ class SweepConfig:
         "where learning varies, else the step time.",
         example="val_loss",
     )
+    parallel: int = key(
+        1,
+        "Jobs that run side by side on this machine, its cores and GPUs shared out among them.",
+        low=1,
+        high=1000,
+        example=2,
+    )
     trials: int | None = key(
         None,
         "Search: so many jobs, chosen by Optuna among the values and interval()s of -m; null = "

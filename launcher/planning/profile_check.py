@@ -14,6 +14,7 @@ from typing import Any
 
 from launcher.config import LaunchConfig
 from launcher.report.result import write_atomically
+from launcher.resolve import num_cores
 from launcher.workloads.hf.hf_shape import HfShape
 from launcher.workloads.model_share import ModelShape, described, model_units
 from strategies.analysis.timeline import Timeline
@@ -51,7 +52,7 @@ def rank_threads(ranks: int) -> int:
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
-    return max(1, (os.cpu_count() or 1) // ranks)
+    return max(1, num_cores() // ranks)
 
 
 def _processor() -> str:

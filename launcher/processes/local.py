@@ -42,6 +42,7 @@ from launcher.processes.store import store_served
 from launcher.processes.watchdog import Pages, Stall, State, Watchdog, state_of
 from launcher.report.result import write_result
 from launcher.report.typed_command import paste, typed_words
+from launcher.resolve import num_cores
 from launcher.terminal import complain
 
 _POLL_S = 0.1
@@ -336,7 +337,7 @@ def rank_environment(world_size: int, threads: int | None = None) -> dict[str, s
         threads: Of each; None for its share of the cores.
     """
     environment = dict(os.environ)
-    threads = threads or max(1, (os.cpu_count() or 1) // world_size)
+    threads = threads or max(1, num_cores() // world_size)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     environment |= font_cache(environment)
     environment["PYTHONUNBUFFERED"] = "1"

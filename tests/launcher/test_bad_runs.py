@@ -66,7 +66,7 @@ def test_batch_keys_that_contradict_each_other(refused, words, fix):
 
 
 def test_a_batch_that_dp_auto_cannot_divide(refused, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
     message = refused([*MODEL, "dp=auto", "data.global_batch_size=4"])
     assert "data.global_batch_size=4 is not divisible by dp=3. Try data.global_batch_size=3." in (
         message

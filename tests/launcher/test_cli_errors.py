@@ -325,7 +325,9 @@ def test_a_sweep_runs_every_combination_in_a_folder_of_its_own(tmp_path, monkeyp
         ("1f1b", 1, tmp_path / "s" / "2"),
         ("1f1b", 2, tmp_path / "s" / "3"),
     ]
-    assert done.output.splitlines()[0] == "[1/4] schedule=gpipe pp=1 mode=simulate"
+    assert done.output.splitlines()[1] == "[1/4] schedule=gpipe pp=1  0 s"
+    loud = run_here(["--verbose", *words], tmp_path / "b", monkeypatch)
+    assert "[1/4] schedule=gpipe pp=1 mode=simulate" in loud.output.splitlines()[0]
 
 
 def test_flags_may_stand_between_overrides(tmp_path, monkeypatch):

@@ -56,7 +56,13 @@ def test_schedules_are_compared_in_one_table_and_one_picture(tmp_path, monkeypat
         for key in ("makespan", "period", "bubble_ratio", "exposed_grad_reduce", "weight_copies"):
             assert row[key] == str(result[key]), key
     assert [panel["makespan"] for panel in panels(tmp_path)] == [33.0, 33.0, 28.5]
-    table = done.output.partition(f"files: {tmp_path / 's' / '2'}\n")[2].splitlines()
+    lines = done.output.splitlines()
+    assert lines[:2] == [
+        f"3 jobs in {tmp_path / 's'}, each with an output.txt",
+        "[1/3] schedule=1f1b  makespan 33 F, bubble 27.3 %, peak activations 4; 0 s",
+    ]
+    assert f"files: {tmp_path / 's' / '2'}" in (tmp_path / "s" / "2" / "output.txt").read_text()
+    table = lines[4:]
     assert [line.split()[:4] for line in table[3:6]] == [
         ["0", "1f1b", "33.0", "33.0"],
         ["1", "gpipe", "33.0", "33.0"],

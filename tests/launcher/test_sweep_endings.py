@@ -43,8 +43,8 @@ def test_a_failing_job_is_named_before_the_next_one_starts(tmp_path, monkeypatch
     # The files are up to date while the sweep goes on.
     assert seen == [(False, [True, False]), (True, [True, True])]
     assert "job 0 of the sweep failed (exit 1): mode=simulate" in done.errors
-    heading = "sweep: 1 of 2 jobs have ended, not done: job 0"
-    assert done.output.index(heading) < done.output.index("[2/2]")
+    assert "pp=4: rank 0 was killed; see " in done.errors
+    assert [line[:5] for line in done.output.splitlines()[1:2]] == ["[2/2]"]
 
 
 def test_a_sweep_goes_on_or_stops_at_its_first_failure(tmp_path, monkeypatch):

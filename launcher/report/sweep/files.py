@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TextIO
 from urllib.parse import quote
-
-from rich.console import Console
-from rich.text import Text
 
 from launcher.report.html import FILTER, FOLD, page_head, page_json, page_scripts, table_script
 from launcher.report.result import write_atomically
@@ -27,10 +23,8 @@ from launcher.report.sweep.sweep_figures import (
 )
 from launcher.report.sweep.sweep_jobs import PAGE, Sweep, SweepJob
 from launcher.report.sweep.sweep_table import (
-    WIDE,
     Column,
     Section,
-    draw_table,
     failures,
     job_columns,
     print_sweep,
@@ -48,8 +42,6 @@ _HELP = (
 _VIEW = f'<div id="legend"></div><div class="view">{FOLD}<p class="help">{_HELP}</p></div>\n'
 # A page beyond this takes a browser too long to open; the jobs' own pages have the rest.
 _MAX_CHARACTERS = 30_000_000
-_ROWS = 10  # of the table while a sweep runs
-_FIGURES = 6
 
 
 def report_sweep(folder: Path, sweep: Sweep, *, metric: str = AUTO, hurry: bool = False) -> None:
@@ -111,29 +103,13 @@ def _common(sweep: Sweep) -> str:
     return " ".join(word for word in first if word.lstrip("+").partition("=")[0] not in keys)
 
 
-# A sweep while it runs: after each job a table of the last ones, and files that are up to date.
-
-
-def report_so_far(folder: Path, sweep: Sweep, *, file: TextIO | None = None) -> None:
-    """Prints the last jobs' figures, and writes ``sweep.csv`` and ``sweep.json`` of all so far."""
+def report_so_far(folder: Path, sweep: Sweep) -> None:
+    """Writes ``sweep.csv`` and ``sweep.json`` of the jobs that have ended so far."""
     try:
         write_sweep_csv(folder / "sweep.csv", sweep)
         write_sweep_json(folder / "sweep.json", sweep)
     except OSError as error:
         complain(f"sweep.csv and sweep.json were not brought up to date: {error}")
-    console = Console(file=file, highlight=False, width=WIDE)
-    console.print(Text(_progress(sweep), style="bold"))
-    for section in sections(replace(sweep, jobs=sweep.jobs[-_ROWS:])):
-        columns = [*job_columns(sweep, section.jobs), *section.columns[:_FIGURES]]
-        console.print(draw_table(columns))
-        return
-
-
-def _progress(sweep: Sweep) -> str:
-    not_done = [str(job.index) for job in sweep.jobs if job.status != "done"]
-    failed = f", not done: job {', '.join(not_done)}" if not_done else ""
-    last = f", the last {_ROWS}" if len(sweep.jobs) > _ROWS else ""
-    return f"sweep: {len(sweep.jobs)} of {sweep.num_jobs} jobs have ended{failed}{last}"
 
 
 # sweep.html: the table of a sweep and all of its timelines on one time scale, in one file. The

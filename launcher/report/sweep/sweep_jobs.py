@@ -14,6 +14,7 @@ from launcher.report.rows import TimelineData
 from strategies.errors import PlanError
 from strategies.small_file import read_json
 
+_STATUSES = {None: "interrupted", 0: "done", 2: "refused", 85: "preempted", 130: "interrupted"}
 RESULT, TRACE, PAGE = "result.json", "trace.json", "timeline.html"
 # Identities of the two files that are read, ``RESULT`` and ``TRACE``; None for one that is missing.
 Stamps = tuple[tuple[int, int] | None, ...]
@@ -58,7 +59,7 @@ def ended_job(
     folder: Path,
     overrides: Sequence[str],
     *,
-    config: LaunchConfig | None,
+    asked: Mapping[str, object],
     before: Stamps,
     exit_code: int | None,
     error: str = "",
@@ -66,7 +67,7 @@ def ended_job(
     """Reads what a job left in its folder; to be called before the next job starts.
 
     ``overrides``: its overrides; Hydra's own keys are left out.
-    ``config``: what it ran, None if it could not be composed.
+    ``asked``: what its configuration alone says; counts where it has left no result.
     ``before``: ``file_stamps`` of the folder before it started.
     ``exit_code``: None for a job that was interrupted.
     ``error``: what ended it; a failed job's result.json may know it as well.
@@ -75,8 +76,7 @@ def ended_job(
     fresh = [new is not None and new != old for new, old in zip(after, before, strict=True)]
     result = _read_result(folder / RESULT) if fresh[0] else {}
     timelines = _read_timelines(folder / TRACE) if fresh[1] else ()
-    known = {None: "interrupted", 0: "done", 2: "refused", 85: "preempted", 130: "interrupted"}
-    status = known.get(exit_code, "failed")
+    status = _STATUSES.get(exit_code, "failed")
     return SweepJob(
         index=index,
         folder=folder,
@@ -84,7 +84,7 @@ def ended_job(
         status=status,
         exit_code=exit_code,
         error="" if status == "done" else error or str(result.get("error") or ""),
-        result=result or _asked(config),
+        result=result or asked,
         timelines=timelines,
     )
 
@@ -105,10 +105,8 @@ def _read_result(path: Path) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _asked(config: LaunchConfig | None) -> dict[str, object]:
+def asked_figures(config: LaunchConfig) -> dict[str, object]:
     """The keys of result.json that the configuration alone decides."""
-    if config is None:
-        return {}
     known: dict[str, object] = {
         "mode": config.mode,
         "schedule": config.schedule.name,
@@ -147,10 +145,13 @@ class Sweep:
 
     def label(self, job: SweepJob) -> str:
         """``schedule=1f1b pp=2``; all of its overrides where nothing varies."""
-        given = override_values(job.overrides)
+        return self.label_of(job.index, job.overrides)
+
+    def label_of(self, index: int, overrides: Sequence[str]) -> str:
+        given = override_values(overrides)
         keys = self.varied or tuple(key for key in given if key != "mode")
         words = [f"{key}={given[key]}" for key in keys if key in given]
-        return " ".join(words) or f"job {job.index}"
+        return " ".join(words) or f"job {index}"
 
 
 def make_sweep(jobs: Sequence[SweepJob], asked: Sequence[Sequence[str]]) -> Sweep:
@@ -174,16 +175,18 @@ _MOST_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The jobs that were asked for; folders are absolute, of those that have begun."""
+    """The jobs that were asked for; folders are absolute, by number, of those that have begun."""
 
     overrides: tuple[tuple[str, ...], ...]
-    folders: tuple[Path, ...]
+    folders: Mapping[int, Path]
 
 
-def write_record(folder: Path, overrides: Sequence[Sequence[str]], folders: Sequence[Path]) -> None:
+def write_record(
+    folder: Path, overrides: Sequence[Sequence[str]], folders: Mapping[int, Path]
+) -> None:
     """Writes the record; of jobs that have not begun the folder is null."""
     jobs = [
-        {"overrides": list(words), "folder": str(folders[i]) if i < len(folders) else None}
+        {"overrides": list(words), "folder": str(folders[i]) if i in folders else None}
         for i, words in enumerate(overrides)
     ]
     write_atomically(folder / RECORD, json.dumps({"jobs": jobs}, indent=1) + "\n")
@@ -195,7 +198,7 @@ def read_record(folder: Path) -> Record:
         jobs = read_json(file, most_bytes=_MOST_BYTES)["jobs"]
         return Record(
             tuple(tuple(map(str, job["overrides"])) for job in jobs),
-            tuple(Path(job["folder"]) for job in jobs if job["folder"] is not None),
+            {i: Path(job["folder"]) for i, job in enumerate(jobs) if job["folder"] is not None},
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.report.sweep.sweep_figures import (
+    FIGURES,
     PREDICTED,
     Figure,
     best_jobs,
@@ -96,6 +97,26 @@ def failures(sweep: Sweep) -> Iterator[str]:
     missing = sweep.num_jobs - len(sweep.jobs)
     if missing:
         yield f"{missing} of {sweep.num_jobs} jobs {sweep.missing}"
+
+
+# What one line says of a job that has ended: the first three of these that it has.
+_LINE = ("loss_last", "val_loss", "step_time_s", "makespan", "measured_bubble_ratio",
+         "bubble_ratio", "peak_activations_max")  # fmt: skip
+_MOST_FIGURES = 3
+
+
+def job_line(sweep: Sweep, job: SweepJob, took_s: float) -> str:
+    """``schedule=zb_v pp=2  last loss 2.8926, step time 81.2 ms; 21 s``."""
+    figures: list[str] = []
+    for name in _LINE:
+        value = FIGURES[name].value(job)
+        if value is not None and len(figures) < _MOST_FIGURES:
+            unit, (cell,) = write_column([value], FIGURES[name].quantity, job.time_unit)
+            heading = FIGURES[name].heading.replace("\n", " ")
+            figures.append(f"{heading} {cell} {unit}".rstrip())
+    status = "" if job.status == "done" else f"{job.status}  "
+    said = f"{status}{', '.join(figures)}"
+    return f"{sweep.label(job)}  {said + '; ' if said else ''}{took_s:.0f} s"
 
 
 def print_sweep(sweep: Sweep, *, file: TextIO | None = None) -> None:

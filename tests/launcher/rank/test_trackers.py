@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from launcher.compose.execute import Jobs
+from launcher.compose.job_start import grouped
 from launcher.config import LaunchConfig
 from launcher.rank.trackers import build_loggers
 from tests.launcher.runs import MODEL, Finished, launch, read_metrics
@@ -190,12 +190,11 @@ def test_a_requeued_training_stays_one_run(tmp_path, monkeypatch):
 
 
 def test_runs_of_a_sweep_are_a_group(tmp_path):
-    jobs = Jobs(lambda *_: 0, jobs=[["seed=1"]], folder=tmp_path / "2026-01-02" / "03-04-05")
+    folder = tmp_path / "2026-01-02" / "03-04-05"
     config = replace(LaunchConfig(), experiment_name="mine")
-    assert jobs._grouped(config).tracking.group == "mine 2026-01-02 03-04-05"
+    assert grouped(config, folder).tracking.group == "mine 2026-01-02 03-04-05"
     given = replace(config, tracking=replace(config.tracking, group="theirs"))
-    assert jobs._grouped(given) is given
-    assert Jobs(lambda *_: 0)._grouped(config) is config
+    assert grouped(given, folder) is given
 
 
 def test_wandb_files_are_private_and_in_the_run_folder(wandb_run):

@@ -57,7 +57,7 @@ def job(
     if panels:
         write_trace(own / "trace.json", panels)
     return ended_job(
-        index, own, overrides, config=None, before=before, exit_code=exit_code, error=error
+        index, own, overrides, asked={}, before=before, exit_code=exit_code, error=error
     )
 
 

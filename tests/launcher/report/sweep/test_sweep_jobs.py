@@ -6,7 +6,12 @@ import pytest
 
 from launcher.config import LaunchConfig
 from launcher.report.rows import KIND_NAMES
-from launcher.report.sweep.sweep_jobs import ended_job, file_stamps, make_sweep
+from launcher.report.sweep.sweep_jobs import (
+    asked_figures,
+    ended_job,
+    file_stamps,
+    make_sweep,
+)
 from tests.launcher.report.sweep.sweeps import job, predicted, simulated, trained
 
 
@@ -61,7 +66,7 @@ def test_a_job_without_a_result_is_known_by_what_was_asked(tmp_path):
     config = LaunchConfig(pp=4, dp="auto", num_microbatches=8)
     found = ended_job(
         0, tmp_path, ["pp=4", "hydra.sweep.dir=x"],
-        config=config, before=file_stamps(tmp_path), exit_code=2,
+        asked=asked_figures(config), before=file_stamps(tmp_path), exit_code=2,
     )  # fmt: skip
     assert found.overrides == ("pp=4",)
     assert found.result == {
@@ -74,7 +79,7 @@ def test_half_a_result_is_none(content, tmp_path):
     before = file_stamps(tmp_path)
     (tmp_path / "result.json").write_text(content)
     (tmp_path / "trace.json").write_text(content)
-    found = ended_job(0, tmp_path, [], config=None, before=before, exit_code=1)
+    found = ended_job(0, tmp_path, [], asked={}, before=before, exit_code=1)
     assert (found.result, found.timelines, found.status) == ({}, (), "failed")
 
 

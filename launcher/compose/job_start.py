@@ -1,0 +1,138 @@
+"""How one job of a sweep is started: Hydra's part, and the job in this process, at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydra._internal.callbacks import Callbacks
+from hydra.core.utils import run_job
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from launcher.compose.execute import Command, JobTask, RunFolder, into_folder
+from launcher.compose.session import CONFIG_NAME
+from launcher.config import LaunchConfig
+from launcher.report.sweep.sweep_jobs import Stamps, asked_figures, file_stamps
+
+if TYPE_CHECKING:
+    from hydra._internal.hydra import Hydra
+
+OUTPUT = "output.txt"
+# Told of a job's number, folder and files there, before anything runs in it.
+Begun = Callable[[int, Path, Stamps], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A job that has ended, as whoever ran it knows it.
+
+    Attributes:
+        code: Its exit code, None where it was interrupted.
+        asked: What result.json would say of it, from its configuration alone.
+    """
+
+    index: int
+    code: int | None
+    error: str
+    asked: Mapping[str, object]
+
+
+class JobStarter:
+    """Hydra's part: a job's configuration, folder and ``.hydra``, as its own launcher does it."""
+
+    def __init__(
+        self, hydra: Hydra, words: Sequence[str], folder: RunFolder, command: Command
+    ) -> None:
+        master = hydra.compose_config(
+            config_name=CONFIG_NAME,
+            overrides=into_folder(words, "hydra.sweep.dir", folder),
+            run_mode=RunMode.MULTIRUN,
+            with_log_configuration=False,
+        )
+        OmegaConf.save(master, folder.path / "multirun.yaml")
+        self._master: DictConfig = master
+        self._context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(master))
+        self._command = command
+        self._folder = folder.path
+
+    def run(
+        self,
+        index: int,
+        words: Sequence[str],
+        begun: Callable[[Path], None],
+        output: Callable[[Path], contextlib.AbstractContextManager[object]] | None,
+    ) -> Ended:
+        """Runs one job to its end; a KeyboardInterrupt ends it, and is left to the caller."""
+        task = JobTask(self._command, output=output, begun=begun, adapt=self._of_sweep)
+        own = [word for word in words if not word.lstrip("+").startswith("hydra.")]
+        config = self._context.config_loader.load_sweep_config(self._master, own)
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = index
+        with contextlib.suppress(KeyboardInterrupt):
+            done = run_job(
+                hydra_context=self._context,
+                task_function=task,
+                config=config,
+                job_dir_key="hydra.sweep.dir",
+                job_subdir_key="hydra.sweep.subdir",
+            )
+            _ = done.return_value  # raises what the task raised
+        asked = {} if task.config is None else asked_figures(task.config)
+        return Ended(index, task.code, task.error, asked)
+
+    def _of_sweep(self, config: LaunchConfig) -> LaunchConfig:
+        return grouped(config, self._folder)
+
+
+class InTurn:
+    """Runs each job in this process, at once."""
+
+    def __init__(self, starter: JobStarter, begun: Begun, *, quiet: bool) -> None:
+        self.interrupted = False
+        self._starter = starter
+        self._begun = begun
+        self._output = job_output if quiet else None
+        self._ended: list[Ended] = []
+
+    def free(self) -> bool:
+        return not self._ended
+
+    def busy(self) -> bool:
+        return bool(self._ended)
+
+    def start(self, index: int, words: Sequence[str]) -> None:
+        def begun(folder: Path) -> None:
+            self._begun(index, folder, file_stamps(folder))
+
+        self._ended.append(self._starter.run(index, words, begun, self._output))
+        self.interrupted = self._ended[-1].code is None
+
+    def wait(self) -> list[Ended]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def stop(self) -> None:
+        """Nothing else runs."""
+
+
+@contextlib.contextmanager
+def job_output(folder: Path) -> Iterator[None]:
+    """Everything that is said meanwhile goes to ``output.txt`` in the job's folder."""
+    with (
+        (folder / OUTPUT).open("a", buffering=1, encoding="utf-8") as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
+        yield
+
+
+def grouped(config: LaunchConfig, folder: Path) -> LaunchConfig:
+    """Trackers show the jobs of a sweep together, unless somebody has named another group."""
+    if config.tracking.group is not None:
+        return config
+    group = f"{config.experiment_name} {folder.parent.name} {folder.name}"
+    return replace(config, tracking=replace(config.tracking, group=group))
