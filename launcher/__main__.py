@@ -49,6 +49,8 @@ COMMANDS: dict[Mode, str] = {
     "generate": "launcher.commands.evaluate:generate",
     "export": "launcher.commands.evaluate:export",
 }
+# Words that stand first, in place of a run.
+_TOOLS = {"demo": "launcher.tools.demo", "doctor": "launcher.tools.doctor"}
 # Modes without a run folder.
 _FOLDERLESS = {"collect": "launcher.commands.collect", "dashboard": "launcher.commands.dashboard"}
 # What is trained where nothing is asked for: a pipeline, on any machine, as `make run` does.
@@ -68,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     umask = os.umask(0o077)
     words = sys.argv[1:] if arguments is None else arguments
     try:
+        if words and words[0] in _TOOLS:
+            return _tool(words[0], words[1:])
         if not torchrun.joins(words):
             return _main(_parse(words))
         # What a user's model prints is seen by whoever has started torchrun.
@@ -87,6 +91,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     finally:
         os.umask(umask)
+
+
+def _tool(name: str, words: Sequence[str]) -> int:
+    """``demo``, ``doctor`` or ``init``, with what stands behind it."""
+    tool = importlib.import_module(_TOOLS[name])
+    if {"-h", "--help"} & {*words}:
+        sys.stdout.write((tool.__doc__ or "").replace("``", "").strip() + "\n")
+        return 0
+    code = tool.run(words, main) if name == "demo" else tool.run(words)
+    assert isinstance(code, int)
+    return code
 
 
 def _parse(words: Sequence[str]) -> Flags:

@@ -23,6 +23,7 @@ from launcher.config.launch import LaunchConfig
 from launcher.secrets import refuse_secret
 from strategies.errors import PlanError
 
+TOOLS = ("demo", "doctor", "init")
 MAX_CHARACTERS = 16_384
 MAX_JOBS = 1_000
 
@@ -137,6 +138,8 @@ def _check_word(word: str) -> None:
         keys = [entry.path for entry in keys_of(LaunchConfig)]
         hint = did_you_mean(f"{path}=..." for path in nearest(word, keys, limit=1))
         modes = [entry for entry in ("train", "simulate", "validate") if entry == word]
+        if word in TOOLS:
+            raise PlanError(f"{word} stands first. Try python -m launcher {word}.")
         hint = did_you_mean(f"mode={mode}" for mode in modes) or hint or " Try --help."
         raise PlanError(f"{shorten(word)}: expected key=value.{hint}")
 

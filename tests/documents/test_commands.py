@@ -36,7 +36,10 @@ ACCEPTED = [
 
 # Commands that no test types as they stand: the page (or a folder of pages) and how the command
 # begins -> the reason, and the test that runs their short form.
-NOT_TYPED: dict[tuple[str, str], str] = {}
+NOT_TYPED: dict[tuple[str, str], str] = {
+    ("", "python -m launcher demo"): "trains; tests/launcher/tools/test_demo.py",
+    ("", "python -m launcher doctor"): "measures for seconds; tests/launcher/tools/test_doctor.py",
+}
 
 # Appended where `make test-docs` trains: what makes a run short.
 SHORT = ("trainer.max_steps=2", "trainer.limit_val_batches=1", "trainer.enable_progress_bar=false")

@@ -1,0 +1,1 @@
+"""What is typed before and beside runs: ``demo``, ``doctor``, ``init``."""
