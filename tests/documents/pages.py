@@ -29,10 +29,11 @@ def difference(share: float) -> str:
 
 def made() -> Iterator[tuple[Path, str]]:
     """(file, what must stand in it) of every page, picture and block."""
-    from tests.documents import key_page, lever_table, schedule_pages, situations
+    from tests.documents import key_page, lever_table, schedule_pages, situations, slurm_reading
 
     for name, text in schedule_pages.schedule_pages():
         yield DOCS / name, text
+    yield DOCS / "guides" / "reading-a-timeline.svg", schedule_pages.timeline_to_read()
     blocks: Mapping[str, Callable[[], str]] = {
         "flags": key_page.flag_table,
         "keys": key_page.key_tables,
@@ -40,6 +41,7 @@ def made() -> Iterator[tuple[Path, str]]:
         "schedules": schedule_pages.schedule_table,
         "decisions": situations.decision_table,
         "situations": situations.matrix,
+        **slurm_reading.slurm_blocks(),
     }
     for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
         text = path.read_text(encoding="utf-8")

@@ -139,6 +139,13 @@ def _picture(name: str) -> str:
     return svg([(heading, found)], title=heading)
 
 
+def timeline_to_read() -> str:
+    """The picture of docs/guides/reading-a-timeline.md: everything that a page may show."""
+    program = compile_program(schedule="1f1b", pp=4, num_microbatches=8)
+    found = simulate(program, UniformCosts(grad_reduce=3, p2p=0.2))
+    return svg([("1f1b, pp=4, 8 microbatches, gradients reduced", found)], title="a timeline")
+
+
 def _page(name: str) -> str:
     schedule = SCHEDULES[name]
     first, rest = markdown(_docstring(schedule))
