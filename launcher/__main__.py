@@ -17,7 +17,14 @@ from pathlib import Path
 
 from launcher.checkpoints import hold
 from launcher.compose.execute import make_run_folder, run_one, tell_closed
-from launcher.compose.option_groups import Flags, Groups, find_groups, help_text, parse_flags
+from launcher.compose.option_groups import (
+    Flags,
+    Groups,
+    completion_script,
+    find_groups,
+    help_text,
+    parse_flags,
+)
 from launcher.compose.overrides import (
     chosen_options,
     expand,
@@ -26,7 +33,13 @@ from launcher.compose.overrides import (
     require_single,
 )
 from launcher.compose.search import Search, asks_for_trials, check_search, find_space
-from launcher.compose.session import CONFIG_NAME, compose_checked, hydra_session, search_path
+from launcher.compose.session import (
+    CONFIG_NAME,
+    compose_checked,
+    hydra_session,
+    search_path,
+    show_info,
+)
 from launcher.compose.user_files import check_user_files
 from launcher.config import LaunchConfig, Mode
 from launcher.config.check_code import own_code
@@ -157,6 +170,9 @@ def _main(flags: Flags) -> int:
     groups = find_groups(flags.config_dir)
     extra = search_path(flags.config_dir)
     with hydra_session() as hydra:
+        if flags.shell_completion and flags.overrides == ("install=bash",):
+            sys.stdout.write(completion_script())
+            return 0
         if flags.shell_completion:
             hydra.shell_completion(config_name=CONFIG_NAME, overrides=list(flags.overrides))
             return 0
@@ -166,6 +182,9 @@ def _main(flags: Flags) -> int:
         words = [*extra, *flags.overrides]
         if flags.help:
             sys.stdout.write(help_text(config, groups))
+            return 0
+        if flags.info is not None:
+            show_info(hydra, flags.info, words, multirun=flags.multirun)
             return 0
         if flags.cfg is not None:
             hydra.show_cfg(CONFIG_NAME, words, flags.cfg, flags.package, flags.resolve)

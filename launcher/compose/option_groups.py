@@ -119,13 +119,25 @@ FLAGS_HELP: tuple[tuple[str, str], ...] = (
     ("-p, --package NODE", "with --cfg: only this node"),
     ("-cd, --config-dir DIR", "add your own option files, e.g. DIR/model/mine.yaml"),
     (
+        "-i, --info [{all,config,defaults,defaults-tree,plugins,searchpath}]",
+        "where the configuration comes from, as Hydra tells it",
+    ),
+    (
         "-sc, --shell-completion",
-        'eval "$(foldpipe -sc install=bash)" installs completion of `foldpipe`; '
-        "shells complete no `python -m launcher`",
+        'eval "$(foldpipe -sc install=bash)" completes `foldpipe` and `python -m launcher` in '
+        "bash; install=zsh and install=fish only `foldpipe`: those shells see no word behind -m",
     ),
     ("--verbose", "every figure of a training run at its end; with -m every job's own words, too"),
     ("--version", "print the version"),
 )
+
+
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+
+def completion_script() -> str:
+    """What bash evaluates to complete this program's command lines."""
+    return Path(__file__).with_name("completion.bash").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +147,7 @@ class Flags:
     help: bool
     version: bool
     multirun: bool
+    info: str | None
     cfg: Literal["job", "hydra", "all"] | None
     resolve: bool
     package: str | None
@@ -155,6 +168,7 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--version", action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-i", "--info", nargs="?", const="all", choices=_INFO)
     parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("-p", "--package")
@@ -162,7 +176,12 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     parser.add_argument("-sc", "--shell-completion", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("overrides", nargs="*")
-    parsed, unknown = parser.parse_known_intermixed_args(list(arguments))
+    # "--info pp=4" asks for everything, under pp=4.
+    split = [
+        "--info=all" if word in ("-i", "--info") and (*arguments, "")[i + 1] not in _INFO else word
+        for i, word in enumerate(arguments)
+    ]
+    parsed, unknown = parser.parse_known_intermixed_args(split)
     # Python 3.11 leaves overrides that follow a flag among the unknown ones.
     stray = [word for word in unknown if word.startswith("-")]
     known = {entry.path for entry in keys_of(LaunchConfig)}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -12,6 +15,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from launcher.compose.option_groups import conf_dir
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 CONFIG_NAME = "config"
 
 
-@contextmanager
+@contextlib.contextmanager
 def hydra_session() -> Iterator[Hydra]:
     """Hydra, initialised on our ``conf/`` and cleared afterwards.
 
@@ -59,6 +63,21 @@ def hydra_session() -> Iterator[Hydra]:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         yield hydra
+
+
+def show_info(hydra: Hydra, what: str, overrides: Sequence[str], *, multirun: bool) -> None:
+    """Hydra's ``--info``: where the configuration comes from, part by part."""
+    root = logging.getLogger()  # to which Hydra adds a handler for what it says
+    before = root.level, list(root.handlers)
+    mode = RunMode.MULTIRUN if multirun else RunMode.RUN
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            hydra.show_info(what, CONFIG_NAME, list(overrides), mode)
+    finally:
+        root.setLevel(before[0])
+        root.handlers = before[1]
+    sys.stdout.write(said.getvalue())
 
 
 def search_path(config_dir: Path | None) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -112,7 +113,6 @@ REFUSED = [
 
 # What people type in their first hour, from Hydra, Lightning, Megatron and torchrun.
 FIRST_HOUR = [
-    ("--info", "--info is not a flag. Try --help."),
     ("--hydra-help", "Did you mean --help?"),
     ("--config-name=x", "Did you mean --config-dir?"),
     ("--config-path=x", "Did you mean --config-dir?"),
@@ -564,3 +564,45 @@ def test_verbose_is_refused_where_there_is_no_more_to_say(tmp_path, monkeypatch)
     done = run_here(["--verbose", "mode=simulate"], tmp_path, monkeypatch)
     done.assert_refused()
     assert "Try it without" in done.errors
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--info", "pp=4"], ("Config search path", "Defaults Tree", "pp: 4")),
+        (["--info", "searchpath"], ("provider", "main")),
+        (["-i", "defaults", "schedule=zb_v"], ("schedule/zb_v",)),
+        (["-m", "--info=config", "pp=2,4"], ("mode: train",)),
+    ],
+)
+def test_info_tells_where_the_configuration_comes_from(words, said, tmp_path, monkeypatch):
+    done = run_here(words, tmp_path, monkeypatch)
+    assert (done.code, done.errors, done.calls) == (0, "", [])
+    assert all(word.lower() in done.output.lower() for word in said), done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+COMPLETED = """\
+python() {{ :; }}
+_before() {{ COMPREPLY=(before); }}
+complete -F _before python
+{script}
+try() {{ COMP_LINE="$1"; COMP_POINT=${{#1}}; COMPREPLY=(); _foldpipe_completion; echo "${{COMPREPLY[@]}}"; }}
+try "{python} -m launcher pp=2 schedule=foldx_"
+try "{python} script.py sch"
+complete -p python3
+"""  # noqa: E501
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_bash_completes_python_m_launcher_and_leaves_other_uses_of_python_alone(
+    tmp_path, monkeypatch
+):
+    script = run_here(["-sc", "install=bash"], tmp_path, monkeypatch).output
+    text = COMPLETED.format(script=script, python=sys.executable)
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines() == [
+        "foldx_aiao foldx_fifo",
+        "before",
+        "complete -o bashdefault -o default -o nospace -F _foldpipe_completion python3",
+    ], done.stderr
