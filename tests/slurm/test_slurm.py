@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.launcher.runs import MODEL, environment, processes_with, read_metrics, read_result
@@ -83,6 +86,11 @@ class Job:
             return self.cluster.wait(self.number, *states, timeout_s=120)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log}") from None
+
+    def field(self, name: str) -> str:
+        """What SLURM says of the job under a name."""
+        shown = self.cluster.ask("scontrol", "--oneliner", "show", "job", self.number)
+        return dict(word.partition("=")[::2] for word in shown.split())[name]
 
     def processes(self) -> dict[int, str]:
         """The ranks, and everything else that runs inside the job."""
@@ -283,6 +291,140 @@ def test_a_sweep_submits_its_jobs_and_is_collected(cluster, tmp_path):
     ]  # fmt: skip
     assert all(float(row["loss_last"]) > 0 for row in rows)
     assert "best by tokens_per_s" in collected.stdout
+
+
+APPTAINER = """\
+#!/bin/bash
+# As the real one is called: options, the image, and what runs in it.
+printf '%s\\n' "$*" >> "$(dirname "$0")/called"
+while [ "${1%.sif}" = "$1" ]; do shift; done
+shift
+exec "$@"
+"""
+
+
+def test_an_administrators_wishes_reach_the_ranks_and_a_killed_job_is_settled(
+    cluster, tmp_path, monkeypatch
+):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "apptainer").write_text(APPTAINER)
+    (tools / "apptainer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    image = [
+        "cluster.container.image=/images/torch.sif", f"cluster.container.python={sys.executable}",
+        "cluster.container.mounts=['/usr:/host/usr:ro']",
+    ]  # fmt: skip
+    job = Job(
+        cluster,
+        tmp_path,
+        [
+            "pp=2", "cluster.nodes=2", "cluster.cpus_per_task=2", *image,
+            "trainer.max_steps=1000000", "cluster.srun=['--cpu-bind=none']",
+            "cluster.setup=['export SET_UP=yes','unset OMP_NUM_THREADS']",
+            "cluster.mem=100M", "cluster.exclusive=true", "output.group_readable=true",
+            "trainer.checkpoint_every_n_steps=5",
+        ],
+    )  # fmt: skip
+    job.wait_for_step(10)
+    assert job.field("JobName") == "1f1b-pp2-dp1"
+    assert job.field("CPUs/Task") == "2"
+    assert "CPUs=4" in cluster.ask("scontrol", "--oneliner", "show", "step", f"{job.number}.0")
+    # srun itself listens everywhere, for the tasks' output.
+    ranks = [
+        pid
+        for pid, text in job.processes().items()
+        if "slurm_rank" in text and not text.startswith("srun ")
+    ]
+    for pid in ranks:
+        given = environment_of(pid)
+        assert (given["SET_UP"], given["OMP_NUM_THREADS"]) == ("yes", "2")
+    called = (tools / "called").read_text().splitlines()
+    assert len(called) == 2
+    assert all("/usr:/host/usr:ro --pwd" in line for line in called)
+    # Where ranks meet: one address, and nothing for whoever has no token.
+    store = environment_of(ranks[0])
+    address, port = store["MASTER_ADDR"], int(store["MASTER_PORT"])
+    listening = {
+        (found.laddr.ip, found.laddr.port)
+        for pid in ranks
+        for found in psutil.Process(pid).net_connections("tcp")
+        if found.status == psutil.CONN_LISTEN
+    }
+    assert (address, port) in listening
+    assert {ip for ip, _ in listening if ip in ("0.0.0.0", "::")} == set()
+    with socket.create_connection((address, port), timeout=10) as stranger:
+        stranger.sendall(b"\0" + struct.pack("<I", 0x3C85F7CE))
+        stranger.sendall(b"\x03" + struct.pack("<Q", 6) + b"/here/")  # GET
+        assert stranger.recv(1) == b""
+    (script,) = (
+        pid
+        for pid, text in processes_with(f"SLURM_JOB_ID={job.number}").items()
+        if text.endswith("slurm_script") or "slurm_script " in text
+    )
+    os.kill(script, signal.SIGKILL)
+    assert job.wait("FAILED", "COMPLETED") == "FAILED"
+    job.until(lambda: job.processes() == {})
+    assert not (job.folder / "result.json").exists()
+    words = [*MODEL, "mode=validate", "trainer.resume=auto", "hydra.run.dir=later"]
+    done = foldpipe(cluster, tmp_path, words)
+    assert done.returncode == 0, done.stderr
+    assert f"{job.folder}: SLURM job {job.number} has ended (FAILED)" in done.stdout
+    assert job.result["status"] in ("failed", "preempted")
+    modes = {path.stat().st_mode & 0o777 for path in job.folder.rglob("*") if path.is_file()}
+    assert modes == {0o640}
+
+
+def test_a_line_of_set_up_that_fails_ends_the_job_with_its_text(cluster, tmp_path):
+    job = Job(cluster, tmp_path, ["pp=2", "cluster.setup=['true','ls /none/such']"])
+    assert job.wait("FAILED", "COMPLETED") == "FAILED"
+    job.until(lambda: "cluster.setup has failed (exit code 2): ls /none/such" in job.log)
+    words = [*MODEL, "mode=validate", "trainer.resume=auto", "hydra.run.dir=new"]
+    done = foldpipe(cluster, tmp_path, words)
+    assert "cluster.setup has failed" in done.stdout
+    assert "cluster.setup has failed" in job.result["error"]
+
+
+def test_a_sweep_is_one_array_that_is_throttled(cluster, tmp_path):
+    words = [
+        *TRAIN, "-m", "optimizer.lr=1e-2,1e-3,1e-4", "trainer.max_steps=3", "cluster.throttle=1",
+        "hydra.sweep.dir=s",
+    ]  # fmt: skip
+    done = foldpipe(cluster, tmp_path, words)
+    assert done.returncode == 0, done.stderr
+    assert "1 at a time: 3 jobs of the sweep" in done.stdout
+    numbers = [(tmp_path / "s" / str(i) / "slurm_job.txt").read_text().strip() for i in range(3)]
+    array = numbers[0].partition("_")[0]
+    assert numbers == [f"{array}_{index}" for index in range(3)]
+    waiting = cluster.ask("squeue", "-h", "--array", "-j", array, "-t", "PENDING", "-o", "%i %r")
+    assert f"{array}_2 (JobArrayTaskLimit)" in waiting.replace(" ", " (").replace("\n", ")\n") + ")"
+    most, until = 0, time.monotonic() + 180
+    while cluster.ask("squeue", "-h", "--array", "-j", array, "-o", "%i"):
+        running = cluster.ask("squeue", "-h", "--array", "-j", array, "-t", "RUNNING", "-o", "%i")
+        most = max(most, len(running.split()))
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    assert most == 1
+    for index in range(3):
+        folder = tmp_path / "s" / str(index)
+        assert read_result(folder)["status"] == "done"
+        assert "attempt 1 of job" in (folder / f"slurm-{array}_{index}.out").read_text()
+
+
+def test_a_validation_asks_slurm(cluster, tmp_path):
+    words = [*TRAIN, "mode=validate", "pp=2"]
+    done = foldpipe(cluster, tmp_path, words)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"sbatch --test-only: would start at \S+ using \d+ processors", done.stdout)
+    refused = foldpipe(cluster, tmp_path, [*words, "cluster.partition=none"])
+    assert refused.returncode == 2
+    assert "sbatch has refused the job" in refused.stderr
+    assert cluster.ask("squeue", "-h", "--name=1f1b-pp2-dp1", "-t", "PENDING", "-o", "%i") == ""
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    text = (Path("/proc") / str(pid) / "environ").read_bytes().decode()
+    return dict(item.partition("=")[::2] for item in text.split("\0"))
 
 
 def assert_same_losses(job: Job, whole: Job) -> None:
