@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands there."""
+"""The documents' Python runs as it stands there, and the README is short."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+PAGES = [README, *sorted((README.parent / "docs").rglob("*.md"))]
+# A block that imports what it uses is a script; others are parts of one.
+BLOCKS = [
+    block
+    for page in PAGES
+    for block in re.findall(
+        r"^```python\n((?:import|from) .*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+]
 
 
 def _name(block: str) -> str:
@@ -23,6 +31,12 @@ def test_there_are_examples() -> None:
     names = [_name(block) for block in BLOCKS]
     assert len(set(names)) == len(names) >= 2
     assert any("PipelineStrategy" in block for block in BLOCKS)
+
+
+def test_the_readme_is_short() -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120
+    assert max(map(len, lines)) <= 250
 
 
 def _cost(block: str) -> list[pytest.MarkDecorator]:

@@ -34,6 +34,7 @@ def made() -> Iterator[tuple[Path, str]]:
     for name, text in schedule_pages.schedule_pages():
         yield DOCS / name, text
     yield DOCS / "guides" / "reading-a-timeline.svg", schedule_pages.timeline_to_read()
+    yield DOCS / "assets" / "schedules.svg", schedule_pages.two_schedules()
     blocks: Mapping[str, Callable[[], str]] = {
         "flags": key_page.flag_table,
         "keys": key_page.key_tables,

@@ -127,6 +127,16 @@ def schedule_table() -> str:
     return "\n".join(rows)
 
 
+def two_schedules() -> str:
+    """The picture of the first page: the order that everybody knows above a better one."""
+    names = {"1f1b": "1f1b, which everybody uses", "zb_v": "zb_v: the same work"}
+    panels = [
+        (f"{words}: a step takes {timeline(name).makespan:g}", timeline(name))
+        for name, words in names.items()
+    ]
+    return svg(panels, title="Two schedules for the same work on 4 ranks, 8 microbatches")
+
+
 @cache
 def timeline(name: str, num_microbatches: int = PICTURED) -> Timeline:
     program = compile_program(schedule=name, pp=PP, num_microbatches=num_microbatches)
