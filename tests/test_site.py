@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher.config import LaunchConfig
+from launcher.config.key import keys_of
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -19,6 +22,7 @@ def _build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.Compl
     nowhere = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "all_proxy")}
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", *words],
+        cwd=ROOT,
         env={**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
@@ -40,6 +44,12 @@ def test_every_page_is_built(site: Path) -> None:
     assert len(pages) > 8
     for page in pages:
         assert (site / page.with_suffix(".html")).is_file()
+
+
+def test_every_key_is_on_its_page(site: Path) -> None:
+    page = (site / "reference" / "keys.html").read_text(encoding="utf-8")
+    told = set(re.findall(r"<td><code>([\w.]+)</code></td>", page))
+    assert {key.path for key in keys_of(LaunchConfig)} <= told
 
 
 def test_a_page_fetches_nothing_from_elsewhere(site: Path) -> None:
@@ -65,7 +75,9 @@ def test_a_page_fetches_nothing_from_elsewhere(site: Path) -> None:
 def test_a_broken_link_ends_the_build(text: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text(f"# Page\n\n{text}\n")
-    shared = re.sub(r"^(theme|plugins|extra_css):\n(?:[ -].*\n)+", "", _settings(), flags=re.M)
+    shared = re.sub(
+        r"^(theme|hooks|plugins|extra_css):\n(?:[ -].*\n)+", "", _settings(), flags=re.M
+    )
     (tmp_path / "mkdocs.yml").write_text(shared)
     done = _build(tmp_path / "site", tmp_path / "mkdocs.yml")
     assert done.returncode == 1

@@ -29,15 +29,13 @@ def difference(share: float) -> str:
 
 def made() -> Iterator[tuple[Path, str]]:
     """(file, what must stand in it) of every page, picture and block."""
-    from tests.documents import key_page, lever_table, schedule_pages, situations, slurm_reading
+    from tests.documents import lever_table, schedule_pages, situations, slurm_reading
 
     for name, text in schedule_pages.schedule_pages():
         yield DOCS / name, text
     yield DOCS / "guides" / "reading-a-timeline.svg", schedule_pages.timeline_to_read()
     yield DOCS / "assets" / "schedules.svg", schedule_pages.two_schedules()
     blocks: Mapping[str, Callable[[], str]] = {
-        "flags": key_page.flag_table,
-        "keys": key_page.key_tables,
         "memory_levers": lever_table.lever_table,
         "schedules": schedule_pages.schedule_table,
         "decisions": situations.decision_table,
