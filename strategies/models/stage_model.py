@@ -246,6 +246,10 @@ class StageModel(ABC):
         """Who has what is made for all rows of a batch at once, without layers; None if nobody."""
         return None
 
+    def last_place(self, mode: Mode) -> tuple[int, int] | None:
+        """Where in the step the last stage begins: calls and operations; None if nobody knows."""
+        return None
+
     @property
     def draws(self) -> Mapping[Mode, bool]:
         """For each mode that has run, whether the step draws random numbers between layers."""

@@ -352,6 +352,10 @@ class ReplayModel(StageModel):
                 call_step(self._module, which[0], batch, *where)
             return run.close()
 
+    def last_place(self, mode: Mode) -> tuple[int, int] | None:
+        places = [o.cuts[-1][0].position for key, o in self._layouts.items() if key[0] == mode]
+        return max(places, default=None)
+
     def _row_run(
         self,
         pair: Pair,

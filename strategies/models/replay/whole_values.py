@@ -258,6 +258,27 @@ class Dealer:
         self._plans[step] = plan
         return plan
 
+    def read_before(
+        self, step: Step, batch: Any, *, where: Where, place: Position, change: Callable[[], None]
+    ) -> bool:
+        """Whether layers, or operations up to a place, get other values behind a change.
+
+        The generators are the caller's care, and so is the change. Where the step cannot be run,
+        nobody knows that they do not.
+        """
+        try:
+            seed_all(1)
+            first = self._run(step, batch, where, None, False).at
+            change()
+            seed_all(1)
+            second = self._run(step, batch, where, None, False).at
+        except Exception:
+            return True
+        return any(
+            point[:2] <= place and not _is_same(second.get(point), value)
+            for point, value in first.items()
+        )
+
     def deal(self, step: Step, whole: Any, shares: Sequence[Share], *, where: Where) -> None:
         """Computes a batch's values, drawing from the generators where they are.
 
@@ -427,7 +448,7 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
-        numpy.seed(seed)
+        numpy.seed(seed % 2**32)
 
 
 def find_plan(

@@ -138,7 +138,8 @@ class PipelineStrategy(CheckpointingStrategy):
         backend: ``auto`` takes gloo on CPU and NCCL on CUDA, or ``staged`` (gloo through pinned
             memory) where ranks share a GPU. ``strict`` matches messages by order and blocks.
         timeout_s: How long a rank waits for another; 1800 if left out.
-        seed: Of dropout and data order; None for Lightning's global seed.
+        seed: Of dropout, data order and what steps draw; None for Lightning's global seed, with
+            which steps draw what they draw under stock Lightning.
         check_batches: Compare the batch between a pipeline's ranks at every step; the default.
         pipeline_layers: Where a module's layers are (``net.layers``), if they are not found.
         async_save: By default, checkpoints of a running ``fit`` are copied to host memory and
@@ -314,6 +315,7 @@ class PipelineStrategy(CheckpointingStrategy):
             device=self.root_device,
             heartbeat=self._heartbeat,
             hosts=self._hosts,
+            own_draws=self._options.seed is not None,
         )
         programs = self._engine.programs
         compare(

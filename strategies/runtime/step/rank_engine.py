@@ -25,6 +25,7 @@ from strategies.models.replay.whole_values import Step
 from strategies.models.selective.policy import Selection
 from strategies.models.stage_model import LogCall, Mode, StageModel
 from strategies.models.state import Fetch, Generators, kept_generators
+from strategies.models.step_state import Slot, StepState
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.plan import Options, Plan, num_buckets
 from strategies.planner.cut import balance, by_counts
@@ -90,8 +91,12 @@ class Engine:
         device: torch.device,
         heartbeat: Heartbeat | None = None,
         hosts: Mapping[int, str] | None = None,
+        own_draws: bool = False,
     ) -> None:
         """Collective: all processes call it with the same arguments.
+
+        With ``own_draws`` steps draw from the seed and the step's number, so that a run that is
+        resumed draws what it would have drawn; else from the generators as they stand.
 
         Buckets that the plan leaves open are made from the stages' sizes; ``options.backend`` is
         not ``auto``.
@@ -163,7 +168,11 @@ class Engine:
         )
         self._executor = Executor(coordinates.pp_rank, self._parts)
         self._draws = WholeDraws(
-            model.dealer, coordinates, group=self.control_group, replicas=self._parts.replicas
+            model.dealer,
+            coordinates,
+            group=self.control_group,
+            replicas=self._parts.replicas,
+            seeded=own_draws,
         )
         self._flush = Flush(
             self._parts,
@@ -440,8 +449,10 @@ class Engine:
         ``check`` looks at a way through the step when it is taken for the first time.
         """
         options = PassOptions(batch_idx, "train", 1.0, None, None, None)
-        self._draws.look(batch, microbatches, options, loaders, way=way, then=check)
-        self.whole.state.begin()
+        self._draws.look(
+            batch, microbatches, options, loaders, whole=self.whole, way=way, then=check
+        )
+        self.whole.note()
         return self._draws.deal(
             batch, microbatches, options, loaders,
             seed=self.seed_of(step), state=self.whole.state, way=way,
@@ -545,7 +556,7 @@ class Engine:
             self._compared = True
             self._compare_shapes(microbatches)
         if not options.part:
-            self._draws.look(batch, microbatches, options, loaders)
+            self._draws.look(batch, microbatches, options, loaders, whole=self.whole)
         if self.plan.loss_over == "batch":
             self._compare_rows(batch, microbatches, options, loaders)
         if not train or not backward:
@@ -562,6 +573,13 @@ class Engine:
         whole = Whole()
         self.whole.begin(batch, microbatches, options)
 
+        def read(slot: Slot) -> bool:
+            place = self.model.last_place(options.mode)
+            own = StepState(self.model.module, self.model.layers())
+            return self._draws.reads(
+                batch, microbatches, options, state=own, slot=slot, place=place
+            )
+
         shares: list[Callable[[], None]] = []
 
         def share_later(result: StepResult) -> None:
@@ -573,7 +591,7 @@ class Engine:
 
             def share() -> None:
                 value = None if loss is None else float(loss.tensor())
-                said = self.mirror.message(whole, carries=carries)
+                said = self.mirror.message(whole, carries=carries, read=read)
                 times = self._times(previous)
                 bulletin.post([mark(), value, logs(), times, said, rows])
 
@@ -606,6 +624,7 @@ class Engine:
         self._note([answer[3] for answer in answers])
         said = next((answer[4] for answer in answers if answer[4] is not None), None)
         self.mirror.take(said)
+        self.mirror.share(now=True)
         if options.mode in self.mirrored:
             self.mirror.share()
         joined = self._joined(replicas, result, rows=joins)

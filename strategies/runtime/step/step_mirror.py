@@ -1,13 +1,15 @@
 """The module's state on every rank of a pipeline: what steps left on the last stage goes there.
 
 Small values travel with the loss and the logs, once per step, so that the next step sees the same
-on every stage. Large ones (a list over an epoch, states of a metric) stay on the last stage's rank
-until hooks may look at them.
+on every stage. Large ones follow at once where an earlier stage's part of the step reads them (a
+codebook, a queue of keys); else (a list over an epoch, states of a metric) they stay on the last
+stage's rank until hooks may look at them.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,9 +50,16 @@ class StepMirror:
         self._device = device
         self._waiting: dict[Slot, None] = {}  # what has changed and has not been told
         self._stale = False
+        self._read: dict[Slot, bool] = {}  # whether other stages' part of the step looks at it
+        self._now = False
 
-    def message(self, whole: Whole, *, carries: bool) -> dict[str, Any] | None:
-        """What this rank says about a pass, JSON-ready; None if there is nothing to say."""
+    def message(
+        self, whole: Whole, *, carries: bool, read: Callable[[Slot], bool]
+    ) -> dict[str, Any] | None:
+        """What this rank says about a pass, JSON-ready; None if there is nothing to say.
+
+        ``read`` tells whether stages before the last one read a place of the module.
+        """
         if not self._knows:
             return None
         if whole.refusal is not None:
@@ -72,6 +81,11 @@ class StepMirror:
             said["small"] = small
         if self._waiting:
             said["more"] = True
+            for slot in self._waiting:
+                if slot not in self._read:
+                    self._read[slot] = read(slot)
+            if any(self._read[slot] for slot in self._waiting):
+                said["now"] = True
         if carries and whole.result is not None:
             said["result"] = True
         return said or None
@@ -91,13 +105,21 @@ class StepMirror:
             for place, tree in said.get("small", ()):
                 self._put(Slot(*place), opening, tree)
         self._stale = self._stale or "more" in said
+        self._now = "now" in said
 
-    def share(self) -> None:
-        """Brings over what has not been told; collective, and nothing where nothing is missing."""
+    def share(self, *, now: bool = False) -> None:
+        """Brings over what has not been told; collective, and nothing where nothing is missing.
+
+        ``now``: only what the next step of other stages reads.
+        """
+        if now and not self._now:
+            return
+        self._now = False
         if not self._stale:
             return
-        self._stale = False
-        slots, self._waiting = list(self._waiting), {}
+        slots = [slot for slot in self._waiting if not now or self._read[slot]]
+        self._waiting = {slot: None for slot in self._waiting if slot not in slots}
+        self._stale = now
         if self._group is None:
             return
         parcel = Parcel()

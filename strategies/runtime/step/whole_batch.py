@@ -90,11 +90,15 @@ class WholeBatch:
         """What their forwards keep is their stage's own."""
         return self._model.layers()
 
-    def begin(self, batch: Any, microbatches: Sequence[Microbatch], options: Any) -> None:
-        """Before the first forward of a pass."""
+    def note(self) -> None:
+        """Notes the state to which ``state.take_back`` goes."""
         if not self.state.is_known:
             self._has_metrics = share_metrics(self._model.module, self.replicas)
         self.state.begin()
+
+    def begin(self, batch: Any, microbatches: Sequence[Microbatch], options: Any) -> None:
+        """Before the first forward of a pass."""
+        self.note()
         self._batch = batch
         self._microbatches = microbatches
         self._options = options

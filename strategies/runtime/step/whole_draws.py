@@ -2,29 +2,34 @@
 
 Every rank computes these values by itself (``models/replay/whole_values.py``), from the generators
 as the user's program has left them: so a step draws what stock Lightning draws for that batch, and
-the numbers behind it (the order of the next epoch's data) are stock Lightning's, too. Where the
-ranks of a pipeline stand at different numbers, since one of them alone has drawn some, they go on
-from the run's seed instead.
+the numbers behind it (the order of the next epoch's data) are stock Lightning's, too. A run with a
+seed of its own draws from that, step by step, which a resumed run repeats; and so does one whose
+ranks stand at different numbers, since one of them alone has drawn some.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from strategies.models.collectives import default_group
-from strategies.models.nested import structure
+from strategies.models.nested import leaves, rebuild, structure
+from strategies.models.replay.hole import Hole
+from strategies.models.replay.path import Position
 from strategies.models.replay.whole_values import Dealer, Share, Step, ValuePlan, seed_all
 from strategies.models.state import Generators
-from strategies.models.step_state import StepState
+from strategies.models.step_state import Slot, StepState
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.microbatch import Microbatch, count_rows, pick_rows, share_sizes
 from strategies.runtime.step.stage_compute import PassOptions
+from strategies.runtime.step.whole_batch import WholeBatch
 
 _ORDER = 20  # seed of the order in which rows are looked at: not the one in which they are given
 
@@ -37,6 +42,7 @@ class WholeDraws:
         coordinates: Of this rank.
         group: All ranks of its replica, for numbers in host memory; None for a single one.
         replicas: What a step sees as all processes.
+        seeded: Whether each step draws from the run's seed, whatever the generators say.
     """
 
     def __init__(
@@ -46,11 +52,13 @@ class WholeDraws:
         *,
         group: dist.ProcessGroup | None,
         replicas: dist.ProcessGroup | None,
+        seeded: bool,
     ) -> None:
         self._dealer = dealer
         self._where = coordinates
         self._group = group
         self._replicas = replicas
+        self._seeded = seeded
 
     def look(
         self,
@@ -59,13 +67,14 @@ class WholeDraws:
         options: PassOptions,
         loaders: TreeSpec | None,
         *,
+        whole: WholeBatch,
         way: int | None = None,
         then: Callable[[Step, Any, Sequence[Any], Sequence[int]], None] | None = None,
     ) -> None:
         """Finds out what there is to deal, before the first batch of a kind.
 
         A step may have several ``way``s; ``then`` is called with two parts of the batch that was
-        looked at, and their rows.
+        looked at, and their rows. ``whole`` knows the module's state, which stays as it is.
 
         Raises:
             ModelError: The step mixes rows in a way that cannot be followed.
@@ -80,19 +89,21 @@ class WholeDraws:
         part = share_sizes(rows, count)[-1] if count > 1 else rows // 2
         generator = torch.Generator().manual_seed(_ORDER)
         order = torch.randperm(rows, generator=generator).tolist()
-        whole = pick_rows(batch, order)
+        every = pick_rows(batch, order)
         own = pick_rows(batch, order[rows - part :])
         where = (options.batch_idx, options.dataloader_idx)
         before = Generators.now()
+        whole.note()
         try:
             with default_group(self._replicas):
                 turned = pick_rows(batch, [order[row // 2] for row in range(rows)])
-                dealer.look(step, whole, own, turned, rows=rows, first=rows - part, where=where)
+                dealer.look(step, every, own, turned, rows=rows, first=rows - part, where=where)
                 if then is not None and count > 1:
                     others = pick_rows(batch, order[: rows - part])
-                    then(step, whole, [others, own], [rows - part, part])
+                    then(step, every, [others, own], [rows - part, part])
         finally:
             before.put_back()
+            whole.state.take_back()
 
     def deal(
         self,
@@ -120,7 +131,7 @@ class WholeDraws:
             return None
         rows = count_rows(batch)
         before = Generators.now()
-        alike = not plan.draws or self._agree(before, plan)
+        alike = not plan.draws or (not self._seeded and self._agree(before, plan))
         replicas = self._where.dp if plan.draws else 1
         whole = batch
         if replicas > 1:
@@ -133,7 +144,7 @@ class WholeDraws:
         shares.append(Share(0, rows, rows, replicas, self._where.dp_rank))
         try:
             if not alike:
-                seed_all(seed)
+                seed_all(seed - self._where.dp_rank)  # All replicas draw for the rows of all.
             with default_group(self._replicas):
                 dealer.deal(step, whole, shares, where=where)
             after = Generators.now()
@@ -141,6 +152,43 @@ class WholeDraws:
             before.put_back()
             state.take_back()
         return after if alike and plan.draws else None
+
+    def reads(
+        self,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        options: PassOptions,
+        *,
+        state: StepState,
+        slot: Slot,
+        place: Position | None,
+    ) -> bool:
+        """Whether a step reads a slot of its module before it comes to ``place``.
+
+        ``state`` is one of its own, which watches nothing else.
+        """
+        dealer = self._dealer
+        if dealer is None or place is None or options.part:
+            return True
+        value = state.value(slot)
+        other = _changed(value)
+        if other is value:
+            return True
+        before = Generators.now()
+        state.begin()
+        try:
+            with default_group(self._replicas):
+                return dealer.read_before(
+                    _step(microbatches, options, None),
+                    microbatches[0].data,
+                    where=(options.batch_idx, options.dataloader_idx),
+                    place=place,
+                    change=lambda: state.put(slot, other),
+                )
+        finally:
+            state.put(slot, value)
+            state.take_back()
+            before.put_back()
 
     def _agree(self, states: Generators, plan: ValuePlan) -> bool:
         """Whether all ranks of the pipeline would draw the same."""
@@ -159,3 +207,20 @@ class WholeDraws:
 def _step(microbatches: Sequence[Microbatch], options: PassOptions, way: int | None) -> Step:
     number = (options.dataloader_idx or 0) if way is None else way
     return options.mode, number, structure(microbatches[0].data)
+
+
+def _changed(value: Any) -> Any:
+    """Another value of the same kind; the same object where nobody knows one."""
+    if isinstance(value, deque):
+        return deque([_changed(item) for item in value], value.maxlen)
+    if all(_other(leaf) is leaf for leaf in leaves(value)):
+        return value
+    return rebuild(value, _other)
+
+
+def _other(leaf: Any) -> Any:
+    if isinstance(leaf, Hole):
+        return leaf
+    if isinstance(leaf, Tensor):
+        return leaf if leaf.dtype == torch.bool or not leaf.numel() else leaf + 1
+    return leaf + 1 if isinstance(leaf, int | float) and not isinstance(leaf, bool) else leaf

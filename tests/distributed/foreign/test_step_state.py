@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.distributed.foreign.comparison import (
     CLASSES,
     EVERY_LAYOUT,
     TOLERANCE,
+    WIDTH,
     Fitted,
     Net,
     equal_to_stock,
@@ -123,6 +124,27 @@ class Annealed(Net):
         with torch.no_grad():
             self.center = self.center * 0.9 + z.detach().mean(0) * 0.1
         return loss
+
+
+class Codebook(Net):
+    """A large buffer that the step changes behind its layers, and reads before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.full((40, WIDTH), 0.1, dtype=torch.float64))
+        self.recent: deque[Tensor] = deque(maxlen=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = x + self.codes[y]
+        for z in self.recent:
+            x = x + 0.1 * z.mean()
+        z = self(x)
+        with torch.no_grad():
+            found = one_hot(y, 40).to(z).T @ torch.cat([z, z, z], 1)[:, :WIDTH] / len(y)
+            self.codes.mul_(0.9).add_(found, alpha=0.1)
+            self.recent.append(torch.cat([z] * 4).detach().clone())
+        return cross_entropy(z, y)
 
 
 class Curved(Net):
@@ -304,3 +326,10 @@ def test_a_loss_is_that_of_all_replicas(strategy: Any, ranks: Callable[[int], Ra
         assert fitted.metrics == pytest.approx(stock.metrics, abs=TOLERANCE)
         for row, wanted in zip(fitted.logged, stock.logged, strict=False):
             assert row == pytest.approx(wanted, abs=TOLERANCE)
+
+
+@ONE_REPLICA
+def test_a_large_tensor_that_a_step_changes_is_the_same_on_earlier_stages(
+    layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    equal_to_stock(ranks, Codebook, layout, buffers=["codes"])
