@@ -93,6 +93,7 @@ class ReplayModel(StageModel):
             )
         self._postponed = False
         self._rows: dict[Step, list[Rows | None]] = {}
+        self._value_caches: dict[Step, dict[Hashable, Outcome]] = {}
         self._dealer = Dealer(self.values, self._num_calls)
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
 
@@ -334,7 +335,9 @@ class ReplayModel(StageModel):
         """Runs a step without its layers; with a plan, what it changes is the caller's care."""
         path = self._path(which, batch, *where)
         device = batch_device(batch, self._module)
-        run = ValueRun(self._modules, device, self._caches[which], plan, neutral=neutral)
+        # Outcomes of its own: what stages find out in their first forwards is for them to see.
+        cache = self._value_caches.setdefault(which, {})
+        run = ValueRun(self._modules, device, cache, plan, neutral=neutral)
         names = any(e.parameters for events in path.events for e in events)
         logs = LogCapture(lambda value: False, self._module)
         if path.clones_batch:
