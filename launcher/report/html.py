@@ -201,6 +201,7 @@ _COLOURS = dict(
 )  # fmt: skip
 
 
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _VISIBLE = 20  # A bar shorter than this part of its axis shows nothing of its parts.
 
 
@@ -230,7 +231,7 @@ def memory_html(ranks: Sequence[RankMemory], *, limit_bytes: float | None = None
     if limit_bytes is not None and largest * _VISIBLE < limit_bytes:
         # On the limit's axis nothing would be seen of them.
         note = (
-            f"<p>the axis ends at {largest / 2**30:.4g} GiB; the limit of "
+            f"<p>the axis ends at {_size(largest)}; the limit of "
             f"{limit_bytes / 2**30:.4g} GiB is {limit_bytes / largest:.0f} times as far</p>"
         )
         scale, limit_bytes = largest, None
@@ -257,7 +258,7 @@ def _measured_html(peaks: Sequence[int], kind: str | None) -> str:
     rows = "".join(
         f'<div class="row"><span>rank {rank}</span><div class="bar">'
         f'<i style="width:{100 * peak / largest:.3f}%;background:{_COLOURS[_NAMES[-1]]}"></i></div>'
-        f"<span>{peak / 2**30:.4g} GiB</span></div>"
+        f"<span>{_size(peak)}</span></div>"
         for rank, peak in enumerate(peaks)
     )
     note = "" if what is None else f"<p>{escape(what)} of each rank's process</p>"
@@ -267,16 +268,22 @@ def _measured_html(peaks: Sequence[int], kind: str | None) -> str:
 def _memory_bar(rank: int, held: RankMemory, scale: float, limit: float | None) -> str:
     parts = "".join(
         f'<i style="width:{100 * getattr(held, name) / scale:.3f}%;background:{_COLOURS[name]}" '
-        f'title="{escape(_word(name))}: {getattr(held, name) / 2**30:.4g} GiB"></i>'
+        f'title="{escape(_word(name))}: {_size(getattr(held, name))}"></i>'
         for name in _NAMES
         if getattr(held, name)
     )
     mark = "" if limit is None else f'<b style="left:{100 * limit / scale:.3f}%"></b>'
-    total = f"{held.total / 2**30:.4g} GiB"
+    total = _size(held.total)
     return (
         f'<div class="row"><span>rank {rank}</span><div class="bar" role="img" '
         f'aria-label="{escape(memory_line(held))}">{parts}{mark}</div><span>{total}</span></div>'
     )
+
+
+def _size(num_bytes: float) -> str:
+    """``1.5 GiB``, ``293 KiB``: never a page of zeros."""
+    unit, name = next((u for u in _UNITS if num_bytes >= u[0] / 10), _UNITS[-1])
+    return f"{num_bytes / unit:.4g} {name}"
 
 
 def _word(name: str) -> str:

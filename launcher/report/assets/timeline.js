@@ -16,9 +16,15 @@ let hovered = null; // {panel, bar}
 let folded = false; // whether the curves of memory are hidden, see fold.js
 let scheduled = false;
 
+// On one scale the shorter of two steps would be a line of a few pixels: each has its own then, and
+// says so. Jobs of a sweep are there to be compared, however much they differ.
+const spans = DATA.panels.map((data) => data.makespan).filter((span) => span > 0);
+const apart = DATA.panels.length === 2 && document.getElementById("whole") !== null &&
+  Math.max(...spans) > 20 * Math.min(...spans);
+
 const panels = DATA.panels.map((data, index) => {
   const canvas = document.getElementById("panel" + index);
-  const same = DATA.panels.filter((other) => other.unit === data.unit);
+  const same = DATA.panels.filter((other) => other.unit === data.unit && (!apart || other === data));
   const span = Math.max(...same.map((other) => other.makespan)) || 1;
   const ranks = data.rows.length;
   const bar = ranks <= 4 ? 26 : ranks <= 8 ? 20 : ranks <= 16 ? 18 : 16;
@@ -302,7 +308,12 @@ function drawAxis(g, panel, theme) {
     if (panel.top === TALL) g.fillText((time / scale).toFixed(decimals), x, 4);
   }
   g.stroke();
-  const title = panel.data.unit === "s" ? `${panel.data.axis} in ${unit}` : panel.data.axis;
+  let title = panel.data.unit === "s" ? `${panel.data.axis} in ${unit}` : panel.data.axis;
+  const other = apart && panels[1 - panels.indexOf(panel)];
+  if (other && other.data.unit === panel.data.unit)
+    title += other.data.makespan > panel.data.makespan
+      ? ` (on a scale of its own: the other is ${Math.round(other.span / panel.span)} times as long)`
+      : " (on a scale of its own)";
   g.fillText(title, GUTTER + plotWidth(panel) / 2, panel.bottom + 23);
 }
 
