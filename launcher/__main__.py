@@ -63,7 +63,11 @@ COMMANDS: dict[Mode, str] = {
     "export": "launcher.commands.evaluate:export",
 }
 # Words that stand first, in place of a run.
-_TOOLS = {"demo": "launcher.tools.demo", "doctor": "launcher.tools.doctor"}
+_TOOLS = {
+    "demo": "launcher.tools.demo",
+    "doctor": "launcher.tools.doctor",
+    "init": "launcher.tools.project",
+}
 # Modes without a run folder.
 _FOLDERLESS = {"collect": "launcher.commands.collect", "dashboard": "launcher.commands.dashboard"}
 # What is trained where nothing is asked for: a pipeline, on any machine, as `make run` does.
@@ -84,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     try:
         if words and words[0] in _TOOLS:
+            if words[0] == "init":  # its files are the user's, as open as all others
+                os.umask(umask)
             return _tool(words[0], words[1:])
         if not torchrun.joins(words):
             return _main(_parse(words))

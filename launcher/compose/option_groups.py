@@ -208,7 +208,7 @@ _USAGE = """\
 foldpipe: pipeline-parallel training from a declaration, simulated and executed alike.
 
 usage: python -m launcher [flags] [key=value ...]        (or: foldpipe ...)
-       python -m launcher demo | doctor                  (--help behind it says more)
+       python -m launcher demo | doctor | init FOLDER    (--help behind it says more)
 
   python -m launcher                                     train a small model, a pipeline of two
   python -m launcher schedule=foldx_fifo pp=4            the same over 4 pipeline ranks

@@ -57,9 +57,10 @@ def _done(run: Run, result: Mapping[str, object]) -> Iterator[str]:
     count = result.get("num_parameters")
     size = f" ({count:,} parameters)" if isinstance(count, int) else ""
     rows = run.batch_size * run.dp * config.trainer.accumulate_grad_batches
-    of = "rows" if run.own_data else f"sequences of {run.shape.sequence} tokens"
+    # Only its own loaders know the batch of a data module of the user's.
+    of = "" if run.own_data else f" of {rows} sequences of {run.shape.sequence} tokens"
     steps = result.get("steps")
-    yield f"trained {model_label(config)}{size}: {steps} steps of {rows} {of}"[:WIDTH]
+    yield f"trained {model_label(config)}{size}: {steps} steps{of}"[:WIDTH]
     words = [f"{key}={result[key]}" for key in ("pp", "dp", "tp") if result.get(key) is not None]
     words.append(f"{result.get('num_microbatches')} microbatches")
     words += [f"{key}={result[key]}" for key in ("recompute",) if result.get(key) != "none"]
@@ -75,8 +76,8 @@ def _learnt(run: Run, result: Mapping[str, object]) -> Iterator[str]:
         yield text + ("" if val is None else f"; validation {val:.4f}")
     trainer = run.config.trainer
     if val is None and trainer.limit_val_batches != 0:
-        yield (f"{_INDENT}no val_loss: nothing was validated in {result.get('steps')} steps")
-        yield (f"{_INDENT}(trainer.val_check_interval={trainer.val_check_interval})")
+        every = f"trainer.val_check_interval={trainer.val_check_interval}"
+        yield f"{_INDENT}no val_loss in {result.get('steps')} steps ({every})"
     if skipped := result.get("skipped_steps"):
         yield f"{_INDENT}{skipped} steps were left out: loss or gradients not finite"
     if restarts := result.get("restarts"):
@@ -137,6 +138,8 @@ def _costs(run: Run, result: Mapping[str, object]) -> Iterator[str]:
     config = run.config
     if config.costs.name == "profiled":
         yield f"  predicted from measurements: {config.costs.file}"
+    elif result.get("time_unit") != "s":
+        yield "  predicted with uniform costs; mode=profile measures the model here"
     elif config.costs.name == "analytic":
         yield (
             f"  predicted for hardware={config.hardware.name}; mode=profile measures this machine"
