@@ -79,15 +79,20 @@ def _asked(config: LaunchConfig, folder: Path) -> int:
     degrees = config.pp * num_replicas(config) * config.tp
     environment = rank_environment(degrees)
     server = fork_server(config, environment)
-    own: Mapping[str, str] = environment | _RANK | {"FOLDPIPE_PARENT": str(os.getpid())}
+    # Descriptors of a rank under torchrun, for one, are its own.
+    own = {name: value for name, value in environment.items() if not name.startswith("FOLDPIPE_")}
+    own |= _RANK
     with (folder / "logs" / _LOG).open("wb") as log:
         if server is None:
-            words = [sys.executable, "-m", "launcher.rank.worker", str(folder)]
             return subprocess.run(
-                words, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
+                [sys.executable, "-m", "launcher.rank.worker", str(folder)],
+                env=own | {"FOLDPIPE_PARENT": str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                check=False,
             ).returncode
         server.load(["launcher.rank.jobs", "omegaconf"])
-        own = {name: value for name, value in own.items() if name != "FOLDPIPE_PARENT"}
         return server.start(folder, own, log.fileno(), {}).wait()
 
 

@@ -47,11 +47,20 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
 def finish(resolved: Run, run_dir: Path, outcome: dict[str, Any]) -> int:
     write_result(run_dir / "result.json", run_mapping(resolved) | outcome)
     if resolved.config.mode == "eval":
-        say(f"loss {outcome['val_loss']:.6f}")
+        say(_measured(outcome))
     else:
         say(f"{outcome['num_predictions']} predictions: {', '.join(outcome['predictions'])}")
     say(f"files: {run_dir}")
     return 0
+
+
+def _measured(outcome: dict[str, Any]) -> str:
+    """The loss, and whatever else a module of the user's own has logged."""
+    loss, metrics = outcome["val_loss"], outcome.get("metrics") or {}
+    words = [] if loss is None else [f"loss {loss:.6f}"]
+    known = ("test_loss", "val_loss", "val_perplexity", "test_perplexity")
+    words += [f"{name} {value:.6f}" for name, value in metrics.items() if name not in known]
+    return "  ".join(words) or "nothing was logged: no figure to show"
 
 
 # ``mode=export``: a checkpoint as a Hugging Face folder or one file, written by one process.

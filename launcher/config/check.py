@@ -11,7 +11,7 @@ import re
 from launcher.config.check_cluster import check_cluster
 from launcher.config.check_code import check_code
 from launcher.config.decode import CLASS, brings_own, did_you_mean, installed_names, nearest
-from launcher.config.derived import asked_schedule, transformer_shape, uniform_costs
+from launcher.config.derived import asked_schedule, own_order, transformer_shape, uniform_costs
 from launcher.config.key import Key, describe, keys_of, shorten, spell, value_at
 from launcher.config.launch import LaunchConfig
 from launcher.config.pipeline import CostsConfig, PlannerConfig, recompute_policy
@@ -32,6 +32,7 @@ def check(config: LaunchConfig) -> None:
         _check_range(entry, value_at(config, entry.path))
     _check_names(config)
     check_code(config)
+    own_order(config)
     _check_planner(config)
     if not _leaves_open(config):
         _check_schedule(config)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 
 from launcher.config.launch import LaunchConfig
 from launcher.config.workload import ModelConfig
-from launcher.workloads.own_code import load_schedule
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
@@ -57,8 +56,7 @@ def asked_schedule(config: LaunchConfig, dp: int | None, file: ScheduleFile | No
     asked = config.schedule
     if file is None and asked.file is not None:
         file = read_schedule_file(asked.file, placement=asked.placement)
-    if asked.path is not None:
-        load_schedule(asked.path)
+    own_order(config)
     schedule = find_schedule(asked.name, file=file, pp=config.pp)
     fixed = schedule.num_microbatches
     if dp is None and config.data.global_batch_size is not None:
@@ -73,6 +71,18 @@ def asked_schedule(config: LaunchConfig, dp: int | None, file: ScheduleFile | No
         group=group,
     )
     return Asked(schedule, file, count, rows, group, shape, schedule.place(shape))
+
+
+def own_order(config: LaunchConfig) -> None:
+    """Registers the order of ``schedule.path``, which has that as its name.
+
+    Raises:
+        PlanError: There is none.
+    """
+    if config.schedule.path is not None:
+        from launcher.workloads.own_code import load_schedule  # It reads this package.
+
+        load_schedule(config.schedule.path)
 
 
 def _plan_batches(config: LaunchConfig, dp: int, fixed: int | None) -> tuple[int, int]:

@@ -131,12 +131,21 @@ class Progress(pl.Callback):
     _last: float | None = None
     _rate: float | None = None
     _events: int | None = None
+    _beside: dict[str, float] = field(default_factory=dict)
+    _trainer: pl.Trainer | None = None
 
     def __post_init__(self) -> None:
         descriptor = os.environ.get("FOLDPIPE_EVENTS")
         self._events = None if descriptor is None else int(descriptor)
 
+    def beside(self, metrics: Mapping[str, object]) -> None:
+        """What others log by the trainer's logger: for the row of this step."""
+        known = {"epoch"} if self._trainer is None else {"epoch", *self._trainer.logged_metrics}
+        # What was logged by self.log is in the rows anyway, and comes here once more.
+        self._beside |= _numbers({k: v for k, v in metrics.items() if k not in known})
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._trainer = trainer
         if self.file is not None and trainer.global_step:
             self.file.go_on(trainer.global_step)
         self._last = time.perf_counter()
@@ -144,7 +153,7 @@ class Progress(pl.Callback):
         self.note(self.tracked_at)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, *_: object
     ) -> None:
         if trainer.fit_loop._should_accumulate():
             return
@@ -154,6 +163,9 @@ class Progress(pl.Callback):
         self.step_times.append(took)
         self._complete(pipeline(trainer).stats)
         logged = _numbers(trainer.logged_metrics) | _numbers(trainer.progress_bar_metrics)
+        beside, self._beside = self._beside, {}
+        if "train_loss" not in logged:
+            logged |= _numbers({"train_loss": _loss_of(outputs)})
         loss = logged.get("train_loss")
         skipped = pipeline(trainer).skipped_steps
         left_out = bool(skipped) and skipped[-1] == trainer.global_step - 1
@@ -174,6 +186,7 @@ class Progress(pl.Callback):
             "skipped_steps": len(pipeline(trainer).skipped_steps),
         }
         row |= {k: v for k, v in logged.items() if not k.startswith("val_") and k != "epoch"}
+        row |= {k: v for k, v in beside.items() if row.get(k) is None}
         self._pending = row
         self._pending_pass = trainer.fit_loop.total_batch_idx
         if self.file is not None:
@@ -255,6 +268,11 @@ class KeepSignal(pl.Callback):
         signal.signal(signal.SIGTERM, self._handler)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
+
+
+def _loss_of(outputs: object) -> object:
+    """What a step returned: a loss, or a dict that has one."""
+    return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

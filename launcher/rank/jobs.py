@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from launcher.checkpoints import check_data
 from launcher.config import dump
@@ -34,7 +35,7 @@ from launcher.rank.checkpoint_callbacks import (
     StopWhenAsked,
 )
 from launcher.rank.own_parts import build_own_callbacks, build_own_data, build_own_model
-from launcher.rank.trackers import Tracked, build_loggers
+from launcher.rank.trackers import RowLogger, Tracked, build_loggers
 from launcher.report.predicted import ideal_step_s
 from launcher.resolve import Run, text_source
 from launcher.workloads.data.identity import data_identity
@@ -45,6 +46,7 @@ from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.model_share import described
 from launcher.workloads.registry import MODELS, load
 from strategies.analysis.timeline import Timeline
+from strategies.errors import ModelError
 from strategies.runtime.lightning.rank_folder import load_state_dict
 from strategies.runtime.lightning.stock_file import export_file
 from strategies.runtime.lightning.strategy import PipelineStrategy
@@ -243,7 +245,10 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         log_every_n_steps=given.log_every_n_steps,
         enable_checkpointing=True,  # StopWhenAsked may have to
     )
-    tracked = Tracked(trainer.loggers, folder)
+    for logger in trainer.loggers:
+        if isinstance(logger, RowLogger):
+            logger.sink = progress.beside
+    tracked = Tracked([each for each in trainer.loggers if type(each) is not RowLogger], folder)
     progress.follow = tracked.row
     progress.tracked_at = tracked.place() if rank == 0 else None
     try:
@@ -317,16 +322,30 @@ class _Closing(Callback):
 
 
 def _evaluate(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
-    trainer = _trainer(run, run_dir, [])
-    (found,) = trainer.test(
-        build_model(run), datamodule=build_data(run), ckpt_path=checkpoint, verbose=False
-    ) or ({},)
-    loss = found.get("test_loss")
-    return {"val_loss": loss, "checkpoint": checkpoint, "world_size": run.world_size}
+    trainer, model, data = _trainer(run, run_dir, []), build_model(run), build_data(run)
+    # A module of the user's own may know validation alone.
+    tests = is_overridden("test_step", model, pl.LightningModule) and is_overridden(
+        "test_dataloader", data, pl.LightningDataModule
+    )
+    loop = trainer.test if tests else trainer.validate
+    found = {
+        name: float(value)
+        for loader in loop(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
+        for name, value in loader.items()
+    }
+    return {
+        "val_loss": found.get("test_loss", found.get("val_loss")),
+        "metrics": found,
+        "checkpoint": checkpoint,
+        "world_size": run.world_size,
+    }
 
 
 def _predict(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
-    """Log-probabilities of the validation text, one file per replica."""
+    """What ``predict_step`` returns of every batch, joined; one file per replica.
+
+    Of the built-in models the log-probabilities of the validation text.
+    """
     from safetensors.torch import save_file
 
     trainer = _trainer(run, run_dir, [])
@@ -334,17 +353,42 @@ def _predict(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     where = pipeline(trainer).coordinates
     path = run_dir / f"predictions_{where.dp_rank:05d}.safetensors"
     own: tuple[str, int] | None = None
-    if where.pp_rank == where.tp_rank == 0 and batches:
-        joined = torch.cat([item for item in batches if isinstance(item, torch.Tensor)])
-        save_file({"log_probabilities": joined.contiguous()}, path)
-        own = (str(path), joined.shape[0])
+    alone = "predictions" if run.own_model else "log_probabilities"
+    joined = _joined(batches or [], alone)
+    if where.pp_rank == where.tp_rank == 0 and joined:
+        save_file(joined, path)
+        own = (str(path), max(tensor.shape[0] for tensor in joined.values()))
     written = [part for part in everybody().everyone(own) if part is not None]
+    if not written:
+        raise ModelError(
+            "predict_step returned no tensors, so there is nothing to write. Return a tensor of "
+            "the batch's rows, or a dict of them."
+        )
     return {
         "checkpoint": checkpoint,
         "world_size": run.world_size,
         "predictions": [name for name, _ in written],
         "num_predictions": sum(count for _, count in written),
     }
+
+
+def _joined(batches: Sequence[Any], alone: str) -> dict[str, torch.Tensor]:
+    """Tensors of all batches by name; ``alone`` is that of what stands outside a dict."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for item in batches:
+        if isinstance(item, list):  # of one loader among several
+            for name, tensor in _joined(item, alone).items():
+                found.setdefault(name, []).append(tensor)
+            continue
+        named = item.items() if isinstance(item, Mapping) else [(alone, item)]
+        if isinstance(item, tuple):
+            named = [(f"{alone}_{index}", part) for index, part in enumerate(item)]
+        for name, part in named:
+            if isinstance(part, torch.Tensor):
+                found.setdefault(str(name), []).append(
+                    part.reshape(-1) if part.dim() == 0 else part
+                )
+    return {name: torch.cat(parts).contiguous() for name, parts in found.items()}
 
 
 def _generate(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:

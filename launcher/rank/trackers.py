@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 from launcher.checkpoints import manifest_of
 from launcher.config import LaunchConfig, dump
+from launcher.config.decode import brings_own
 from launcher.processes.task import run_id
 from launcher.report.html import Panel, timeline_html
 from launcher.report.predicted import predict
@@ -145,7 +147,46 @@ def _log_timeline(logger: WandbLogger, run: Run, measured: Timeline | None, plan
 def build_loggers(config: LaunchConfig, run_dir: Path) -> list[Logger]:
     """The loggers that ``tracking=`` asks for; metrics.csv needs none."""
     makers = {"wandb": _wandb, "tensorboard": _tensorboard}
-    return [makers[name](config, run_dir) for name in config.tracking.names if name in makers]
+    names = config.tracking.names
+    found = [makers[name](config, run_dir) for name in names if name in makers]
+    own = config.callbacks or brings_own("model", config.model.name)
+    # Code of one's own may ask for a logger: LearningRateMonitor ends a run that has none.
+    return [*found, RowLogger(run_dir)] if own and "none" not in names else found
+
+
+class RowLogger(Logger):
+    """Hands what somebody else's code logs to metrics.csv, where the launcher's own rows are.
+
+    Attributes:
+        sink: Gets the numbers by name, of the step that is being made.
+    """
+
+    sink: Callable[[Mapping[str, float]], None] | None = None
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self._folder = str(run_dir)
+
+    @property
+    def name(self) -> str:
+        """Folder of what others keep beside it, such as Lightning's ModelCheckpoint."""
+        return "own"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        return self._folder
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if self.sink is not None:
+            self.sink(metrics)
+
+    def log_hyperparams(self, *_: object, **__: object) -> None:
+        """They are in the run's folder."""
 
 
 def _tensorboard(config: LaunchConfig, run_dir: Path) -> Logger:

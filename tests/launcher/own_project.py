@@ -94,7 +94,7 @@ class Images(pl.LightningDataModule):
         return DataLoader(self.train, self.batch_size, shuffle=True, generator=order)
 
     def val_dataloader(self):
-        return DataLoader(self.val, self.batch_size)
+        return DataLoader(self.val, batch_size=self.batch_size)
 
     def predict_dataloader(self):
         return self.val_dataloader()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from launcher.processes.rank_server import SHARED
 from tests.launcher.command_line import launch_here
 from tests.launcher.own_project import OWN, write_project
 from tests.launcher.runs import Finished, launch, read_result
+from tests.launcher.wandb_log import read_records, rows_and_run
 from tests.warm_server import rank_server_address
 
 
@@ -127,8 +131,96 @@ def test_a_sweep_over_a_width_with_callbacks_and_two_trackers(project: Path) -> 
     assert results[0]["num_parameters"] < results[1]["num_parameters"]
     assert [result["steps"] for result in results] == [4, 4]
     assert (project / "count.txt").read_text() == "first 4"
-    header = (project / "sweep" / "0" / "metrics.csv").read_text().splitlines()[0]
-    assert {"train_loss", "val_acc"} <= set(header.split(","))
-    for job in range(2):
-        (binary,) = (project / "sweep" / str(job)).rglob("run-*.wandb")
-        assert binary.stat().st_size > 0
+    for job, width in enumerate((4, 8)):
+        folder = project / "sweep" / str(job)
+        header = (folder / "metrics.csv").read_text().splitlines()[0]
+        assert {"train_loss", "val_acc"} <= set(header.split(","))
+        (binary,) = folder.rglob("run-*.wandb")
+        rows, run = rows_and_run(read_records(binary))
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert config["model"]["args"] == {"width": width}
+        assert config["user"] == {"note": "first"}
+        assert {"train_loss", "val_acc", "step_time_s"} <= {name for row in rows for name in row}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose run ``first`` has made three steps with an optimizer by its path."""
+    project = write_project(tmp_path_factory.mktemp("own") / "project")
+    (project / "orders.py").write_text(ORDER)
+    launch((*FIRST, "trainer.max_steps=3", "hydra.run.dir=first"), project).assert_done()
+    return project
+
+
+ORDER = """
+from strategies.ir.instruction import backward, forward
+
+
+def plain(shape):
+    return tuple(
+        tuple(one(rank, m) for m in range(shape.num_microbatches) for one in (forward, backward))
+        for rank in range(shape.pp)
+    )
+"""
+FIRST = (
+    *(word for word in OWN if not word.startswith("model.path")), "model.path=nets.py:Plain",
+    "optimizer=class", "optimizer.path=torch.optim:RAdam", "optimizer.lr=0.01",
+    "optimizer.args.weight_decay=0.1", "schedule.path=orders:plain",
+    "callbacks.rate.path=lightning.pytorch.callbacks:LearningRateMonitor",
+    "callbacks.count.path=counter:Counter", "callbacks.count.args.file=count.txt",
+)  # fmt: skip
+
+
+def _rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+@pytest.mark.distributed
+def test_an_optimizer_and_an_order_of_ones_own_and_what_callbacks_log(trained: Path) -> None:
+    result = read_result(trained / "first")
+    assert (result["schedule"], result["steps"]) == ("orders:plain", 3)
+    rows = _rows(trained / "first")
+    # Warm-up over ten steps to the rate asked for, as for built-in optimizers.
+    assert [float(row["lr"]) for row in rows] == pytest.approx([0.001, 0.002, 0.003])
+    assert [row["lr-RAdam/pg1"] for row in rows] == [row["lr"] for row in rows]
+    assert len({row["step_time_s"] for row in rows}) == 3  # a callback's row changes none of ours
+
+
+@pytest.mark.distributed
+def test_a_run_goes_on_with_the_state_of_its_callbacks(trained: Path) -> None:
+    last = trained / "first" / "checkpoints" / "step-00000003.ckpt"
+    words = (*FIRST, "trainer.max_steps=5", f"trainer.resume={last}", "model.args.lr=0.5")
+    done = launch((*words, "hydra.run.dir=second"), trained).assert_done()
+    assert "note: the checkpoint was written with model.args.lr=the default\n" in done.output
+    assert [row["step"] for row in _rows(trained / "second")] == ["4", "5"]
+    assert (trained / "count.txt").read_text() == "None 5"
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_names_code_only_where_it_is_allowed(trained: Path) -> None:
+    last = trained / "first" / "checkpoints" / "step-00000003.ckpt"
+    words = ("mode=eval", "model=class", "data=class", "data.global_batch_size=16", "pp=1",
+             f"checkpoint={last}")  # fmt: skip
+    refused = launch((*words, "hydra.run.dir=refused"), trained)
+    assert refused.code == 2
+    assert refused.errors == (
+        f"error: {last} names nets.py:Plain as its model: code that a file names is not run. "
+        "Try model.path=nets.py:Plain, or allow_code=true if you trust the file.\n"
+    )
+    assert not (trained / "refused").exists()
+    done = launch((*words, "allow_code=true", "hydra.run.dir=allowed"), trained).assert_done()
+    assert "data.path=my_data.images:Images, as the checkpoint says" in done.output
+    figures = read_result(trained / "allowed")["metrics"]
+    assert figures.keys() == {"val_loss", "val_acc"}
+    assert f"loss {figures['val_loss']:.6f}  val_acc {figures['val_acc']:.6f}\n" in done.output
+
+
+@pytest.mark.distributed
+def test_what_predict_step_returns_is_written(trained: Path) -> None:
+    last = trained / "first" / "checkpoints" / "step-00000003.ckpt"
+    plain = [word for word in FIRST if not word.startswith(("optimizer", "callbacks"))]
+    words = (*plain, "mode=predict", f"checkpoint={last}", "hydra.run.dir=predicted")
+    launch(words, trained).assert_done()
+    found = load_file(trained / "predicted" / "predictions_00000.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {"predictions": (16, 4)}

@@ -5,10 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import struct
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ from launcher.compose.job_start import grouped
 from launcher.config import LaunchConfig
 from launcher.rank.trackers import build_loggers
 from tests.launcher.runs import MODEL, Finished, launch, read_metrics
+from tests.launcher.wandb_log import read_records, rows_and_run
 
 pytestmark = pytest.mark.distributed
 
@@ -24,28 +22,9 @@ RUN = (
     *MODEL, "trainer.max_steps=6", "trainer.val_check_interval=3", "trainer.limit_val_batches=1",
     "experiment_name=tracked", "data.global_batch_size=2",
 )  # fmt: skip
-_BLOCK = 32768
 CANARY = "canary-5f1d20-do-not-copy-this-anywhere-"
 OURS = ("lr", "grad_norm", "step_time_s", "tokens_per_s", "bubble_ratio", "peak_memory_bytes_max",
         "skipped_steps")  # fmt: skip
-
-
-def wandb_records(file: Path) -> Iterator[bytes]:
-    """The records of a ``.wandb`` file: a 7-byte header, then blocks of LevelDB's log format."""
-    data = file.read_bytes()
-    assert data[:4] == b":W&B"
-    at, parts = 7, b""
-    while at + 7 <= len(data):
-        left = _BLOCK - at % _BLOCK
-        if left < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        parts += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield parts
-            parts = b""
 
 
 @pytest.fixture(scope="module")
@@ -58,31 +37,13 @@ def wandb_run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.fixture(scope="module")
 def records(wandb_run: Finished) -> list[Any]:
-    """The transaction log as wandb's own messages."""
-    from wandb.proto import wandb_internal_pb2
-
     (file,) = wandb_run.folder.rglob("*.wandb")
-    found = []
-    for content in wandb_records(file):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(content)
-        found.append(record)
-    return found
+    return read_records(file)
 
 
 @pytest.fixture(scope="module")
 def history(records: list[Any]) -> tuple[list[dict[str, Any]], Any]:
-    """Rows as logged, and the record that describes the run."""
-    rows = [
-        {
-            item.key or "/".join(item.nested_key): json.loads(item.value_json)
-            for item in record.history.item
-        }
-        for record in records
-        if record.WhichOneof("record_type") == "history"
-    ]
-    runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-    return rows, runs[-1]
+    return rows_and_run(records)
 
 
 def test_the_terminal_says_where_wandb_keeps_a_run_and_how_to_bring_it_there(wandb_run):
