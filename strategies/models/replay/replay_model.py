@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.models.collectives import shapes_only
 from strategies.models.logs import LogCapture
-from strategies.models.nested import rebuild, structure
+from strategies.models.nested import rebuild, structure, tensors
 from strategies.models.replay.batch_rows import Pair, RowRun, Rows, find_rows, join
 from strategies.models.replay.gate import (
     StageDone,
@@ -340,16 +340,17 @@ class ReplayModel(StageModel):
         run = ValueRun(self._modules, device, cache, plan, neutral=neutral)
         names = any(e.parameters for events in path.events for e in events)
         logs = LogCapture(lambda value: False, self._module)
-        if path.clones_batch:
-            batch = _cloned(batch)
         with (
             unchanged(self._module) if plan is None else nullcontext(),
+            torch.inference_mode(False),  # Shapes are followed by versions, which it does not count
             torch.set_grad_enabled(which[0] == "train"),
             gated(self._module, self._modules, logs.log, logs.log_dict),
             self._table.shown() if names else nullcontext(),
             shapes_only(),
             as_written() if self._compiled else nullcontext(),
         ):
+            if path.clones_batch or any(tensor.is_inference() for tensor in tensors(batch)):
+                batch = _cloned(batch)
             with suppress(StageDone), run:
                 run.begin()
                 call_step(self._module, which[0], batch, *where)
