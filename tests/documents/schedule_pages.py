@@ -285,4 +285,5 @@ def _inline(text: str) -> str:
 
 
 def _made(text: str) -> str:
-    return f"<!-- Written by `make docs-page`. -->\n\n{text}\n"
+    title, _, rest = text.partition("\n")
+    return f"{title}\n\n<!-- Written by `make docs-page`. -->\n{rest}\n"

@@ -87,7 +87,7 @@ class PipelineStrategy(CheckpointingStrategy):
 
     What is to run is said by keywords, or by ``plan=Plan(...)`` (all that decides the program) and
     ``options=Options(...)`` (all else; each field has its keyword's name, meaning and default), not
-    by both::
+    by both:
 
         PipelineStrategy(pp=4, schedule="zb_h1", num_microbatches=8, tp=2)
         PipelineStrategy(plan=Plan("zb_h1", pp=4, num_microbatches=8), options=Options(tp=2))
@@ -103,7 +103,7 @@ class PipelineStrategy(CheckpointingStrategy):
             here: compared before the first step.
         heartbeat: Where this rank says what it is doing, for a process that watches it.
 
-    Keywords:
+    Keyword Args:
         pp: Pipeline ranks; 1 if left out.
         dp: Replicas; ``"auto"``, the default, fills the devices.
         tp: Ranks that share the matrices of each stage; needs a module that says how its layers
