@@ -29,6 +29,7 @@ from launcher.compose.overrides import (
     chosen_options,
     expand,
     parse_overrides,
+    quote,
     quote_explain,
     require_single,
 )
@@ -61,6 +62,7 @@ COMMANDS: dict[Mode, str] = {
     "predict": "launcher.commands.evaluate",
     "generate": "launcher.commands.evaluate:generate",
     "export": "launcher.commands.evaluate:export",
+    "check": "launcher.commands.order",
 }
 # Words that stand first, in place of a run.
 _TOOLS = {
@@ -91,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if words[0] == "init":  # its files are the user's, as open as all others
                 os.umask(umask)
             return _tool(words[0], words[1:])
+        if words and words[0] == "check":
+            words = _check_words(words[1:])
         if not torchrun.joins(words):
             return _main(_parse(words))
         # What a user's model prints is seen by whoever has started torchrun.
@@ -110,6 +114,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     finally:
         os.umask(umask)
+
+
+def _check_words(words: Sequence[str]) -> Sequence[str]:
+    """``check theirs.csv`` as what it is short for."""
+    if {"-h", "--help"} & {*words}:
+        return ("--help",)
+    if not words or words[0].startswith("-") or "=" in words[0]:
+        raise PlanError(
+            "check needs the schedule's file behind it. Try python -m launcher check theirs.csv."
+        )
+    return ["mode=check", quote("schedule.file", words[0]), *words[1:]]
 
 
 def _tool(name: str, words: Sequence[str]) -> int:

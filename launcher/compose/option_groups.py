@@ -209,6 +209,7 @@ foldpipe: pipeline-parallel training from a declaration, simulated and executed 
 
 usage: python -m launcher [flags] [key=value ...]        (or: foldpipe ...)
        python -m launcher demo | doctor | init FOLDER    (--help behind it says more)
+       python -m launcher check theirs.csv               (can this schedule run? mode=check)
 
   python -m launcher                                     train a small model, a pipeline of two
   python -m launcher schedule=foldx_fifo pp=4            the same over 4 pipeline ranks

@@ -14,7 +14,7 @@ from launcher.config.decode import CLASS, brings_own, did_you_mean, installed_na
 from launcher.config.derived import asked_schedule, own_order, transformer_shape, uniform_costs
 from launcher.config.key import Key, describe, keys_of, shorten, spell, value_at
 from launcher.config.launch import LaunchConfig
-from launcher.config.pipeline import CostsConfig, PlannerConfig, recompute_policy
+from launcher.config.pipeline import CheckConfig, CostsConfig, PlannerConfig, recompute_policy
 from launcher.config.workload import ModelConfig
 from launcher.workloads.transformer_shape import TransformerShape
 from launcher.workloads.transformer_share import check_transformer_tp
@@ -32,6 +32,15 @@ def check(config: LaunchConfig) -> None:
         _check_range(entry, value_at(config, entry.path))
     _check_names(config)
     check_code(config)
+    if config.mode == "check":
+        _check_order(config)  # The rest is checked when the file's degrees are known.
+        return
+    if config.check != CheckConfig():
+        given = f"check.semantics={config.check.semantics} check.grouped={config.check.grouped}"
+        raise PlanError(
+            f"{given.lower()} are about mode=check, not mode={config.mode}. Try mode=check, or "
+            "without them."
+        )
     own_order(config)
     _check_planner(config)
     if not _leaves_open(config):
@@ -83,6 +92,28 @@ def _check_sharing(config: LaunchConfig, shape: TransformerShape) -> None:
     uniform = config.mode == "simulate" and config.costs.name == "uniform"
     if not uniform and config.model.name != "hf" and not brings_own("model", config.model.name):
         check_transformer_tp(shape, config.tp, sequence_parallel=config.sequence_parallel)
+
+
+def _check_order(config: LaunchConfig) -> None:
+    """``mode=check`` takes everything from the file."""
+    schedule = config.schedule
+    if schedule.file is None:
+        raise PlanError(
+            "mode=check needs the file whose order is looked at. Try schedule.file=theirs.csv."
+        )
+    if schedule.name not in ("custom", LaunchConfig().schedule.name):
+        raise PlanError(
+            f"schedule={schedule.name} has an order of its own, and mode=check looks at that of "
+            f"schedule.file={shorten(schedule.file)}. Try without schedule={schedule.name}."
+        )
+    if config.pp != 1 or config.num_microbatches != "auto":
+        given = (
+            f"pp={config.pp}" if config.pp != 1 else f"num_microbatches={config.num_microbatches}"
+        )
+        raise PlanError(
+            f"{given}: mode=check counts ranks and microbatches in schedule.file. Try without "
+            f"{given}."
+        )
 
 
 def _check_schedule(config: LaunchConfig) -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from launcher.config.key import Args, key
 from launcher.config.pipeline import (
+    CheckConfig,
     CostsConfig,
     HardwareConfig,
     OverlapConfig,
@@ -32,7 +33,7 @@ from launcher.config.workload import (
 
 Mode = Literal[
     "train", "simulate", "plan", "validate", "profile", "eval", "predict", "generate", "export",
-    "collect", "dashboard",
+    "collect", "dashboard", "check",
 ]  # fmt: skip
 
 
@@ -46,7 +47,7 @@ class LaunchConfig:
         "schedule; validate: check and print what would run; profile: measure layers and links; "
         "eval, predict, generate: use a checkpoint; export: write it as a file, or for "
         "transformers; collect: compare the jobs of a sweep; dashboard: save the workspace in "
-        "your W&B project.",
+        "your W&B project; check: whether the order in schedule.file can run.",
     )
     pp: int = key(1, "Pipeline degree: ranks one model is cut over.", low=1, high=65536, example=4)
     tp: int = key(
@@ -110,6 +111,7 @@ class LaunchConfig:
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    check: CheckConfig = field(default_factory=CheckConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     costs: CostsConfig = field(default_factory=CostsConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)

@@ -63,6 +63,20 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckConfig:
+    """``check.*``: what ``mode=check`` takes for granted of the transport that a file is for."""
+
+    semantics: Literal["rendezvous", "buffered", "one_queue", "per_pair", "per_edge"] = key(
+        "one_queue",
+        "Promise under which the file must run. rendezvous: SEND and RECV hold both ranks; "
+        "buffered: a SEND ends at once; one_queue: a rank's messages go in its list's order (NCCL, "
+        "batched); per_pair: a queue per pair of ranks (NCCL, isend and irecv); per_edge: one per "
+        "pair and direction.",
+    )
+    grouped: bool = key(False, "Messages side by side in a list go at once (ncclGroupStart).")
+
+
+@dataclass(frozen=True, slots=True)
 class OverlapConfig:
     """``overlap=``: when gradients are reduced over data-parallel replicas."""
 

@@ -8,6 +8,7 @@ walk is a linear extension of all events, and every rank's list is its projectio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -50,14 +51,23 @@ def build_graph(program: Program) -> Graph:
     Raises:
         ProgramError: An instruction uses what nobody makes, or the lists deadlock.
     """
+    graph = build_needs(program)
+    return replace(graph, order=_walk(program, graph))
+
+
+def build_needs(program: Program) -> Graph:
+    """The graph without an order: for those who walk it under other rules.
+
+    Raises:
+        ProgramError: An instruction uses what nobody makes.
+    """
     nodes = tuple(item for row in program.ranks for item in row)
     rank = tuple(r for r, row in enumerate(program.ranks) for _ in row)
     offsets = tuple(accumulate(map(len, program.ranks), initial=0))
     resolver = _Resolver(program, nodes, rank)
     needs = tuple(resolver.needs(node) for node in range(len(nodes)))
     partner = tuple(resolver.partner(node) for node in range(len(nodes)))
-    graph = Graph(nodes, rank, offsets, needs, partner, order=())
-    return replace(graph, order=_walk(program, graph))
+    return Graph(nodes, rank, offsets, needs, partner, order=())
 
 
 class _Resolver:
@@ -265,8 +275,6 @@ def _walk(program: Program, graph: Graph) -> tuple[int, ...]:
 # -------------------------------------------------------------------------------------------- grid
 # Programs as grids for error messages: where every rank stands, and what it waits for.
 
-_AROUND = 4
-
 
 def _stuck_report(program: Program, graph: Graph, head: list[int], done: bytearray) -> str:
     """The message for a deadlock: per rank the step it cannot take, and what it waits for."""
@@ -277,13 +285,18 @@ def _stuck_report(program: Program, graph: Graph, head: list[int], done: bytearr
         if place == len(row):
             lines.append(f"rank {rank} | ended")
             continue
-        before = [str(item) for item in row[max(0, place - _AROUND) : place]]
-        after = [str(item) for item in row[place + 1 : place + 1 + _AROUND]]
-        dots = ["..."] if place > _AROUND else []
-        more = ["..."] if place + 1 + _AROUND < len(row) else []
-        text = " ".join([*dots, *before, f"[{row[place]}]", *after, *more])
+        text = around(row, place)
         lines.append(f"rank {rank} | {text}  <-- waits for {_cause(node, graph, done)}")
     return "\n".join(lines)
+
+
+def around(row: Sequence[Instruction], place: int, *, width: int = 4) -> str:
+    """The instructions next to one of a list, and itself in brackets."""
+    before = [str(item) for item in row[max(0, place - width) : place]]
+    after = [str(item) for item in row[place + 1 : place + 1 + width]]
+    dots = ["..."] if place > width else []
+    more = ["..."] if place + 1 + width < len(row) else []
+    return " ".join([*dots, *before, f"[{row[place]}]", *after, *more])
 
 
 def _cause(node: int, graph: Graph, done: bytearray) -> str:

@@ -66,32 +66,48 @@ def from_file(file: ScheduleFile, *, pp: int) -> tuple[Placement, int, Rows]:
         PlanError: The file is for another number of ranks.
         ProgramError: The file is wrong; the message has line and column.
     """
-    name = file.name
-    rows = parse_cells(file.text, name=name)
+    rows = parse_cells(file.text, name=file.name)
     if len(rows) > pp:
         raise PlanError(
-            f"{name}, line {pp + 1}, column 1: a line is a rank, and pp={pp} has none for this "
-            f"one; the file has {len(rows)} lines. Try pp={len(rows)}."
+            f"{file.name}, line {pp + 1}, column 1: a line is a rank, and pp={pp} has none for "
+            f"this one; the file has {len(rows)} lines. Try pp={len(rows)}."
         )
     if len(rows) < pp:
         raise PlanError(
-            f"{name}, line {len(rows)}, column 1: this is the last line, for rank "
+            f"{file.name}, line {len(rows)}, column 1: this is the last line, for rank "
             f"{len(rows) - 1}, but pp={pp} needs {pp} lines. Try pp={len(rows)}."
         )
-    index = check_cells(rows, name=name)
-    placement = _place(index, pp, name, file.placement)
-    check_messages(rows, index, placement, name=name)
-    count = 1 + max(microbatch for _, _, microbatch in index)
-    compute = tuple(tuple(cell for cell in row if cell.compute) for row in rows)
-    program = Program(
-        schedule=name,
-        placement=placement,
-        num_microbatches=count,
-        ranks=tuple(tuple(cell.instruction for cell in row if cell.instruction) for row in compute),
-        boundaries=chain(placement.num_stages),
-    )
+    program, compute = read_order(rows, file, messages=False)
     _check_order(program, compute)
-    return placement, count, program.ranks
+    return program.placement, program.num_microbatches, program.ranks
+
+
+def read_order(rows: CellRows, file: ScheduleFile, *, messages: bool) -> tuple[Program, CellRows]:
+    """A file's rows as a program, and the cells that its instructions come from.
+
+    Everything is checked but whether the order can run. ``messages``: whether SENDs and RECVs stay
+    where the file has them (the program counts as lowered then, if there are any).
+
+    Raises:
+        PlanError: ``file.placement`` is not for so many ranks.
+        ProgramError: The file is wrong; the message has line and column.
+    """
+    index = check_cells(rows, name=file.name)
+    placement = _place(index, len(rows), file.name, file.placement)
+    check_messages(rows, index, placement, name=file.name)
+    kept = tuple(
+        tuple(cell for cell in row if cell.instruction and (cell.compute or messages))
+        for row in rows
+    )
+    program = Program(
+        schedule=file.name,
+        placement=placement,
+        num_microbatches=1 + max(microbatch for _, _, microbatch in index),
+        ranks=tuple(tuple(cell.instruction for cell in row if cell.instruction) for row in kept),
+        boundaries=chain(placement.num_stages),
+        lowered=any(not cell.compute for row in kept for cell in row),
+    )
+    return program, kept
 
 
 def _place(index: Index, pp: int, name: str, wanted: str | None) -> Placement:

@@ -38,6 +38,9 @@ ACCEPTED = [
 # begins -> the reason, and the test that runs their short form.
 NOT_TYPED: dict[tuple[str, str], str] = {
     ("", "python -m launcher demo"): "trains; tests/launcher/tools/test_demo.py",
+    ("docs/guides/checking-a-schedule.md", "python -m launcher check theirs.csv"): (
+        "ends with 1, as the page says; tests/launcher/test_check_order.py"
+    ),
     ("", "python -m launcher doctor"): "measures for seconds; tests/launcher/tools/test_doctor.py",
 }
 
@@ -46,7 +49,7 @@ MAKES = re.compile(r"(?:profile\.file|profile\.hardware|costs\.refine|export\.pa
 
 # Appended where `make test-docs` trains: what makes a run short.
 SHORT = ("trainer.max_steps=2", "trainer.limit_val_batches=1", "trainer.enable_progress_bar=false")
-_STARTS_NOTHING = {"simulate", "plan", "validate", "collect"}
+_STARTS_NOTHING = {"simulate", "plan", "validate", "collect", "check"}
 
 
 def _commands(page: Path) -> list[Command]:
@@ -126,7 +129,7 @@ def _unsubmitted(words: list[str]) -> list[str]:
 
 def _compiled(config: LaunchConfig, run_dir: Path) -> int:
     """In place of a mode's command: the programs of the request, where no rank is needed."""
-    if config.mode != "plan" and config.model.name != "hf":
+    if config.mode not in ("plan", "check") and config.model.name != "hf":
         resolve(config)
     return 0
 

@@ -72,7 +72,7 @@ def _paths(values: Mapping[str, object], prefix: str) -> set[str]:
 
 
 def test_groups_are_the_nodes_of_the_schema():
-    no_groups = {"generate", "export", "output", "planner", "profile", "sweep"}
+    no_groups = {"check", "generate", "export", "output", "planner", "profile", "sweep"}
     groups = {*nodes_of(LaunchConfig), "experiment", "callbacks"} - no_groups
     assert set(GROUPS.names()) == groups
 

@@ -1,0 +1,160 @@
+"""``python -m launcher check theirs.csv``: whether somebody's schedule can run, and how good it is.
+
+The file has torch's notation, a line per rank; SENDs and RECVs are kept if it has any, and judged
+under what the transport promises of messages (check.semantics=, check.grouped=). Keys may follow:
+costs, as in ``costs=uniform costs.forward=2``, or hydra.run.dir=PATH for the files.
+
+Exit codes, for a CI: 0 it runs, 1 it does not (a repaired order is written), 2 it is no schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.config import LaunchConfig, check
+from launcher.config.pipeline import CheckConfig
+from launcher.report.ascii import draw
+from launcher.report.html import Panel
+from launcher.report.predicted import predict, predicted_mapping, write_pictures
+from launcher.report.result import write_atomically, write_result
+from launcher.report.summary import print_summary
+from launcher.resolve import Run, resolve
+from launcher.terminal import say, terminal_width
+from strategies.plan import read_schedule_file
+from strategies.referee import Opinion, Ours, Repair, Verdict, alternatives, examine, notation
+
+REPAIRED = "repaired.csv"
+_ORDER = "order.csv"
+_FAILED = 1
+_LISTED = 3  # schedules of ours
+_CYCLE = 12  # lines of it
+
+
+def run(config: LaunchConfig, run_dir: Path) -> int:
+    """Reads, judges, repairs, simulates and compares; returns the exit code."""
+    asked = config.schedule
+    assert asked.file is not None
+    file = read_schedule_file(asked.file, placement=asked.placement)
+    opinion = examine(
+        file.text,
+        name=file.name,
+        semantics=config.check.semantics,
+        grouped=config.check.grouped,
+        placement=file.placement,
+    )
+    say("\n".join(_judged(opinion)))
+    if opinion.repaired is not None:
+        write_atomically(run_dir / REPAIRED, notation(opinion.repaired.program))
+        say("\n".join(_repaired(opinion.repaired, run_dir / REPAIRED)))
+    resolved = _simulated(config, opinion, run_dir)
+    timeline, metrics = predict(resolved)
+    write_pictures(run_dir, [Panel("predicted", timeline, metrics)], resolved)
+    ours = alternatives(opinion.whole, resolved.costs)
+    result = predicted_mapping(resolved, metrics) | {"mode": "check"} | _mapping(opinion, ours)
+    write_result(run_dir / "result.json", result)
+    say(draw(timeline, width=terminal_width()))
+    print_summary(result)
+    say("\n".join(_compared(ours, timeline.makespan)))
+    say(f"files: {run_dir}")
+    return 0 if opinion.runs else _FAILED
+
+
+def _simulated(config: LaunchConfig, opinion: Opinion, run_dir: Path) -> Run:
+    """The order that runs, as ``mode=simulate`` has it: its computations, in a file of its own."""
+    order = opinion.compute_file
+    path = run_dir / _ORDER
+    write_atomically(path, order.text)
+    schedule = replace(
+        config.schedule, name="custom", file=str(path), stages_per_rank=None, group=None
+    )
+    pp = len(opinion.program.ranks)
+    config = replace(config, mode="simulate", pp=pp, schedule=schedule, check=CheckConfig())
+    check(config)
+    return resolve(config)
+
+
+def _judged(opinion: Opinion) -> list[str]:
+    program = opinion.program
+    messages = "with its messages" if program.lowered else "without messages: computations alone"
+    lines = [
+        f"{program.schedule}: {len(program.ranks)} ranks, {program.placement.num_stages} stages, "
+        f"{program.num_microbatches} microbatches, {messages}"
+    ]
+    if program.lowered:
+        for verdict in opinion.verdicts:
+            mark = ">" if verdict is opinion.asked else " "
+            lines.append(f"{mark} {verdict.semantics:<10}  {_word(verdict)}")
+    if opinion.runs:
+        proven = "every instruction and message ends" if program.lowered else "no value is missing"
+        return [*lines, f"it runs: {proven}, whatever the durations"]
+    asked = opinion.asked
+    lines.append(
+        f"it does not run under {asked.semantics}:" if program.lowered else "it deadlocks:"
+    )
+    if asked.crossing is not None:
+        return [*lines, str(asked.crossing)]
+    lines += asked.grid.splitlines()
+    lines.append("the ring of those that wait for each other:")
+    shown = asked.cycle[:_CYCLE]
+    lines += [f"  {line}" for line in shown]
+    if len(shown) < len(asked.cycle):
+        lines.append(f"  ... and {len(asked.cycle) - len(shown)} more")
+    return lines
+
+
+def _word(verdict: Verdict) -> str:
+    if verdict.runs:
+        return "runs"
+    return "messages cross" if verdict.crossing is not None else "deadlocks"
+
+
+def _repaired(found: Repair, path: Path) -> list[str]:
+    if found.anew:
+        what = f"all messages placed anew, {found.moved} of them elsewhere"
+    else:
+        count = len(found.moves)
+        what = f"{count} {'instruction' if count == 1 else 'instructions'} moved"
+    return [f"repaired: {what}, in {path}", *(f"  {move}" for move in found.moves)]
+
+
+def _compared(ours: Sequence[Ours], makespan: float) -> list[str]:
+    if not ours:
+        return ["no schedule of ours has these stages on these ranks"]
+    lines = ["schedules of ours for the same stages, the most alike first:"]
+    listed = list(ours[:_LISTED])
+    fastest = min(ours, key=lambda entry: entry.makespan)
+    if fastest not in listed:
+        listed.append(fastest)
+    for entry in listed:
+        gain = entry.makespan / makespan - 1.0
+        change = "the same time" if abs(gain) < 5e-4 else f"{gain:+.1%} time"
+        lines.append(
+            f"  {entry.name:<17} {entry.likeness:>4.0%} alike   {change:<14} "
+            f"holds {entry.peak:g} microbatches' activations"
+        )
+    return lines
+
+
+def _mapping(opinion: Opinion, ours: Sequence[Ours]) -> dict[str, object]:
+    """What result.json has beyond that of ``mode=simulate``."""
+    found = opinion.repaired
+    return {
+        "runs": opinion.runs,
+        "semantics": opinion.asked.semantics,
+        "verdicts": {verdict.semantics: _word(verdict) for verdict in opinion.verdicts},
+        "cycle": list(opinion.asked.cycle),
+        "crossing": None if opinion.asked.crossing is None else str(opinion.asked.crossing),
+        "repair": None if found is None else [str(move) for move in found.moves],
+        "repair_anew": None if found is None else found.anew,
+        "alternatives": [
+            {
+                "schedule": entry.name,
+                "likeness": entry.likeness,
+                "step_time": entry.makespan,
+                "peak_activations": entry.peak,
+            }
+            for entry in ours
+        ],
+    }

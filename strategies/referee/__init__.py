@@ -1,0 +1,21 @@
+"""Whether an order that somebody else has written can run, and what would be better."""
+
+from strategies.referee.opinion import Opinion, Ours, alternatives, examine
+from strategies.referee.repair import Move, Repair, notation, repair
+from strategies.referee.semantics import SEMANTICS, Crossing, Semantics, Verdict, judge
+
+__all__ = [
+    "SEMANTICS",
+    "Crossing",
+    "Move",
+    "Opinion",
+    "Ours",
+    "Repair",
+    "Semantics",
+    "Verdict",
+    "alternatives",
+    "examine",
+    "judge",
+    "notation",
+    "repair",
+]
