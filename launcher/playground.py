@@ -102,7 +102,7 @@ def read_options(text: str) -> Options:
 
 def choices(options: Options) -> dict[str, list[str]]:
     """Per group what the page can offer: all but what needs files or a machine."""
-    left_out = {"profiled", "hf"}
+    left_out = {"profiled", "hf", "class"}
     return {
         group: [name for name in names if name not in left_out]
         for group, names in options.groups.items()
@@ -175,6 +175,11 @@ def _split(word: str) -> tuple[str, str]:
         raise PlanError(f"{word[:80]}: expected key=value. Try pp=4.")
     if key.strip() in _FIXED:
         raise PlanError(f"{word[:80]}: {_FIXED[key.strip()]}. Leave {key.strip()} out.")
+    if key.strip().endswith(".path"):
+        raise PlanError(
+            f"{word[:80]}: the page runs no code and reads no folder of yours. On a machine of "
+            f"yours: {_command(['mode=simulate', word])}"
+        )
     return key.strip(), text.strip()
 
 

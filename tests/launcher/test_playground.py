@@ -130,7 +130,7 @@ def test_a_file_is_told_its_place_its_deadlock_and_its_size(tmp_path, monkeypatc
 
 
 def test_what_the_page_decides_is_no_word():
-    for word in ("mode=train", "plan=auto", "pp", "=4", "x" * 3000):
+    for word in ("mode=train", "plan=auto", "schedule.path=os:system", "pp", "=4", "x" * 3000):
         assert list(answer(["schedule=1f1b", word], OPTIONS)) == ["error"]
     assert "[[[[" in answer(["pp=" + "[" * 1500], OPTIONS)["error"]
 
