@@ -333,6 +333,7 @@ def _loads(
         sequence_parallel=config.sequence_parallel,
         selective=recompute.policy == "selective",
         layers=recompute.layers,
+        attention=config.costs.attention,
     )
     return tuple(sum_loads([units[index] for index in stage]) for stage in stages)
 

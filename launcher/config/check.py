@@ -170,11 +170,18 @@ def _check_unused(config: LaunchConfig) -> None:
             value = value_at(config, entry.path)
             if entry.path in ("costs.name", "costs.transport", *_PROFILED):
                 continue
-            if value != entry.default:
+            owner = "analytic" if entry.path == "costs.attention" else "uniform"
+            if value != entry.default and config.costs.name != owner:
                 raise PlanError(
-                    f"{entry.path}={spell(value)} belongs to costs=uniform, but "
-                    f"costs={config.costs.name}. Try costs=uniform {entry.path}={spell(value)}."
+                    f"{entry.path}={spell(value)} belongs to costs={owner}, but "
+                    f"costs={config.costs.name}. Try costs={owner} {entry.path}={spell(value)}."
                 )
+    elif config.costs.attention != "fused":
+        asked = spell(config.costs.attention)
+        raise PlanError(
+            f"costs.attention={asked} belongs to costs=analytic, but costs=uniform. "
+            f"Try costs=analytic costs.attention={asked}."
+        )
     _check_profiled(config)
     if config.optimizer.name == CLASS:
         pass  # has been checked with its path

@@ -103,6 +103,11 @@ class CostsConfig:
         "uniform: the numbers below, in any unit; analytic: seconds from model and hardware; "
         "profiled: seconds as mode=profile has measured them.",
     )
+    attention: Literal["fused", "unfused", "unfused_dropout"] = key(
+        "fused",
+        "analytic: on a GPU with num_sms, the attention core is one kernel, or several that keep "
+        "all scores (with dropout on them, where the model can have it).",
+    )
     file: str | None = key(
         None, "profiled: the file that mode=profile wrote.", example="profile.json"
     )
@@ -188,7 +193,12 @@ class HardwareConfig(Hardware):
         above=0,
         example=1e13,
     )
-    efficiency: float = key(0.3, "Assumed share of the peak that kernels reach.", above=0, high=1)
+    efficiency: float = key(
+        0.3,
+        "Assumed share of the peak that kernels reach; with num_sms, that large products do.",
+        above=0,
+        high=1,
+    )
     memory_gb: float = key(4.0, "Memory of one rank, in GB (1e9 bytes).", above=0)
     memory_bandwidth: float = key(1.0e10, "Memory bandwidth of one rank, in bytes/s.", above=0)
     intra_bandwidth: float = key(
@@ -238,6 +248,23 @@ class HardwareConfig(Hardware):
     )
     peak_fp8_flops: float | None = key(
         None, "Peak in fp8, which no precision computes in yet.", above=0, example=2e15
+    )
+    num_sms: int | None = key(
+        None,
+        "A GPU's multiprocessors: units take what their kernels take; null = efficiency holds for "
+        "all sizes.",
+        low=1,
+        example=108,
+    )
+    bandwidth_efficiency: float = key(
+        1.0, "Share of memory_bandwidth that kernels reach.", above=0, high=1
+    )
+    attention_efficiency: float = key(
+        1.0, "num_sms: share of the peak that a fused attention core reaches.", above=0, high=1
+    )
+    kernel_overhead_s: float = key(0.0, "num_sms: seconds that starting a kernel takes.", low=0)
+    message_overhead_s: float = key(
+        0.0, "Seconds of a message between stages beside its link's latency.", low=0
     )
     measured_on: str | None = key(
         None,

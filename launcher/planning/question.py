@@ -77,7 +77,13 @@ def question(
     def loads(tp: int, size: int, selective: bool) -> tuple[Load, ...]:
         cut = config.sequence_parallel
         return unit_loads(
-            shape, tp, size, sequence_parallel=cut, selective=selective, layers=layers
+            shape,
+            tp,
+            size,
+            sequence_parallel=cut,
+            selective=selective,
+            layers=layers,
+            attention=config.costs.attention,
         )
 
     def refuse_tp(tp: int) -> str | None:
@@ -253,9 +259,10 @@ def calibration(asked: Question) -> str:
             f"{config.hardware.measured_on}"
         )
     number_format = config.trainer.number_format
+    kernels = config.hardware.num_sms is not None
     return (
-        "uncalibrated: times are computed from datasheet figures, at "
-        f"{config.hardware.efficiency:.0%} of "
+        "uncalibrated: times are computed from datasheet figures, "
+        f"{'large products ' if kernels else ''}at {config.hardware.efficiency:.0%} of "
         f"{format_peak(config.hardware.peak(number_format), number_format)}"
     )
 

@@ -12,7 +12,9 @@ from launcher.workloads.layer_steps import UNIT_TYPES, Step, kept, unit_steps
 from launcher.workloads.model_share import ModelShape, PlannedShape, model_shares, model_units
 from launcher.workloads.traced_shape import TracedShape
 from launcher.workloads.transformer_share import padded_vocab
+from launcher.workloads.unit_kernels import computing_again, unit_works
 from strategies.costs.analytic import Load
+from strategies.costs.kernels import Attention, Work
 from strategies.errors import PlanError
 from strategies.plan import Family
 
@@ -25,6 +27,7 @@ def unit_loads(
     sequence_parallel: bool = False,
     selective: bool = False,
     layers: Layers = (),
+    attention: Attention = "fused",
 ) -> tuple[Load, ...]:
     """One load per unit, in execution order.
 
@@ -52,16 +55,44 @@ def unit_loads(
             zip(units, model_shares(shape, tp, sequence_parallel=sequence_parallel), strict=True)
         )
     )
+    if not isinstance(shape, HfShape) or shape.sizes is not None:
+        different = unit_works(
+            shape, tp, microbatch_size, sequence_parallel=sequence_parallel, attention=attention
+        )
+        loads = tuple(
+            _with_kernels(load, work)
+            for load, work in zip(loads, _each(different, len(loads)), strict=True)
+        )
     if not selective:
         return loads
     shares = selective_shares(shape, tp, sequence_parallel=sequence_parallel, layers=layers)
     return tuple(
-        replace(
-            load,
-            saved_elements=share.saved_elements * microbatch_size,
-            again_flops=share.again_flops * microbatch_size,
-        )
-        for load, share in zip(loads, shares, strict=True)
+        _again(load, share, microbatch_size) for load, share in zip(loads, shares, strict=True)
+    )
+
+
+def _each(different: Sequence[Work], count: int) -> list[Work]:
+    """Per unit; what lies between the first and the last comes again with each layer."""
+    first, *middle, last = different
+    return [first, *(middle[number % len(middle)] for number in range(count - 2)), last]
+
+
+def _with_kernels(load: Load, work: Work) -> Load:
+    scores = 0 if work.core is None else work.core.kept_elements
+    return replace(load, works=((work, 1),), saved_elements=load.saved_elements + scores)
+
+
+def _again(load: Load, share: SelectiveShare, microbatch_size: int) -> Load:
+    flops = share.again_flops * microbatch_size
+    works = tuple((computing_again(w, share.families, flops), n) for w, n in load.works)
+    scores = sum(
+        n * w.core.kept_elements for w, n in works if w.core is not None and not w.again_core
+    )
+    return replace(
+        load,
+        saved_elements=share.saved_elements * microbatch_size + scores,
+        again_flops=flops,
+        works=works,
     )
 
 
@@ -80,6 +111,7 @@ class SelectiveShare(NamedTuple):
 
     saved_elements: int  # kept from forward to backward
     again_flops: float  # of products that a backward computes again
+    families: tuple[Family, ...] = ()  # what of it is computed again
 
 
 def selective_shares(
@@ -111,7 +143,7 @@ def selective_shares(
 def _share(steps: Sequence[Step], names: Sequence[str], layers: Layers) -> SelectiveShare:
     asked = dict(layers)
     families = next((asked[name] for name in names if name in asked), _DEFAULT)
-    return SelectiveShare(*kept(steps, families))
+    return SelectiveShare(*kept(steps, families), families)
 
 
 def _check_names(layers: Layers, kinds: Sequence[Sequence[str]], *, all_known: bool) -> None:

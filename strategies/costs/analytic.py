@@ -1,9 +1,10 @@
 """Costs from a model's FLOPs and bytes and a machine's figures: no measurement behind them.
 
-Compute: FLOPs over reached peak, or bytes over memory bandwidth where that takes longer; a backward
-is twice a forward, half of it for the inputs. Messages: bytes over the link's bandwidth, and its
-latency. Reductions: a ring over the replicas, 2 (n-1)/n of the bytes and 2 (n-1) latencies; half of
-that for a reduce-scatter, and for the all-gather that goes with it.
+Compute: on a GPU what the kernels of its units take (``kernels``); else FLOPs over reached peak, or
+bytes over memory bandwidth where that takes longer, and a backward is twice a forward, half of it
+for the inputs. Messages: bytes over the link's bandwidth, and its latency. Reductions: rings and
+trees over the replicas (``collectives``); half of an all-reduce for a reduce-scatter, and for the
+all-gather that goes with it.
 
 Ranks that share matrices (tp) add up tensors in the same way. In a whole backward that runs under
 the weights' gradients. A boundary tensor travels as one slice per such rank and is gathered.
@@ -13,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
+from strategies.costs.collectives import half_round, replicas, sharers
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
+from strategies.costs.kernels import Seconds, Work, memory_bound, unit_seconds
 from strategies.costs.table import CostTable, StageMemory, Transport
 from strategies.costs.uniform import count_buckets, gathered_stages
 from strategies.errors import CostError
@@ -39,6 +41,7 @@ class Load:
         num_units: How many units it is made of.
         owns: Names of groups of parameters that it has, which others may use, too.
         tied: (group, parameters) that it uses of other units; a stage without that unit has a copy.
+        works: (kernels of a unit, units that have them); () where they are not known.
     """
 
     forward_flops: float
@@ -52,6 +55,7 @@ class Load:
     num_units: int = 1
     owns: tuple[int, ...] = ()
     tied: tuple[tuple[int, int], ...] = ()
+    works: tuple[tuple[Work, int], ...] = ()
 
 
 def sum_loads(loads: list[Load]) -> Load:
@@ -64,6 +68,7 @@ def sum_loads(loads: list[Load]) -> Load:
     known = False
     owned: set[int] = set()
     tied: dict[int, int] = {}
+    works: dict[Work, int] = {}
     forward_sums: list[int] = []
     backward_sums: list[int] = []
     for load in loads:
@@ -75,6 +80,8 @@ def sum_loads(loads: list[Load]) -> Load:
         forward_sums += load.forward_sums
         backward_sums += load.backward_sums
         owned.update(load.owns)
+        for work, number in load.works:
+            works[work] = works.get(work, 0) + number
         for group, count in load.tied:
             tied[group] = max(count, tied.get(group, 0))
         both = load.backward_flops
@@ -92,6 +99,7 @@ def sum_loads(loads: list[Load]) -> Load:
         again,
         (inputs, weights) if known else None,
         units,
+        works=tuple(works.items()),
     )
 
 
@@ -253,7 +261,7 @@ class AnalyticCosts:
         touched = sizes.gradient + 2 * (sizes.main or sizes.weight) + 4 * sizes.moment
         touched += sizes.weight if sizes.main else 0
         moved = self.stages[stage].parameters * touched / shares
-        took = moved / self.hardware.memory_bandwidth
+        took = memory_bound(self.hardware, moved)
         if not self.hardware.step_overhead_s:
             return took
         placement = program.placement
@@ -269,9 +277,13 @@ class AnalyticCosts:
 
     def _pass(self, load: Load, flops: float) -> float:
         """With what launching kernels and walking lists takes, of a stage and its units."""
-        moved = 2 * load.output_elements * self._sizes.activation / self.hardware.memory_bandwidth
+        moved = memory_bound(self.hardware, 2 * load.output_elements * self._sizes.activation)
         overhead = self.hardware.stage_overhead_s + load.num_units * self.hardware.unit_overhead_s
-        return max(self._computing(flops), moved) + overhead
+        if self.hardware.num_sms is None:
+            return max(self._computing(flops), moved) + overhead
+        # Kernels that nobody has listed: what is kept has been written, and is read.
+        kept = memory_bound(self.hardware, 2 * load.saved_elements * self._sizes.activation)
+        return self._computing(flops) + moved + kept + overhead
 
     def _durations(self) -> tuple[tuple[float, ...], ...]:
         """Per stage of F, B, I and W; stages that are one object are looked at once."""
@@ -279,16 +291,28 @@ class AnalyticCosts:
         for load in self.stages:
             if id(load) not in known:
                 summed, back = self._sums(load.forward_sums), self._sums(load.backward_sums)
-                again = self._computing(load.again_flops)
-                inputs, weights = self._backward(load, 0), self._backward(load, 1)
+                forward, inputs, weights, again = self._computed(load)
                 known[id(load)] = (
-                    self._forward(load) + summed,
+                    forward + summed,
                     again + inputs + max(weights, back),
                     again + inputs + back,
                     weights,
                 )
         found = [known[id(load)] for load in self.stages]
         return tuple(zip(*found, strict=True)) if found else ((), (), (), ())
+
+    def _computed(self, load: Load) -> Seconds:
+        """Without what ranks add up."""
+        hardware = self.hardware
+        if hardware.num_sms is None or not load.works:
+            backward = self._backward(load, 0), self._backward(load, 1)
+            return Seconds(self._forward(load), *backward, self._computing(load.again_flops))
+        waiting = 1.0 + hardware.lockstep_loss if self.tp > 1 else 1.0
+        found = [
+            (unit_seconds(work, hardware, self._sizes, self.number_format), number * waiting)
+            for work, number in load.works
+        ]
+        return Seconds(*(sum(took[part] * n for took, n in found) for part in range(4)))
 
     def _backward(self, load: Load, part: int) -> float:
         """Of the inputs' gradients (0), or the weights' (1)."""
@@ -305,43 +329,27 @@ class AnalyticCosts:
         """Adding up tensors over tensor-parallel ranks, one after the other."""
         if self.tp == 1:
             return 0.0
-        bandwidth, latency = self.hardware.ring(0, self.tp - 1)
-        steps = 2 * (self.tp - 1)
-        once = steps / self.tp * self._sizes.activation / bandwidth
-        return sum(size * once + steps * latency for size in sizes)
+        group, element = sharers(self.hardware, self.tp), self._sizes.activation
+        return sum(2 * half_round(self.hardware, group, size * element) for size in sizes)
 
     def _gather(self, count: int) -> float:
         """Completing a boundary tensor from its slices."""
         if self.tp == 1 or self.sequence_parallel:
             return 0.0
-        bandwidth, latency = self.hardware.ring(0, self.tp - 1)
-        share = (self.tp - 1) / self.tp
-        moved = share * count * self._sizes.activation
-        return moved / bandwidth + (self.tp - 1) * latency
+        group = sharers(self.hardware, self.tp)
+        return half_round(self.hardware, group, count * self._sizes.activation)
 
     def _link(self, program: Program, source: int, target: int) -> tuple[float, float]:
         placement = program.placement
         first = placement.rank_of(source, 0) * self.dp * self.tp
         second = placement.rank_of(target, 0) * self.dp * self.tp
-        return self.hardware.link(first, second)
+        bandwidth, latency = self.hardware.link(first, second)
+        return bandwidth, latency + self.hardware.message_overhead_s
 
     def _once_round(self, program: Program, stage: int, parts: int, size: int) -> float:
-        """A ring's reduce-scatter, or all-gather, of 1/parts of a stage's elements of a size."""
-        owners = program.placement.owners(stage)
-        ring = len(owners) * self.dp
-        if not parts or ring < 2:
+        """A reduce-scatter, or all-gather, of 1/parts of a stage's elements of a size."""
+        if not parts:
             return 0.0
-        bandwidth, latency = _slowest_link(self.hardware, owners, self.dp, self.tp)
-        share = self.stages[stage].parameters * size / parts
-        return (ring - 1) / ring * share / bandwidth + (ring - 1) * latency
-
-
-@lru_cache(maxsize=4096)
-def _slowest_link(
-    hardware: Hardware, owners: tuple[int, ...], dp: int, tp: int
-) -> tuple[float, float]:
-    """(bandwidth, latency) that a ring over all replicas of a stage's owners is held to."""
-    members = [(owner * dp + replica) * tp for owner in owners for replica in range(dp)]
-    pairs = zip(members, members[1:] + members[:1], strict=True)
-    links = {hardware.ring(first, second) for first, second in pairs}
-    return min(link[0] for link in links), max(link[1] for link in links)
+        owners = program.placement.owners(stage)
+        group = replicas(self.hardware, owners, self.dp, self.tp)
+        return half_round(self.hardware, group, self.stages[stage].parameters * size / parts)

@@ -19,7 +19,8 @@ class Hardware:
         name: Label in reports.
         peak_flops: FLOP/s of one rank, in every number format that has none of its own below; None
             where a format without one is one that the rank cannot compute in.
-        efficiency: Share of the peak that kernels reach, 0 to 1.
+        efficiency: Share of the peak that kernels reach, 0 to 1; with ``num_sms`` the share that
+            large products reach in whole waves of whole tiles.
         memory_gb: Memory of one rank, in 1e9 bytes.
         memory_bandwidth: Bytes/s.
         intra_bandwidth: Bytes/s per direction between ranks of a node.
@@ -37,6 +38,13 @@ class Hardware:
             product they wait for the slower one.
         peak_fp64_flops: FLOP/s of one rank in that number format, dense; None for ``peak_flops``.
             The same of the other five.
+        num_sms: Multiprocessors of a GPU, whose units take what their kernels take; None where
+            ``efficiency`` holds for all sizes.
+        bandwidth_efficiency: Share of ``memory_bandwidth`` that kernels reach.
+        attention_efficiency: Share of the peak that a fused attention core reaches, of the FLOPs
+            that a causal mask leaves. Only with ``num_sms``.
+        kernel_overhead_s: What starting a kernel takes. Only with ``num_sms``.
+        message_overhead_s: What a message from stage to stage takes beside its link's latency.
     """
 
     name: str
@@ -61,6 +69,11 @@ class Hardware:
     peak_bf16_flops: float | None = None
     peak_fp16_flops: float | None = None
     peak_fp8_flops: float | None = None
+    num_sms: int | None = None
+    bandwidth_efficiency: float = 1.0
+    attention_efficiency: float = 1.0
+    kernel_overhead_s: float = 0.0
+    message_overhead_s: float = 0.0
 
     def named_peaks(self) -> dict[NumberFormat, float]:
         """Number formats with a peak of their own."""

@@ -7,8 +7,9 @@ user would type, so what no key can say cannot be predicted: ``missing`` names i
 Columns: id; group (the table that it stands in: rows of one group are ranked); hardware (an option
 of ``hardware=``); layers, hidden, heads, kv_heads, ffn, act, vocab, seq, tie; gpus, tp, pp, dp; v
 (stages per rank); mbs, gbs; schedule; recompute (none, full, selective, selective-attention); sp;
-overlap; precision; grad_dtype; units (per stage, ``5|6|5``); step_s; mem_gb, mem_what; express
-(``no`` with the missing feature in note); where; note. Columns that a file lacks are empty.
+overlap; precision; grad_dtype; attention (as ``costs.attention``); units (per stage, ``5|6|5``);
+step_s; mem_gb, mem_what; express (``no`` with the missing feature in note); where; note. Columns
+that a file lacks are empty.
 """
 
 from __future__ import annotations
@@ -208,6 +209,7 @@ def request(run: PublishedRun) -> list[str]:
     words += [f"{key}={row[name]}" for name, key in _KEYS.items() if row.get(name)]
     words += [f"model.activation={curve}", f"model.norm={norm}", f"model.position={position}"]
     words += _RECOMPUTED[recompute]
+    words += _software(run)
     # All of these clip gradients by their norm: a step ends with a barrier.
     words.append("trainer.gradient_clip_val=1.0")
     if (row.get("v") or "1") != "1":
@@ -217,6 +219,37 @@ def request(run: PublishedRun) -> list[str]:
     if row.get("grad_dtype") == "bf16":
         words.append("overlap.grad_dtype=bf16")
     return words
+
+
+def _software(run: PublishedRun) -> list[str]:
+    """What tables do not say and the programs of their time did.
+
+    Megatron-LM before FlashAttention (GPT models on V100 and A100; the zero-bubble paper's memory
+    shows it, too) ran attention as several kernels, with dropout of 0.1 there and on the branches.
+    Llama models, and all that ran on later cards, had fused attention and no dropout. Buckets of
+    Megatron-LM have 40 M gradients, or 1 M per replica if that is more.
+    """
+    row = run.row
+    kind = row.get("attention")
+    if not kind:
+        early = run.hardware.startswith(("v100", "a100")) and row.get("act") != "swiglu"
+        kind = "unfused_dropout" if early else "fused"
+    words = [f"costs.attention={kind}"]
+    if kind == "unfused_dropout":
+        words.append("model.dropout=0.1")
+    replicas = int(row.get("dp") or 1)
+    words.append(f"overlap.bucket_mb={4 * max(40, replicas)}")
+    for name, more in _CLUSTERS.items():
+        if run.group.startswith(name):
+            words += more
+    return words
+
+
+# Networks that are not what a card's file assumes, as their owners describe them.
+_CLUSTERS = {
+    # Jean Zay: four Omni-Path links of 100 Gb/s per node of eight A100 (bigscience, tr11-176B-ml).
+    "BLOOM": ["hardware.inter_bandwidth=6.25e9"],
+}
 
 
 def predict_run(run: PublishedRun) -> Prediction:

@@ -74,8 +74,10 @@ def test_compute_on_an_a100_takes_as_much_longer_as_its_peak_is_lower():
         table = run.costs.table(run.programs.train)
         longest[name] = max(table.forward)
         assert simulate(run.programs.train, run.costs).makespan > 0
-    assert longest["fp32"] / longest["tf32"] == pytest.approx(156 / 19.5)
-    assert longest["tf32"] / longest["bf16"] == pytest.approx(2)
+    # Products take as much longer as the peak is lower; what moves in memory takes as long, or in
+    # 16 bits half as long.
+    assert 0.9 * 156 / 19.5 < longest["fp32"] / longest["tf32"] < 156 / 19.5
+    assert 1.8 < longest["tf32"] / longest["bf16"] < 2  # weights are cast
     ideal = {name: ideal_step_s(run) for name, run in runs.items()}
     assert ideal["fp32"] / ideal["bf16"] == pytest.approx(16)
 
@@ -134,13 +136,13 @@ def test_a_run_goes_by_what_was_set_over_the_file(tmp_path):
     words = (*MODEL, "hardware=a100_80g", "hardware.peak_flops=6.24e14")
     fast = launch_here(words, tmp_path / "a").assert_done().result
     slow = launch_here((*MODEL, "hardware=a100_80g", BF16), tmp_path / "b").assert_done().result
-    assert fast["makespan"] < 0.6 * slow["makespan"]
+    assert fast["makespan"] < 0.7 * slow["makespan"]
 
 
 def test_a_plan_says_of_which_peak(tmp_path):
     words = ("mode=plan", "hardware=a100_80g", BF16, "planner.num_gpus=2", "planner.top_k=1")
     done = launch_here(words, tmp_path).assert_done()
-    assert "at 50% of 312 TFLOPS bf16\n" in done.output
+    assert "datasheet figures, large products at 86% of 312 TFLOPS bf16\n" in done.output
     assert (done.result["peak_flops"], done.result["peak_format"]) == (3.12e14, "bf16")
 
 

@@ -1,0 +1,99 @@
+"""Lists of kernels agree with the model's FLOPs and parameters, and with how ranks share them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from launcher.compose.session import compose_checked, hydra_session, search_path
+from launcher.resolve import resolve
+from launcher.workloads.loads import unit_loads
+from launcher.workloads.unit_kernels import unit_works
+from strategies.costs.kernels import Work
+from tests.launcher.workloads.hf.test_hf_shape import CASES
+from tests.launcher.workloads.presets import preset
+from tests.tiny_models import shape_of, write_model
+
+
+def flops(work: Work) -> float:
+    return sum(p.flops for p in work.products) + (work.core.flops if work.core else 0.0)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", ["llama2_7b", "gpt3_1_6b"])
+def test_products_and_cores_are_the_flops_of_a_unit(name, tp):
+    for load in unit_loads(replace(preset(name), layers=2), tp, 3):
+        ((work, number),) = load.works
+        assert number == 1
+        assert flops(work) == pytest.approx(load.forward_flops)
+        # But for norms and biases, a unit's weights are those of its products.
+        assert work.weights == sum(p.columns * p.inner for p in work.products)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2 with dropout"])
+def test_layers_of_the_library_are_both_halves(family, tmp_path):
+    kind, changes = CASES[family]
+    write_model(tmp_path, kind, **changes)
+    shape = shape_of(tmp_path)
+    loads = unit_loads(shape, 1, 2)
+    for load in loads:
+        ((work, _),) = load.works
+        assert flops(work) == pytest.approx(load.forward_flops)
+    layer = unit_works(shape, 1, 2, attention="unfused_dropout")[1]
+    assert layer.core is not None
+    # Only where the model has dropout on attention.
+    assert layer.core.kind == ("unfused_dropout" if "dropout" in family else "unfused")
+
+
+def test_what_lies_on_the_stream_is_whole_on_every_rank_unless_the_sequence_is_cut():
+    shape = replace(preset("gpt3_1_6b"), layers=1)
+    whole = unit_works(shape, 1, 1)[2]
+    shared = unit_works(shape, 2, 1)[2]
+    cut = unit_works(shape, 2, 1, sequence_parallel=True)[2]
+    stream, inner = shape.sequence * shape.hidden, shape.sequence * shape.ffn
+    assert whole.forward_elements == 5 * stream + 2 * inner
+    assert shared.forward_elements == 5 * stream + inner
+    assert cut.forward_elements == whole.forward_elements / 2
+
+
+def predicted(*words: str):
+    with hydra_session():
+        given = ["mode=simulate", "model=gpt3_1_6b", "hardware=a100_80g", "pp=2",
+                 "trainer.precision=bf16-true", "num_microbatches=4", *words]  # fmt: skip
+        run = resolve(compose_checked([*search_path(None), *given])[0])
+    return run.costs.table(run.programs.train)
+
+
+def test_an_unfused_core_takes_longer_and_keeps_its_scores():
+    fused, unfused, dropped = (
+        predicted(f"costs.attention={kind}") for kind in ("fused", "unfused", "unfused_dropout")
+    )
+    for column in ("forward", "backward", "activation_bytes"):
+        times = [getattr(table, column)[0] for table in (fused, unfused, dropped)]
+        assert times == sorted(set(times)), column
+    again = predicted(
+        "costs.attention=unfused", "recompute=selective",
+        "recompute.layers=[Attention:attention,Mlp:none,Embedding:none,Head:none]",
+    )  # fmt: skip
+    # Scores that are computed again are not kept.
+    assert again.activation_bytes[0] < fused.activation_bytes[0] < unfused.activation_bytes[0]
+    assert unfused.backward[0] < again.backward[0] < unfused.backward[0] + unfused.forward[0]
+
+
+@pytest.mark.parametrize("families", ["attention", "norm", "activation", "matmul"])
+def test_what_is_computed_again_takes_part_of_a_forward(families):
+    plain = predicted()
+    again = predicted(
+        "recompute=selective",
+        f"recompute.layers=[Attention:{families},Mlp:none,Embedding:none,Head:none]",
+    )
+    more = again.backward[0] - plain.backward[0]
+    assert 0 <= more < plain.forward[0]
+    assert again.forward == plain.forward
+
+
+def test_larger_microbatches_take_less_per_sequence():
+    one, four = predicted(), predicted("data.microbatch_size=4")
+    assert four.forward[0] < 4 * one.forward[0]
+    assert four.backward[0] < 4 * one.backward[0]
