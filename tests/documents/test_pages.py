@@ -8,18 +8,23 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from strategies.schedules import SCHEDULES
-from tests.documents.pages import DOCS, ROOT, made
+from tests.documents import pages
+from tests.documents.pages import DOCS, ROOT
 from tests.documents.schedule_pages import ADVICE, markdown
 from tests.documents.situations import PLAINEST, SITUATIONS, choice, figures
 
 
-def test_no_page_or_picture_is_older_than_what_makes_it() -> None:
-    stale = [
+def stale() -> list[str]:
+    """The files that say something else than the program would write."""
+    return [
         path.relative_to(ROOT).as_posix()
-        for path, text in made()
+        for path, text in pages.made()
         if not path.is_file() or path.read_text(encoding="utf-8") != text
     ]
-    assert not stale, "write them anew: make docs-page"
+
+
+def test_no_page_or_picture_is_older_than_what_makes_it() -> None:
+    assert not stale(), "write them anew: make docs-page"
 
 
 def test_nothing_made_is_left_behind() -> None:
