@@ -17,11 +17,13 @@ from pathlib import Path
 import pytest
 
 from launcher.config import LaunchConfig
+from launcher.processes.rank_server import SHARED
 from launcher.resolve import resolve
 from tests.documents.steps import Command, File, steps
 from tests.documents.test_keys import undocumented
 from tests.launcher.command_line import run_here
 from tests.launcher.runs import launch
+from tests.warm_server import rank_server_address
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -105,6 +107,9 @@ def _accept(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         if {"-m", "--multirun"} & {*launcher}:
             launcher = [*launcher, "--help"]  # checks every job of a sweep, and starts none
         with monkeypatch.context() as patch:
+            if any(word.endswith("=class") for word in launcher):
+                patch.setenv(SHARED, rank_server_address())  # imports the page's own files
+                patch.setenv("OMP_NUM_THREADS", "1")
             done = run_here([*launcher, *_unsubmitted(launcher)], folder, patch, _compiled)
         assert done.code == 0, f"{command.place}: {command.text}\n{done.errors}"
     elif words[0] == "make":
