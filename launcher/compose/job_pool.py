@@ -25,6 +25,7 @@ from launcher.checkpoints import hold
 from launcher.commands.ranks import IDLE_RANK_BYTES
 from launcher.compose.job_start import OUTPUT, Begun, Ended, JobStarter
 from launcher.config import LaunchConfig
+from launcher.config.key import spell
 from launcher.report.sweep.sweep_jobs import file_stamps
 from launcher.resolve import num_cores, num_gpus, uses_gpu
 from launcher.terminal import complain
@@ -42,6 +43,7 @@ def check_parallel(configs: Sequence[LaunchConfig]) -> None:
 
     ``configs``: of all jobs, or of those that are known.
     """
+    _check_clusters(configs)
     asked = {config.sweep.parallel for config in configs}
     if len(asked) > 1:
         raise PlanError(
@@ -76,6 +78,23 @@ def check_parallel(configs: Sequence[LaunchConfig]) -> None:
         _check_gpus(parallel, max(w for w, c in _with_world(configs) if uses_gpu(c)), configs)
     else:
         _check_memory(parallel, worlds)
+
+
+def _check_clusters(configs: Sequence[LaunchConfig]) -> None:
+    """A sweep is run here, or submitted as a whole."""
+    names = sorted({config.cluster.name for config in configs})
+    if "slurm" in names and len(names) > 1:
+        other = next(name for name in names if name != "slurm")
+        raise PlanError(
+            f"cluster={','.join(names)}: the jobs of a sweep are run here, or submitted together. "
+            f"Try one sweep with cluster=slurm, and one with cluster={other}."
+        )
+    throttles = {config.cluster.throttle for config in configs}
+    if len(throttles) > 1:
+        raise PlanError(
+            f"cluster.throttle={','.join(map(spell, throttles))} is about the whole sweep. "
+            "Try cluster.throttle=4."
+        )
 
 
 def _with_world(configs: Sequence[LaunchConfig]) -> Iterator[tuple[int, LaunchConfig]]:

@@ -8,9 +8,11 @@ for (const kind of DATA.kinds) {
   NUMBERS[kind] ??= "microbatch";
 }
 
-// Of a sweep as many jobs as possible are to be seen at once; of one or two timelines the labels.
-const COMPACT = panels.length > 2
-  ? { bar: 15, channel: 5, gap: 4, axis: 22 } : { bar: 18, channel: 8, gap: 5, axis: AXIS };
+// Of a sweep as many jobs as possible are to be seen at once; of one or two timelines the labels,
+// and all of 32 ranks on one screen.
+const tall = panels.some((panel) => panel.data.channel && panel.lines.length > 16);
+const COMPACT = panels.length > 2 ? { bar: 15, channel: 5, gap: 4, axis: 22 }
+  : tall ? { bar: 16, channel: 5, gap: 4, axis: AXIS } : { bar: 18, channel: 8, gap: 5, axis: AXIS };
 const OUTSIDE = -100; // of the canvas: what stands there is neither seen nor hit
 
 const roomy = panels.map((panel) => ({

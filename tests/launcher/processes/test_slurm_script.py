@@ -353,6 +353,19 @@ def test_a_sweep_is_one_array_with_a_throttle(tmp_path, monkeypatch):
     assert (sweep / "1" / "slurm-17_1.out").is_file()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cluster=local,slurm"], "Try one sweep with cluster=slurm, and one with cluster=local."),
+        (["cluster=slurm", "cluster.throttle=2,3"], "is about the whole sweep"),
+    ],
+)
+def test_what_a_sweep_has_only_one_of_is_no_choice(words, message, tmp_path, monkeypatch):
+    done = run_here(["-m", *MODEL, *words], tmp_path, monkeypatch)
+    done.assert_refused()
+    assert message in done.errors
+
+
 def test_jobs_of_other_sizes_are_an_array_each(tmp_path):
     words = ["-m", "cluster=slurm", "cluster.submit=false", *MODEL, "hydra.sweep.dir=s"]
     done = launch_here([*words, "pp=1,2"], tmp_path).assert_done()
