@@ -139,6 +139,9 @@ def settle(run_dir: Path) -> str | None:
     state = _state(job)
     if state is None or state in _ALIVE:
         return None
+    if state == "COMPLETED" and result.is_file():
+        (run_dir / _ATTEMPT).unlink(missing_ok=True)
+        return None
     task = read_task(run_dir)
     before = os.umask(task_umask(task))
     try:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PACKAGES = ("slurm-wlm", "slurmctld", "slurmd", "slurm-client", "munge")
+PACKAGES = ("slurm-wlm", "slurmctld", "slurmd", "slurm-client", "munge", "libslurm-dev", "gcc")
 DAEMONS = ("slurmctld", "slurmd", "munged")
 NODES = 4
 CPUS = 4
@@ -57,9 +57,11 @@ class LocalCluster:
 
     Attributes:
         folder: For configuration, state and logs; owned by root.
+        knows_images: Whether srun has pyxis' options, of a plugin that only says what was given.
     """
 
     folder: Path
+    knows_images: bool = False
     _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -74,6 +76,7 @@ class LocalCluster:
         self._start_munge()
         for name in ("state", "spool", "logs"):
             (self.folder / name).mkdir()
+        self.knows_images = _plugin(self.folder)
         (self.folder / "slurm.conf").write_text(_slurm_conf(self.folder, host, ports))
         self._daemon("slurmctld", "-D")
         for node in range(NODES):
@@ -247,6 +250,7 @@ KillWait=30
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmdParameters=config_overrides
+PlugStackConfig={folder}/plugstack.conf
 MpiDefault=none
 MailProg=/bin/true
 StateSaveLocation={folder}/state
@@ -260,6 +264,20 @@ PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE Grace
 MaxTime=INFINITE State=UP
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
+
+
+def _plugin(folder: Path) -> bool:
+    """Compiles ``pyxis_options.c`` where there is a compiler and SLURM's headers."""
+    made = folder / "pyxis_options.so"
+    source = Path(__file__).with_name("pyxis_options.c")
+    done = None
+    if shutil.which("gcc"):
+        done = subprocess.run(
+            ["gcc", "-shared", "-fPIC", "-o", made, source], capture_output=True, check=False
+        )
+    found = done is not None and done.returncode == 0
+    (folder / "plugstack.conf").write_text(f"required {made}\n" if found else "")
+    return found
 
 
 def _free_ports(count: int) -> list[int]:
