@@ -237,8 +237,8 @@ def test_preemption_by_a_higher_partition_loses_no_step(cluster, uninterrupted, 
 
 
 def test_the_time_limit_requeues_before_it_comes(cluster, tmp_path):
-    # A minute is the shortest limit, and the signal may come up to a minute early.
-    words = ["cluster.time=1", "cluster.signal_s=30", "trainer.max_steps=1000000"]
+    # The signal may come up to a minute early, and ranks need their time to start.
+    words = ["cluster.time=2", "cluster.signal_s=30", "trainer.max_steps=1000000"]
     job = Job(cluster, tmp_path, ["pp=2", "dp=2", "cluster.nodes=2", *words])
     job.wait_for_step(1)
     stopped = job.stopped_at()
