@@ -9,7 +9,7 @@ Where values are only shapes, a ``LocalGroup`` stands in its place and talks to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -171,6 +171,33 @@ def refuse_own_group(func: Any, kwargs: dict[str, Any]) -> None:
         "the ranks of one stage get to that line, so others in the group would be waited for for "
         "ever. Leave the group out: inside a step the default group is that of the replicas "
         "(world size dp), or use self.all_gather."
+    )
+
+
+_ADDING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"})
+
+
+def refuse_repeated(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, hook: str) -> None:
+    """Refuses a collective of a hook that counts each replica once per stage.
+
+    Raises:
+        ModelError: It adds up, or gathers, over all processes.
+    """
+    name = func.__name__
+    if any(isinstance(value, dist.ProcessGroup) for value in (*args, *kwargs.values())):
+        return
+    if name in _ADDING:
+        place = {"reduce": 2, "all_reduce": 1}.get(name, 2)
+        op = kwargs.get("op", args[place] if len(args) > place else dist.ReduceOp.SUM)
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
+            return
+    elif "gather" not in name and "all_to_all" not in name:
+        return
+    raise ModelError(
+        f"{user_line()}: {hook} calls torch.distributed.{name} over all {dist.get_world_size()} "
+        "processes, of which those of one pipeline have the same data: each replica would count "
+        "once per stage. Use self.log(..., sync_dist=True), self.all_gather or "
+        "self.trainer.strategy.reduce, which go over the replicas, or give a group."
     )
 
 

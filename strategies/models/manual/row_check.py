@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.models.manual.dataflow import refuse_gradients
 from strategies.models.nested import rebuild, tensors
-from strategies.models.replay.batch_rows import Rows, random_like, same_values
+from strategies.models.replay.batch_rows import Rows, random_like
 from strategies.models.replay.hole import (
     Args,
     Function,
@@ -32,7 +32,7 @@ from strategies.models.replay.hole import (
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Path, Position
 from strategies.models.replay.shape_mode import ShapeMode
-from strategies.models.replay.whole_values import Hand, Share
+from strategies.models.replay.whole_values import Hand, Share, part_of, ways_of
 from strategies.models.state import kept_generators
 
 
@@ -234,22 +234,3 @@ def compare_losses(
                 "averages over something else, and with manual optimization each microbatch has a "
                 "backward of its own. Take the mean over rows, or use num_microbatches=1."
             )
-
-
-def part_of(share: Share, value: Tensor, way: Rows) -> Tensor | None:
-    """These rows of a value; None if its rows do not lie so."""
-    length = value.shape[way.dim]
-    if length == 0 or length % (way.blocks * share.total):
-        return None
-    return share.of(value, way)
-
-
-def ways_of(share: Share, value: Tensor, own: Tensor) -> list[Rows | None]:
-    """All ways in which one value is part of another."""
-    found: list[Rows | None] = []
-    for dim in range(value.dim()):
-        for blocks in range(1, value.shape[dim] // share.total + 1):
-            part = part_of(share, value, Rows(dim, blocks))
-            if part is not None and part.shape == own.shape and same_values(part, own):
-                found.append(Rows(dim, blocks))
-    return found

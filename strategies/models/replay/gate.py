@@ -180,7 +180,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     read and refilled by the methods of their builtin type: a subclass may forbid its own.
     """
     modules = [(child, dict(child.__dict__)) for child in module.modules()]
-    containers: dict[int, _Kept] = {}
+    containers: dict[int, _Kept | _KeptGenerator] = {}
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
     for _, state in modules:
         for value in state.values():
@@ -245,13 +245,16 @@ _MANY = 10_000  # items that are looked through for containers and tensors
 
 def _remember(
     value: Any,
-    containers: dict[int, _Kept],
+    containers: dict[int, _Kept | _KeptGenerator],
     tensors: dict[int, tuple[Tensor, Tensor]],
     depth: int = _DEPTH,
 ) -> None:
     if isinstance(value, Tensor):
         if not isinstance(value, nn.Parameter | Hole) and not value.is_meta:
             tensors[id(value)] = (value, value.detach().clone())
+        return
+    if isinstance(value, torch.Generator):
+        containers.setdefault(id(value), _KeptGenerator(value))
         return
     if isinstance(value, UserDict):
         value = getattr(value, "data", None)
@@ -267,6 +270,17 @@ def _remember(
 
 # The builtin containers, subclasses first.
 _KINDS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
+
+
+class _KeptGenerator:
+    """A generator of the module's own, and where it stood."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._state = generator.get_state()
+
+    def restore(self) -> None:
+        self._generator.set_state(self._state)
 
 
 class _Kept:

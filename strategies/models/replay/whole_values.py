@@ -105,6 +105,8 @@ class ValuePlan:
         host: Whether the step draws with Python or numpy.
         draws: Whether it draws at all.
         last: Behind it nothing is of interest.
+        inside: Points in an activation checkpoint, whose values are changed in place: it is called
+            again with the same objects, and without us.
     """
 
     ways: Mapping[Position, Mapping[int, Rows | None]]
@@ -112,13 +114,14 @@ class ValuePlan:
     host: bool
     draws: bool
     last: Position
+    inside: frozenset[Point]
 
     @property
     def is_empty(self) -> bool:
         return not self.ways and not self.host
 
 
-NOTHING = ValuePlan({}, frozenset(), False, False, (-1, 0))
+NOTHING = ValuePlan({}, frozenset(), False, False, (-1, 0), frozenset())
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +174,17 @@ class Hand:
 
         def dealt(leaf: Any) -> Any:
             place = next(places)
-            value = self._values.at.get((*position, place)) if place in ways else None
+            point = (*position, place)
+            value = self._values.at.get(point) if place in ways else None
             if value is None or not isinstance(leaf, Tensor) or tracked(leaf):
                 return leaf
             own = self._share.of(value, ways[place])
-            return own if own.shape == leaf.shape and not leaf.requires_grad else leaf
+            if own.shape != leaf.shape or leaf.requires_grad:
+                return leaf
+            if point in self._plan.inside:
+                leaf.data.copy_(own)
+                return leaf
+            return own
 
         changed: tuple[Args, Kwargs] = rebuild((args, kwargs), dealt)
         return changed
@@ -231,17 +240,27 @@ class Dealer:
         return self._plans.get(step)
 
     def look(
-        self, step: Step, whole: Any, part: Any, turned: Any, *, rows: int, first: int, where: Where
+        self,
+        step: Step,
+        whole: Any,
+        part: Any,
+        turned: Any,
+        front: Any,
+        *,
+        rows: int,
+        first: int,
+        where: Where,
     ) -> ValuePlan:
         """Finds the plan of a step from a batch of so many rows, and those from ``first`` on.
 
-        ``turned`` has as many other rows of the batch. The generators are the caller's care.
+        ``turned`` has as many other rows of the batch, ``front`` its first rows, as many as
+        ``part``. The generators are the caller's care.
 
         Raises:
             ModelError: As ``find_plan``.
         """
         seen = []
-        for seed, batch in ((1, whole), (2, whole), (1, part), (1, turned)):
+        for seed, batch in ((1, whole), (2, whole), (1, part), (1, turned), (1, front)):
             seed_all(seed)
             seen.append(self._run(step, batch, where, None, False))
         still: tuple[Values, ...] = (seen[0], seen[2])
@@ -250,6 +269,7 @@ class Dealer:
         plan = find_plan(
             *seen[:3],
             turned=seen[3],
+            front=seen[4],
             still=still,
             pair=Pair(rows, first),
             num_calls=self._calls(step, part, where),
@@ -457,6 +477,7 @@ def find_plan(
     part: Values,
     *,
     turned: Values,
+    front: Values,
     still: tuple[Values, ...],
     pair: Pair,
     num_calls: int,
@@ -468,6 +489,7 @@ def find_plan(
         whole: A run for a whole batch.
         again: The same with other random numbers.
         part: A run for the last of its rows, with the numbers of the first run.
+        front: A run for as many of the first rows; in one part, values may be the same by chance.
         turned: Of as many other rows, with the first run's numbers.
         still: The first and the third once more, where what is drawn is the same for all rows.
         pair: Which rows these are.
@@ -480,6 +502,7 @@ def find_plan(
     ways: dict[Point, Rows | None] = {}
     needed: list[Point] = []
     draws = bool(whole.draws) or whole.host
+    start = Share(0, pair.rows - pair.first, pair.rows)
     for point, value in whole.at.items():
         own, other = part.at.get(point), again.at.get(point)
         if (
@@ -489,16 +512,28 @@ def find_plan(
             or own.dim() != value.dim()
         ):
             continue
-        drawn = draws and (other is None or other.shape != value.shape or _differ(value, other))
-        known = [] if drawn else pair.compare(value, own)
+        drawn = draws and (
+            other is None
+            or other.shape != value.shape
+            or _differ(value, other)
+            or any(_is_result(draw.result, value) for draw in whole.draws)  # from a seed of its own
+        )
+        known: list[Rows | None] = []
+        early = front.at.get(point)
+        if not drawn and early is not None and early.dim() == value.dim():
+            also = ways_of(start, value, early)
+            known = [found for found in pair.compare(value, own) if found in also]
         way = by_shape(pair, value, own)
+        behind = point[0] >= num_calls
         if known:
+            if behind and way is None:
+                continue
             ways[point] = way if isinstance(way, Rows) and way in known else known[0]
             continue
         if drawn and isinstance(way, str):
             way = _still_way(still, point, pair, way)
-        behind = point[0] >= num_calls
-        if not drawn and _is_same(turned.at.get(point), value):
+        numbers = not value.is_floating_point()
+        if not drawn and numbers and _is_same(turned.at.get(point), value):
             continue  # Places of rows, whatever is in them: a microbatch has its own.
         if point in whole.indices and way is not None:
             # Rows of layers' values are put into another order: that of the microbatch's.
@@ -510,26 +545,44 @@ def find_plan(
             continue
         if not drawn and behind and (way is None or _adds_up(value, own)):
             continue  # What a mean divides by, and weights: microbatches' means want their own.
-        if point in whole.written or point in whole.regions:
+        if point in whole.written:
             if not drawn:
                 raise _out_of_reach(step, whole.lines[point])
             continue
         ways[point] = way
         needed.append(point)
     host = whole.host
-    last = max((point[:2] for point in needed), default=(-1, 0))
+    # All of them, or none: what is the same by chance in this batch is not in the next.
+    last = max((point[:2] for point in ways), default=(-1, 0)) if needed else (-1, 0)
     if host:
         last = max(last, whole.end)
-    if not draws:
-        # Only values that mix rows: all others are what each microbatch makes itself.
-        ways = {point: ways[point] for point in needed}
     kept: dict[Position, dict[int, Rows | None]] = {}
     for point, way in ways.items():
-        beside = point in whole.written or point in whole.regions
-        if needed and point[:2] <= last and not beside:
+        if needed and point not in whole.written:
             kept.setdefault(point[:2], {})[point[2]] = way
     drawing = frozenset(draw.func for draw in whole.draws)
-    return ValuePlan(kept, drawing, host, draws, last)
+    return ValuePlan(kept, drawing, host, draws, last, frozenset(whole.regions))
+
+
+def part_of(share: Share, value: Tensor, way: Rows) -> Tensor | None:
+    """These rows of a value; None if its rows do not lie so."""
+    length = value.shape[way.dim]
+    if length == 0 or length % (way.blocks * share.total):
+        return None
+    return share.of(value, way)
+
+
+def ways_of(share: Share, value: Tensor, own: Tensor) -> list[Rows | None]:
+    """All ways in which one value is part of another."""
+    found: list[Rows | None] = []
+    if value.shape == own.shape:
+        return [None] if same_values(value, own) else []
+    for dim in range(value.dim()):
+        for blocks in range(1, value.shape[dim] // share.total + 1):
+            part = part_of(share, value, Rows(dim, blocks))
+            if part is not None and part.shape == own.shape and same_values(part, own):
+                found.append(Rows(dim, blocks))
+    return found
 
 
 def _still_way(still: tuple[Values, ...], point: Point, pair: Pair, way: str) -> Rows | str | None:
@@ -550,6 +603,12 @@ def by_shape(pair: Pair, value: Tensor, own: Tensor) -> Rows | str | None:
     if len(other) == 1 and value.shape[other[0]] == pair.rows and own.shape[other[0]] == rows:
         return Rows(other[0])
     return "unclear"
+
+
+def _is_result(result: Any, value: Tensor) -> bool:
+    if not isinstance(result, Tensor) or isinstance(result, Hole):
+        return False
+    return result.shape == value.shape and result.dtype == value.dtype and result.equal(value)
 
 
 def _is_same(first: Tensor | None, second: Tensor) -> bool:
@@ -587,10 +646,10 @@ def _unclear(step: str, line: str, value: Tensor, pair: Pair) -> ModelError:
 
 def _out_of_reach(step: str, line: str) -> ModelError:
     return ModelError(
-        f"{line}: {step} mixes rows of the batch, where microbatches have some of them, in a place "
-        "that cannot be given the whole batch's rows (inside an activation checkpoint, or written "
-        "to in place). Do it in on_after_batch_transfer or in the data loader's collate function, "
-        "which see the whole batch, or use num_microbatches=1."
+        f"{line}: {step} mixes rows of the batch, of which microbatches have some, and changes "
+        "the result in place by what layers give. Write it out of place (x = x + y), mix in "
+        "on_after_batch_transfer or in the data loader's collate function, which see the whole "
+        "batch, or use num_microbatches=1."
     )
 
 

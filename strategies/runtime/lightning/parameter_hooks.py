@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.errors import ModelError
+from strategies.models.collectives import is_collective, refuse_repeated
 from strategies.models.replay.hole import Hole, is_question
 from strategies.models.replay.path import ParameterTable
 from strategies.runtime.lightning.hook_watch import (
@@ -182,6 +183,8 @@ class ParameterHooks:
 
     def _on_operation(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """An operation in a watched hook: brings what it needs; gives the arguments to use."""
+        if self._watching and self._call is not None and is_collective(func):
+            refuse_repeated(func, args, kwargs, hook=self._call[1])
         if not self._watching or not any(map(self._counts, leaves_of((args, kwargs)))):
             return args, kwargs
         if not is_question(func):

@@ -97,7 +97,10 @@ class WholeDraws:
         try:
             with default_group(self._replicas):
                 turned = pick_rows(batch, [order[row // 2] for row in range(rows)])
-                dealer.look(step, every, own, turned, rows=rows, first=rows - part, where=where)
+                front = pick_rows(batch, order[:part])
+                dealer.look(
+                    step, every, own, turned, front, rows=rows, first=rows - part, where=where
+                )
                 if then is not None and count > 1:
                     others = pick_rows(batch, order[: rows - part])
                     then(step, every, [others, own], [rows - part, part])

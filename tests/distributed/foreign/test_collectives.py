@@ -139,3 +139,31 @@ def refusal(case: str, strategy: dict[str, Any]) -> str:
     with pytest.raises(ModelError) as refused:
         train(case, strategy=strategy)
     return str(refused.value)
+
+
+class Counted(Net):
+    """As people count over an epoch under data parallelism."""
+
+    def on_train_epoch_end(self) -> None:
+        rows = torch.tensor(8.0)
+        dist.all_reduce(rows)
+
+
+class Longest(Net):
+    """What comes to the same over all processes."""
+
+    def on_train_epoch_end(self) -> None:
+        rows = torch.tensor(8.0)
+        dist.all_reduce(rows, op=dist.ReduceOp.MAX)
+        self.log("longest", rows, sync_dist=True)
+        self.log("rows", self.trainer.strategy.reduce(rows, reduce_op="sum"), sync_dist=True)
+
+
+def test_hooks_that_would_count_a_replica_per_stage_are_refused(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    words = "Counted.on_train_epoch_end calls torch.distributed.all_reduce over all 2 processes"
+    with pytest.raises(AssertionError, match=f"(?s)rank 0.*{words}.*rank 1.*{words}"):
+        ranks(2).run(train, case=f"{__name__}:Counted", strategy={"pp": 2})
+    for fitted in ranks(2).run(train, case=f"{__name__}:Longest", strategy={"pp": 2}):
+        assert fitted.metrics == {"longest": 8.0, "rows": 8.0}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from tests.distributed.foreign.comparison import (
@@ -172,6 +173,28 @@ class Places(Net):
         return -z.log_softmax(1)[torch.arange(len(x)), y].mean()
 
 
+class Rescaled(Net):
+    """The largest number of the batch is in one microbatch; noise goes into a checkpoint."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        order = (10 * x[:, 1]).long().argsort(descending=True, stable=True)
+        x = (x / x.abs().max() + 0.1 * torch.randn_like(x))[order]
+        hidden = checkpoint(self.net, x, use_reentrant=False)
+        return functional.cross_entropy(self.head(hidden), y[order])
+
+
+class OwnGenerator(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+        return functional.cross_entropy(self(x + noise), y)
+
+
 class Hidden(Net):
     """Rows mixed by chance between layers, and their labels alike: those of a microbatch."""
 
@@ -238,7 +261,7 @@ def advantages() -> pl.LightningModule:
     return Advantages()
 
 
-@spread([vae, diffusion, distribution, in_place, Kept, Views, Sorted, Places])
+@spread([vae, diffusion, distribution, in_place, Kept, Views, Sorted, Places, OwnGenerator])
 def test_noise_is_drawn_for_all_rows_at_once(
     ranks: Callable[[int], Ranks], case: Callable[[], pl.LightningModule], layout: str
 ) -> None:
@@ -247,7 +270,9 @@ def test_noise_is_drawn_for_all_rows_at_once(
 
 @pytest.mark.parametrize("layout", ["1f1b", pytest.param("zb_v", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "case", [flip, roll, sort, permutation, numpy, python, advantages], ids=lambda f: f.__name__
+    "case",
+    [flip, roll, sort, permutation, numpy, python, advantages, Rescaled],
+    ids=lambda f: f.__name__,
 )
 def test_rows_that_are_mixed_before_the_network_are_those_of_the_whole_batch(
     ranks: Callable[[int], Ranks], case: Callable[[], pl.LightningModule], layout: str
