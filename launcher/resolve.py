@@ -7,6 +7,7 @@ cut and program.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -108,11 +109,7 @@ class Run:
     @property
     def layers_per_stage(self) -> tuple[float, ...]:
         """Layers per stage; a half is an attention or an MLP alone."""
-        if self.traced is not None:
-            return tuple(float(len(stage)) for stage in self.stages)
-        share = units_per_layer(self.shape)
-        last = share * self.shape.layers + 1
-        return tuple(sum(1 for u in stage if 0 < u < last) / share for stage in self.stages)
+        return stage_layers(self.traced or self.shape, self.stages)
 
 
 def resolve(
@@ -196,6 +193,15 @@ def resolve(
         own_data=brings_own("data", config.data.name),
         traced=traced,
     )
+
+
+def stage_layers(shape: PlannedShape, stages: Sequence[range]) -> tuple[float, ...]:
+    """Layers per stage, of ranges of units; of a traced model, units."""
+    if isinstance(shape, TracedShape):
+        return tuple(float(len(stage)) for stage in stages)
+    share = units_per_layer(shape)
+    last = share * shape.layers + 1
+    return tuple(sum(1 for u in stage if 0 < u < last) / share for stage in stages)
 
 
 def model_shape(config: LaunchConfig) -> ModelShape:

@@ -5,6 +5,7 @@ A plan is the best degrees, stage cut and schedule, and why the others lost.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from launcher.planning.report import (
     command_line,
     explained,
     list_plans,
+    long_mapping,
     pinned_space,
 )
 from launcher.report.ascii import draw
-from launcher.report.html import Panel
+from launcher.report.html import Panel, write_timeline_html
 from launcher.report.plan_page import plans_html
 from launcher.report.plan_table import (
     memory_bars,
@@ -40,24 +42,32 @@ from launcher.report.summary import print_summary
 from launcher.resolve import resolve
 from launcher.terminal import say, terminal_width
 from launcher.workloads.traced_shape import TracedShape
-from strategies.planner.layout_search import Answer, search_confirmed
+from strategies.compiler import no_collection
+from strategies.planner.layout_search import Answer, search
 
 _DEFAULT = "(the default; hardware= names another) "
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
     """Searches, compiles what is listed, and says what to type."""
+    with no_collection():
+        code = _answer(config, run_dir)
+        gc.freeze()  # The process is about to end; walking all that was found takes seconds.
+    return code
+
+
+def _answer(config: LaunchConfig, run_dir: Path) -> int:
     asked = ask(config, run_dir)
     if is_one_layout(config, asked):
         return _tune(config, asked, run_dir)
     best = None
     if config.planner.explain:
-        best = search_confirmed(asked.problem, asked.space, top_k=1)
+        best = search(asked.problem, asked.space, top_k=1)
         asked = replace(asked, space=pinned_space(asked.space, config.planner.explain))
-    answer = search_confirmed(asked.problem, asked.space, top_k=config.planner.top_k)
+    answer = search(asked.problem, asked.space, top_k=config.planner.top_k)
     if not answer.plans:
         raise refuse(asked, answer)
-    listed = list_plans(config, asked, answer)
+    listed = list_plans(config, asked, answer, in_detail=bool(config.planner.explain))
     mapping = answer_mapping(asked, answer, listed)
     first = listed[0]
     _write(run_dir, first, mapping, asked.problem.machine.memory_bytes)
@@ -99,11 +109,16 @@ def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:
 def _write(run_dir: Path, first: ListedPlan, mapping: dict[str, object], limit: float) -> None:
     plans = mapping["plans"]
     assert isinstance(plans, list)
-    drawn = Panel("plan 1, predicted", first.timeline, first.metrics)
     table = plans_html(plans, limit_bytes=limit)
-    write_pictures(run_dir, [drawn], first.run, table=table)
-    result = run_mapping(first.run) | {"mode": "plan"} | metrics_mapping(first.metrics)
-    write_result(run_dir / "result.json", result | mapping)
+    known = first.compiled
+    if known is None:
+        result = long_mapping(first)
+        write_timeline_html(run_dir / "timeline.html", (), title="plans", table=table)
+    else:
+        drawn = Panel("plan 1, predicted", known.timeline, known.metrics)
+        write_pictures(run_dir, [drawn], known.run, table=table)
+        result = run_mapping(known.run) | metrics_mapping(known.metrics)
+    write_result(run_dir / "result.json", result | {"mode": "plan"} | mapping)
 
 
 def _say_plans(config: LaunchConfig, asked: Question, mapping: dict[str, object]) -> None:
@@ -136,7 +151,13 @@ def _say_end(
         note = better_order(asked.shape, first.outcome.candidate.units, balance_ratio=ratio)
         if note is not None:
             say(note)
-    say(f"plan 1: {command_line(run_dir, first)}")
+    command = command_line(run_dir, first)
+    say(f"plan 1: {command}")
+    if first.compiled is None:
+        say(
+            f"plan 1 has {first.num_instructions:,} instructions and is not drawn; with "
+            "mode=simulate behind it, that command draws it"
+        )
     say(f"files: {run_dir}")
 
 
@@ -147,12 +168,11 @@ def _rows(asked: Question) -> str:
 
 
 def _bars(plan: ListedPlan, limit: int) -> str:
-    program = plan.run.programs.train
-    table = plan.run.costs.table(program)
+    placement, table = plan.outcome.group.placement, plan.outcome.group.table
     assert table.state_bytes is not None
     state = [
-        sum(table.state_bytes[stage] for stage in program.placement.stages_of(rank))
-        for rank in range(len(program.ranks))
+        sum(table.state_bytes[stage] for stage in placement.stages_of(rank))
+        for rank in range(placement.num_ranks)
     ]
     moving = [held - fixed for held, fixed in zip(plan.memory, state, strict=True)]
     return memory_bars(state, moving, limit)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from launcher.planning.question import Question, with_memory
 from strategies.errors import PlanError
-from strategies.planner.layout_search import Answer, search_confirmed
+from strategies.planner.layout_search import Answer, search
 from strategies.planner.problem import Candidate, Layout
 from strategies.planner.space import degrees
 
@@ -69,7 +69,7 @@ def _memory(asked: Question, answer: Answer) -> str:
 
 
 def _fits(asked: Question) -> bool:
-    return bool(search_confirmed(asked.problem, asked.space, top_k=1).plans)
+    return bool(search(asked.problem, asked.space, top_k=1).plans)
 
 
 def _recompute(asked: Question) -> str | None:

@@ -16,7 +16,7 @@ from launcher.report.summary import format_duration
 from launcher.terminal import say
 from strategies.errors import PlanError
 from strategies.plan import Recompute
-from strategies.planner.layout_search import Answer, Rejected, search_confirmed
+from strategies.planner.layout_search import Answer, Rejected, search
 from strategies.planner.outcome import Outcome
 from strategies.planner.space import Space
 from strategies.planner.tuner import POLICIES, tune
@@ -32,9 +32,9 @@ def planned(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
         found = tune_layout(config, asked, top_k=1)
         (only,) = found.listed
         _say_choice(only.words, only.step_time_s, asked, found.answer)
-        check(only.run.config)
-        return only.run.config
-    answer = search_confirmed(asked.problem, asked.space, top_k=1)
+        check(only.config)
+        return only.config
+    answer = search(asked.problem, asked.space, top_k=1)
     if not answer.plans:
         raise refuse(asked, answer)
     best = answer.plans[0]

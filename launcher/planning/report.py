@@ -1,4 +1,9 @@
-"""The answer of ``mode=plan``: each listed plan compiled and simulated as its run would be."""
+"""The answer of ``mode=plan``: listed plans with their figures, compiled as their runs would be.
+
+Compiling a program of a hundred thousand instructions takes ten seconds, and a plan needs none of
+it: its step time and its memory are known from its lists. So only as many plans are compiled as
+take a second; the others have the same figures but for the lower bound, which is their group's.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +16,22 @@ from launcher.config import LaunchConfig, PlannerConfig
 from launcher.config.key import shorten, spell
 from launcher.planning.no_plan import describe
 from launcher.planning.question import Question, calibration_error, is_calibrated
-from launcher.report.predicted import peak_mapping, predict, run_peak
+from launcher.report.predicted import asked_mapping, peak_mapping, predict, run_peak
 from launcher.report.summary import format_duration, format_percent
 from launcher.report.typed_command import paste, typed_words
-from launcher.resolve import Run, resolve
+from launcher.resolve import Run, resolve, stage_layers
 from launcher.workloads.model_share import PlannedShape, model_costs, model_units
 from launcher.workloads.traced_shape import TracedShape
 from strategies.analysis.metrics import Metrics
 from strategies.analysis.timeline import Timeline
 from strategies.errors import PlanError
 from strategies.plan import NUM_PASSES, OVERLAPS, POLICIES, Recompute
-from strategies.planner.cut import balance
+from strategies.planner.cut import balance, ranges
 from strategies.planner.ilp import cut_by_ilp
 from strategies.planner.layout_search import Answer
-from strategies.planner.outcome import Outcome
+from strategies.planner.outcome import Evaluator, Outcome, full_memory, needs_program
 from strategies.planner.problem import Candidate
+from strategies.planner.quick_walk import idle_share
 from strategies.planner.space import Space
 from strategies.planner.unit_graph import UnitGraph, crossing_bytes
 from strategies.schedules import find_schedule
@@ -35,55 +41,129 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ListedPlan:
-    """One plan with the figures of its verified program.
+    """One plan with its figures.
 
     Attributes:
         words: Overrides that reproduce it.
+        config: The configuration that they make.
+        layers_per_stage: Units, of a traced model.
+        memory: Bytes of each rank at its worst moment.
         step_time_s: Period, or makespan where clipping waits at the flush.
         tokens_per_s: Of all ranks.
         mfu: Model FLOPs over the peak of all ranks, at the precision of the run.
+        compiled: Its run and verified program, simulated; None for one that is too long.
     """
 
     outcome: Outcome
     words: tuple[str, ...]
-    run: Run
-    timeline: Timeline
-    metrics: Metrics
+    config: LaunchConfig
+    layers_per_stage: tuple[float, ...]
+    memory: tuple[int, ...]
+    makespan: float
+    period: float
+    bubble_ratio: float
+    exposed_grad_reduce: float
+    lower_bound: float
     step_time_s: float
     tokens_per_s: float
     mfu: float
+    compiled: Compiled | None = None
 
     @property
-    def memory(self) -> tuple[int, ...]:
-        return tuple(value for value in self.metrics.peak_memory_bytes if value is not None)
+    def bound_gap(self) -> float:
+        return self.makespan / self.lower_bound - 1.0
+
+    @property
+    def num_instructions(self) -> int:
+        """Of its compute lists, without recomputation."""
+        layout, order = self.outcome.candidate.layout, self.outcome.candidate.order
+        return 2 * layout.pp * order.stages_per_rank * layout.num_microbatches
 
 
-def list_plans(config: LaunchConfig, asked: Question, answer: Answer) -> tuple[ListedPlan, ...]:
-    batch = asked.space.global_batch_size
-    flops = sum(unit.forward_flops for unit in model_units(asked.shape))
-    memory_gb = asked.problem.machine.hardware.memory_gb
-    found = []
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a run of a plan would execute."""
+
+    run: Run
+    timeline: Timeline
+    metrics: Metrics
+
+
+_COMPILED = 4096  # Instructions of the plans that are compiled, together.
+
+
+def list_plans(
+    config: LaunchConfig, asked: Question, answer: Answer, *, in_detail: bool = False
+) -> tuple[ListedPlan, ...]:
+    """The answer's plans; ``in_detail`` compiles the first one, however long it is."""
+    found: list[ListedPlan] = []
+    room = _COMPILED
     for outcome in answer.plans:
-        candidate = outcome.candidate
-        traced = asked.shape if isinstance(asked.shape, TracedShape) else None
-        run = resolve(candidate_config(config, candidate, asked.shape, batch), traced=traced)
-        timeline, metrics = predict(run)
-        waits = asked.problem.machine.waits_at_flush
-        step = metrics.makespan if waits else metrics.period
-        peak = asked.space.num_gpus * run_peak(config)
-        found.append(
-            ListedPlan(
-                outcome,
-                tuple(candidate_words(candidate, asked.shape, batch, memory_gb=memory_gb)),
-                run,
-                timeline,
-                metrics,
-                step,
-                tokens_per_s=batch * asked.shape.sequence / step,
-                mfu=3 * flops * batch / (step * peak),
-            )
-        )
+        plan = _listed(config, asked, outcome)
+        length = plan.num_instructions
+        if (
+            length <= room
+            or needs_program(outcome.group, outcome.candidate.order)
+            or (in_detail and not found)
+        ):
+            room -= length
+            plan = _compiled(plan, asked)
+        found.append(plan)
     return tuple(found)
+
+
+def _listed(config: LaunchConfig, asked: Question, outcome: Outcome) -> ListedPlan:
+    """With the figures that the search has; those of a program are filled in later."""
+    candidate, group = outcome.candidate, outcome.group
+    batch = asked.space.global_batch_size
+    memory_gb = asked.problem.machine.hardware.memory_gb
+    evaluator = Evaluator(asked.problem.machine.waits_at_flush, found=asked.problem.found)
+    makespan = period = outcome.step_time_s
+    exposed = idle = 0.0
+    if not needs_program(group, candidate.order):
+        times = evaluator.times(group, candidate.order)
+        makespan, period, exposed = times.makespan, times.period, times.exposed
+        idle = idle_share(evaluator.structure(group, candidate.order), group.table, makespan)
+    step = outcome.step_time_s
+    flops = sum(unit.forward_flops for unit in model_units(asked.shape))
+    peak = asked.space.num_gpus * run_peak(config)
+    return ListedPlan(
+        outcome,
+        tuple(candidate_words(candidate, asked.shape, batch, memory_gb=memory_gb)),
+        candidate_config(config, candidate, asked.shape, batch),
+        stage_layers(asked.shape, ranges(candidate.units)),
+        outcome.rank_bytes,
+        makespan,
+        period,
+        idle,
+        exposed,
+        group.bound,
+        step,
+        tokens_per_s=batch * asked.shape.sequence / step,
+        mfu=3 * flops * batch / (step * peak),
+    )
+
+
+def _compiled(plan: ListedPlan, asked: Question) -> ListedPlan:
+    """With the figures of its verified program."""
+    traced = asked.shape if isinstance(asked.shape, TracedShape) else None
+    run = resolve(plan.config, traced=traced)
+    timeline, metrics = predict(run)
+    step = metrics.makespan if asked.problem.machine.waits_at_flush else metrics.period
+    slower = step / plan.step_time_s
+    return replace(
+        plan,
+        memory=tuple(value for value in metrics.peak_memory_bytes if value is not None),
+        makespan=metrics.makespan,
+        period=metrics.period,
+        bubble_ratio=metrics.bubble_ratio,
+        exposed_grad_reduce=metrics.exposed_grad_reduce,
+        lower_bound=metrics.lower_bound,
+        step_time_s=step,
+        tokens_per_s=plan.tokens_per_s / slower,
+        mfu=plan.mfu / slower,
+        compiled=Compiled(run, timeline, metrics),
+    )
 
 
 def command_line(run_dir: Path, plan: ListedPlan) -> str:
@@ -130,6 +210,32 @@ def answer_mapping(
     }
 
 
+def long_mapping(plan: ListedPlan) -> dict[str, object]:
+    """What result.json has of a first plan that is not compiled; what is not known is null."""
+    outcome = plan.outcome
+    layout, order = outcome.candidate.layout, outcome.candidate.order
+    memory = full_memory(outcome.group, order)
+    asked = asked_mapping(plan.config, outcome.plan, layout.dp, order.group, memory=memory)
+    return asked | {
+        "makespan": plan.makespan,
+        "period": plan.period,
+        "bubble_ratio": plan.bubble_ratio,
+        "lower_bound": plan.lower_bound,
+        "binding_bound": "cut",
+        "bound_gap": plan.bound_gap,
+        "gap_to_ideal": None,
+        "peak_activations": None,
+        "peak_memory_bytes": list(plan.memory),
+        "exposed_grad_reduce": plan.exposed_grad_reduce,
+        "throughput": layout.num_microbatches / plan.makespan,
+        "num_messages": None,
+        "weight_copies": outcome.group.placement.weight_copies,
+        "synchronous": True,
+        "costs": outcome.group.table.name,
+        "time_unit": outcome.group.table.time_unit,
+    }
+
+
 def _plan_mapping(plan: ListedPlan) -> dict[str, object]:
     layout = plan.outcome.candidate.layout
     return {
@@ -137,15 +243,15 @@ def _plan_mapping(plan: ListedPlan) -> dict[str, object]:
         "predicted_step_time_s": plan.step_time_s,
         "tokens_per_s": plan.tokens_per_s,
         "mfu": plan.mfu,
-        "bubble_ratio": plan.metrics.bubble_ratio,
-        "exposed_grad_reduce": plan.metrics.exposed_grad_reduce,
+        "bubble_ratio": plan.bubble_ratio,
+        "exposed_grad_reduce": plan.exposed_grad_reduce,
         "peak_memory_bytes": list(plan.memory),
-        "layers_per_stage": list(plan.run.layers_per_stage),
+        "layers_per_stage": list(plan.layers_per_stage),
         "units_per_stage": list(plan.outcome.candidate.units),
-        "lower_bound": plan.metrics.lower_bound,
-        "bound_gap": plan.metrics.bound_gap,
-        "sequence": plan.run.config.model.sequence,
-        "layers": plan.run.config.model.layers,
+        "lower_bound": plan.lower_bound,
+        "bound_gap": plan.bound_gap,
+        "sequence": plan.config.model.sequence,
+        "layers": plan.config.model.layers,
         "pp": layout.pp,
         "tp": layout.tp,
         "dp": layout.dp,
@@ -222,7 +328,8 @@ def pinned_space(space: Space, entries: Sequence[str]) -> Space:
 
 def explained(shown: ListedPlan, best: Outcome) -> str:
     """The first plan of the layout in words, and what the best of all does better."""
-    metrics = shown.metrics
+    assert shown.compiled is not None
+    metrics, run, timeline = shown.compiled.metrics, shown.compiled.run, shown.compiled.timeline
     lines = [
         f"explained: {' '.join(shown.words)}",
         f"  lower bound {format_duration(metrics.lower_bound, 's')} ({metrics.binding_bound}), "
@@ -233,11 +340,11 @@ def explained(shown: ListedPlan, best: Outcome) -> str:
         f"{format_duration(metrics.exposed_grad_reduce, 's')}",
     ]
     for rank, peak in enumerate(metrics.peak_activations):
-        stages = shown.run.programs.train.placement.stages_of(rank)
-        cut = ", ".join(f"stage {s}: {shown.run.layers_per_stage[s]:g}" for s in stages)
+        stages = run.programs.train.placement.stages_of(rank)
+        cut = ", ".join(f"stage {s}: {shown.layers_per_stage[s]:g}" for s in stages)
         lines.append(
             f"  rank {rank}: layers {cut}; {peak:.4g} microbatches held at most; busy "
-            f"{format_duration(shown.timeline.busy(rank), 's')}"
+            f"{format_duration(timeline.busy(rank), 's')}"
         )
     slower = shown.step_time_s / best.step_time_s - 1.0
     if slower > 1e-9:

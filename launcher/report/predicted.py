@@ -20,6 +20,7 @@ from strategies.analysis.timeline import Timeline
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import NEEDED_KINDS
 from strategies.ir.program import Program
+from strategies.plan import Plan
 from strategies.simulator.engine import simulate
 
 
@@ -43,25 +44,38 @@ def _cores_per_replica(run: Run) -> float | None:
 
 def run_mapping(run: Run) -> dict[str, object]:
     """The keys of result.json that every mode has."""
-    config = run.config
-    memory = rank_memory(run)
+    choice = run.programs.choice
+    return asked_mapping(run.config, run.plan, run.dp, run.group, memory=rank_memory(run)) | {
+        "group_choice": None if choice is None else choice.reason
+    }
+
+
+def asked_mapping(
+    config: LaunchConfig,
+    plan: Plan,
+    dp: int,
+    group: int | None,
+    *,
+    memory: Sequence[RankMemory] | None,
+) -> dict[str, object]:
+    """The same of a plan that is not compiled."""
     parts = None if memory is None else memory_mapping(memory)
     return {
         "status": "done",
         "mode": config.mode,
         "schedule": config.schedule.name,
         "pp": config.pp,
-        "dp": run.dp,
+        "dp": dp,
         "tp": config.tp,
         "sequence_parallel": config.sequence_parallel,
-        "stages_per_rank": run.plan.stages_per_rank,
-        "num_microbatches": run.num_microbatches,
+        "stages_per_rank": plan.stages_per_rank,
+        "num_microbatches": plan.num_microbatches,
         "recompute": config.recompute.name,
         "overlap": config.overlap.name,
         "seed": config.seed,
         "versions": versions(),
-        "group": run.group,
-        "group_choice": None if run.programs.choice is None else run.programs.choice.reason,
+        "group": group,
+        "group_choice": None,
         "split_backward": config.schedule.split_backward,
         # The same under a name that says so beside measured figures.
         "memory_breakdown": parts,

@@ -155,15 +155,17 @@ class _Extents:
         self.count = len(times)
         self.num_stages = num_stages
         self.min_units = min_units
-        self._bytes: list[list[float]] = []  # Sums per stage; of no stage without a limit.
+        self._room = room
         self._most_bytes = 0.0 if room is None else room.limit
-        if room is not None:
-            by_held: dict[float, list[float]] = {}
-            for held in room.held:
-                if held not in by_held:
-                    each = (s + held * a for s, a in zip(room.state, room.activation, strict=True))
-                    by_held[held] = [0.0, *accumulate(each)]
-            self._bytes = [by_held[held] for held in room.held]
+        self._by_held: dict[float, list[float]] = {}
+
+    def _bytes(self, room: Room, stage: int) -> list[float]:
+        """Sums over units, for a stage that holds so many microbatches."""
+        held = room.held[stage]
+        if held not in self._by_held:
+            each = (s + held * a for s, a in zip(room.state, room.activation, strict=True))
+            self._by_held[held] = [0.0, *accumulate(each)]
+        return self._by_held[held]
 
     def smallest_limit(self) -> float | None:
         sums = self.sums
@@ -184,9 +186,9 @@ class _Extents:
     def fits(self, stage: int, start: int, end: int, limit: float) -> bool:
         if self.sums[end] - self.sums[start] > limit:
             return False
-        if not self._bytes:
+        if self._room is None:
             return True
-        sums = self._bytes[stage]
+        sums = self._bytes(self._room, stage)
         return sums[end] - sums[start] <= self._most_bytes
 
     def possible_ends(self, limit: float) -> tuple[list[int], list[int]]:
@@ -218,14 +220,14 @@ class _Extents:
     def _furthest(self, stage: int, start: int, limit: float) -> int:
         times = self.sums
         end = bisect_right(times, times[start] + limit, start) - 1
-        if not self._bytes:
+        if self._room is None:
             # The sum may round across the limit where the difference does not.
             while end > start and times[end] - times[start] > limit:
                 end -= 1
             while end < self.count and times[end + 1] - times[start] <= limit:
                 end += 1
             return max(end, start)
-        sums = self._bytes[stage]
+        sums = self._bytes(self._room, stage)
         end = min(end, bisect_right(sums, sums[start] + self._most_bytes, start) - 1)
         while end > start and not self.fits(stage, start, end, limit):
             end -= 1
@@ -256,7 +258,7 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
         )
     cut = cut_chain(costs, num_stages)
     assert cut is not None  # without a memory limit there is always one
-    return _ranges(cut)
+    return ranges(cut)
 
 
 def by_counts(counts: Sequence[int], num_units: int, num_stages: int) -> tuple[range, ...]:
@@ -271,8 +273,9 @@ def by_counts(counts: Sequence[int], num_units: int, num_stages: int) -> tuple[r
             f"needed are {num_stages} stages (pp * stages_per_rank) and {num_units} units. "
             "Leave it out to balance by cost."
         )
-    return _ranges(counts)
+    return ranges(counts)
 
 
-def _ranges(counts: Sequence[int]) -> tuple[range, ...]:
+def ranges(counts: Sequence[int]) -> tuple[range, ...]:
+    """Units of each stage, from their numbers."""
     return tuple(range(low, high) for low, high in pairwise([0, *accumulate(counts)]))

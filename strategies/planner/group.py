@@ -48,7 +48,7 @@ class Group:
 
 def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Group]:
     by_placement: dict[tuple[Placement, bool], list[Order]] = {}
-    for order in orders(space, problem, layout):
+    for order in orders(space, problem, layout, recompute):
         schedule = find_schedule(order.schedule)
         shape = schedule.resolve(
             pp=layout.pp,

@@ -1,73 +1,34 @@
-"""Plans whose verified program fits into memory, messages and temporaries included.
+"""The fastest plans of a space whose programs fit into memory, messages and temporaries included.
 
-The search counts state and activations: what other buffers take is known once a program has its
-messages. So the plans that it lists are compiled, and one that does not fit after all makes room
-for the next.
+Three kinds of things wait in one queue, ordered by a proven lower bound of their step time: layouts
+(all ranks busy all the time), groups of schedules that share a cut (its heads, tails and
+reductions), and what they are made of. The search ends when the least bound exceeds the k-th best
+time that was simulated: nothing left can be among the first k. A test compares it with simulating
+everything.
+
+Of all candidates state and activations are counted; what other buffers take is known once lists
+have their messages. Only those fast enough to be listed get them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 
 from strategies.analysis.memory import peak_memory_bytes
-from strategies.compiler import compile_plan, no_collection
+from strategies.compiler import no_collection
 from strategies.errors import PlanError
 from strategies.plan import Recompute
 from strategies.planner.group import Group, expected_bytes, groups, under
-from strategies.planner.outcome import Evaluator, Outcome, Refusal
+from strategies.planner.outcome import Evaluator, Outcome, Refusal, full_memory, program_of
 from strategies.planner.problem import Candidate, Layout, Order, Problem
 from strategies.planner.space import LEANER, Space, degrees, layouts, orders
 from strategies.planner.step_bound import ideal_time
 
-
-def search_confirmed(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
-    """The fastest plans that fit; ``rank_bytes`` of each is its run's own figure."""
-    limit = problem.machine.memory_bytes
-    known: dict[Candidate, tuple[int, ...]] = {}
-    # Some more at once: the fastest plans are those that fill the memory.
-    wanted, seconds = top_k + (top_k + 1) // 2, 0.0
-    while True:
-        answer = search(problem, space, top_k=wanted)
-        seconds += answer.search_s
-        fitting: list[Outcome] = []
-        refused: list[Candidate] = []
-        for plan in answer.plans:
-            if len(fitting) == top_k:
-                break
-            candidate = plan.candidate
-            if candidate not in known:
-                known[candidate] = _rank_bytes(plan)
-            if max(known[candidate]) <= limit:
-                fitting.append(replace(plan, rank_bytes=known[candidate]))
-            else:
-                refused.append(candidate)
-        if len(fitting) == top_k or len(answer.plans) < wanted:
-            break
-        wanted *= 2
-    rejected = answer.rejected
-    rejected.slower += len(answer.plans) - len(fitting) - len(refused)
-    for candidate in refused:
-        rejected.too_large(max(known[candidate]), candidate)
-    return replace(answer, plans=tuple(fitting), search_s=seconds)
-
-
-def _rank_bytes(outcome: Outcome) -> tuple[int, ...]:
-    program = compile_plan(outcome.plan).train
-    assert outcome.plan.costs is not None
-    held = peak_memory_bytes(program, outcome.plan.costs.table(program))
-    return tuple(value for value in held if value is not None)
-
-
-# ------------------------------------------------------------------------------------------ search
-# Three kinds of things wait in one queue, ordered by a proven lower bound of their step time:
-# layouts (all ranks busy all the time), groups of schedules that share a cut (its heads, tails and
-# reductions), and what they are made of. The search ends when the least bound exceeds the k-th best
-# time that was simulated: nothing left can be among the first k. A test compares it with simulating
-# everything.
+_SHORT = 4096  # Instructions of what is compiled in a fraction of a second.
 
 # Bounds and times are sums of the same figures in another order: closer is equal.
 _SAME = 1e-9
@@ -130,24 +91,42 @@ def _distance(needed: int, what: Candidate | Layout) -> tuple[bool, int]:
 
 
 def search(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
-    """The ``top_k`` fastest candidates that fit into memory."""
+    """The ``top_k`` fastest candidates that fit; ``rank_bytes`` of each is its run's own figure."""
     began = time.perf_counter()
     with no_collection():
-        answer = _search(problem, space, top_k)
+        answer = _fitting(problem, space, top_k)
         if not answer.plans and space.level == "O2" and not space.lean:
-            answer = _search(problem, replace(space, lean=True), top_k)
+            answer = _fitting(problem, replace(space, lean=True), top_k)
     return replace(answer, search_s=time.perf_counter() - began)
 
 
-def _search(problem: Problem, space: Space, top_k: int) -> Answer:
+def _fitting(problem: Problem, space: Space, top_k: int) -> Answer:
+    """A search whose plans fit by their programs.
+
+    Of messages that are made at one time either may be there first, which a program decides: a plan
+    that does not fit after all makes room for the next.
+    """
+    refused: dict[Candidate, int] = {}
+    while True:
+        answer = _search(problem, space, top_k, refused)
+        plans = tuple(replace(plan, rank_bytes=full_bytes(plan)) for plan in answer.plans)
+        too_large = [p for p in plans if p.peak_bytes > problem.machine.memory_bytes]
+        if not too_large:
+            return replace(answer, plans=plans)
+        refused |= {plan.candidate: plan.peak_bytes for plan in too_large}
+
+
+def _search(problem: Problem, space: Space, top_k: int, refused: Mapping[Candidate, int]) -> Answer:
     rejected = Rejected()
-    evaluator = Evaluator(problem.machine.waits_at_flush, structures=problem.found.structures)
+    evaluator = Evaluator(problem.machine.waits_at_flush, found=problem.found)
     number = count()
     queue: list[tuple[float, int, Group | tuple[Layout, Recompute]]] = []
     num_candidates = 0
     for layout in _layouts(problem, space, rejected):
-        size = len(orders(space, problem, layout)) * len(space.overlaps(layout))
-        for recompute in space.recomputes if size else ():
+        for recompute in space.recomputes:
+            size = len(orders(space, problem, layout, recompute)) * len(space.overlaps(layout))
+            if not size:
+                continue
             num_candidates += size
             needed = _least_state(problem, space, layout)
             if needed > problem.machine.memory_bytes:
@@ -168,16 +147,30 @@ def _search(problem: Problem, space: Space, top_k: int) -> Answer:
             continue
         for order in item.orders:
             outcome = _try(item, order, evaluator, problem, space, rejected)
-            if outcome is not None:
-                found.append(outcome)
-        found.sort(key=rank_key)
-        if len(found) >= top_k:
-            worst = found[top_k - 1].step_time_s
+            if outcome is None or outcome.step_time_s > worst * (1 + _SAME):
+                continue
+            if outcome.candidate in refused:
+                rejected.too_large(refused[outcome.candidate], outcome.candidate)
+                continue
+            found.append(outcome)
+            found.sort(key=rank_key)
+            if len(found) >= top_k:
+                worst = found[top_k - 1].step_time_s
     rejected.slower = max(
         0, num_candidates - rejected.memory - rejected.dominated - min(top_k, len(found))
     )
     best = tuple(found[:top_k])
     return Answer(best, rejected, num_candidates, evaluator.num_simulated, search_s=0.0)
+
+
+def full_bytes(outcome: Outcome) -> tuple[int, ...]:
+    """All that each rank holds at its worst moment; of a program that is not long its own."""
+    layout, order = outcome.candidate.layout, outcome.candidate.order
+    if 2 * layout.pp * layout.num_microbatches * order.stages_per_rank > _SHORT:
+        return tuple(held.total for held in full_memory(outcome.group, order))
+    program = program_of(outcome.group, order)
+    held = peak_memory_bytes(program, outcome.group.costs.table(program))
+    return tuple(value for value in held if value is not None)
 
 
 def _groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Group]:
@@ -217,9 +210,13 @@ def leaner_than(
     if space.recompute is None:
         # Policies are listed by how much they hold, and by how fast they are.
         for policy in space.recomputes[: space.recomputes.index(group.recompute)]:
-            yield under(group, problem, policy), order
+            if policy.policy != "mario" or order in orders(space, problem, group.layout, policy):
+                yield under(group, problem, policy), order
     faster = LEANER.get(order.schedule)
-    if faster is not None and space.schedule is None:
+    if faster is None or space.schedule is not None:
+        return
+    # Up to P microbatches foldx_fifo runs all forwards first, and is another order.
+    if order.schedule != "foldx_fifo" or group.layout.num_microbatches > group.layout.pp:
         yield group, replace(order, schedule=faster)
 
 
@@ -234,7 +231,7 @@ def _try(
     limit = problem.machine.memory_bytes
     for other, same in leaner_than(group, order, space, problem):
         needed = expected_bytes(other, same, space) or 0
-        if needed <= limit and max(evaluator.rank_bytes(other, same)) <= limit:
+        if needed <= limit and evaluator.needed_bytes(other, same, limit) <= limit:
             rejected.dominated += 1
             return None
     expected = expected_bytes(group, order, space)
@@ -242,7 +239,7 @@ def _try(
         rejected.too_large(expected, group.layout)
         return None
     try:
-        needed = max(evaluator.rank_bytes(group, order))
+        needed = evaluator.needed_bytes(group, order, limit)
     except PlanError:  # recompute=optimal: no order keeps to the memory.
         rejected.too_large(limit + 1, group.layout)
         return None

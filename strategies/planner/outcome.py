@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from strategies.analysis.memory import peak_bytes
+from strategies.analysis.memory import RankMemory, peak_bytes, peak_memory
 from strategies.compiler import compile_plan
 from strategies.ir.program import Program
 from strategies.plan import Plan, Recompute
 from strategies.planner.group import Group
-from strategies.planner.problem import Candidate, Layout, Order
-from strategies.planner.quick_walk import Structure, build_structure, rank_bytes, step_time
+from strategies.planner.holdings import (
+    Holdings,
+    build_holdings,
+    bytes_between,
+    rank_bytes,
+    rank_memory,
+    shortened,
+)
+from strategies.planner.problem import Candidate, Found, Layout, Order
+from strategies.planner.quick_walk import StepTime, Structure, build_structure, step_time
 from strategies.planner.unit_graph import skips
 from strategies.schedules import find_schedule
 from strategies.simulator.engine import simulate
@@ -26,6 +34,7 @@ class Outcome:
         step_time_s: Period, or makespan where ranks wait for each other at the flush.
         rank_bytes: Peak per rank: state and activations, or all where it says so.
         bound_s: The group's lower bound.
+        group: What it shares with others.
         recomputes: Whether its program has an R; known of whole programs only.
     """
 
@@ -34,6 +43,7 @@ class Outcome:
     step_time_s: float
     rank_bytes: tuple[int, ...]
     bound_s: float
+    group: Group
     recomputes: bool = False
 
     @property
@@ -70,42 +80,106 @@ class Evaluator:
 
     waits_at_flush: bool  # Whether the makespan counts, else the period.
     num_simulated: int = 0
-    structures: dict[object, Structure] = field(default_factory=dict)
+    found: Found = field(default_factory=Found)
 
     def rank_bytes(self, group: Group, order: Order) -> tuple[int, ...]:
-        if _needs_program(group, order):
+        """State and activations."""
+        if needs_program(group, order):
             return _known(program_of(group, order), group)
-        return rank_bytes(self._structure(group, order), group.table)
+        return rank_bytes(self.holdings(group, order), group.table)
+
+    def needed_bytes(self, group: Group, order: Order, limit: int) -> int:
+        """What the worst rank needs, messages and temporaries included.
+
+        Exact where it is close to the limit, else on the same side of it.
+
+        Raises:
+            PlanError: recompute=optimal finds no order.
+        """
+        memory = group.table.memory
+        if memory is not None and not needs_program(group, order):
+            least, most = bytes_between(self.holdings(group, order), memory)
+            if least > limit or most <= limit:
+                return least if least > limit else most
+        return max(held.total for held in full_memory(group, order))
+
+    def holdings(self, group: Group, order: Order) -> Holdings:
+        """Of a candidate that needs no program."""
+        plan = shortened(plan_of(group, order))
+        key = _key(group, order, plan)
+        if key not in self.found.holdings:
+            self.found.holdings[key] = build_holdings(plan)
+        return self.found.holdings[key]
 
     def outcome(self, group: Group, order: Order) -> Outcome:
         self.num_simulated += 1
-        if _needs_program(group, order):
+        if needs_program(group, order):
             program = program_of(group, order)
             timeline = simulate(program, group.costs)
             time = timeline.makespan if self.waits_at_flush else timeline.period
             held = _known(program, group)
         else:
-            structure = self._structure(group, order)
-            times = step_time(structure, group.table, overlap=group.overlap != "none")
+            times = self.times(group, order)
             time = times.makespan if self.waits_at_flush else times.period
-            held = rank_bytes(structure, group.table)
-        return Outcome(group.candidate(order), plan_of(group, order), time, held, group.bound)
-
-    def _structure(self, group: Group, order: Order) -> Structure:
+            held = self.rank_bytes(group, order)
         plan = plan_of(group, order)
-        cost_aware = find_schedule(order.schedule).cost_aware
-        cost_aware = cost_aware or group.recompute.policy == "mario"
-        cost_aware = cost_aware or group.split_backward
-        key = (
-            order,
-            group.layout.pp,
-            group.layout.num_microbatches,
-            group.recompute if group.recompute.rewrites else None,
-            plan.costs if cost_aware else None,
+        return Outcome(group.candidate(order), plan, time, held, group.bound, group)
+
+    def times(self, group: Group, order: Order) -> StepTime:
+        """Of a candidate that needs no program."""
+        structure = self.structure(group, order)
+        return step_time(structure, group.table, overlap=group.overlap != "none")
+
+    def structure(self, group: Group, order: Order) -> Structure:
+        plan = plan_of(group, order)
+        key = _key(group, order, plan)
+        if key not in self.found.structures:
+            self.found.structures[key] = build_structure(plan)
+        return self.found.structures[key]
+
+
+def full_memory(group: Group, order: Order) -> tuple[RankMemory, ...]:
+    """What each rank holds at its worst moment, messages and temporaries included.
+
+    Raises:
+        PlanError: recompute=optimal finds no order.
+    """
+    if needs_program(group, order):
+        program = program_of(group, order)
+        found = peak_memory(program, group.costs.table(program))
+        assert found is not None
+        return found
+    plan = plan_of(group, order)
+    return rank_memory(plan, group.table)
+
+
+def _key(group: Group, order: Order, plan: Plan) -> object:
+    """All that decides the lists of a plan."""
+    cost_aware = find_schedule(order.schedule).cost_aware
+    cost_aware = cost_aware or group.recompute.policy == "mario"
+    cost_aware = cost_aware or group.split_backward
+    return (
+        _lists(order, plan),
+        plan.pp,
+        plan.num_microbatches,
+        group.recompute if group.recompute.rewrites else None,
+        plan.costs if cost_aware else None,
+    )
+
+
+def _lists(order: Order, plan: Plan) -> Order:
+    """One order for all that have the same lists."""
+    if order.schedule == "interleaved_1f1b":
+        shape = find_schedule(order.schedule).resolve(
+            pp=plan.pp,
+            num_microbatches=plan.num_microbatches,
+            stages_per_rank=order.stages_per_rank,
+            group=plan.group,
         )
-        if key not in self.structures:
-            self.structures[key] = build_structure(plan)
-        return self.structures[key]
+        return replace(order, group=shape.group)
+    if order.schedule == "foldx_fifo" and plan.num_microbatches > plan.pp:
+        return Order("interleaved_1f1b", order.stages_per_rank, plan.pp)
+    return order
 
 
 def plan_of(group: Group, order: Order) -> Plan:
@@ -135,9 +209,9 @@ def _known(program: Program, group: Group) -> tuple[int, ...]:
     return tuple(value for value in held if value is not None)
 
 
-def _needs_program(group: Group, order: Order) -> bool:
-    """Whether the quick walk does not cover it: two weight copies, waiting sends, long skips."""
-    two_copies = find_schedule(order.schedule).weight_copies > 1
+def needs_program(group: Group, order: Order) -> bool:
+    """Whether the quick walk does not cover it: fused pairs, waiting sends, long skips."""
+    pairs = group.table.fused < 1.0 and find_schedule(order.schedule).weight_copies > 1
     waits = group.costs.transport == "rendezvous"
     past = bool(skips(group.costs.handed))  # tensors that pass by stages
-    return two_copies or waits or past or group.recompute.policy == "optimal"
+    return pairs or waits or past or group.recompute.policy == "optimal"

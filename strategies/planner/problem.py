@@ -19,6 +19,7 @@ from strategies.planner.unit_graph import UnitGraph, handed_on
 
 if TYPE_CHECKING:
     from strategies.planner.group import Group
+    from strategies.planner.holdings import Holdings
     from strategies.planner.quick_walk import Structure
 
 
@@ -62,6 +63,7 @@ class Found:
         default_factory=dict
     )
     structures: dict[object, Structure] = field(default_factory=dict)
+    holdings: dict[object, Holdings] = field(default_factory=dict)
     # Policies that rerun whole stages share costs, durations and buckets of a cut.
     tables: dict[object, tuple[PlannedCosts, CostTable, tuple[int, ...]]] = field(
         default_factory=dict
@@ -127,7 +129,7 @@ class Problem:
             for load in assumed.stages
         )
         shared = frozenset(stage for stage, n in enumerate(buckets) if n) if zero1 else frozenset()
-        return costs.table_for(draft(placement), buckets, shared, breakdown=False), buckets
+        return costs.table_for(draft(placement), buckets, shared), buckets
 
     def unit_table(self, layout: Layout, *, selective: bool = False) -> CostTable:
         """Each unit as a stage of its own: what a cut goes by."""

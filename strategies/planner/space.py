@@ -4,29 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from strategies.errors import PlanError
 from strategies.passes.group_choice import group_candidates
-from strategies.plan import Overlap, Policy, Recompute
+from strategies.plan import NO_RECOMPUTE, Overlap, Policy, Recompute
 from strategies.planner.problem import Layout, Order, Problem
 from strategies.schedules import SCHEDULES, Schedule, find_schedule
 
 Level = Literal["O2", "O3"]
 Partition = Literal["dp", "ilp"]
 
-# O2 leaves out what others dominate: schedules with two weight copies or with all activations.
+# O2 leaves out what others dominate, such as schedules with all activations.
 _COMMON = (
-    "1f1b", "eager_1f1b", "interleaved_1f1b", "foldx_fifo", "zb_h2", "zb_h1", "zb_v",
+    "1f1b", "eager_1f1b", "interleaved_1f1b", "foldx_fifo", "chimera", "zb_h2", "zb_h1", "zb_v",
 )  # fmt: skip
 # Their orders take long to find: O2 tries them only where nothing else fits into memory.
 _LEAN = ("v_half", "v_min")
 # Orders that are made for given costs are themselves searched for, in seconds where they are long,
 # and gain little there: O2 leaves out those with more forwards than this.
 _LONGEST_MADE = 512
+# Nor does it look for two weight copies, or more stages per rank than four, in longer ones than
+# this: of those there are many, and the others are looked at for all of them.
+_LONGEST = 4096
 # These hold less than the schedule named and are no faster: O2 tries them where that one does not
 # fit into memory.
-LEANER = {"zb_h1": "zb_h2", "v_half": "zb_v", "v_min": "v_half"}
+LEANER = {
+    "zb_h1": "zb_h2", "v_half": "zb_v", "v_min": "v_half", "foldx_fifo": "interleaved_1f1b",
+}  # fmt: skip
+# Stages per rank that O2 tries besides those that divide a rank's layers; O3 tries all up to them.
 _VIRTUAL: dict[Level, tuple[int, ...]] = {"O2": (2, 3, 4), "O3": tuple(range(1, 9))}
 _MICROBATCHES: dict[Level, tuple[int, ...]] = {"O2": (1, 2, 4, 8), "O3": tuple(range(1, 65))}
 
@@ -81,11 +88,8 @@ class Space:
             return (self.recompute,)
         if self.policies is not None:
             return self.policies
-        policies: tuple[Policy, ...] = (
-            ("none", "selective", "full") if self.selective else ("none", "full")
-        )
-        found = tuple(map(Recompute, policies))
-        return (*found, Recompute("mario")) if self.level == "O3" else found
+        policies: tuple[Policy, ...] = ("none", "selective", "mario", "full")
+        return tuple(Recompute(p) for p in policies if self.selective or p != "selective")
 
     def overlaps(self, layout: Layout) -> tuple[Overlap, ...]:
         """When gradients are reduced, where there is anybody to reduce with."""
@@ -126,8 +130,16 @@ def layouts(space: Space, problem: Problem, tp: int, pp: int, dp: int) -> list[L
     return found
 
 
-def orders(space: Space, problem: Problem, layout: Layout) -> list[Order]:
-    """Schedules with all numbers of stages that the model has units for."""
+def orders(
+    space: Space, problem: Problem, layout: Layout, recompute: Recompute = NO_RECOMPUTE
+) -> list[Order]:
+    """Schedules with all numbers of stages that the model has layers for."""
+    mario = recompute.policy == "mario" and space.recompute is None
+    return list(_orders(space, problem.num_units, layout, mario))
+
+
+@lru_cache(maxsize=4096)
+def _orders(space: Space, num_units: int, layout: Layout, mario: bool) -> tuple[Order, ...]:
     if space.schedule is not None:
         names: tuple[str, ...] = (space.schedule,)
     elif layout.pp == 1:
@@ -142,23 +154,31 @@ def orders(space: Space, problem: Problem, layout: Layout) -> list[Order]:
         whole = space.split_backward or space.whole_backward
         if not schedule.synchronous or (whole and schedule.splits_backward):
             continue
-        for stages in _stages_per_rank(space, schedule, layout):
+        made = schedule.cost_aware or mario
+        for stages in _stages_per_rank(space, num_units, schedule, layout):
             length = layout.pp * layout.num_microbatches * stages
             free = space.level == "O2" and space.schedule is None
-            if free and schedule.cost_aware and length > _LONGEST_MADE:
+            rare = schedule.weight_copies > 1 or stages > _VIRTUAL["O2"][-1]
+            if free and length > (_LONGEST_MADE if made else _LONGEST if rare else length):
                 continue
             for group in _groups(space, schedule, layout):
-                if _possible(space, problem, schedule, layout, stages, group):
+                if _possible(space, num_units, schedule, layout, stages, group):
                     found.append(Order(name, stages, group))
-    return found
+    return tuple(found)
 
 
-def _stages_per_rank(space: Space, schedule: Schedule, layout: Layout) -> tuple[int, ...]:
+def _stages_per_rank(
+    space: Space, num_units: int, schedule: Schedule, layout: Layout
+) -> tuple[int, ...]:
     if space.stages_per_rank is not None:
         return (space.stages_per_rank,)
     if not schedule.virtual_stages or layout.pp == 1:
         return (schedule.stages_per_rank,)
-    return _VIRTUAL[space.level]
+    layers = num_units // 2 // layout.pp  # of attention and MLP each
+    if space.level == "O3":
+        return tuple(range(1, max(layers, *_VIRTUAL["O3"]) + 1))
+    even = (v for v in range(5, layers + 1) if layers % v == 0)
+    return (*_VIRTUAL["O2"], *even)
 
 
 def _groups(space: Space, schedule: Schedule, layout: Layout) -> tuple[int | None, ...]:
@@ -173,7 +193,7 @@ def _groups(space: Space, schedule: Schedule, layout: Layout) -> tuple[int | Non
 
 
 def _possible(
-    space: Space, problem: Problem, schedule: Schedule, layout: Layout, stages: int,
+    space: Space, num_units: int, schedule: Schedule, layout: Layout, stages: int,
     group: int | None,
 ) -> bool:  # fmt: skip
     try:
@@ -188,4 +208,4 @@ def _possible(
     count = schedule.place(shape).num_stages
     if space.units is not None:
         return len(space.units) == count
-    return count <= problem.num_units
+    return count <= num_units

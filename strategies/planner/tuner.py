@@ -1,8 +1,8 @@
-"""Every recompute policy and microbatch size of one layout, compiled and simulated.
+"""Every recompute policy and microbatch size of one layout, simulated with all its bytes.
 
 The search over layouts looks at a few policies and leaves out what others dominate. Over one layout
-there is time for all: each candidate is the program that would run, with the bytes that its buffers
-take, and whatever is not listed has a refusal with a number.
+there is time for all: of each candidate the lists that would run are timed, with the bytes that its
+buffers take, and whatever is not listed has a refusal with a number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from strategies.ir.program import recomputed_pairs
 from strategies.plan import NO_RECOMPUTE, Recompute
 from strategies.planner.group import Group, groups
 from strategies.planner.layout_search import Answer, Rejected, rank_key
-from strategies.planner.outcome import Outcome, Refusal, plan_of
+from strategies.planner.outcome import (
+    Evaluator,
+    Outcome,
+    Refusal,
+    full_memory,
+    needs_program,
+    plan_of,
+)
 from strategies.planner.problem import Layout, Order, Problem
 from strategies.planner.space import Space, degrees, layouts
 from strategies.simulator.engine import simulate
@@ -63,6 +70,18 @@ def candidates(problem: Problem, space: Space) -> Iterator[tuple[Group, Order]]:
 def simulated(problem: Problem, group: Group, order: Order) -> Outcome | None:
     """A program's time, and its bytes with all buffers; None where optimal finds no order."""
     plan = plan_of(group, order)
+    if not needs_program(group, order):
+        evaluator = Evaluator(problem.machine.waits_at_flush, found=problem.found)
+        times = evaluator.times(group, order)
+        return Outcome(
+            group.candidate(order),
+            plan,
+            times.makespan if problem.machine.waits_at_flush else times.period,
+            tuple(held.total for held in full_memory(group, order)),
+            group.bound,
+            group,
+            recomputes=group.recompute.rewrites,
+        )
     try:
         program = compile_plan(plan).train
     except PlanError:
@@ -77,6 +96,7 @@ def simulated(problem: Problem, group: Group, order: Order) -> Outcome | None:
         timeline.makespan if problem.machine.waits_at_flush else timeline.period,
         tuple(value for value in held if value is not None),
         group.bound,
+        group,
         recomputes=bool(recomputed_pairs(program)),
     )
 

@@ -51,4 +51,6 @@ def rule(shape: Shape) -> None:
     demand_pairs(shape, "chimera")
 
 
-CHIMERA = Schedule("chimera", order, "bidirectional", stages_per_rank=2, weight_copies=2, rule=rule)
+CHIMERA = Schedule(
+    "chimera", order, "bidirectional", stages_per_rank=2, weight_copies=2, repeats=True, rule=rule
+)

@@ -34,4 +34,4 @@ def order(shape: Shape) -> Rows:
     )
 
 
-EAGER_1F1B = Schedule("eager_1f1b", order)
+EAGER_1F1B = Schedule("eager_1f1b", order, repeats=True)

@@ -30,4 +30,4 @@ def order(shape: Shape) -> Rows:
     return grouped_order(shape, shape.pp, warm_all=shape.num_microbatches <= shape.pp)
 
 
-FOLDX_FIFO = Schedule("foldx_fifo", order, stages_per_rank=2, virtual_stages=True)
+FOLDX_FIFO = Schedule("foldx_fifo", order, stages_per_rank=2, virtual_stages=True, repeats=True)

@@ -30,5 +30,5 @@ def order(shape: Shape) -> Rows:
 
 
 INTERLEAVED_1F1B = Schedule(
-    "interleaved_1f1b", order, stages_per_rank=2, virtual_stages=True, grouped=True
+    "interleaved_1f1b", order, stages_per_rank=2, virtual_stages=True, grouped=True, repeats=True
 )

@@ -38,5 +38,5 @@ def grouped_order(shape: Shape, group: int, *, warm_all: bool = False) -> Rows:
             [backward(rank + (last - chunk) * shape.pp, microbatch) for chunk, microbatch in cells],
             len(cells) if warm_all else warmup,
         )
-        rows.append(existing(row, shape))
+        rows.append(row if padded == shape.num_microbatches else existing(row, shape))
     return tuple(rows)

@@ -89,6 +89,8 @@ class Schedule:
         chooses_group: Whether a group that is not given is chosen by simulation.
         cost_aware: Whether ``order`` looks at ``Shape.durations``.
         splits_backward: Whether ``order`` emits I and W (for all or some of the backwards).
+        repeats: Whether, from a few rounds of P or N microbatches on, a list for more of them only
+            repeats what is in the middle: what ranks hold at their worst moment stays the same.
         num_microbatches: M, where the order exists for one number only; None for any.
         rule: What the schedule demands of P, M, V beyond the above; raises PlanError.
     """
@@ -104,6 +106,7 @@ class Schedule:
     chooses_group: bool = False
     cost_aware: bool = False
     splits_backward: bool = False
+    repeats: bool = False
     num_microbatches: int | None = None
     rule: Callable[[Shape], None] | None = None
 

@@ -42,7 +42,7 @@ from strategies.analysis.memory import peak_saved
 from strategies.costs.table import StageMemory
 from strategies.models.unit_model import UnitModel
 from strategies.plan import Options
-from strategies.planner.layout_search import search_confirmed
+from strategies.planner.layout_search import search
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine
 from tests.distributed.pool import Ranks
@@ -159,7 +159,7 @@ def configurations(
     ]
     wanted = {"num_gpus": RANKS, "global_batch_size": BATCH}
     asked = question(from_dict({**common, "mode": "plan", "planner": wanted}), ())
-    for plan in search_confirmed(asked.problem, asked.space, top_k=3).plans:
+    for plan in search(asked.problem, asked.space, top_k=3).plans:
         chosen = candidate_config(asked.config, plan.candidate, asked.shape, BATCH)
         config = replace(chosen, mode="validate")
         if config not in found:

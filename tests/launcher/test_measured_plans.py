@@ -25,7 +25,7 @@ from strategies.costs.profile_file import (
     dump_profile,
 )
 from strategies.errors import CostError, PlanError
-from strategies.planner.layout_search import search_confirmed
+from strategies.planner.layout_search import search
 from strategies.simulator.engine import simulate
 
 LAYOUT = ("pp", "dp", "tp", "schedule")
@@ -86,7 +86,7 @@ def asked_of(path: Path, pinned: tuple[str, ...] = (), **values: object) -> tupl
 
 def test_a_listed_plan_is_what_its_run_predicts_from_the_same_profile(profile):
     config, what = asked_of(profile[0], pp=2)
-    answer = search_confirmed(what.problem, what.space)
+    answer = search(what.problem, what.space)
     assert len(answer.plans) == 5
     for plan in answer.plans:
         run = resolve(candidate_config(config, plan.candidate, what.shape, 16))
@@ -100,7 +100,7 @@ def test_a_listed_plan_is_what_its_run_predicts_from_the_same_profile(profile):
 
 def test_what_was_measured_decides(profile):
     _, what = asked_of(profile[0], LAYOUT, pp=2)
-    best = search_confirmed(what.problem, what.space, top_k=1).plans[0]
+    best = search(what.problem, what.space, top_k=1).plans[0]
     # A microbatch of four takes 2.8 times as long as one, and what stages take by themselves is
     # taken less often.
     assert best.candidate.layout.microbatch_size == 4
@@ -168,7 +168,7 @@ def test_a_profile_of_another_machine_is_refused_with_both_fingerprints(profile)
 
 def test_tensor_parallelism_is_as_it_was_measured(profile):
     _, what = asked_of(profile[0])
-    answer = search_confirmed(what.problem, what.space)
+    answer = search(what.problem, what.space)
     assert set(answer.rejected.tp) == {2}
     assert "was measured with tp=1" in answer.rejected.tp[2]
 
@@ -178,5 +178,5 @@ def test_a_profile_of_selective_layers_plans_selective_runs(profile):
     facts = tuple((n, "[]" if n == "selective" else v) for n, v in made.model)
     path.write_text(dump_profile(replace(made, model=facts)))
     _, what = asked_of(path)
-    plans = search_confirmed(what.problem, what.space).plans
+    plans = search(what.problem, what.space).plans
     assert {plan.candidate.recompute.policy for plan in plans} == {"selective"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from launcher.planning.report import candidate_config, candidate_words
 from launcher.resolve import resolve
 from strategies.analysis.metrics import measure
 from strategies.errors import PlanError
-from strategies.planner.layout_search import search, search_confirmed
+from strategies.planner.layout_search import search
 from strategies.simulator.engine import simulate
 from tests.launcher.command_line import launch_here, run_here
 from tests.launcher.runs import MODEL, launch
@@ -55,11 +54,8 @@ def small(pinned: tuple[str, ...] = (), **values: object) -> tuple[LaunchConfig,
     return config, question(config, pinned)
 
 
-def test_a_13b_model_on_64_gpus_is_planned_in_about_a_second():
-    began = time.perf_counter()
+def test_a_13b_model_on_64_gpus_is_planned_from_a_few_simulations():
     answer = search(llama(64).problem, llama(64).space)
-    # A second on an idle core; half a dozen tests may share it.
-    assert time.perf_counter() - began < 10
     assert len(answer.plans) == 5
     assert answer.num_simulated < answer.num_candidates / 20
     assert max(plan.peak_bytes for plan in answer.plans) <= 40e9
@@ -79,7 +75,7 @@ def test_a_listed_plan_is_what_its_run_predicts(pinned):
         # Its steady step is shorter than its makespan where no rank waits at the flush.
         values = {"schedule": {"name": "zb_v"}, "trainer": {"on_nan": "ignore"}}
     config, asked = small(pinned, **values)
-    answer = search_confirmed(asked.problem, asked.space)
+    answer = search(asked.problem, asked.space)
     assert answer.plans
     for plan in answer.plans:
         run = resolve(candidate_config(config, plan.candidate, asked.shape, 32))
@@ -98,7 +94,7 @@ def test_a_listed_plan_is_what_its_run_predicts(pinned):
 def test_little_memory_brings_selective_recomputation_as_its_run_predicts_it():
     config = llama_config(16, 32, memory_gb=24.0)
     asked = question(config, ())
-    best = search_confirmed(asked.problem, asked.space, top_k=1).plans[0]
+    best = search(asked.problem, asked.space, top_k=1).plans[0]
     assert best.candidate.recompute.policy == "selective"
     assert best.peak_bytes <= 24e9
     run = resolve(candidate_config(config, best.candidate, asked.shape, 32))
@@ -120,24 +116,24 @@ def test_little_memory_brings_selective_recomputation_as_its_run_predicts_it():
 )  # fmt: skip
 def test_what_cannot_be_planned_says_what_would_work(values, pinned, expected):
     _, asked = small(pinned, **values)
-    answer = search_confirmed(asked.problem, asked.space)
+    answer = search(asked.problem, asked.space)
     assert answer.plans == ()
     assert expected in str(refuse(asked, answer))
 
 
 def test_too_little_memory_names_changes_after_which_a_plan_fits():
     asked = llama(4)
-    answer = search_confirmed(asked.problem, asked.space, top_k=1)
+    answer = search(asked.problem, asked.space, top_k=1)
     assert answer.plans == ()
     message = str(refuse(asked, answer))
     assert "None of" in message
     assert "Try planner.num_gpus=8, or planner.memory_gb=" in message
     enough = float(message.rpartition("planner.memory_gb=")[2].rstrip("."))
-    assert search_confirmed(llama(8).problem, llama(8).space, top_k=1).plans
+    assert search(llama(8).problem, llama(8).space, top_k=1).plans
     roomy = llama(4, memory_gb=enough)
     tighter = llama(4, memory_gb=0.97 * enough)
-    assert search_confirmed(roomy.problem, roomy.space, top_k=1).plans
-    assert not search_confirmed(tighter.problem, tighter.space, top_k=1).plans
+    assert search(roomy.problem, roomy.space, top_k=1).plans
+    assert not search(tighter.problem, tighter.space, top_k=1).plans
 
 
 def test_uniform_costs_cannot_be_planned_with():

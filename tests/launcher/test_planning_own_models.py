@@ -22,7 +22,7 @@ from launcher.workloads.traced_shape import TracedShape
 from strategies.analysis.memory import peak_memory_bytes
 from strategies.costs.trace_file import Line, TracedModel, TracedTensor, TracedUnit
 from strategies.errors import PlanError
-from strategies.planner.layout_search import search_confirmed
+from strategies.planner.layout_search import search
 from strategies.planner.unit_graph import UnitGraph, crossing_bytes, cut_in_order, skips
 from strategies.simulator.engine import simulate
 
@@ -195,7 +195,7 @@ def test_what_is_listed_for_a_graph_is_what_its_program_takes(partition, monkeyp
     monkeypatch.setattr("launcher.resolve.installed_names", lambda option: ("my_net",))
     config, traced = config_of(partition=partition), u_net()
     asked = question(config, (), traced)
-    answer = search_confirmed(asked.problem, asked.space, top_k=4)
+    answer = search(asked.problem, asked.space, top_k=4)
     assert answer.plans
     for plan in answer.plans:
         run = resolve(candidate_config(config, plan.candidate, traced, 16), traced=traced)
@@ -206,7 +206,7 @@ def test_what_is_listed_for_a_graph_is_what_its_program_takes(partition, monkeyp
         assert run.layers_per_stage == tuple(map(float, plan.candidate.units))
         assert run.plan.skips == skips(run.costs.handed)  # type: ignore[union-attr]
     deep = question(replace(config, pp=4, planner=PlannerConfig(num_gpus=4)), ("pp",), traced)
-    assert search_confirmed(deep.problem, deep.space, top_k=1).plans[0].plan.skips
+    assert search(deep.problem, deep.space, top_k=1).plans[0].plan.skips
 
 
 @pytest.mark.parametrize("half", [3, 4, 5])
@@ -244,7 +244,7 @@ def test_branches_that_another_order_would_not_cut_are_named():
     assert less > 50
     # What the planner itself cuts keeps the order.
     asked = question(config_of(partition="ilp", balance_ratio=1.4), ("pp",), branches())
-    for plan in search_confirmed(asked.problem, asked.space, top_k=5).plans:
+    for plan in search(asked.problem, asked.space, top_k=5).plans:
         assert sum(plan.candidate.units) == 11
     assert better_order(u_net(), (4, 4), balance_ratio=1.3) is None
     assert better_order(branches(), (11,), balance_ratio=1.3) is None

@@ -51,7 +51,7 @@ def test_policy_and_microbatch_size_are_chosen_and_all_others_have_a_reason():
     assert len(found.listed) == 3
     times = [plan.step_time_s for plan in found.listed]
     assert times == sorted(times)
-    settings = {(p.run.config.recompute.name, p.run.config.data.microbatch_size)
+    settings = {(p.config.recompute.name, p.config.data.microbatch_size)
                 for p in found.listed}  # fmt: skip
     others = {(r.recompute.policy, r.layout.microbatch_size) for r in found.answer.refusals}
     everything = {(p, n) for p in ("none", "selective", "optimal", "mario", "full")
@@ -80,7 +80,7 @@ def test_a_listed_setting_is_what_its_run_predicts():
 
 def test_with_room_for_everything_nothing_is_recomputed():
     found = found_with(gb=4.0, top_k=1)
-    assert found.listed[0].run.config.recompute.name == "none"
+    assert found.listed[0].config.recompute.name == "none"
     assert {r.reason for r in found.answer.refusals if r.recompute.policy == "optimal"} <= {
         "same", "slower",
     }  # fmt: skip

@@ -7,12 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from strategies.analysis.memory import peak_bytes
+from strategies.analysis.memory import peak_bytes, peak_memory
 from strategies.compiler import compile_plan
 from strategies.costs.analytic import AnalyticCosts, Load
 from strategies.errors import PlanError
 from strategies.plan import Overlap, Plan, Recompute, num_buckets
-from strategies.planner.quick_walk import build_structure, rank_bytes, step_time
+from strategies.planner.holdings import (
+    build_holdings,
+    bytes_between,
+    rank_bytes,
+    rank_memory,
+    shortened,
+)
+from strategies.planner.quick_walk import build_structure, step_time
 from strategies.schedules import SCHEDULES
 from strategies.simulator.engine import simulate
 from tests.strategies.planner.models import MACHINE
@@ -64,4 +71,44 @@ def test_times_and_bytes_are_those_of_the_compiled_program(
     assert times.makespan == pytest.approx(timeline.makespan, rel=1e-12)
     assert times.period == pytest.approx(timeline.period, rel=1e-12)
     held = peak_bytes(programs.train, costs.table(programs.train))
-    assert rank_bytes(structure, table) == pytest.approx(held, abs=1)
+    assert rank_bytes(build_holdings(plan), table) == pytest.approx(held, abs=1)
+
+
+LONG = (
+    ("1f1b", 4, 33, None),
+    ("eager_1f1b", 4, 30, None),
+    ("interleaved_1f1b", 4, 34, 3),
+    ("foldx_fifo", 4, 33, 2),
+    ("chimera", 4, 34, None),
+)
+
+
+@pytest.mark.parametrize(("name", "pp", "microbatches", "stages_per_rank"), LONG)
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_few_rounds_tell_what_ranks_hold(name, pp, microbatches, stages_per_rank, policy):
+    """With two weight copies, too; of messages that are made at one time one more may be there."""
+    draw = random.Random(f"{name} {policy}")
+    stages = pp * (stages_per_rank or 1)
+    loads = tuple(
+        Load(1e9 * draw.uniform(1, 2), 10**6, 10**5 * draw.randint(5, 20), 10**7)
+        for _ in range(stages)
+    )
+    costs = AnalyticCosts(loads, MACHINE)
+    plan = Plan(
+        name, pp, microbatches, stages_per_rank, costs=costs, buckets=0, recompute=Recompute(policy)
+    )
+    assert shortened(plan).num_microbatches < microbatches
+    program = compile_plan(plan).train
+    table = costs.table(program)
+    held = peak_bytes(program, table)
+    assert rank_bytes(build_holdings(plan), table) == pytest.approx(held, abs=1)
+    exact = [found.total for found in peak_memory(program, table)]
+    message = max(load.output_elements for load in loads) * 4
+    assert [found.total for found in rank_memory(plan, table)] == pytest.approx(exact, abs=message)
+    assert table.memory is not None
+    least, most = bytes_between(build_holdings(plan), table.memory)
+    assert least <= max(exact) <= most
+    times = step_time(build_structure(plan), table, overlap=False)
+    timeline = simulate(program, costs)
+    assert times.makespan == pytest.approx(timeline.makespan, rel=1e-12)
+    assert times.period == pytest.approx(timeline.period, rel=1e-12)

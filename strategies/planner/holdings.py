@@ -1,0 +1,244 @@
+"""What the ranks of a plan hold, without its whole program.
+
+A search asks twice. Of hundreds of orders it wants to know whether state and activations fit: sums
+of ``strategies.analysis.memory`` from counts per stage, for which each list is walked once. Of what
+it lists it wants all that the run's own figure has, messages and temporaries too: the lists get
+their messages, in the places that the compiler gives them, and go to that same module. Neither is
+verified, which is most of what compiling takes; tests hold both to the compiled program.
+
+Where lists repeat themselves every few microbatches, so does what a rank holds: of a thousand
+microbatches a few rounds tell it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import add
+
+from strategies.analysis.memory import RECEIVED_AHEAD, RankMemory, peak_memory, vector
+from strategies.costs.table import CostTable, StageMemory
+from strategies.ir.instruction import Instruction
+from strategies.ir.kinds import KINDS, Amounts, Kind, Purpose
+from strategies.ir.program import Program
+from strategies.lowering.send_recv import on_this_rank
+from strategies.plan import Plan
+from strategies.planner.quick_walk import Structure, flatten, lists_of
+from strategies.schedules import find_schedule
+from strategies.simulator.engine import Clocks, run_lists
+
+_WAITING = 8  # Messages that have arrived early on the worst rank: more than was ever seen.
+_ROUNDS = 3
+"""Rounds of microbatches after which nobody holds more than before."""
+
+Moments = tuple[tuple[tuple[int, int, int, int], ...], ...]
+"""Of one rank, the (stage, full activations, stage inputs, results) that it holds at moments none
+of which is below another in all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What each rank of an order holds at its worst moments, in counts, and its stages."""
+
+    stages: tuple[tuple[int, ...], ...]
+    ranks: tuple[Moments, ...]
+
+
+def shortened(plan: Plan) -> Plan:
+    """The plan for as few microbatches as tell what its ranks hold."""
+    schedule = find_schedule(plan.schedule)
+    if not schedule.repeats or plan.split_backward or plan.recompute.policy == "mario":
+        return plan
+    shape = schedule.resolve(
+        pp=plan.pp,
+        num_microbatches=plan.num_microbatches,
+        stages_per_rank=plan.stages_per_rank,
+        group=plan.group,
+    )
+    # An even number of ranks' rounds, so that both weight copies get their share.
+    turn = shape.group or plan.pp
+    left = plan.num_microbatches % turn
+    short = left + turn * max(_ROUNDS, -(-_ROUNDS * plan.pp // turn))
+    if short >= plan.num_microbatches:
+        return plan
+    return replace(plan, num_microbatches=short, group=shape.group)
+
+
+def build_holdings(plan: Plan) -> Holdings:
+    """What its lists hold.
+
+    Raises:
+        PlanError: The plan breaks a rule of its schedule.
+    """
+    program = lists_of(shortened(plan))
+    stages = tuple(map(program.placement.stages_of, range(len(program.ranks))))
+    return Holdings(stages, tuple(map(_moments, program.ranks, stages)))
+
+
+def rank_bytes(holdings: Holdings, table: CostTable) -> tuple[int, ...]:
+    """Peak per rank: weights, gradients, optimizer state and activations."""
+    assert table.activation_bytes is not None
+    assert table.state_bytes is not None
+    full = table.activation_bytes
+    shares = table.stage_input or (0.0,) * len(full)
+    inputs = [share * size for share, size in zip(shares, full, strict=True)]
+    result = []
+    for stages, moments in zip(holdings.stages, holdings.ranks, strict=True):
+        state = sum(table.state_bytes[stage] for stage in stages)
+        peak = max(
+            (
+                sum(whole * full[stage] + kept * inputs[stage] for stage, whole, kept, _ in moment)
+                for moment in moments
+            ),
+            default=0.0,
+        )
+        result.append(int(state + peak))
+    return tuple(result)
+
+
+def bytes_between(holdings: Holdings, memory: StageMemory) -> tuple[int, int]:
+    """What the worst rank holds at the least and at the most, messages and temporaries included.
+
+    Which messages are there when a rank holds most, only its timed lists say: at the most those
+    that it has posted receives for, one sent over each link, and some that wait.
+    """
+    least = most = 0
+    activations, inputs, outputs = memory.activations, memory.inputs, memory.outputs
+    fixed = list(map(add, map(add, memory.parameters, memory.gradients), memory.optimizer))
+    needs = list(map(max, memory.forward_temporaries, memory.backward_temporaries))
+    lower = list(map(min, memory.forward_temporaries, memory.backward_temporaries))
+    ends = list(map(add, outputs, (0, *outputs)))
+    for stages, moments in zip(holdings.stages, holdings.ranks, strict=True):
+        held = 0
+        for moment in moments:
+            now = 0
+            for stage, whole, kept, results in moment:
+                now += whole * activations[stage] + kept * inputs[stage] + results * outputs[stage]
+            if now > held:
+                held = now
+        own, messages, largest, low, high = held, 0, 0, lower[stages[0]], 0
+        for stage in stages:
+            own += fixed[stage]
+            messages += ends[stage]
+            largest = max(largest, ends[stage])
+            low, high = min(low, lower[stage]), max(high, needs[stage])
+        least = max(least, own + low)
+        most = max(most, own + high + messages + (RECEIVED_AHEAD + _WAITING) * largest)
+    return least, most
+
+
+def _counted(amounts: Amounts) -> tuple[int, int, int] | None:
+    """Full activations, what waits for a W among them, stage inputs, results; None for nothing."""
+    full = amounts.get(Purpose.GRAPH, 0) + amounts.get(Purpose.WAITING, 0)
+    inputs = amounts.get(Purpose.INPUT, 0)
+    results = amounts.get(Purpose.RESULT, 0)
+    return (full, inputs, results) if full or inputs or results else None
+
+
+_COUNTS = {
+    (kind, again): tuple(map(_counted, vector(kind, again=again)))
+    for kind in KINDS
+    for again in (False, True)
+}
+
+
+def _moments(row: Sequence[Instruction], stages: tuple[int, ...]) -> Moments:
+    """What a rank holds at its worst moments: counts per stage, as ``analysis.memory`` has them."""
+    again = {(item.stage, item.microbatch) for item in row if item.kind is Kind.R}
+    place = {stage: index for index, stage in enumerate(stages)}
+    full, inputs, results = [0] * len(stages), [0] * len(stages), [0] * len(stages)
+    moments: dict[tuple[int, ...], None] = {}
+    rising = False
+    for item in row:
+        index = place[item.stage]
+        takes, frees = _COUNTS[item.kind, (item.stage, item.microbatch) in again]
+        if takes:
+            full[index] += takes[0]
+            inputs[index] += takes[1]
+            results[index] += takes[2]
+            rising = True
+        if frees:
+            if rising:
+                moments[(*full, *inputs, *results)] = None
+                rising = False
+            full[index] -= frees[0]
+            inputs[index] -= frees[1]
+            results[index] -= frees[2]
+    worst = _not_below_another(list(moments))
+    count = len(stages)
+    return tuple(
+        tuple(
+            (stage, moment[index], moment[count + index], moment[2 * count + index])
+            for index, stage in enumerate(stages)
+        )
+        for moment in worst
+    )
+
+
+def _not_below_another(moments: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The moments that no other one exceeds or equals in every count."""
+    kept: list[tuple[int, ...]] = []
+    for moment in sorted(moments, key=sum, reverse=True):
+        if not any(all(map(int.__le__, moment, other)) for other in kept):
+            kept.append(moment)
+    return kept
+
+
+# --------------------------------------------------------------------------------------------- all
+# Messages among compute, as ``strategies.lowering.send_recv`` merges them: by the time at which
+# what they carry is made.
+
+
+def rank_memory(plan: Plan, table: CostTable) -> tuple[RankMemory, ...]:
+    """Each rank at its worst moment, as the compiled program has it.
+
+    ``table`` is the program's, with what stages hold by what it is for; sends are buffered, and
+    stages hand on to their neighbours only.
+
+    Raises:
+        PlanError: The plan breaks a rule of its schedule.
+    """
+    found = peak_memory(_with_messages(lists_of(shortened(plan)), table), table)
+    assert found is not None
+    return found
+
+
+def _with_messages(program: Program, table: CostTable) -> Program:
+    structure = flatten(program)
+    end = _ends(structure, table)
+    placement, rows = program.placement, program.ranks
+    items = [item for row in rows for item in row]
+    rank_of = placement.rank_of
+    events: list[list[tuple[tuple[float, int, int, int], Instruction]]] = [[] for _ in rows]
+    for place, (node, rank, _, _, messages) in enumerate(structure.steps):
+        item = items[node]
+        stage, microbatch = item.stage, item.microbatch
+        assert microbatch is not None
+        events[rank].append(((end[node], 0, node, 0), on_this_rank(item, placement)))
+        if messages:
+            down = item.kind is Kind.F
+            peer, payload = (stage + 1, Kind.F) if down else (stage - 1, Kind.B)
+            key = (end[node], 1, place, peer)
+            sent = Instruction(Kind.SEND, stage, microbatch, payload=payload, peer=peer)
+            received = Instruction(Kind.RECV, peer, microbatch, payload=payload, peer=stage)
+            events[rank].append((key, sent))
+            events[rank_of(peer, microbatch)].append((key, received))
+    lists = tuple(
+        tuple(item for _, item in sorted(found, key=lambda event: event[0])) for found in events
+    )
+    return replace(program, ranks=lists, lowered=True)
+
+
+def _ends(structure: Structure, table: CostTable) -> list[float]:
+    """When each node ends if messages hold up nobody, as lowering has it."""
+    durations = table.flat()
+    shortest = 1e-6 * max(durations, default=1.0)
+    hop = max(table.hops, default=0.0)
+    _, end, _ = run_lists(
+        structure.steps,
+        structure.num_nodes,
+        durations=[max(took, shortest) for took in durations],
+        latency=[hop] * len(structure.draft.boundaries),
+        clocks=Clocks.at_zero(structure.placement.num_ranks),
+    )
+    return end
