@@ -71,7 +71,7 @@ class ListedPlan:
 
     @property
     def bound_gap(self) -> float:
-        return self.makespan / self.lower_bound - 1.0
+        return max(0.0, self.makespan / self.lower_bound - 1.0)
 
     @property
     def num_instructions(self) -> int:
