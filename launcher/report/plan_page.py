@@ -33,10 +33,12 @@ def plans_html(plans: Sequence[Plan], *, limit_bytes: float) -> str:
         plans: As ``plans`` in result.json.
         limit_bytes: What a rank may hold.
     """
-    front = on_front(plans)
+    # Models of different sizes (``planner.maximize``) do different work in their time.
+    front = None if own_sizes(plans) else on_front(plans)
+    picture = "" if front is None else _picture(plans, front, limit_bytes)
     return (
         f'<section class="table"><h2>plans</h2>{FILTER}<div class="plans"><div>'
-        f"{_table(plans, front)}</div>{_picture(plans, front, limit_bytes)}</div></section>\n"
+        f"{_table(plans, front)}</div>{picture}</div></section>\n"
     )
 
 
@@ -53,24 +55,24 @@ def on_front(plans: Sequence[Plan]) -> frozenset[int]:
     return frozenset(index for index, point in enumerate(points) if not beaten(point))
 
 
-def _table(plans: Sequence[Plan], front: frozenset[int]) -> str:
-    own = own_sizes(plans)
-    heads = ("plan", *own, *HEAD[1:], "front", "overrides")
+def _table(plans: Sequence[Plan], front: frozenset[int] | None) -> str:
+    known = ("plan", *own_sizes(plans), *HEAD[1:])
+    heads = (*known, *(() if front is None else ("front",)), "overrides")
     row = "".join(f'<th scope="col"{_text(head)}>{escape(head)}</th>' for head in heads)
     body = ""
     for index, (plan, cells) in enumerate(zip(plans, plan_cells(plans), strict=True)):
         words = plan["overrides"]
         assert isinstance(words, Sequence)
-        marked = "yes" if index in front else ""
+        mark = ""
+        if front is not None:
+            mark = '<td class="best">yes</td>' if index in front else "<td></td>"
         code = f"<code>{escape(' '.join(map(str, words)))}</code>"
         given = [
             f"<td{_text(head)}{_value(head, plan)}>{escape(cell)}</td>"
-            for head, cell in zip(heads[:-2], cells, strict=True)
+            for head, cell in zip(known, cells, strict=True)
         ]
-        best = ' class="best"' if marked else ""
         body += (
-            f'<tr data-job="{index + 1}">{"".join(given)}<td{best}>{marked}</td>'
-            f'<td class="text">{code}</td></tr>\n'
+            f'<tr data-job="{index + 1}">{"".join(given)}{mark}<td class="text">{code}</td></tr>\n'
         )
     return f"<table><thead><tr>{row}</tr></thead>\n<tbody>\n{body}</tbody></table>"
 

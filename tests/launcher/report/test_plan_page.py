@@ -55,3 +55,6 @@ def test_sizes_that_differ_have_a_column():
     text = plans_html([plan(1.0, 1), plan(1.0, 1, sequence=256)], limit_bytes=GIB)
     assert ">sequence</th>" in text
     assert ">256</td>" in text
+    # Their times are of different work: nothing to be on a front of.
+    assert "<svg" not in text
+    assert ">front</th>" not in text
