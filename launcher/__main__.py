@@ -221,22 +221,29 @@ def _main(flags: Flags) -> int:
             return found
         _check_code([each for each, _ in checked])
         kind = "sweep" if flags.multirun else "run"
-        unique = not any(word.startswith(f"hydra.{kind}.dir=") for word in words)
+        named = any(word.startswith(f"hydra.{kind}.dir=") for word in words)
+        place = str(node[kind].dir)
+        if flags.multirun and config.sweep.resume is not None:
+            multirun = importlib.import_module("launcher.compose.multirun")
+            found = multirun.resumed_folder(config, place if named else None)
+            place, named = str(found), True
         os.umask(config.output.umask)
-        folder = make_run_folder(str(node[kind].dir), unique=unique, kind=kind)
+        folder = make_run_folder(place, unique=not named, kind=kind)
         if config.output.group_readable:
             tell_closed(folder.path)
         with hold(folder.path):
             if not flags.multirun:
                 return run_one(hydra, words, folder, command)
             multirun = importlib.import_module("launcher.compose.multirun")
-            source = multirun.Combinations(jobs)
+            past = multirun.earlier_jobs(folder.path) if config.sweep.resume else ()
             if asks_for_trials(flags.overrides):
                 parsed = parse_overrides(flags.overrides, groups, hydra.config_loader)
-                source = Search(find_space(parsed), config)
+                source = Search(find_space(parsed), config, past)
+            else:
+                source = multirun.Combinations(jobs, past)
             code = multirun.run_multirun(
                 hydra, words, folder, partial(command, in_sweep=True),
-                source=source, config=config, verbose=flags.verbose,
+                source=source, config=config, verbose=flags.verbose, past=past,
             )  # fmt: skip
             assert isinstance(code, int)
             return code
@@ -272,6 +279,11 @@ def _check_sweep(config: LaunchConfig, flags: Flags) -> None:
             f"sweep.dir={sweep.dir} is read by mode=collect, not by mode={config.mode}. "
             "Try mode=collect, or hydra.sweep.dir=FOLDER for where a sweep is written."
         )
+    if multirun:
+        _check_pruning(config)
+    elif sweep.prune_at or sweep.resume is not None:
+        key = f"sweep.resume={sweep.resume}" if sweep.resume else "sweep.prune_at"
+        raise PlanError(f"{key} is about the jobs of a sweep. Try it with -m.")
     if not multirun and sweep.parallel > 1:
         raise PlanError(
             f"sweep.parallel={sweep.parallel} is about the jobs of a sweep. Try it with -m."
@@ -281,6 +293,22 @@ def _check_sweep(config: LaunchConfig, flags: Flags) -> None:
         raise PlanError(f"{key} is about the jobs of a sweep. Try it with -m.")
     if multirun or config.mode == "collect":
         importlib.import_module("launcher.report.sweep.sweep_figures").check_metric(sweep.metric)
+
+
+def _check_pruning(config: LaunchConfig) -> None:
+    at, most = config.sweep.prune_at, config.trainer.max_steps
+    if not at:
+        return
+    if config.mode != "train" or config.cluster.name != "local":
+        raise PlanError(
+            "sweep.prune_at ends jobs that train on this machine, not "
+            f"mode={config.mode} cluster={config.cluster.name}. Try without it."
+        )
+    if most > 0 and max(at) >= most:
+        raise PlanError(
+            f"sweep.prune_at={list(at)}, but trainer.max_steps={most}: there is nothing to save "
+            f"at the end. Try sweep.prune_at=[{max(1, most // 3)}]."
+        )
 
 
 def _jobs(flags: Flags, groups: Groups, hydra: object) -> list[list[str]]:

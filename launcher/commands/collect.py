@@ -27,7 +27,7 @@ from strategies.errors import PipelineError
 from strategies.small_file import FileRefusedError, read_text
 
 _MOST_BYTES = 4096
-_CODES = {"done": 0, "failed": 1, "preempted": 85}
+_CODES = {"done": 0, "failed": 1, "preempted": 85, "pruned": 86, "interrupted": 130}
 _STAMPS = (None, None)
 
 

@@ -28,7 +28,7 @@ from launcher.planning.profile_check import rank_threads
 from launcher.processes import torchrun
 from launcher.processes.failure import RankFailedError
 from launcher.processes.local import Listener, LocalRanks, rank_environment, take_outcome
-from launcher.processes.preempted import INTERRUPTED, PreemptedError, Restarts
+from launcher.processes.preempted import INTERRUPTED, PreemptedError, PrunedError, Restarts
 from launcher.processes.rank_server import RankServer, rank_server
 from launcher.processes.task import JOB_FILE, rewrite_task, write_task
 from launcher.processes.watchdog import COMPILING_S
@@ -269,6 +269,9 @@ def failure_recorded(result: Path, common: Mapping[str, object]) -> Iterator[Non
         status = "interrupted" if error.exit_code == INTERRUPTED else "preempted"
         stopped = {"status": status, "error": str(error), **error.figures}
         _leave_result(result, {**common, **stopped})
+        raise
+    except PrunedError as error:
+        _leave_result(result, {**common, "status": "pruned", "error": str(error), **error.figures})
         raise
     except RunError as error:
         failed = {"status": "failed", "error": str(error), **getattr(error, "figures", {})}

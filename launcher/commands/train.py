@@ -21,6 +21,7 @@ from launcher.config.check_code import model_label
 from launcher.planning.plan_auto import planned
 from launcher.planning.profile_check import writable, write_refined
 from launcher.processes.progress import ProgressView
+from launcher.processes.pruner import pruned
 from launcher.report.closing_report import print_closing, write_report
 from launcher.report.html import Panel
 from launcher.report.predicted import (
@@ -63,7 +64,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
             enabled=config.trainer.enable_progress_bar, total=config.trainer.max_steps
         ) as view,
     ):
-        outcome = run_ranks(resolved, run_dir, checkpoint, view)
+        outcome = run_ranks(resolved, run_dir, checkpoint, pruned(view, config, run_dir))
     return finish(resolved, run_dir, outcome, (predicted, metrics))
 
 

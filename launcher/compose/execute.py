@@ -20,6 +20,7 @@ from launcher.compose.overrides import quote
 from launcher.compose.session import CONFIG_NAME, to_config
 from launcher.config import LaunchConfig
 from launcher.processes.failure import as_full_disk, free_bytes
+from launcher.processes.preempted import PRUNED
 from launcher.terminal import say, say_error
 from strategies.errors import PipelineError, PlanError
 
@@ -188,7 +189,10 @@ class JobTask:
             return self._command(self.config, folder)
         except PipelineError as error:
             self.error = str(error)
-            say_error(error)
+            if error.exit_code == PRUNED:
+                say(f"pruned: {error}")
+            else:
+                say_error(error)
             return error.exit_code
         except KeyboardInterrupt:
             self.error = "interrupted"

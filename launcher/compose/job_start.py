@@ -85,7 +85,10 @@ class JobStarter:
         return Ended(index, task.code, task.error, asked)
 
     def _of_sweep(self, config: LaunchConfig) -> LaunchConfig:
-        return grouped(config, self._folder)
+        config = grouped(config, self._folder)
+        if config.sweep.prune_at:  # jobs find each other there
+            config = replace(config, sweep=replace(config.sweep, dir=str(self._folder)))
+        return config
 
 
 class InTurn:

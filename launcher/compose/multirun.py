@@ -7,21 +7,25 @@ that has ended one line is printed, and the sweep ends with the comparison of al
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from launcher.checkpoints import newest_in
 from launcher.commands.submit import submit_sweep
 from launcher.compose.execute import Command, RunFolder
 from launcher.compose.job_pool import JobPool
 from launcher.compose.job_start import OUTPUT, Ended, InTurn, JobStarter
+from launcher.compose.overrides import quote
 from launcher.compose.running_view import RunningView
 from launcher.config import LaunchConfig
+from launcher.config.key import shorten
 from launcher.report.sweep.files import report_so_far, report_sweep
 from launcher.report.sweep.sweep_jobs import (
     Stamps,
@@ -29,15 +33,21 @@ from launcher.report.sweep.sweep_jobs import (
     SweepJob,
     ended_job,
     make_sweep,
+    newest_record,
+    read_record,
     write_record,
 )
 from launcher.report.sweep.sweep_table import job_line
+from launcher.report.typed_command import paste
 from launcher.terminal import complain, say
+from strategies.errors import PlanError
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
 PREEMPTED, INTERRUPTED = 85, 130
+_PLAIN = re.compile(r"[\w./-]+")  # a path that Hydra's grammar takes as it is
+_FINISHED = {"done": 0, "pruned": 86}  # what is not run again, and its exit code
 
 
 class Source(Protocol):
@@ -74,12 +84,19 @@ class Runner(Protocol):
 
 
 class Combinations:
-    """Every job of a list."""
+    """Every job of a list, but for those that an earlier sweep has finished."""
 
-    def __init__(self, jobs: Sequence[Sequence[str]]) -> None:
+    def __init__(self, jobs: Sequence[Sequence[str]], past: Sequence[EarlierJob] = ()) -> None:
         self.total = len(jobs)
         self._jobs = jobs
-        self._next = iter(enumerate(jobs))
+        if past and [own_words(job.overrides) for job in past] != [*map(own_words, jobs)]:
+            raise PlanError(_other_jobs([job.overrides for job in past], jobs))
+        begun = {job.index: job for job in past}
+        self._next = iter(
+            (index, begun[index].words(words) if index in begun else words)
+            for index, words in enumerate(jobs)
+            if index not in begun or begun[index].done is None
+        )
 
     def take(self) -> tuple[int, Sequence[str]] | None:
         return next(self._next, None)
@@ -91,12 +108,104 @@ class Combinations:
         return self._jobs
 
 
+# A sweep that goes on: which of its jobs are done, and where the others left off. The words come
+# from the command line again, never from the folder: a file must not choose what is run.
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierJob:
+    """A job of the record of an earlier sweep.
+
+    Attributes:
+        folder: None of one that had not begun.
+        done: What it left, if it needs not be run again.
+        checkpoint: The newest whole one that it has written; None where it starts anew.
+    """
+
+    index: int
+    overrides: tuple[str, ...]
+    folder: Path | None
+    done: SweepJob | None
+    checkpoint: Path | None
+
+    def words(self, typed: Sequence[str]) -> list[str]:
+        """With the checkpoint that it goes on from."""
+        if self.checkpoint is None:
+            return list(typed)
+        kept = [word for word in typed if not word.startswith("trainer.resume=")]
+        return [*kept, quote("trainer.resume", str(self.checkpoint))]
+
+
+def resumed_folder(config: LaunchConfig, named: str | None) -> Path:
+    """The folder of ``sweep.resume``.
+
+    Raises:
+        PlanError: It holds no sweep, another folder is named as well, or SLURM has its jobs.
+    """
+    asked = config.sweep.resume
+    assert asked is not None
+    if config.cluster.name == "slurm":
+        raise PlanError(
+            "sweep.resume starts jobs again that have ended here, and jobs of cluster=slurm are "
+            "requeued by themselves. Try mode=collect, which tells how they stand."
+        )
+    place = newest_record(Path("multirun")) if asked == "auto" else Path(asked).expanduser()
+    if named is not None and Path(named).absolute() != place.absolute():
+        raise PlanError(
+            f"sweep.resume={asked} writes into {place}, and hydra.sweep.dir names {named}. "
+            "Try it without hydra.sweep.dir."
+        )
+    read_record(place.absolute())
+    return place.absolute()
+
+
+def earlier_jobs(folder: Path) -> tuple[EarlierJob, ...]:
+    """All jobs of a sweep's record."""
+    record = read_record(folder)
+    return tuple(
+        _earlier(index, words, record.folders.get(index))
+        for index, words in enumerate(record.overrides)
+    )
+
+
+def _earlier(index: int, words: tuple[str, ...], folder: Path | None) -> EarlierJob:
+    if folder is None:
+        return EarlierJob(index, words, None, None, None)
+    found = ended_job(index, folder, words, asked={}, before=(None, None), exit_code=0)
+    status = str(found.result.get("status"))
+    if status in _FINISHED:
+        error = "" if status == "done" else str(found.result.get("error") or "")
+        done = replace(found, status=status, exit_code=_FINISHED[status], error=error)
+        return EarlierJob(index, words, folder, done, None)
+    return EarlierJob(index, words, folder, None, newest_in(folder))
+
+
+def own_words(words: Sequence[str]) -> tuple[str, ...]:
+    """What makes a job this one: not how the sweep treats it, nor where it is written."""
+    return tuple(word for word in words if not word.lstrip("+").startswith(("sweep.", "hydra.")))
+
+
+def _other_jobs(before: Sequence[Sequence[str]], now: Sequence[Sequence[str]]) -> str:
+    fix = "Try the words of that sweep, or a sweep of its own without sweep.resume."
+    if len(before) != len(now):
+        return f"sweep.resume: that sweep has {len(before)} jobs, and these words {len(now)}. {fix}"
+    pairs = enumerate(zip(before, now, strict=True))
+    index, (old, new) = next(
+        pair for pair in pairs if own_words(pair[1][0]) != own_words(pair[1][1])
+    )
+    return (
+        f"sweep.resume: job {index} of that sweep is {shorten(' '.join(own_words(old)))}, of these "
+        f"words {shorten(' '.join(own_words(new)))}. {fix}"
+    )
+
+
 class SweepState:
     """What is known of a sweep while it runs, and what is printed and written of it."""
 
     def __init__(
-        self, folder: Path, source: Source, config: LaunchConfig, view: RunningView, *, quiet: bool
-    ) -> None:
+        self, folder: Path, source: Source, config: LaunchConfig, view: RunningView,
+        *, past: Sequence[EarlierJob], quiet: bool,
+    ) -> None:  # fmt: skip
         self.jobs: dict[int, SweepJob] = {}
         self.stopped = False
         self.submits = config.cluster.name == "slurm"
@@ -106,6 +215,11 @@ class SweepState:
         self._view = view
         self._quiet = quiet
         self._begun: dict[int, tuple[Path, Stamps, float]] = {}
+        for job in past:
+            if job.folder is not None:
+                self._begun[job.index] = job.folder, (None, None), time.monotonic()
+            if job.done is not None:
+                self.jobs[job.index] = job.done
 
     def begun(self, index: int, folder: Path, stamps: Stamps) -> None:
         """A job's folder is there, and nothing has run in it yet."""
@@ -172,6 +286,24 @@ class SweepState:
         elif self.jobs:
             report_sweep(self._folder, self.sweep(), metric=self._config.sweep.metric, hurry=hurry)
 
+    def unfinished(self) -> bool:
+        """Whether a job would go on, were the sweep typed again with sweep.resume."""
+        return any(job.status in ("preempted", "interrupted") for job in self.jobs.values())
+
+    def command(self, words: Sequence[str]) -> str:
+        """What is typed to go on."""
+        dropped = ("sweep.resume=", "hydra.sweep.dir=", "hydra.searchpath=")
+        kept = [word for word in words if not word.startswith(dropped)]
+        some = next((folder for folder, _, _ in self._begun.values()), self._folder)
+        here = Path.cwd()
+        place = (
+            self._folder.relative_to(here) if self._folder.is_relative_to(here) else self._folder
+        )
+        word = f"sweep.resume={place}"
+        if not _PLAIN.fullmatch(str(place)):
+            word = quote("sweep.resume", str(place))
+        return paste(some, ["-m", *kept, word])
+
     def code(self) -> int:
         """0 if all have succeeded, else that of the first job that has not."""
         codes = [job.exit_code for _, job in sorted(self.jobs.items()) if job.status != "pruned"]
@@ -189,6 +321,7 @@ def run_multirun(
     source: Source,
     config: LaunchConfig,
     verbose: bool = False,
+    past: Sequence[EarlierJob] = (),
 ) -> int:
     """Runs every job of a sweep, each in a folder of its own.
 
@@ -206,7 +339,11 @@ def run_multirun(
     quiet = not verbose and config.cluster.name != "slurm"
     aside = min(config.sweep.parallel, source.total)
     view = RunningView(enabled=quiet and sys.stdout.isatty(), threaded=aside == 1)
-    state = SweepState(folder.path, source, config, view, quiet=quiet)
+    state = SweepState(folder.path, source, config, view, past=past, quiet=quiet)
+    if past:
+        again = sum(job.checkpoint is not None for job in past)
+        done = f"{len(state.jobs)} of {source.total} jobs are done"
+        say(f"goes on in {folder.path}: {done}, {again} from a checkpoint")
     if source.total > 1 and (quiet or aside > 1):
         beside = "" if aside == 1 else f", {aside} side by side: their times are those of a share"
         say(f"{source.total} jobs in {folder.path}, each with an {OUTPUT}{beside}")
@@ -219,6 +356,8 @@ def run_multirun(
         stack.enter_context(view)
         _run(source, runner, state)
     state.report(hurry=runner.interrupted)
+    if (not state.submits and len(state.jobs) < source.total) or state.unfinished():
+        say(f"to go on: {state.command(words)}")
     if runner.interrupted:
         raise KeyboardInterrupt
     return state.code()

@@ -22,6 +22,7 @@ from launcher.config.key import shorten
 from strategies.errors import PlanError
 
 if TYPE_CHECKING:
+    from launcher.compose.multirun import EarlierJob
     from launcher.report.sweep.sweep_jobs import SweepJob
 
 
@@ -38,12 +39,14 @@ def check_search(config: LaunchConfig) -> None:
 class Search:
     """The trials of a search, each chosen when there is room for it."""
 
-    def __init__(self, space: Space, config: LaunchConfig) -> None:
+    def __init__(self, space: Space, config: LaunchConfig, past: Sequence[EarlierJob] = ()) -> None:
         optuna = _optuna()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         # Trials that still run count as bad ones, or those beside them would be the same.
         aside = config.sweep.parallel > 1
-        sampler = optuna.samplers.TPESampler(seed=config.seed, constant_liar=aside)
+        # A search that goes on must not begin with the same random trials.
+        seed = config.seed + len(past)
+        sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=aside)
         self._study = optuna.create_study(sampler=sampler, direction="minimize")
         self._states = optuna.trial.TrialState
         trials = config.sweep.trials
@@ -53,8 +56,37 @@ class Search:
         self._asked: list[list[str]] = []
         self._trials: dict[int, Any] = {}
         self._goal = _Goal(config.sweep.metric, [axis.key for axis in space.axes])
+        self._again: list[EarlierJob] = []
+        for job in past:
+            self._remember(job)
+
+    def _remember(self, job: EarlierJob) -> None:
+        """A trial of the search that this one goes on with."""
+        from launcher.compose.multirun import own_words  # Only a sweep needs it.
+
+        given = dict(word.split("=", 1) for word in job.overrides)
+        if any(axis.key not in given for axis in self._space.axes) or not {
+            *own_words(self._space.fixed)
+        } <= {*job.overrides}:
+            raise PlanError(
+                f"sweep.resume: job {job.index} of that sweep is "
+                f"{shorten(' '.join(job.overrides))}, which these words do not search among. "
+                "Try the words of that sweep, or a sweep of its own without sweep.resume."
+            )
+        self._study.enqueue_trial({a.key: a.value(given[a.key]) for a in self._space.axes})
+        self._asked.append(list(job.overrides))
+        if job.done is None:
+            self._again.append(job)
+        trial = self._trials[job.index] = self._study.ask()
+        for axis in self._space.axes:
+            _ask(trial, axis)
+        if job.done is not None:
+            self.tell(job.done)
 
     def take(self) -> tuple[int, Sequence[str]] | None:
+        if self._again:
+            job = self._again.pop(0)
+            return job.index, job.words(job.overrides)
         index = len(self._asked)
         if index == self.total:
             return None
@@ -137,6 +169,14 @@ class Axis:
     high: float = 0.0
     log: bool = False
     whole: bool = False
+
+    def value(self, text: str) -> str | int | float:
+        """What a word of an earlier trial stands for, inside the bounds."""
+        if self.choices:
+            return text
+        if self.whole:
+            return int(text)
+        return min(max(float(text), self.low), self.high)
 
     def word(self, value: object) -> str:
         return f"{self.key}={value}"

@@ -312,6 +312,22 @@ class SweepConfig:
         high=1000,
         example=2,
     )
+    prune_at: tuple[int, ...] = key(
+        (),
+        "Steps at which a job ends whose train_loss is above the median of the others'; empty = "
+        "none is ended.",
+        low=1,
+        example=[20, 40],
+    )
+    prune_after: int = key(
+        3, "Other jobs that must have come to that step before one is ended.", low=1, high=1000
+    )
+    resume: str | None = key(
+        None,
+        "Go on with a sweep that was typed with the same words: its folder, or auto = the newest "
+        "below multirun/. Jobs that are done stay, others go on from their checkpoints.",
+        example="auto",
+    )
     trials: int | None = key(
         None,
         "Search: so many jobs, chosen by Optuna among the values and interval()s of -m; null = "

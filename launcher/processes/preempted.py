@@ -16,6 +16,7 @@ from launcher.processes.failure import Failure, RankFailedError, RankRefusedErro
 from strategies.errors import DamagedCheckpointError, RunError
 
 PREEMPTED = 85
+PRUNED = 86  # of a job inside a sweep; the sweep's own code knows nothing of it
 INTERRUPTED = 130
 
 
@@ -33,6 +34,16 @@ class InterruptedRunError(PreemptedError):
     """The same by Ctrl-C: somebody sat there, so nothing is to be submitted again by itself."""
 
     exit_code = INTERRUPTED
+
+
+class PrunedError(RunError):
+    """A job of a sweep that was ended because others do better; ``figures`` are what it left."""
+
+    exit_code = PRUNED
+
+    def __init__(self, message: str, figures: Mapping[str, object]) -> None:
+        super().__init__(message)
+        self.figures = dict(figures)
 
 
 class StopRequest:

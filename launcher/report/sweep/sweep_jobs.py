@@ -14,7 +14,14 @@ from launcher.report.rows import TimelineData
 from strategies.errors import PlanError
 from strategies.small_file import read_json
 
-_STATUSES = {None: "interrupted", 0: "done", 2: "refused", 85: "preempted", 130: "interrupted"}
+_STATUSES = {
+    None: "interrupted",
+    0: "done",
+    2: "refused",
+    85: "preempted",
+    86: "pruned",
+    130: "interrupted",
+}
 RESULT, TRACE, PAGE = "result.json", "trace.json", "timeline.html"
 # Identities of the two files that are read, ``RESULT`` and ``TRACE``; None for one that is missing.
 Stamps = tuple[tuple[int, int] | None, ...]

@@ -1,0 +1,151 @@
+"""A sweep that goes on: what is done stays, what was interrupted continues."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.commands.layouts import simulate
+from launcher.config import LaunchConfig
+from launcher.processes.preempted import PrunedError
+from strategies.errors import RunError
+from tests.launcher.command_line import run_here
+from tests.launcher.runs import MODEL, launch
+
+SIMULATED = ("-m", "mode=simulate", "costs=uniform", "pp=2", "schedule=1f1b,gpipe,zb_v,naive")
+RESUME = "sweep.resume=s"
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "s" / "sweep.csv").open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def interrupt_third(config: LaunchConfig, run_dir: Path) -> int:
+    if config.schedule.name == "gpipe":
+        raise RunError("rank 0 was killed")
+    if config.schedule.name == "zb_v":
+        raise KeyboardInterrupt
+    return simulate(config, run_dir)
+
+
+def test_jobs_that_are_done_are_not_run_again(tmp_path, monkeypatch):
+    words = [*SIMULATED, "hydra.sweep.dir=s"]
+    first = run_here(words, tmp_path, monkeypatch, interrupt_third)
+    assert (first.code, len(first.calls)) == (130, 3)
+    command = (
+        "python -m launcher -m mode=simulate costs=uniform pp=2 schedule=1f1b,gpipe,zb_v,naive"
+    )
+    assert f"to go on: {command} sweep.resume=s" in first.output.splitlines()
+    again = run_here([*SIMULATED, RESUME], tmp_path, monkeypatch, simulate)
+    assert (again.code, again.errors) == (0, "")
+    assert [call.run_dir.name for call in again.calls] == ["1", "2", "3"]
+    assert again.output.startswith(f"goes on in {tmp_path / 's'}: 1 of 4 jobs are done")
+    assert "to go on" not in again.output
+    whole = run_here(words, tmp_path / "whole", monkeypatch, simulate)
+    assert whole.code == 0
+    assert rows(tmp_path) == rows(tmp_path / "whole")
+    nothing = run_here([*SIMULATED, RESUME], tmp_path, monkeypatch, simulate)
+    assert (nothing.code, nothing.calls) == (0, [])
+    assert rows(tmp_path) == rows(tmp_path / "whole")
+
+
+def test_an_interrupted_job_continues_from_its_checkpoint(tmp_path, monkeypatch):
+    words = ["-m", "optimizer.lr=0.1,0.2", "trainer.resume=elsewhere"]
+
+    def interrupt(config: LaunchConfig, run_dir: Path) -> int:
+        raise KeyboardInterrupt
+
+    run_here([*words, "hydra.sweep.dir=s"], tmp_path, monkeypatch, interrupt)
+    found = {tmp_path / "s" / "0": tmp_path / "s" / "0" / "checkpoints" / "step-7.ckpt"}
+    monkeypatch.setattr("launcher.compose.multirun.newest_in", lambda folder: found.get(folder))
+    again = run_here([*words, "sweep.resume=auto", "sweep.dir=null"], tmp_path, monkeypatch)
+    assert again.code == 2  # the newest below multirun/, and there is none
+    again = run_here([*words, RESUME], tmp_path, monkeypatch)
+    assert [call.config.trainer.resume for call in again.calls] == [
+        str(found[tmp_path / "s" / "0"]), "elsewhere",
+    ]  # fmt: skip
+    record = json.loads((tmp_path / "s" / "jobs.json").read_text())["jobs"]
+    assert all("trainer.resume=elsewhere" in job["overrides"] for job in record)
+
+
+def test_how_a_sweep_treats_its_jobs_may_change(tmp_path, monkeypatch):
+    run_here([*SIMULATED, "hydra.sweep.dir=s"], tmp_path, monkeypatch, interrupt_third)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: None)
+    words = [*SIMULATED, RESUME, "sweep.parallel=2"]
+    again = run_here(words, tmp_path, monkeypatch, simulate)
+    assert again.code == 0
+    assert [row["status"] for row in rows(tmp_path)] == ["done"] * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((*SIMULATED[:-1], "schedule=1f1b,gpipe", RESUME), "has 4 jobs, and these words 2"),
+        ((*SIMULATED, "num_microbatches=4", RESUME), "job 0 of that sweep is mode=simulate"),
+        ((*SIMULATED, "sweep.resume=nowhere"), "is no sweep's folder"),
+        ((*SIMULATED, "sweep.resume=auto"), "there is none below multirun"),
+        ((*SIMULATED, RESUME, "hydra.sweep.dir=t"), "Try it without hydra.sweep.dir"),
+        (("mode=simulate", RESUME), "Try it with -m."),
+        (("-m", "cluster=slurm", "pp=1,2", RESUME), "Try mode=collect"),
+    ],
+)
+def test_another_sweep_than_that_of_the_folder_is_refused(words, message, tmp_path, monkeypatch):
+    run_here([*SIMULATED, "hydra.sweep.dir=s"], tmp_path, monkeypatch, interrupt_third)
+    before = sorted(tmp_path.rglob("*"))
+    done = run_here(list(words), tmp_path, monkeypatch)
+    assert (done.code, done.calls) == (2, [])
+    assert message in done.errors
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_pruned_job_has_a_row_and_fails_nothing(tmp_path, monkeypatch):
+    def prune(config: LaunchConfig, run_dir: Path) -> int:
+        if config.schedule.name == "gpipe":
+            (run_dir / "result.json").write_text('{"status": "pruned", "loss_last": 9.5}')
+            raise PrunedError("train_loss 9.5 at step 8 is above 3.1", {})
+        return simulate(config, run_dir)
+
+    words = [*SIMULATED[:-1], "schedule=1f1b,gpipe"]
+    done = run_here([*words, "hydra.sweep.dir=s"], tmp_path, monkeypatch, prune)
+    assert (done.code, done.errors) == (0, "")
+    assert [row["status"] for row in rows(tmp_path)] == ["done", "pruned"]
+    assert "[2/2] schedule=gpipe  pruned  last loss 9.5000; 0 s" in done.output
+    again = run_here([*words, RESUME], tmp_path, monkeypatch)
+    assert (again.code, again.calls) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sweep.prune_at=[5]"], "sweep.prune_at is about the jobs of a sweep. Try it with -m."),
+        (["-m", "pp=1,2", "mode=simulate", "sweep.prune_at=[5]"], "ends jobs that train"),
+        (["-m", "pp=1,2", "sweep.prune_at=[60]"], "trainer.max_steps=60"),
+        (["-m", "pp=1,2", "sweep.prune_at=[0]"], "sweep.prune_at"),
+    ],
+)
+def test_pruning_that_cannot_be_is_refused(words, message, tmp_path, monkeypatch):
+    done = run_here(words, tmp_path, monkeypatch)
+    done.assert_refused()
+    assert message in done.errors
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+def test_a_job_with_a_hopeless_rate_is_pruned(tmp_path):
+    words = [
+        *MODEL, "-m", "pp=2", "optimizer.lr=0.003,0.002,10.0", "trainer.max_steps=12",
+        "sweep.prune_at=[6]", "sweep.prune_after=2", "trainer.limit_val_batches=0",
+        "tracking=none", "hydra.sweep.dir=s",
+    ]  # fmt: skip
+    done = launch(words, tmp_path).assert_done()
+    assert [row["status"] for row in rows(tmp_path)] == ["done", "done", "pruned"]
+    result = json.loads((tmp_path / "s" / "2" / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("pruned", 6)
+    with (tmp_path / "s" / "pruning.csv").open(newline="") as stream:
+        assert [row["verdict"] for row in csv.DictReader(stream)] == ["goes on"] * 2 + ["pruned"]
+    assert "the median of 2 other jobs" in done.output
