@@ -41,6 +41,14 @@ def test_both_packages_are_complete_and_say_that_they_are_typed(wheel):
     assert sources | {"launcher/py.typed", "strategies/py.typed"} <= set(wheel.namelist())
 
 
+def test_what_is_no_python_comes_along(wheel):
+    names = set(wheel.namelist())
+    for pattern in ("launcher/tools/project/**/*.in", "launcher/compose/*.bash"):
+        files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)}
+        assert files
+        assert files <= names
+
+
 def test_nothing_else_is_installed(wheel):
     tops = {name.split("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"launcher", "strategies"}

@@ -6,6 +6,7 @@ A plan is the best degrees, stage cut and schedule, and why the others lost.
 from __future__ import annotations
 
 import gc
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,7 +135,7 @@ def _say_plans(config: LaunchConfig, asked: Question, mapping: dict[str, object]
     say(calibration(asked))
     plans = mapping["plans"]
     assert isinstance(plans, list)
-    say(plan_table(plans))
+    say(plan_table(plans, room=terminal_width() if sys.stdout.isatty() else None))
     order = "fastest first" if reached == "throughput" else f"largest {reached} first, then fastest"
     say(f"sorted: {order}")
 

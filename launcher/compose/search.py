@@ -68,9 +68,10 @@ class Search:
         if any(axis.key not in given for axis in self._space.axes) or not {
             *own_words(self._space.fixed)
         } <= {*job.overrides}:
+            words = shorten(" ".join(own_words(job.overrides)))
             raise PlanError(
-                f"sweep.resume: job {job.index} of that sweep is "
-                f"{shorten(' '.join(job.overrides))}, which these words do not search among. "
+                f"sweep.resume: job {job.index} of that sweep is {words}, which these words do "
+                "not search among. "
                 "Try the words of that sweep, or a sweep of its own without sweep.resume."
             )
         self._study.enqueue_trial({a.key: a.value(given[a.key]) for a in self._space.axes})

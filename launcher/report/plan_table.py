@@ -20,22 +20,37 @@ HEAD = (
 )  # fmt: skip
 
 
-def plan_table(rows: Sequence[Mapping[str, object]]) -> str:
+# What a narrow terminal goes without, in this order.
+_SPARED = ("exposed", "over bound", "bubble", "layers per stage", "MFU", "recompute", "overlap")
+
+
+def plan_table(rows: Sequence[Mapping[str, object]], *, room: int | None = None) -> str:
     """A line per plan of ``plans`` in result.json.
 
     Where rows are of models of different sizes (``planner.maximize``), each shows its own.
+
+    ``room``: columns of the terminal, if there is one: what has no place there is named below.
     """
     own = own_sizes(rows)
     lines = [(*HEAD[:1], *own, *HEAD[1:]), *plan_cells(rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     left = {0, *(column + len(own) for column in (4, 5, 6, 7, 15))}
-    return "\n".join(
+    shown, spared = list(range(len(widths))), []
+    for name in _SPARED:
+        if room is None or sum(widths[column] + 2 for column in shown) - 2 <= room:
+            break
+        spared.append(name)
+        shown.remove(HEAD.index(name) + len(own))
+    text = "\n".join(
         "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            line[column].ljust(widths[column])
+            if column in left
+            else line[column].rjust(widths[column])
+            for column in shown
         ).rstrip()
         for line in lines
     )
+    return text + (f"\nin timeline.html: {', '.join(spared)}" if spared else "")
 
 
 def own_sizes(rows: Sequence[Mapping[str, object]]) -> list[str]:

@@ -47,7 +47,7 @@ def _table(result: Result) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
-    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # gives way first where a terminal is narrow
     for section, figures in _SECTIONS:
         rows = list(_rows(result, figures))
         if rows:

@@ -162,7 +162,11 @@ class Sweep:
 
 
 def make_sweep(jobs: Sequence[SweepJob], asked: Sequence[Sequence[str]]) -> Sweep:
-    values = [override_values(words) for words in asked]
+    # How the sweep is run, and where, makes no job another one.
+    values = [
+        override_values([w for w in words if not w.lstrip("+").startswith(("sweep.", "hydra."))])
+        for words in asked
+    ]
     keys = list(dict.fromkeys(key for given in values for key in given))
     varied = tuple(key for key in keys if len({given.get(key) for given in values}) > 1)
     return Sweep(tuple(jobs), len(asked), varied)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TextIO
@@ -144,9 +145,10 @@ def print_sweep(sweep: Sweep, *, file: TextIO | None = None) -> None:
         console.print(table)
         if left_out:
             names = ", ".join(column.heading.replace("\n", " ") for column in left_out)
-            console.print(Text(f"in sweep.html and sweep.csv: {names}"), soft_wrap=True)
+            console.print(Text(textwrap.fill(f"in sweep.html and sweep.csv: {names}", room)))
         if same:
-            console.print(Text("the same for all: " + ", ".join(map(_in_words, same))))
+            words = "the same for all: " + ", ".join(map(_in_words, same))
+            console.print(Text(textwrap.fill(words, room)))
         marked |= any(any(column.best) for column in section.columns)
     if marked:
         console.print(Text(f"{BEST} best of its column"))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.commands.layouts import simulate
 from launcher.config import LaunchConfig
 from launcher.processes.preempted import PrunedError
 from strategies.errors import RunError
@@ -24,12 +23,19 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
+def light(config: LaunchConfig, run_dir: Path) -> int:
+    """A job with figures, and without the pictures that take most of the time."""
+    figures = {"status": "done", "schedule": config.schedule.name, "makespan": 12.0}
+    (run_dir / "result.json").write_text(json.dumps(figures | {"time_unit": "F"}))
+    return 0
+
+
 def interrupt_third(config: LaunchConfig, run_dir: Path) -> int:
     if config.schedule.name == "gpipe":
         raise RunError("rank 0 was killed")
     if config.schedule.name == "zb_v":
         raise KeyboardInterrupt
-    return simulate(config, run_dir)
+    return light(config, run_dir)
 
 
 def test_jobs_that_are_done_are_not_run_again(tmp_path, monkeypatch):
@@ -40,15 +46,15 @@ def test_jobs_that_are_done_are_not_run_again(tmp_path, monkeypatch):
         "python -m launcher -m mode=simulate costs=uniform pp=2 schedule=1f1b,gpipe,zb_v,naive"
     )
     assert f"to go on: {command} sweep.resume=s" in first.output.splitlines()
-    again = run_here([*SIMULATED, RESUME], tmp_path, monkeypatch, simulate)
+    again = run_here([*SIMULATED, RESUME], tmp_path, monkeypatch, light)
     assert (again.code, again.errors) == (0, "")
     assert [call.run_dir.name for call in again.calls] == ["1", "2", "3"]
     assert again.output.startswith(f"goes on in {tmp_path / 's'}: 1 of 4 jobs are done")
     assert "to go on" not in again.output
-    whole = run_here(words, tmp_path / "whole", monkeypatch, simulate)
+    whole = run_here(words, tmp_path / "whole", monkeypatch, light)
     assert whole.code == 0
     assert rows(tmp_path) == rows(tmp_path / "whole")
-    nothing = run_here([*SIMULATED, RESUME], tmp_path, monkeypatch, simulate)
+    nothing = run_here([*SIMULATED, RESUME], tmp_path, monkeypatch, light)
     assert (nothing.code, nothing.calls) == (0, [])
     assert rows(tmp_path) == rows(tmp_path / "whole")
 
@@ -77,7 +83,7 @@ def test_how_a_sweep_treats_its_jobs_may_change(tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: None)
     words = [*SIMULATED, RESUME, "sweep.parallel=2"]
-    again = run_here(words, tmp_path, monkeypatch, simulate)
+    again = run_here(words, tmp_path, monkeypatch, light)
     assert again.code == 0
     assert [row["status"] for row in rows(tmp_path)] == ["done"] * 4
 
@@ -108,7 +114,7 @@ def test_a_pruned_job_has_a_row_and_fails_nothing(tmp_path, monkeypatch):
         if config.schedule.name == "gpipe":
             (run_dir / "result.json").write_text('{"status": "pruned", "loss_last": 9.5}')
             raise PrunedError("train_loss 9.5 at step 8 is above 3.1", {})
-        return simulate(config, run_dir)
+        return light(config, run_dir)
 
     words = [*SIMULATED[:-1], "schedule=1f1b,gpipe"]
     done = run_here([*words, "hydra.sweep.dir=s"], tmp_path, monkeypatch, prune)

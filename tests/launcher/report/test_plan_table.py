@@ -95,3 +95,13 @@ def test_rows_of_models_of_several_sizes_show_their_own():
     lines = plan_table([PLAN | {"sequence": n, "layers": 4} for n in (4352, 1152)]).splitlines()
     assert lines[0].split()[:3] == ["sequence", "tp", "pp"]
     assert [line.split()[:3] for line in lines[1:]] == [["1", "4352", "2"], ["2", "1152", "2"]]
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_their_names():
+    wide = plan_table([PLAN, PLAN])
+    assert plan_table([PLAN, PLAN], room=200) == wide
+    narrow = plan_table([PLAN, PLAN], room=80).splitlines()
+    assert max(map(len, narrow)) <= 80
+    assert narrow[-1].startswith("in timeline.html: exposed, over bound")
+    assert "tokens/s" in narrow[0]
+    assert "exposed" not in narrow[0]

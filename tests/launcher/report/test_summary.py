@@ -102,6 +102,22 @@ def test_headings_are_bold_on_a_terminal(monkeypatch):
     assert "\x1b[1m" in file.getvalue()
 
 
+def test_a_narrow_terminal_shows_every_number(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    file = Terminal()
+    print_summary(simulated(), file=file)
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60 + len("\x1b[1m\x1b[0m") * 2
+    assert any("makespan" in line and "19.5" in line for line in lines)
+    assert "microbatches rank 0, rank 1 least" in " ".join(file.getvalue().split())
+
+
 def test_measured_and_predicted_memory_are_told_apart():
     both = {"dp": 1, "peak_memory_bytes": [3 * 2**30], "measured_peak_memory_bytes": [3 * 2**30],
             "predicted_peak_memory_bytes": [2**30], "steps": 4,
