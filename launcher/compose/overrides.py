@@ -69,13 +69,13 @@ def expand(overrides: Iterable[Override]) -> list[list[str]]:
     for override in overrides:
         name = override.get_key_element()
         if not override.is_sweep_override():
-            values[name] = [f"{name}={override.get_value_element_as_str()}"]
+            values[name] = [f"{name}={as_typed(override.get_value_element_as_str())}"]
         elif override.is_discrete_sweep():
             try:
                 choices = list(itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1))
             except (HydraException, ValueError, ZeroDivisionError) as error:
                 raise _unreadable(override.input_line or name) from error
-            values[name] = [f"{name}={choice}" for choice in choices]
+            values[name] = [f"{name}={as_typed(choice)}" for choice in choices]
         else:
             raise PlanError(
                 f"{shorten(override.input_line)}: a sweep needs a list of values. "
@@ -88,6 +88,15 @@ def expand(overrides: Iterable[Override]) -> list[list[str]]:
     if not 1 <= jobs <= MAX_JOBS:
         raise PlanError(f"The sweep has {jobs} jobs; from 1 to {MAX_JOBS} are possible.")
     return [list(job) for job in itertools.product(*values.values())]
+
+
+def as_typed(value: str) -> str:
+    r"""A value without the backslashes that Hydra puts before colons, which need none.
+
+    >>> as_typed(r"nets\:LitNet")
+    'nets:LitNet'
+    """
+    return value if {"'", '"', "{"} & {*value} else value.replace("\\:", ":")
 
 
 def require_single(overrides: Iterable[Override]) -> None:

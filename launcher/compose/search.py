@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override
 
-from launcher.compose.overrides import MAX_JOBS
+from launcher.compose.overrides import MAX_JOBS, as_typed
 from launcher.config import LaunchConfig
 from launcher.config.key import shorten
 from strategies.errors import PlanError
@@ -215,9 +215,10 @@ def find_space(overrides: Iterable[Override]) -> Space:
     for override in overrides:
         name = override.get_key_element()
         if not override.is_sweep_override():
-            fixed.append(f"{name}={override.get_value_element_as_str()}")
+            fixed.append(f"{name}={as_typed(override.get_value_element_as_str())}")
         elif override.is_discrete_sweep():
-            values = tuple(itertools.islice(override.sweep_string_iterator(), MAX_JOBS))
+            found = itertools.islice(override.sweep_string_iterator(), MAX_JOBS)
+            values = tuple(map(as_typed, found))
             axes.append(Axis(name, choices=values))
         else:
             axes.append(_interval(name, override))

@@ -126,7 +126,8 @@ def test_a_sweep_over_a_width_with_callbacks_and_two_trackers(project: Path) -> 
         "callbacks.stop.args.monitor=val_acc", "callbacks.stop.args.mode=max",
         "callbacks.count.path=counter:Counter", "callbacks.count.args.file=count.txt",
     )  # fmt: skip
-    launch(words, project, timeout_s=300).assert_done()
+    done = launch(words, project, timeout_s=300).assert_done()
+    assert "model.path=nets:LitResNet data=class" in done.output  # of the best job's command
     results = [read_result(project / "sweep" / str(job)) for job in range(2)]
     assert results[0]["num_parameters"] < results[1]["num_parameters"]
     assert [result["steps"] for result in results] == [4, 4]
