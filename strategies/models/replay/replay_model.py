@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import ChainMap
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -336,7 +337,7 @@ class ReplayModel(StageModel):
         path = self._path(which, batch, *where)
         device = batch_device(batch, self._module)
         # Outcomes of its own: what stages find out in their first forwards is for them to see.
-        cache = self._value_caches.setdefault(which, {})
+        cache = ChainMap(self._value_caches.setdefault(which, {}), self._caches[which])
         run = ValueRun(self._modules, device, cache, plan, neutral=neutral)
         names = any(e.parameters for events in path.events for e in events)
         logs = LogCapture(lambda value: False, self._module)

@@ -8,7 +8,7 @@ it, ``stage_run.py`` follows one.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, MutableMapping
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class ShapeMode(TorchFunctionMode):
     """
 
     def __init__(
-        self, units: list[nn.Module], device: torch.device, cache: dict[Hashable, Outcome]
+        self, units: list[nn.Module], device: torch.device, cache: MutableMapping[Hashable, Outcome]
     ) -> None:
         super().__init__()
         self.units = units

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -259,22 +259,29 @@ class Dealer:
         Raises:
             ModelError: As ``find_plan``.
         """
-        seen = []
-        for seed, batch in ((1, whole), (2, whole), (1, part), (1, turned), (1, front)):
+
+        def run(batch: Any, *, seed: int = 1, neutral: bool = False) -> Values:
             seed_all(seed)
-            seen.append(self._run(step, batch, where, None, False))
-        still: tuple[Values, ...] = (seen[0], seen[2])
-        if seen[0].draws:
-            still = tuple(self._run(step, batch, where, None, True) for batch in (whole, part))
-        plan = find_plan(
-            *seen[:3],
-            turned=seen[3],
-            front=seen[4],
-            still=still,
-            pair=Pair(rows, first),
-            num_calls=self._calls(step, part, where),
-            step=STEP_NAMES[step[0]],
-        )
+            return self._run(step, batch, where, None, neutral)
+
+        every, last, early = run(whole), run(part), run(front)
+        pair = Pair(rows, first)
+        plan = NOTHING
+        if every.draws or every.host or not _rows_stay(every, last, early, pair):
+            still = (every, last)
+            if every.draws:
+                still = (run(whole, neutral=True), run(part, neutral=True))
+            plan = find_plan(
+                every,
+                run(whole, seed=2),
+                last,
+                turned=run(turned),
+                front=early,
+                still=still,
+                pair=pair,
+                num_calls=self._calls(step, part, where),
+                step=STEP_NAMES[step[0]],
+            )
         self._plans[step] = plan
         return plan
 
@@ -341,7 +348,7 @@ class ValueRun(ShapeMode):
         self,
         units: list[nn.Module],
         device: torch.device,
-        cache: dict[Hashable, Outcome],
+        cache: MutableMapping[Hashable, Outcome],
         plan: ValuePlan | None = None,
         *,
         neutral: bool = False,
@@ -471,6 +478,24 @@ def seed_all(seed: int) -> None:
         numpy.seed(seed % 2**32)
 
 
+def _rows_stay(whole: Values, part: Values, front: Values, pair: Pair) -> bool:
+    """Whether each part makes what the whole batch makes of these rows, in all values."""
+    return all(
+        point in whole.filled or _known(value, part.at.get(point), front.at.get(point), pair)
+        for point, value in whole.at.items()
+    )
+
+
+def _known(
+    value: Tensor, last: Tensor | None, early: Tensor | None, pair: Pair
+) -> list[Rows | None]:
+    """How the rows of two parts lie in a value; the same way in both."""
+    if last is None or early is None or not last.dim() == early.dim() == value.dim():
+        return []
+    also = ways_of(Share(0, pair.rows - pair.first, pair.rows), value, early)
+    return [found for found in pair.compare(value, last) if found in also]
+
+
 def find_plan(
     whole: Values,
     again: Values,
@@ -478,7 +503,7 @@ def find_plan(
     *,
     turned: Values,
     front: Values,
-    still: tuple[Values, ...],
+    still: tuple[Values, Values],
     pair: Pair,
     num_calls: int,
     step: str,
@@ -502,7 +527,6 @@ def find_plan(
     ways: dict[Point, Rows | None] = {}
     needed: list[Point] = []
     draws = bool(whole.draws) or whole.host
-    start = Share(0, pair.rows - pair.first, pair.rows)
     for point, value in whole.at.items():
         own, other = part.at.get(point), again.at.get(point)
         if (
@@ -518,11 +542,7 @@ def find_plan(
             or _differ(value, other)
             or any(_is_result(draw.result, value) for draw in whole.draws)  # from a seed of its own
         )
-        known: list[Rows | None] = []
-        early = front.at.get(point)
-        if not drawn and early is not None and early.dim() == value.dim():
-            also = ways_of(start, value, early)
-            known = [found for found in pair.compare(value, own) if found in also]
+        known = [] if drawn else _known(value, own, front.at.get(point), pair)
         way = by_shape(pair, value, own)
         behind = point[0] >= num_calls
         if known:
@@ -585,7 +605,9 @@ def ways_of(share: Share, value: Tensor, own: Tensor) -> list[Rows | None]:
     return found
 
 
-def _still_way(still: tuple[Values, ...], point: Point, pair: Pair, way: str) -> Rows | str | None:
+def _still_way(
+    still: tuple[Values, Values], point: Point, pair: Pair, way: str
+) -> Rows | str | None:
     """Where rows are when nothing is random."""
     both, one = (values.at.get(point) for values in still)
     if both is None or one is None or both.dim() != one.dim():

@@ -195,6 +195,37 @@ class OwnGenerator(Net):
         return functional.cross_entropy(self(x + noise), y)
 
 
+class Dropped(Net):
+    """Chance before the layers, between them row by row, and from a seed of the step's own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x = functional.dropout(x, 0.2)
+        x = x.masked_fill(torch.rand_like(x) < 0.2, 0.0)
+        places = torch.multinomial(torch.ones(len(x), WIDTH), 2)
+        x = x + torch.zeros_like(x).scatter_(1, places, 1.0)
+        for layer in self.net:
+            kept = torch.bernoulli(torch.full((len(x), 1), 0.8, dtype=x.dtype))
+            x = x + kept * layer(x)
+        torch.manual_seed(7 + batch_idx)
+        y = torch.where(torch.rand(len(y)) < 0.2, torch.randint_like(y, CLASSES), y)
+        return functional.cross_entropy(self.head(x), y)
+
+
+class Recurrent(Net):
+    """The first state is drawn, and rows are its second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        state = tuple(torch.randn(1, len(x), WIDTH, dtype=x.dtype) for _ in range(2))
+        given, _ = self.layer(x[:, None].expand(-1, 3, -1), state)
+        return functional.cross_entropy(self(given[:, -1]), y)
+
+
 class Hidden(Net):
     """Rows mixed by chance between layers, and their labels alike: those of a microbatch."""
 
@@ -261,7 +292,21 @@ def advantages() -> pl.LightningModule:
     return Advantages()
 
 
-@spread([vae, diffusion, distribution, in_place, Kept, Views, Sorted, Places, OwnGenerator])
+@spread(
+    [
+        vae,
+        diffusion,
+        distribution,
+        in_place,
+        Kept,
+        Views,
+        Sorted,
+        Places,
+        OwnGenerator,
+        Dropped,
+        Recurrent,
+    ]
+)
 def test_noise_is_drawn_for_all_rows_at_once(
     ranks: Callable[[int], Ranks], case: Callable[[], pl.LightningModule], layout: str
 ) -> None:
