@@ -114,12 +114,12 @@ def test_it_is_calibrated_and_says_how_well(profile):
     assert (mapping["calibrated"], mapping["calibration_error"]) == (True, max(ERRORS.values()))
     assert "calibrated, +-3.0 %: layers and links were measured" in calibration(what)
     assert list_plans(config, what, found.answer)[0].step_time_s == found.listed[0].step_time_s
-    sizes = {p.run.config.data.microbatch_size for p in found.listed} | {
+    sizes = {p.config.data.microbatch_size for p in found.listed} | {
         r.layout.microbatch_size for r in found.answer.refusals
     }  # fmt: skip
     assert sizes == {1, 2, 4}
     # Layers that recompute inside were not measured.
-    policies = {p.run.config.recompute.name for p in found.listed} | {
+    policies = {p.config.recompute.name for p in found.listed} | {
         r.recompute.policy for r in found.answer.refusals
     }  # fmt: skip
     assert policies == {"none", "optimal", "mario", "full"}
@@ -129,7 +129,7 @@ def test_a_profile_serves_a_deeper_model_but_one_sequence_length(profile):
     planner = {"global_batch_size": 16, "memory_gb": 0.00025, "maximize": "model_size"}
     config, what = asked_of(profile[0], LAYOUT, pp=2, planner=planner)
     found = tune_layout(config, what, top_k=1)
-    assert found.listed[0].run.config.model.layers > 4
+    assert found.listed[0].config.model.layers > 4
     longer = replace(config, planner=replace(config.planner, maximize="sequence_length"))
     with pytest.raises(PlanError, match=r"one sequence length\. Try costs=analytic"):
         largest_model(longer, what)
