@@ -93,8 +93,8 @@ class LaunchConfig:
     )
     allow_code: bool = key(
         False,
-        "eval, predict: take model.path and model.args, where they are not given, from the "
-        "checkpoint, which runs the code that it names.",
+        "model=class, data=class: take path and args, where no path is given, from the checkpoint, "
+        "and so run the code that it names.",
     )
     callbacks: Args = key(
         Args(),
