@@ -105,10 +105,33 @@ const checks = {
   },
 
   async "a hostile CSV is text"() {
+    await preset("a deadlock");
     await field("csv").fill('0F0,<img src=x onerror=alert(1)>\n</textarea><script>alert(2)</script>');
     await error().filter({ hasText: "'<img src=x onerror=alert(1)>' is not an instruction" }).waitFor(WITHIN);
     assert.equal(await page.locator("#play img, #play script").count(), 0);
     await shot("hostile");
+  },
+
+  async "a CSV of a megabyte is refused by its size, and no link is made of it"() {
+    await preset("a deadlock");
+    await field("csv").fill("0F0,".repeat(250_000));
+    await error().filter({ hasText: "has 250,000 forwards, and this page takes at most" }).waitFor(WITHIN);
+    await page.locator("#play button", { hasText: "copy link" }).click();
+    await page.locator("#play .status", { hasText: "A link with this CSV would have" }).waitFor();
+  },
+
+  async "a hostile link is text"() {
+    const evil = "<img src=x onerror=alert(3)>";
+    const pairs = { schedule: evil, pp: evil, "costs.forward": evil, more: `${evil} __proto__.x=1`, csv: evil };
+    await open("#" + new URLSearchParams({ ...pairs, __proto__x: "1", constructor: "1" }));
+    await error().filter({ hasText: "<img: expected key=value" }).waitFor(WITHIN);
+    for (const more of ["schedule.path=os:system", "model=class model.path=os:system", "__proto__.x=1", "mode=train"]) {
+      const hash = "#" + new URLSearchParams({ schedule: "1f1b", pp: "2", costs: "uniform", more });
+      await page.evaluate((link) => { location.hash = link; }, hash);
+      await page.waitForFunction((want) => window.playgroundAnswer.words.join(" ").endsWith(want), more, WITHIN);
+      await error().filter({ hasText: /Leave mode out|runs no code|is not a key/ }).waitFor(WITHIN);
+    }
+    assert.equal(await page.locator("#play img").count(), 0);
   },
 
   async "an impossible number is refused in the project's words"() {

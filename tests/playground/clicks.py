@@ -96,10 +96,15 @@ class _Quiet(SimpleHTTPRequestHandler):
         pass
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """A page that is closed while it loads ends its connections."""
+
+
 @contextlib.contextmanager
 def _server() -> Iterator[str]:
     handler = partial(_Quiet, directory=str(SITE))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with _Server(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
