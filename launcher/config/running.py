@@ -166,7 +166,7 @@ class ContainerConfig:
     image: str | None = key(
         None,
         "slurm: image of the ranks; null = none, the node's own system.",
-        example="nvcr.io#nvidia/pytorch:25.01-py3",
+        example="/images/torch.sif",
     )
     tool: Literal["auto", "pyxis", "apptainer"] = key(
         "auto",

@@ -380,7 +380,8 @@ def test_srun_takes_the_words_for_an_image(cluster, tmp_path):
     if not cluster.knows_images:
         pytest.skip("needs gcc and SLURM's headers (libslurm-dev)")
     words = [
-        "pp=2", "trainer.max_steps=1000000", "cluster.container.image=nvcr.io#nvidia/pytorch:25.01",
+        "pp=2", "trainer.max_steps=1000000",
+        "cluster.container.image='nvcr.io#nvidia/pytorch:25.01'",
         f"cluster.container.python={sys.executable}", "cluster.container.mounts=['/usr:/host:ro']",
     ]  # fmt: skip
     job = Job(cluster, tmp_path, words)
