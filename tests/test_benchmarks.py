@@ -50,6 +50,10 @@ ALONE = {
         "--schedules 1f1b zb_v --latencies 0.05",
         r"(1f1b .*%\n){3}(zb_v .*%\n){3}mean at p2p=0.05F: \S+% by producer, \S+% as chosen",
     ),
+    "plan_speed": (
+        "13B-on-64-chimera",
+        r"13B-on-64-chimera .* s CPU  search .* s, \d+/\d+  step \d+\.\d+ s\n +pp=\d+ tp=\d+ dp=",
+    ),
     "heartbeat_cost": (
         "--writes 100 --rounds 2",
         r"F, B, I, W: 2 writes +-?\d.*us\n(.*\n)+page of",

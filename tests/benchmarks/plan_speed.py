@@ -39,14 +39,14 @@ _ONE = (
 _13B = "model=llama2_13b hardware=a100_40g planner.num_gpus="
 
 QUESTIONS = {
-    "13B on 64": f"{_13B}64",
-    "13B on 4096": f"{_13B}4096 planner.global_batch_size=4096",
-    "13B on 64, chimera": f"{_13B}64 schedule=chimera",
-    "176B on 384": f"{_176B}384 planner.global_batch_size=2048",
-    "530B on 280": f"{_530B}280 planner.global_batch_size=280",
-    "530B on 2240": f"{_530B}2240 planner.global_batch_size=1920",
-    "1T on 3072": f"{_1T}3072 planner.global_batch_size=3072",
-    "405B on 8192": f"{_405B}8192 planner.global_batch_size=2048",
+    "13B-on-64": f"{_13B}64",
+    "13B-on-4096": f"{_13B}4096 planner.global_batch_size=4096",
+    "13B-on-64-chimera": f"{_13B}64 schedule=chimera",
+    "176B-on-384": f"{_176B}384 planner.global_batch_size=2048",
+    "530B-on-280": f"{_530B}280 planner.global_batch_size=280",
+    "530B-on-2240": f"{_530B}2240 planner.global_batch_size=1920",
+    "1T-on-3072": f"{_1T}3072 planner.global_batch_size=3072",
+    "405B-on-8192": f"{_405B}8192 planner.global_batch_size=2048",
     "throughput": f"{_ONE}throughput",
     "sequence_length": f"{_ONE}sequence_length",
     "model_size": f"{_ONE}model_size",
@@ -126,12 +126,12 @@ def line(now: Answered, before: Answered | None) -> str:
     return "  ".join(told) + f"\n{'':22}{now.plan}"
 
 
-def main(words: Sequence[str]) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="CPU time of the planner's answers.")
     parser.add_argument("names", nargs="*", help=f"of {', '.join(QUESTIONS)}; all")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--against", type=Path)
-    given = parser.parse_args(words)
+    given = parser.parse_args()
     unknown = [name for name in given.names if name not in QUESTIONS]
     if unknown:
         parser.error(f"no question {unknown[0]!r}; there are {', '.join(QUESTIONS)}")
@@ -148,4 +148,4 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -192,7 +192,7 @@ def config_of(**planner: object) -> LaunchConfig:
 def test_what_is_listed_for_a_graph_is_what_its_program_takes(partition, monkeypatch):
     if partition == "ilp":
         pytest.importorskip("scipy")
-    monkeypatch.setattr("launcher.resolve.installed_names", lambda option: ("my_net",))
+    monkeypatch.setattr("launcher.resolve.brings_own", lambda option, name: name == "my_net")
     config, traced = config_of(partition=partition), u_net()
     asked = question(config, (), traced)
     answer = search(asked.problem, asked.space, top_k=4)
