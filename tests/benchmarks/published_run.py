@@ -207,6 +207,8 @@ def request(run: PublishedRun) -> list[str]:
     curve, norm, position = _ACTIVATIONS[activation]
     words = ["mode=simulate", "costs=analytic", f"hardware={run.hardware}", "seed=0"]
     words += [f"{key}={row[name]}" for name, key in _KEYS.items() if row.get(name)]
+    # Small models of this project share keys and values; what a row does not tell is no sharing.
+    words += [f"{_KEYS[name]}=null" for name in ("kv_heads", "ffn") if not row.get(name)]
     words += [f"model.activation={curve}", f"model.norm={norm}", f"model.position={position}"]
     words += _RECOMPUTED[recompute]
     words += _software(run)

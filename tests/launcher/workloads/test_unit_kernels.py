@@ -11,6 +11,7 @@ from launcher.resolve import resolve
 from launcher.workloads.loads import unit_loads
 from launcher.workloads.unit_kernels import unit_works
 from strategies.costs.kernels import Work
+from strategies.simulator.engine import simulate
 from tests.launcher.workloads.hf.test_hf_shape import CASES
 from tests.launcher.workloads.presets import preset
 from tests.tiny_models import shape_of, write_model
@@ -97,3 +98,36 @@ def test_larger_microbatches_take_less_per_sequence():
     one, four = predicted(), predicted("data.microbatch_size=4")
     assert four.forward[0] < 4 * one.forward[0]
     assert four.backward[0] < 4 * one.backward[0]
+
+
+def throughput(*words: str) -> float:
+    """Sequences of a step of 128, over its seconds."""
+    with hydra_session():
+        given = ["mode=simulate", "pp=8", "data.global_batch_size=128", *words]
+        run = resolve(compose_checked([*search_path(None), *given])[0])
+    return 128 / simulate(run.programs.train, run.costs).makespan
+
+
+# SC21 (arXiv:2104.04473), figure 16: 91 billion parameters on 64 A100, where 2 was measured best.
+FIGURE_16 = (
+    "hardware=a100_80g", "tp=8", "trainer.precision=bf16-true", "recompute=full", "model.layers=32",
+    "model.hidden=15360", "model.heads=128", "model.kv_heads=null", "model.ffn=null",
+    "model.vocab=51200", "model.sequence=2048", "model.norm=layernorm", "model.activation=gelu",
+    "model.position=learned", "model.dropout=0.1", "costs.attention=unfused_dropout",
+)  # fmt: skip
+
+
+def test_the_best_microbatch_has_two_sequences_as_was_measured():
+    speeds = {n: throughput(*FIGURE_16, f"data.microbatch_size={n}") for n in (1, 2, 4, 8)}
+    assert max(speeds, key=speeds.__getitem__) == 2
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=[] if name == "gpt3_1_6b" else pytest.mark.full)
+     for name in ("gpt3_1_6b", "gpt3_13b", "llama2_3b", "llama2_7b", "llama2_13b")],
+)  # fmt: skip
+def test_memory_that_mario_frees_pays_as_a_microbatch_of_two(model):
+    card = ("hardware=v100_32g", "trainer.precision=16-mixed", "recompute=mario", f"model={model}")
+    one, two = (throughput(*card, f"data.microbatch_size={size}") for size in (1, 2))
+    assert two > one
