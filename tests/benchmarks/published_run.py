@@ -17,12 +17,14 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.compose.session import compose_checked, search_path
 from launcher.report.predicted import rank_memory, step_flops
-from launcher.resolve import resolve
+from launcher.resolve import Run, element_sizes, resolve
+from strategies.costs.analytic import AnalyticCosts, Load
+from strategies.costs.table import Costs
 from strategies.errors import PipelineError
 from strategies.simulator.engine import simulate
 
@@ -267,14 +269,38 @@ def predict_run(run: PublishedRun) -> Prediction:
     except (InexpressibleError, PipelineError) as error:
         return Prediction(run, missing=str(error))
     timeline = simulate(resolved.programs.train, resolved.costs)
-    memory = rank_memory(resolved)
+    memory, scores = rank_memory(_one_layer_again(resolved)), 0
+    if config.recompute.name == "full":
+        scores = _scores(resolved.costs) * element_sizes(config).activation
     flops = step_flops(resolved)
     assert memory is not None
     assert flops is not None
     return Prediction(
         run,
         step_s=timeline.makespan if config.trainer.waits_at_flush else timeline.period,
-        memory_bytes=max(rank.total for rank in memory),
+        memory_bytes=max(rank.total for rank in memory) + scores,
         limit_bytes=config.hardware.memory_gb * 1e9,
         flops=flops,
     )
+
+
+def _one_layer_again(run: Run) -> Run:
+    """With scores left out of what a rerun stage holds: those programs rerun a layer at a time."""
+    if run.config.recompute.name != "full" or not isinstance(run.costs, AnalyticCosts):
+        return run
+    stages = tuple(
+        replace(load, saved_elements=load.saved_elements - sum(n * size for size, n in _kept(load)))
+        for load in run.costs.stages
+    )
+    return replace(run, costs=replace(run.costs, stages=stages))
+
+
+def _scores(costs: Costs) -> int:
+    """Elements of one layer's."""
+    assert isinstance(costs, AnalyticCosts)
+    return max((size for load in costs.stages for size, _ in _kept(load)), default=0)
+
+
+def _kept(load: Load) -> list[tuple[int, int]]:
+    """(scores that an attention keeps, how many such attentions)."""
+    return [(w.core.kept_elements, n) for w, n in load.works if w.core is not None]
