@@ -71,7 +71,7 @@ class RankServer:
         self.environment = dict(environment)
         self.code: int | None = None
         self._ranks: dict[int, ForkedRank] = {}
-        self._started: int | None = None
+        self._started: ForkedRank | None = None
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  closed with the server
         self._process: subprocess.Popen[bytes] | None = None
         shared = environment.get(SHARED)
@@ -127,8 +127,7 @@ class RankServer:
             if not self.alive:
                 raise RunError(self.end())
             self.listen(None)
-        self._ranks[self._started] = ForkedRank(self, self._started)
-        return self._ranks[self._started]
+        return self._started
 
     @property
     def alive(self) -> bool:
@@ -184,7 +183,9 @@ class RankServer:
 
     def _hear(self, answer: dict[str, int]) -> None:
         if "started" in answer:
-            self._started = answer["started"]
+            # Known at once: the next word may be that it has ended.
+            pid = answer["started"]
+            self._started = self._ranks[pid] = ForkedRank(self, pid)
         else:
             rank = self._ranks.pop(answer["ended"])
             rank.returncode, rank.peak_bytes = answer["code"], answer["peak_bytes"]

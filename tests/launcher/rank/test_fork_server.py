@@ -6,12 +6,14 @@ import contextlib
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.config import check, from_dict
+from launcher.processes.rank_server import RankServer
 from strategies.errors import PlanError
 from tests.launcher.runs import MODEL, Started, parent, read_metrics, started, within
 
@@ -100,6 +102,21 @@ def test_jobs_of_a_sweep_are_forked_from_one_server_that_does_not_outlive_a_kill
         run.process.kill()
         run.process.wait()
         assert within(2, lambda: run.family() == {}), run.family()
+
+
+def test_a_rank_that_ends_as_soon_as_it_has_started_is_known():
+    """Both words may be heard in one go, before the start has returned."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = RankServer.__new__(RankServer)
+    server._socket, server._ranks, server._started, server.code = ours, {}, None, None
+    with ours, theirs:
+        theirs.send(b'{"started": 7}')
+        theirs.send(b'{"ended": 7, "code": 2, "peak_bytes": 5}')
+        server.listen()
+        rank = server._started
+        assert rank is not None
+        assert (rank.pid, rank.returncode, rank.peak_bytes) == (7, 2, 5)
+        assert server._ranks == {}
 
 
 @pytest.mark.parametrize(
