@@ -20,7 +20,7 @@ from strategies.ir.kinds import GRADIENT_KINDS, Kind
 from strategies.ir.placement import Placement
 from strategies.ir.program import Program
 from strategies.ir.walk import DURATION_ROWS
-from strategies.passes.recompute.add_recompute import add_recompute
+from strategies.passes.recompute.add_recompute import add_recompute, mario_order
 from strategies.passes.recompute.mario import apply_checkpoint
 from strategies.plan import NO_RECOMPUTE, Plan, Recompute
 from strategies.simulator.engine import (
@@ -272,6 +272,8 @@ def _recomputed(program: Program, recompute: Recompute, plan: Plan) -> Program:
         return program
     if recompute.policy == "full":
         return apply_checkpoint(program)
+    if recompute.policy == "mario" and plan.costs is not None:
+        return mario_order(program, recompute.passes, plan.costs, check=lambda order: order)
     return add_recompute(program, recompute, plan.costs)
 
 
