@@ -18,6 +18,7 @@ from strategies.compiler import compile_program
 from strategies.costs.uniform import UniformCosts
 from strategies.simulator.engine import simulate
 from tests.benchmarks import (
+    example_figures,
     flush_period,
     pipeline_overhead,
     plan_ranking,
@@ -60,6 +61,7 @@ ALONE = {
     ),
 }
 ON_TWO_RANKS = {
+    "example_figures": ("resnet.py", r"\n\| `resnet` \| `\w+` \| \d+ \| \d+\.\d \| \d+\.\d % \|"),
     "flush_period": (
         "--ranks 2 --schedules 1f1b zb_v --microbatches 2 --steps 2 --forward-ms 1",
         r"1f1b +\d+ +\d+ \| +\d+ +\d+ \| +\d+ +\d+\nzb_v ",
@@ -128,7 +130,9 @@ def test_a_command_on_ranks_prints_its_figures(
         assert world_size == 2
         return two_ranks
 
-    for user in (flush_period, plan_ranking, prediction_emulated, prediction_real):
+    for user in (
+        example_figures, flush_period, plan_ranking, prediction_emulated, prediction_real
+    ):  # fmt: skip
         monkeypatch.setattr(user, "Ranks", lend)
     monkeypatch.setenv(SHARED, rank_server_address())  # for those that measure this machine
     words, printed = ON_TWO_RANKS[name]

@@ -1,14 +1,16 @@
 """Predicted and measured steps of the scripts in ``examples/``: a table of a guide.
 
-python -m tests.benchmarks.example_figures
+python -m tests.benchmarks.example_figures [SCRIPT ...]
 
-Each script runs once, as it is, on ranks that live on. Predicted is its program on uniform costs
-(B = 2 F, the same on every stage): what the order alone makes of it. Measured is the median over
-the steps, with everything that two processes on shared cores do to it.
+Each script, or each of those named (``resnet.py``), runs once, as it is, on ranks that live on.
+Predicted is its program on uniform costs (B = 2 F, the same on every stage): what the order alone
+makes of it. Measured is the median over the steps, with everything that two processes on shared
+cores do to it.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,13 +28,19 @@ _HEAD = (
 
 
 def main() -> None:
-    sys.stdout.write("\n".join((_HEAD, *_lines())) + "\n")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help="of examples/; all if none")
+    asked = parser.parse_args().scripts or list(LEARNED)
+    unknown = [name for name in asked if name not in LEARNED]
+    if unknown:
+        parser.error(f"{unknown[0]} is none of {', '.join(LEARNED)}")
+    sys.stdout.write("\n".join((_HEAD, *_lines(asked))) + "\n")
 
 
-def _lines() -> Iterator[str]:
+def _lines(names: list[str]) -> Iterator[str]:
     ranks = Ranks(2)
     try:
-        for name in LEARNED:
+        for name in names:
             if missing(name):
                 continue
             with tempfile.TemporaryDirectory() as folder:

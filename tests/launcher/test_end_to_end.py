@@ -178,7 +178,7 @@ def generation(done: Finished, job: int) -> list[int]:
     result = json.loads((folder / "result.json").read_text())
     text = (folder / "generated.txt").read_text()
     assert text == result["text"]
-    assert text in done.output
+    assert text in (folder / "output.txt").read_text()
     assert text.isascii()  # so that its bytes are the tokens
     return list(text.encode())
 
@@ -218,8 +218,10 @@ def test_a_sweep_trains_each_job_afresh_and_outlives_a_failing_one(corpus, tmp_p
     ]  # fmt: skip
     done = launch(words, tmp_path)
     assert done.code == 2
-    assert done.output.count("/2] ") == 2
-    assert f"data.path={tmp_path}/nowhere.txt: there is no such file" in done.errors
+    assert done.output.count("\n[1/2] data.path=") == 1
+    assert "\njob 1 refused (exit 2): data.path=" in done.output
+    output = (tmp_path / "sweep" / "1" / "output.txt").read_text()
+    assert f"data.path={tmp_path}/nowhere.txt: there is no such file" in output
     assert "job 1 of the sweep failed (exit 2)" in done.errors
     assert "Traceback" not in done.errors
     first, second = (tmp_path / "sweep" / str(job) for job in (0, 1))

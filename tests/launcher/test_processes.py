@@ -107,7 +107,8 @@ def test_a_run_that_is_ended_leaves_no_process(name, tmp_path):
     assert done.code == 130
     assert done.result["status"] == "interrupted"
     if "twice" not in name:
-        assert "error: SIGINT has stopped the run after step " in done.errors
+        told = "\njob 0 interrupted (exit 130): SIGINT has stopped the run after step "
+        assert told in done.output
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
