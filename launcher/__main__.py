@@ -62,7 +62,7 @@ COMMANDS: dict[Mode, str] = {
     "predict": "launcher.commands.evaluate",
     "generate": "launcher.commands.evaluate:generate",
     "export": "launcher.commands.evaluate:export",
-    "check": "launcher.commands.order",
+    "check": "launcher.commands.verdict",
 }
 # Words that stand first, in place of a run.
 _TOOLS = {

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strategies.costs.collectives import half_round, replicas, sharers
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
 from strategies.costs.kernels import Seconds, Work, memory_bound, unit_seconds
+from strategies.costs.rings import half_round, replicas, sharers
 from strategies.costs.table import CostTable, StageMemory, Transport
 from strategies.costs.uniform import count_buckets, gathered_stages
 from strategies.errors import CostError
