@@ -6,6 +6,7 @@ import io
 import resource
 import socket
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -125,14 +126,14 @@ def test_the_table_is_as_wide_as_the_terminal(monkeypatch):
 def test_two_hosts_measure_the_link_between_them():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    other = threading.Thread(target=answer, args=(port,), kwargs={"timeout_s": 1.0})
+    other = threading.Thread(target=answer, args=(port,), kwargs={"timeout_s": 2.0})
     other.start()
-    for _ in range(200):
+    for _ in range(500):
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()  # none of ours
             break
-        except ConnectionRefusedError:
-            continue
+        except ConnectionRefusedError:  # It does not listen yet.
+            time.sleep(0.01)
     link = measure_link("127.0.0.1", port, bulk=1 << 20)
     other.join()
     assert 0 < link.round_trip_s < 1
