@@ -19,6 +19,7 @@ from launcher.config.decode import ENTRY_POINTS, did_you_mean, installed_names, 
 from launcher.config.key import Key, describe, keys_of, nodes_of, shorten, spell, value_at
 from launcher.config.launch import LaunchConfig
 from strategies.errors import PlanError
+from strategies.schedules.synonym import meant_schedule
 
 _NOT_GROUPS = ("hydra",)
 _OWN_ONLY = ("callbacks",)  # without an option of ours
@@ -58,6 +59,8 @@ class Groups:
             return
         near = nearest(option, options)
         hint = did_you_mean(f"{group}={name}" for name in near)
+        if group == "schedule":
+            hint = meant_schedule(option, options) or hint
         listed = ", ".join(options)
         extra = {
             "experiment": " To only name a run: experiment_name=NAME.",

@@ -27,6 +27,7 @@ from strategies.schedules.looped_bfs import LOOPED_BFS
 from strategies.schedules.naive import NAIVE
 from strategies.schedules.one_f_one_b import ONE_F_ONE_B
 from strategies.schedules.schedule import Durations, Rows, Schedule, Shape
+from strategies.schedules.synonym import meant_schedule
 from strategies.schedules.v_half import V_HALF
 from strategies.schedules.v_min import V_MIN
 from strategies.schedules.zb_h1 import ZB_H1
@@ -164,7 +165,8 @@ def find_schedule(name: str, *, file: ScheduleFile | None = None, pp: int = 1) -
     if name not in SCHEDULES:
         known = [*SCHEDULES, CUSTOM]
         near = get_close_matches(name, known, n=3) or sorted(known)
-        raise PlanError(f"schedule={name} is unknown. Did you mean schedule={' or '.join(near)}?")
+        meant = meant_schedule(name, known) or f" Did you mean schedule={' or '.join(near)}?"
+        raise PlanError(f"schedule={name} is unknown.{meant}")
     return SCHEDULES[name]
 
 

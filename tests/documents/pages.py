@@ -38,6 +38,7 @@ def made() -> Iterator[tuple[Path, str]]:
     blocks: Mapping[str, Callable[[], str]] = {
         "memory_levers": lever_table.lever_table,
         "schedules": schedule_pages.schedule_table,
+        "synonyms": schedule_pages.synonym_table,
         "decisions": situations.decision_table,
         "situations": situations.matrix,
         **slurm_reading.slurm_blocks(),

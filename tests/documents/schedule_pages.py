@@ -14,6 +14,7 @@ from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.timeline import Timeline
 from strategies.schedules import SCHEDULES, Schedule
 from strategies.schedules import custom as custom_module
+from strategies.schedules.synonym import SYNONYMS
 from tests.documents.drawing import svg
 from tests.documents.pages import ROOT, difference, percent
 from tests.documents.situations import PP, SITUATIONS, Situation, choice, figures
@@ -125,6 +126,15 @@ def schedule_table() -> str:
             f"| {'twice' if figure.copies == 2 else 'once'} |"
         )
     return "\n".join(rows)
+
+
+def synonym_table() -> str:
+    """What schedules are called elsewhere, and what is typed here."""
+    lines = ["| called | typed here | |", "|---|---|---|"]
+    for one in SYNONYMS:
+        names = ", ".join(f"`{name}`" for name in one.names.split())
+        lines.append(f"| {names} | `{one.typed()}` | {one.origin} |")
+    return "\n".join(lines)
 
 
 def two_schedules() -> str:

@@ -40,6 +40,8 @@ def run_outside(words, folder: Path, **environment: str) -> subprocess.Completed
 REFUSED = [
     (["schedle=1f1b"], "schedle is not a key. Did you mean schedule=1f1b?"),
     (["schedule=1f1bb"], "Did you mean schedule=1f1b?"),
+    (["schedule=vpp"], "It is interleaved_1f1b here (several stages per rank"),
+    (["-m", "schedule=gpipe,X"], "Try schedule=chimera."),
     (["model.hiden=64"], "model.hiden is not a key. Did you mean model.hidden?"),
     (["modle.hidden=3"], "Did you mean model.hidden?"),
     (["hidden=64"], "Did you mean model.hidden?"),

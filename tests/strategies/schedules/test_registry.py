@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from strategies.ir.placement import Placement, bidirectional, loop, v
 from strategies.plan import Plan
 from strategies.schedules import SCHEDULES, find_schedule, register_schedule
 from strategies.schedules.schedule import Schedule, Shape
+from strategies.schedules.synonym import SYNONYMS
 from tests.strategies.programs import ALL_SCHEDULES, compute_texts
 
 ROOT = Path(__file__).parents[3]
@@ -55,6 +57,44 @@ def test_a_name_that_resembles_nothing_gets_all_of_them():
     with pytest.raises(PlanError) as error:
         find_schedule("zzzzzz")
     assert all(name in str(error.value) for name in SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("word", "typed"),
+    [
+        ("pipedream_flush", "1f1b"),
+        ("fthenb", "gpipe"),
+        ("vpp", "interleaved_1f1b"),
+        ("1f1b-interleaved", "interleaved_1f1b"),
+        ("zbh1", "zb_h1"),
+        ("ZB-H2", "zb_h2"),
+        ("zbvpp", "zb_v"),
+        ("V", "1f1b"),
+        ("X", "chimera"),
+        ("W", "interleaved_1f1b"),
+        ("Schedule1F1B", "1f1b"),
+        ("ScheduleInterleavedZeroBubble", "interleaved_zb"),
+        ("forward_backward_pipelining_without_interleaving", "1f1b"),
+        ("PipelineFThenBPass", "gpipe"),
+        ("PipelineScheduleMulti", "custom schedule.file=my.csv"),
+    ],
+)
+def test_names_that_others_have_are_answered_with_ours(word, typed):
+    with pytest.raises(PlanError) as error:
+        find_schedule(word)
+    assert str(error.value).endswith((f"Try schedule={typed}.", f"Did you mean schedule={typed}?"))
+
+
+def test_every_name_of_others_means_one_schedule_that_can_be_typed():
+    words = [word for one in SYNONYMS for word in one.names.split()]
+    folded = [re.sub(r"[^a-z0-9]", "", word.lower()) for word in (*words, *SCHEDULES, "custom")]
+    assert len(folded) == len(set(folded))
+    assert {one.schedule for one in SYNONYMS} <= {*SCHEDULES, "custom"}
+
+
+def test_a_name_of_others_that_somebody_has_registered_is_his(registry):
+    register_schedule("vpp")(SCHEDULES["gpipe"].order)
+    assert find_schedule("vpp") is registry["vpp"]
 
 
 def test_a_registered_function_is_compiled_like_ours(registry):
