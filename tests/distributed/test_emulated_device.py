@@ -81,7 +81,7 @@ def train_on_it(case: Case, forgetting: str | None = None) -> dict[str, Any]:
     [
         PIPELINE,
         Case("zb_v", pp=2, backend="staged", steps=2),
-        REPLICAS,
+        pytest.param(REPLICAS, marks=pytest.mark.full),
         Case("1f1b", pp=1, dp=2, overlap="zero1", backend="staged", steps=3),
     ],
     ids=["staged messages", "split backwards", "reductions", "shards"],
@@ -120,6 +120,7 @@ def test_a_wait_that_is_missing_shows(
         assert " is nan" in found["refused"]
 
 
+@pytest.mark.full
 def test_a_host_that_asks_on_the_way_is_seen_waiting(ranks: Callable[[int], Ranks]) -> None:
     for found in ranks(2).run(train_on_it, case=REPLICAS, forgetting="that it is alone"):
         assert all(found["waits"])

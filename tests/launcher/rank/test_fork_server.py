@@ -54,6 +54,7 @@ def _shown(run: Started, rank: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_forked_rank_is_what_a_started_one_is_and_a_lost_server_is_replaced(tmp_path):
     shown, losses, logs = {}, {}, {}
@@ -92,7 +93,7 @@ def test_a_forked_rank_is_what_a_started_one_is_and_a_lost_server_is_replaced(tm
 def test_jobs_of_a_sweep_are_forked_from_one_server_that_does_not_outlive_a_killed_launcher(
     tmp_path,
 ):
-    words = [*LONG, "-m", "seed=0,1", "cluster.start=auto", "trainer.max_steps=150"]
+    words = [*LONG, "-m", "seed=0,1", "cluster.start=auto", "trainer.max_steps=40"]
     with started(words, tmp_path) as run:
         run.wait_for_step(3)
         first, ranks = _server(run), set(run.ranks().values())
