@@ -80,22 +80,21 @@ def product(name: str, elements: int, *, biases: bool, flops: float = 0.0) -> Ma
 
 
 def norm(cut: Cut, source: str, suffix: str = "") -> tuple[Step, ...]:
-    """A norm in front of matrices; its result is ``normed``."""
-    whole = cut.tokens * cut.hidden
+    """A norm in front of matrices; its result is ``normed``, which they gather where it is cut."""
     if not cut.rms:
-        results = ((f"normed{suffix}", whole), (f"mean{suffix}", cut.rows),
+        results = ((f"normed{suffix}", cut.stream), (f"mean{suffix}", cut.rows),
                    (f"deviation{suffix}", cut.rows))  # fmt: skip
         return (
             Asked(source, cut.stream), Made(("norm",), results),
             Asked(f"mean{suffix}"), Asked(f"deviation{suffix}"),
         )  # fmt: skip
     return root_mean_square(
-        source, cut.stream, cut.rows, whole, first=f"scaled{suffix}", result=f"normed{suffix}"
+        source, cut.stream, cut.rows, first=f"scaled{suffix}", result=f"normed{suffix}"
     )
 
 
 def root_mean_square(
-    source: str, elements: int, rows: int, whole: int, *, first: str, result: str
+    source: str, elements: int, rows: int, *, first: str, result: str
 ) -> tuple[Step, ...]:
     scale = f"scale of {result}"
     return (
@@ -104,7 +103,7 @@ def root_mean_square(
         Asked(scale),
         made(first, elements, "activation"),
         Asked(first),
-        made(result, whole, "activation"),
+        made(result, elements, "activation"),
     )
 
 

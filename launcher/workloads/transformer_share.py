@@ -80,17 +80,14 @@ def _branch(
 ) -> UnitShare:
     norm = shape.hidden * (2 if shape.norm == "layernorm" else 1)
     whole = norm + (shape.hidden if shape.biases else 0)
-    boundary = shape.sequence * shape.hidden
     if attention:
         inner = 2 * shape.hidden + 2 * shape.kv_hidden + shape.heads
     else:
         inner = (4 if shape.activation == "swiglu" else 2) * shape.ffn
     cut = shape.sequence * inner
-    # Of what is whole, the matrices' input stays so; the rest lies on the stream.
-    on_stream = spec.saved_elements - cut - boundary
-    if attention and shape.position == "rope":
-        on_stream -= shape.sequence * 2 * shape.head_size
-    kept = spec.saved_elements - cut - on_stream
+    # Of what is whole, rotary tables stay so; the rest, the matrices' input too, is the stream's.
+    kept = shape.sequence * 2 * shape.head_size if attention and shape.position == "rope" else 0
+    on_stream = spec.saved_elements - cut - kept
     return UnitShare(
         parameters=(spec.parameters - whole) // tp + whole,
         forward_flops=spec.forward_flops / tp,
@@ -104,15 +101,12 @@ def _branch(
 def _head(shape: TransformerShape, spec: UnitSpec, tp: int, sequence_parallel: bool) -> UnitShare:
     ids = padded_vocab(shape.vocab, tp) // tp
     norm = shape.hidden * (2 if shape.norm == "layernorm" else 1)
-    boundary = shape.sequence * shape.hidden
-    on_stream = spec.saved_elements - boundary - shape.sequence * (shape.vocab + 1)
+    on_stream = spec.saved_elements - shape.sequence * (shape.vocab + 1)
     return UnitShare(
         parameters=norm + (0 if shape.tie_embeddings else ids * shape.hidden),
         forward_flops=spec.forward_flops / shape.vocab * ids,
         output_elements=spec.output_elements,
-        saved_elements=boundary
-        + shape.sequence * (ids + 1)
-        + on_stream // (tp if sequence_parallel else 1),
+        saved_elements=shape.sequence * (ids + 1) + on_stream // (tp if sequence_parallel else 1),
         forward_sums=0,
         backward_sums=1,
     )

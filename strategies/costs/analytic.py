@@ -7,7 +7,8 @@ trees over the replicas (``collectives``); half of an all-reduce for a reduce-sc
 all-gather that goes with it.
 
 Ranks that share matrices (tp) add up tensors in the same way. In a whole backward that runs under
-the weights' gradients. A boundary tensor travels as one slice per such rank and is gathered.
+the weights' gradients, as what sequence-parallel layers gather again does. A boundary tensor
+travels as one slice per such rank and is gathered.
 """
 
 from __future__ import annotations
@@ -213,6 +214,7 @@ class AnalyticCosts:
         made = [load.output_elements * sizes.activation // cut for load in self.stages]
         ends = [made[s] + (made[s - 1] if s else 0) for s in range(count)]
         ends[-1:] = [size + made[-1] for size in ends[-1:]]  # the loss's own gradient, too
+        whole = [self._gathered(load) * sizes.activation for load in self.stages]
         shares = zip(self._stage_inputs(program), saved, strict=True)
         return StageMemory(
             parameters=tuple(n * sizes.weight for n in weights),
@@ -225,9 +227,14 @@ class AnalyticCosts:
             waiting=saved,
             inputs=tuple(int(share * size) for share, size in shares),
             outputs=(*made[:-1], 0),
-            forward_temporaries=tuple(made),
-            backward_temporaries=tuple(ends),
+            # Gathered by one layer at a time: pieces and whole, in a backward its gradient, too.
+            forward_temporaries=tuple(m + 2 * g for m, g in zip(made, whole, strict=True)),
+            backward_temporaries=tuple(e + 3 * g for e, g in zip(ends, whole, strict=True)),
         )
+
+    def _gathered(self, load: Load) -> int:
+        """Elements that a layer gathers along the sequence."""
+        return max(load.backward_sums, default=0) if self.sequence_parallel else 0
 
     def _sent(self, program: Program) -> list[int]:
         """Elements that travel over each boundary."""
@@ -291,12 +298,14 @@ class AnalyticCosts:
         for load in self.stages:
             if id(load) not in known:
                 summed, back = self._sums(load.forward_sums), self._sums(load.backward_sums)
+                # Weight gradients of what is cut along the sequence gather their inputs again.
+                gathered = back / 2 if self.sequence_parallel else 0.0
                 forward, inputs, weights, again = self._computed(load)
                 known[id(load)] = (
                     forward + summed,
-                    again + inputs + max(weights, back),
+                    again + inputs + max(weights, back + gathered),
                     again + inputs + back,
-                    weights,
+                    weights + gathered,
                 )
         found = [known[id(load)] for load in self.stages]
         return tuple(zip(*found, strict=True)) if found else ((), (), (), ())

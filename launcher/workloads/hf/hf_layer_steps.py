@@ -75,7 +75,7 @@ def _llama_layer(sizes: Sizes, cut: Cut, tp: int) -> tuple[Step, ...]:
         if sizes.head_norm:
             names[name] = f"normed {name}"
             steps += root_mean_square(
-                name, size, tokens * heads // tp, size, first=f"scaled {name}", result=names[name]
+                name, size, tokens * heads // tp, first=f"scaled {name}", result=names[name]
             )
     steps += [Asked("normed"), _projected("value", narrow, sizes, biases=sizes.attention_bias)]
     steps += [made("rotated query", wide, "activation"), made("rotated key", narrow, "activation")]

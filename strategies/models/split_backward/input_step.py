@@ -126,6 +126,7 @@ def _run(
     reached: list[Deferred] = []
     try:
         for item in deferred:
+            item.wait()
             handles.append(item.node.register_prehook(_catch(item, reached, meanwhile)))
         torch.autograd.backward(roots, incoming, inputs=targets)
     finally:

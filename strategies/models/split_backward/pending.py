@@ -21,6 +21,7 @@ from strategies.models.split_backward.rule import (
     Saved,
     add_gradient,
     add_product,
+    awaits_weights,
     is_plain,
     read_saved,
 )
@@ -49,7 +50,7 @@ class PendingWeights:
     def held(self) -> tuple[Tensor, ...]:
         """What ``run`` will compute from: saved operands, and the gradients that met them."""
         members = [deferred for group in self._groups or () for deferred in group.members]
-        operands = [deferred.operands() for deferred in members]
+        operands = [deferred.unchanged() for deferred in members]
         return tuple(t for saved, incoming in operands for t in (incoming, *saved.tensors.values()))
 
     def run(self, ready: Ready | None = None) -> None:
@@ -268,6 +269,10 @@ class Deferred:
         )
         return self.saved
 
+    def wait(self) -> None:
+        """Tells what the node has saved that its weight gradients will be computed elsewhere."""
+        awaits_weights(self.node, self._names)
+
     def catch(self, incoming: Tensor) -> None:
         """Keeps the gradient that has arrived; nobody may change it or the saved tensors now."""
         saved = self.read() if self.saved is None else self.saved
@@ -275,7 +280,12 @@ class Deferred:
         self._versions = _versions(saved, incoming)
 
     def operands(self) -> tuple[Saved, Tensor]:
-        """What the gradients are computed from.
+        """What the gradients are computed from; errors as for ``unchanged``."""
+        saved, incoming = self.unchanged()
+        return saved.complete(), incoming
+
+    def unchanged(self) -> tuple[Saved, Tensor]:
+        """What is kept for them.
 
         Raises:
             RuntimeError: Something has changed it in place.

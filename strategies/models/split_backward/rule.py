@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils import checkpoint
 
 from strategies.models.selective.region import Computed, Kept
 from strategies.models.split_backward.autograd_graph import Kind, Node
+from strategies.models.tensor_parallel.regions import Gathered
 
 
 @dataclass(slots=True)
@@ -25,12 +26,21 @@ class Saved:
         shapes: Edge -> shape of the gradient that belongs there, for the rule's shaped edges.
         flipped: Edges whose operand is a turned matrix: its gradient is best computed the other
             way round, as torch does.
+        gathered: Names of tensors of which ``tensors`` has this rank's share; see ``complete``.
     """
 
     tensors: Mapping[str, Tensor]
     settings: Mapping[str, Any]
     shapes: Mapping[int, torch.Size]
     flipped: Sequence[int]
+    gathered: Mapping[str, Gathered] = field(default_factory=dict)
+
+    def complete(self) -> Saved:
+        """With all tensors whole; ranks that share them gather them."""
+        if not self.gathered:
+            return self
+        whole = {name: packed.whole() for name, packed in self.gathered.items()}
+        return Saved({**self.tensors, **whole}, self.settings, self.shapes, self.flipped)
 
 
 @dataclass(slots=True)
@@ -181,6 +191,8 @@ def access_of(node: Node, names: Sequence[str]) -> Access:
         raw = getattr(node, "_raw_saved_" + name)
         if raw.unpack_hook is None or type(packed := raw.data) is Kept:
             continue
+        if type(packed) is Gathered and type(packed := packed.packed_share) is Kept:
+            continue
         if type(packed) is Computed:
             later = True
         elif _Holder is not None and type(packed) is _Holder:
@@ -230,10 +242,28 @@ def read_saved(
     shapes: Mapping[int, torch.Size],
     flipped: Sequence[int],
 ) -> Saved:
-    # With its history a tensor would keep the graph's nodes, and those the stage's inputs.
-    tensors = {name: getattr(node, "_saved_" + name).detach() for name in names}
+    tensors: dict[str, Tensor] = {}
+    gathered: dict[str, Gathered] = {}
+    for name in names:
+        raw = getattr(node, "_raw_saved_" + name)
+        packed = None if raw.unpack_hook is None else raw.data
+        if type(packed) is Gathered:
+            gathered[name] = packed
+            tensors[name] = packed.share()
+        else:
+            # With its history a tensor would keep the graph's nodes, and those the stage's inputs.
+            tensors[name] = getattr(node, "_saved_" + name).detach()
     settings = {name: signed(getattr(node, name)) for name in rule.settings}
-    return Saved(tensors, settings, shapes, flipped)
+    return Saved(tensors, settings, shapes, flipped, gathered)
+
+
+def awaits_weights(node: Node, names: Sequence[str]) -> None:
+    """Says of a node's operands that the engine itself has no use for their values."""
+    for name in names:
+        raw = getattr(node, "_raw_saved_" + name)
+        packed = None if raw.unpack_hook is None else raw.data
+        if type(packed) is Gathered:
+            packed.waits = True
 
 
 def signed(value: Any) -> Any:

@@ -54,7 +54,7 @@ class ColumnLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., inputs]`` to ``[..., local outputs]``, or to all of them."""
-        outputs = functional.linear(self._entrance(input), self.weight, self.bias)
+        outputs = self._entrance.linear(input, self.weight, self.bias)
         return outputs if self._gathered is None else gather_outputs(outputs, self._gathered)
 
 

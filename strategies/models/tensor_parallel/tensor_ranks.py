@@ -44,6 +44,20 @@ class SumShare:
         return self.share
 
 
+@dataclass(frozen=True, slots=True)
+class GatherUnderWay:
+    """All members' tensors on their way into ``stacked``; ``work`` is None if they are there."""
+
+    work: dist.Work | None
+    stacked: Tensor
+    own: Tensor  # what is sent; kept until the end
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.stacked
+
+
 class TensorRanks:
     """One tensor-parallel group, as one of its members sees it.
 
@@ -95,6 +109,15 @@ class TensorRanks:
             stacked.copy_(host)
             return
         all_gather_single(stacked.view(-1), tensor.view(-1), group=self._group)
+
+    def start_gather(self, tensor: Tensor) -> GatherUnderWay:
+        """Starts what ``gather`` does."""
+        if self._by_host(tensor):
+            return GatherUnderWay(None, self.gather(tensor), tensor)
+        own = tensor.contiguous()
+        stacked = own.new_empty((self.size, *own.shape))
+        work = all_gather_single(stacked.view(-1), own.view(-1), group=self._group, async_op=True)
+        return GatherUnderWay(work, stacked, own)
 
     def gather_along(self, tensor: Tensor, dim: int) -> Tensor:
         return torch.cat(self.gather(tensor).unbind(0), dim)

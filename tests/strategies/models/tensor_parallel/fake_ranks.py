@@ -2,7 +2,7 @@
 
 import torch
 
-from strategies.models.tensor_parallel.tensor_ranks import SumShare, TensorRanks
+from strategies.models.tensor_parallel.tensor_ranks import GatherUnderWay, SumShare, TensorRanks
 
 
 class FakeRanks(TensorRanks):
@@ -29,6 +29,10 @@ class FakeRanks(TensorRanks):
     def gather(self, tensor):
         self.events.append("gather")
         return torch.stack([tensor] * self.size)
+
+    def start_gather(self, tensor):
+        self.events.append("gather again")
+        return GatherUnderWay(None, torch.stack([tensor] * self.size), tensor)
 
     def start_sum_share(self, tensor, dim):
         self.events.append("share begins")
