@@ -15,11 +15,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from launcher.config.key import spell
 from launcher.report.result import write_atomically
 from launcher.resolve import Run, text_source
 from launcher.terminal import say
 from launcher.workloads.data.identity import tell_other_data
-from launcher.workloads.transformer_shape import TransformerShape
+from launcher.workloads.transformer_shape import TransformerShape, shape_keys
 from strategies.errors import CheckpointError, PlanError
 from strategies.manifest import (
     MANIFEST,
@@ -79,13 +80,17 @@ def check_model(path: Path, shape: TransformerShape) -> None:
             f"{path} is a checkpoint of model=hf, not of the built-in transformer. "
             "Try model=hf model.path=FOLDER with the folder that it was trained from."
         )
-    now = asdict(shape)
+    now, then = shape_keys(asdict(shape)), shape_keys(written)
     # What may differ: it changes no weight.
-    free = {"dropout"} | ({"sequence"} if shape.position == "rope" else set())
-    wrong = [key for key in now if key not in free and written.get(key) != now[key]]
+    free = {"dropout", "aux_loss", "aux_loss_over", "z_loss"}
+    free |= {"sequence"} if shape.position == "rope" else set()
+    wrong = [key for key in now if key not in free and then.get(key) != now[key]]
+    if wrong and then["experts"] is None:  # what other keys are about
+        wrong = [key for key in wrong if key in then]
     if wrong:
-        asked = ", ".join(f"model.{key}={now[key]}" for key in wrong)
-        fix = " ".join(f"model.{key}={written.get(key)}" for key in wrong)
+        asked = ", ".join(f"model.{key}={spell(now[key])}" for key in wrong)
+        changed = wrong + [key for key in then if key not in now and key not in free]
+        fix = " ".join(f"model.{key}={spell(then[key])}" for key in changed)
         raise CheckpointError(f"{path} is a checkpoint of another model than {asked}. Try {fix}.")
 
 

@@ -18,6 +18,13 @@ _NAME = re.compile(
     r"credentials?|auth_?token|access_?token|api_?token|hf_?token|token|bearer)$",
     re.IGNORECASE,
 )
+# A piece of text is a token, too: counts per token, and the words of a tokenizer.
+_TEXT = re.compile(
+    r"(?:^|[._])(?:per|num|pad|bos|eos|unk|unknown|mask|sep|cls|start|end|stop|begin|first|last|"
+    r"next|image|audio|video|special|decoder_start)_token$",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(r"[+-]?\d{1,4}(?:\.\d*)?(?:[eE][+-]?\d{1,2})?|true|false|null", re.IGNORECASE)
 _VARIABLE = re.compile(r"oc\.env\s*:\s*[\"'\\]*([A-Za-z0-9_]+)")
 # Shapes that name themselves: wandb (40 hex digits, or wandb_v1_), Hugging Face, OpenAI, GitHub,
 # GitLab, AWS, Google, Slack, JSON web tokens, PEM files.
@@ -38,7 +45,7 @@ def refuse_secret(name: str, value: str, *, place: str = "the command line") -> 
         PlanError: Names the key and never the value.
     """
     shown = name if re.fullmatch(r"[\w.@/+~-]{1,80}", name) else "A key"
-    if _NAME.search(name):
+    if _NAME.search(name) and not _is_about_text(name, value):
         reason = f"{shown} looks like the name of a credential"
     elif _VALUE.search(value.strip().strip("'\"")):
         reason = f"the value of {shown} looks like a credential"
@@ -54,6 +61,12 @@ def refuse_secret(name: str, value: str, *, place: str = "the command line") -> 
         "no secret may be part of it. Try `wandb login`, or export WANDB_API_KEY before the run: "
         "it is read without being named here."
     )
+
+
+def _is_about_text(name: str, value: str) -> bool:
+    """Whether a token is one of a text: by the words before, or a number too short for a key."""
+    counted = name.lower().endswith("token") and _NUMBER.fullmatch(value.strip()) is not None
+    return counted or _TEXT.search(name) is not None
 
 
 # Secrets of the environment: found by the names of their variables, and kept out of every text.

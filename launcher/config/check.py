@@ -360,6 +360,10 @@ def _refuse_set(config: LaunchConfig, *paths: str, chosen: str, instead: str = "
 HUGGING_FACE = "hf"
 _BOTH = ("name", "sequence", "args")
 _HUGGING_FACE_ONLY = ("path", "pretrained", "layers_path")
+_EXPERTS_ONLY = (
+    "experts_per_token", "expert_ffn", "shared_experts", "first_dense_layers", "expert_every",
+    "router", "router_normalized", "router_scale", "aux_loss", "aux_loss_over", "z_loss",
+)  # fmt: skip
 
 
 def _check_model_keys(model: ModelConfig) -> None:
@@ -369,7 +373,15 @@ def _check_model_keys(model: ModelConfig) -> None:
     for entry in keys_of(ModelConfig, "model."):
         name = entry.path.removeprefix("model.")
         value = getattr(model, name)
-        if name in _BOTH or value == entry.default or (name in _HUGGING_FACE_ONLY) == folder:
+        if name in _BOTH or value == entry.default:
+            continue
+        if name in _EXPERTS_ONLY and not folder and model.experts is None:
+            raise PlanError(
+                f"{entry.path}={spell(value)} is about experts, and model={shorten(model.name)} "
+                f"has none. Try model.experts=8 {entry.path}={spell(value)}, or without "
+                f"{entry.path}."
+            )
+        if (name in _HUGGING_FACE_ONLY) == folder:
             continue
         given = f"{entry.path}={shorten(value)}"
         if folder:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from launcher.config.launch import LaunchConfig
 from launcher.config.workload import ModelConfig
-from launcher.workloads.transformer_shape import TransformerShape
+from launcher.workloads.transformer_shape import MoeShape, TransformerShape
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.ir.placement import Placement
@@ -158,4 +158,24 @@ def transformer_shape(model: ModelConfig, vocab: int) -> TransformerShape:
         position=model.position,
         tie_embeddings=model.tie_embeddings,
         dropout=model.dropout,
+        moe=_moe_shape(model),
+    )
+
+
+def _moe_shape(model: ModelConfig) -> MoeShape | None:
+    if model.experts is None:
+        return None
+    return MoeShape(
+        experts=model.experts,
+        per_token=2 if model.experts_per_token is None else model.experts_per_token,
+        ffn=model.expert_ffn or model.ffn or 4 * model.hidden,
+        shared=model.shared_experts,
+        first_dense=model.first_dense_layers,
+        every=model.expert_every,
+        scores=model.router,
+        normalised=model.router_normalized,
+        scale=model.router_scale,
+        balance_loss=0.01 if model.aux_loss is None else model.aux_loss,
+        balance_over=model.aux_loss_over,
+        z_loss=model.z_loss,
     )

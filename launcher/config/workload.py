@@ -33,6 +33,37 @@ class ModelConfig:
     position: Literal["learned", "rope"] = key("rope", "How positions enter the model.")
     tie_embeddings: bool = key(False, "Whether input embedding and output head share one weight.")
     dropout: float = key(0.0, "Dropout probability.", low=0, high=0.999)
+    experts: int | None = key(
+        None, "Experts per layer in the place of its MLP; null = none.", low=1, example=8
+    )
+    experts_per_token: int | None = key(
+        None, "Experts that each token goes to; null = 2.", low=1, example=2
+    )
+    expert_ffn: int | None = key(None, "Inner width of one expert; null = ffn.", low=1, example=256)
+    shared_experts: int = key(
+        0, "Experts that every token goes to, beside those of its router.", low=0, high=1024
+    )
+    first_dense_layers: int = key(
+        0, "Layers at the beginning that keep their MLP.", low=0, high=100_000
+    )
+    expert_every: int = key(
+        1, "One layer of so many has experts: the last of each group.", low=1, high=100_000
+    )
+    router: Literal["softmax", "sigmoid"] = key(
+        "softmax", "How a router scores experts, in 32 bits: against each other, or each by itself."
+    )
+    router_normalized: bool = key(
+        True, "Whether the weights of a token's experts are made to sum to 1."
+    )
+    router_scale: float = key(1.0, "Factor of the weights of a token's experts.", above=0)
+    aux_loss: float | None = key(
+        None, "Factor of each layer's balance loss; null = 0.01.", low=0, example=0.01
+    )
+    aux_loss_over: Literal["sequence", "microbatch"] = key(
+        "sequence",
+        "What the balance loss is taken over; sequence: the same loss however a batch is cut.",
+    )
+    z_loss: float = key(0.0, "Factor of each layer's loss on the size of router logits.", low=0)
     path: str | None = key(
         None,
         "hf: folder with config.json and *.safetensors; class: where your class is, "

@@ -25,6 +25,13 @@ class SeededUnit(nn.Module, ABC):
         """The global name that seeds a parameter; another unit's for a tied one."""
         return f"{unit_name}.{parameter}"
 
+    def slices(self, parameter: str) -> range | None:
+        """What a parameter's first dimension counts, where its slices are drawn one by one.
+
+        A rank that holds some of them then draws what the others' numbers leave alone.
+        """
+        return None
+
 
 def initialise(
     unit_name: str, module: SeededUnit, seed: int, *, device: torch.device | str = "cpu"
@@ -42,9 +49,15 @@ def initialise(
         if deviation == 0.0:
             nn.init.constant_(parameter, mean)
             continue
-        drawn = _draw(module.owner(unit_name, name), parameter.shape, seed)
+        owner, slices = module.owner(unit_name, name), module.slices(name)
+        places = (
+            [(owner, parameter)]
+            if slices is None
+            else [(f"{owner}.{n}", part) for n, part in zip(slices, parameter, strict=True)]
+        )
         with torch.no_grad():
-            parameter.copy_(drawn.mul_(deviation).add_(mean))
+            for seeded, place in places:
+                place.copy_(_draw(seeded, place.shape, seed).mul_(deviation).add_(mean))
 
 
 def _draw(name: str, shape: torch.Size, seed: int) -> Tensor:

@@ -81,20 +81,42 @@ class LanguageModel(pl.LightningModule):
         log-probability of each target ``[batch, sequence]``, or, for a batch without targets, the
         most probable next token after each position ``[batch, sequence]``.
         """
-        (logits,) = tensors
+        logits, *along = tensors
         if mode == "predict":
             if batch.get("targets") is None:
                 return most_probable(logits, self._vocabulary)
             return -token_losses(logits, batch["targets"], self._vocabulary)
         targets = batch["targets"]
-        loss = token_losses(logits, targets, self._vocabulary).mean()
+        loss: Tensor = token_losses(logits, targets, self._vocabulary).mean()
         size = targets.shape[0]
         if mode == "train":
             self.log("train_loss", loss.detach(), prog_bar=True, batch_size=size)
+            if along:
+                loss = loss + self._routing_loss(*along)
         else:
             name = "val_loss" if mode == "validate" else "test_loss"
             self.log(name, loss.detach(), prog_bar=True, sync_dist=True, batch_size=size)
         return loss
+
+    def _routing_loss(self, losses: Tensor, load: Tensor) -> Tensor:
+        """What the layers' losses ``[batch, 2]`` add to the loss; logs them and the load.
+
+        Logged are means over the layers: ``balance_loss`` (1 when balanced) and ``z_loss``, and of
+        the worst layer ``expert_imbalance``, the fullest expert's load over the mean.
+        """
+        moe, layers, size = self.shape.moe, len(self.shape.moe_layers), losses.shape[0]
+        assert moe is not None
+        balance, spread = losses.mean(dim=0)
+        total = load.sum(dim=0)
+        imbalance = (total.amax(dim=-1) / total.mean(dim=-1)).amax()
+        for name, value in (
+            ("balance_loss", balance.detach() / layers),
+            ("z_loss", spread.detach() / layers),
+            ("expert_imbalance", imbalance),
+        ):
+            self.log(name, value, batch_size=size)
+        added: Tensor = moe.balance_loss * balance + moe.z_loss * spread
+        return added
 
     def tensor_parallel_plan(self) -> dict[str, Style]:
         """How layers are cut over tensor-parallel ranks: by heads, inner width, and token ids."""
@@ -195,7 +217,8 @@ class LanguageModel(pl.LightningModule):
     def _step(self, batch: Batch, batch_idx: int, mode: Mode) -> Tensor:
         tensors = self.pipeline_inputs(batch)
         for _, unit in self.pipeline_units():
-            tensors = (unit(*tensors),)
+            made = unit(*tensors)
+            tensors = made if isinstance(made, tuple) else (made,)
         return self.pipeline_result(tensors, batch, batch_idx, mode)
 
 

@@ -3,6 +3,10 @@
 Every unit maps ``[batch, sequence, hidden]`` to the same shape, except the first (token ids in) and
 the last (logits out). A unit holds its own normalisation and residual, so any cut between two units
 sends exactly one tensor. Nothing here knows stages, ranks or Lightning.
+
+With experts two small tensors travel beside the stream from the first layer that has some: the sum
+of the layers' losses ``[batch, 2]`` and their loads ``[batch, layers so far, experts]``. Units
+without experts hand them on as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from torch.nn import functional
 
 from launcher.workloads.initialisation import SeededUnit
 from launcher.workloads.transformer_shape import TransformerShape
+from strategies.models.experts import Experts, Mixture, Router
 
 _NORM_EPSILON = 1e-5
 _EMBEDDING_DEVIATION = 0.02
@@ -85,7 +90,7 @@ class Attention(_HalfBlock):
         self._head_size = shape.head_size
         self._rotary = shape.position == "rope"
 
-    def forward(self, stream: Tensor) -> Tensor:
+    def forward(self, stream: Tensor, *along: Tensor) -> Tensor | tuple[Tensor, ...]:
         normed = self.norm(stream)
         query, key, value = (
             self._split(part(normed)) for part in (self.query, self.key, self.value)
@@ -97,7 +102,7 @@ class Attention(_HalfBlock):
             query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
         )
         branch = self.output(mixed.transpose(1, 2).flatten(2))
-        return stream + self.dropout(branch)  # type: ignore[no-any-return]
+        return _handed_on(stream + self.dropout(branch), along)
 
     def _split(self, joined: Tensor) -> Tensor:
         # The number of heads follows from the width, so a shard of the heads works as well.
@@ -117,14 +122,80 @@ class Mlp(_HalfBlock):
         self.up = linear(shape.hidden, shape.ffn)
         self.down = linear(shape.ffn, shape.hidden)
 
-    def forward(self, stream: Tensor) -> Tensor:
+    def forward(self, stream: Tensor, *along: Tensor) -> Tensor | tuple[Tensor, ...]:
+        inner = _activated(self.norm(stream), self.up, self.gate)
+        return _handed_on(stream + self.dropout(self.down(inner)), along)
+
+
+class SparseMlp(_HalfBlock):
+    """Experts in the place of an MLP, with its norm and residual, and the shared ones if any."""
+
+    def __init__(self, shape: TransformerShape) -> None:
+        super().__init__(shape)
+        moe = shape.moe
+        assert moe is not None
+        self.mixture = Mixture(
+            Router(
+                experts=moe.experts,
+                per_token=moe.per_token,
+                hidden=shape.hidden,
+                scores=moe.scores,
+                normalised=moe.normalised,
+                scale=moe.scale,
+                steered=moe.steering > 0,
+                span=moe.balance_over,
+            ),
+            Experts(
+                experts=moe.experts,
+                hidden=shape.hidden,
+                inner=moe.ffn,
+                gated=shape.activation == "swiglu",
+            ),
+        )
+        self.shared = _Shared(shape, moe.shared * moe.ffn) if moe.shared else None
+
+    def initial(self, parameter: str) -> tuple[float, float]:
+        """As in an MLP, whose matrix to the residual stream each expert has for itself."""
+        if parameter in ("mixture.experts.down", "shared.down.weight"):
+            return 0.0, self._last_deviation
+        return super().initial(parameter)
+
+    def slices(self, parameter: str) -> range | None:
+        """Every expert is drawn by its number."""
+        if not parameter.startswith("mixture.experts."):
+            return None
+        experts = self.mixture.experts
+        return range(experts.first, experts.first + len(experts.up))
+
+    def forward(
+        self, stream: Tensor, losses: Tensor | None = None, load: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Stream, sum of the losses and loads of the layers so far; see the module docstring."""
         normed = self.norm(stream)
-        inner = self.up(normed)
-        if self.gate is not None:
-            inner = functional.silu(self.gate(normed)) * inner
-        else:
-            inner = functional.gelu(inner, approximate="tanh")
-        return stream + self.dropout(self.down(inner))  # type: ignore[no-any-return]
+        mixed, routing = self.mixture(normed)
+        if self.shared is not None:
+            mixed = mixed + self.shared(normed)
+        own = routing.load[:, None]
+        return (
+            stream + self.dropout(mixed),
+            routing.losses if losses is None else losses + routing.losses,
+            own if load is None else torch.cat((load, own), dim=1),
+        )
+
+
+class _Shared(nn.Module):
+    """Experts that every token goes to, side by side in one MLP."""
+
+    def __init__(self, shape: TransformerShape, inner: int) -> None:
+        super().__init__()
+        linear = partial(nn.Linear, bias=False)
+        self.gate = linear(shape.hidden, inner) if shape.activation == "swiglu" else None
+        self.up = linear(shape.hidden, inner)
+        self.down = linear(inner, shape.hidden)
+
+    def forward(self, normed: Tensor) -> Tensor:
+        branch: Tensor = self.down(_activated(normed, self.up, self.gate))
+        return branch
 
 
 class Head(SeededUnit):
@@ -149,9 +220,8 @@ class Head(SeededUnit):
             return f"{unit_name.removesuffix('head')}embedding.tokens.weight"
         return super().owner(unit_name, parameter)
 
-    def forward(self, stream: Tensor) -> Tensor:
-        logits: Tensor = self.projection(self.norm(stream))
-        return logits
+    def forward(self, stream: Tensor, *along: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return _handed_on(self.projection(self.norm(stream)), along)
 
 
 class Transformer(nn.Module):
@@ -161,8 +231,13 @@ class Transformer(nn.Module):
         super().__init__()
         self.embedding = Embedding(shape)
         self.layers = nn.ModuleList(
-            nn.ModuleDict({"attention": Attention(shape), "mlp": Mlp(shape)})
-            for _ in range(shape.layers)
+            nn.ModuleDict(
+                {
+                    "attention": Attention(shape),
+                    "mlp": SparseMlp(shape) if layer in shape.moe_layers else Mlp(shape),
+                }
+            )
+            for layer in range(shape.layers)
         )
         self.head = Head(shape)
         self._tied = shape.tie_embeddings
@@ -190,10 +265,22 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids ``[batch, sequence]`` to logits ``[batch, sequence, vocab]``."""
-        stream = tokens
+        tensors = (tokens,)
         for _, unit in self.named_units():
-            stream = unit(stream)
-        return stream
+            made = unit(*tensors)
+            tensors = made if isinstance(made, tuple) else (made,)
+        return tensors[0]
+
+
+def _handed_on(made: Tensor, along: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    return (made, *along) if along else made
+
+
+def _activated(normed: Tensor, up: nn.Module, gate: nn.Module | None) -> Tensor:
+    inner: Tensor = up(normed)
+    if gate is not None:
+        return functional.silu(gate(normed)) * inner
+    return functional.gelu(inner, approximate="tanh")
 
 
 def _norm(shape: TransformerShape) -> nn.Module:

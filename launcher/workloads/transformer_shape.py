@@ -6,17 +6,61 @@ Free of torch, so that planning and validating never pay for its import. The tor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from strategies.errors import PlanError
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "gelu"]
 Position = Literal["rope", "learned"]
+Scores = Literal["softmax", "sigmoid"]
+Span = Literal["sequence", "microbatch"]
 
 # Units are named as they are inside ``LanguageModel``, where the network is the attribute ``net``.
 UNIT_PREFIX = "net."
+
+_NUM_LOSSES = 2  # of ``strategies.models.experts.Routing``, per sequence
+
+
+@dataclass(frozen=True, slots=True)
+class MoeShape:
+    """A mixture of experts in place of an MLP; experts have no biases.
+
+    Raises:
+        PlanError: A size out of range, an unknown word, or sizes that do not fit together.
+    """
+
+    experts: int  # routed ones per layer
+    per_token: int  # of them, each token's
+    ffn: int  # inner width of one expert
+    shared: int = 0  # experts that every token goes to, computed as one MLP
+    first_dense: int = 0  # layers at the beginning that keep their MLP
+    every: int = 1  # of the others, each so manyth has experts, the last of the group
+    scores: Scores = "softmax"  # of a router; ``sigmoid`` scores each expert by itself
+    normalised: bool = True  # whether the weights of a token's experts sum to 1
+    scale: float = 1.0  # factor of these weights
+    steering: float = 0.0  # by how much a step moves the bias of a choice; 0 has no bias
+    balance_loss: float = 0.0  # factor of the balance loss of each layer
+    balance_over: Span = "sequence"  # what it is taken over
+    z_loss: float = 0.0  # factor of the z-loss of each layer
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "per_token", "ffn", "every"):
+            _check_positive(_MOE_KEYS.get(name, name), getattr(self, name))
+        if self.per_token > self.experts:
+            raise PlanError(
+                f"model.experts_per_token={self.per_token} is more than there are experts "
+                f"(model.experts={self.experts}). Try model.experts_per_token={self.experts}."
+            )
+        _check_word("router", self.scores, get_args(Scores))
+        _check_word("aux_loss_over", self.balance_over, get_args(Span))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in the place of its MLP."""
+        beyond = layer - self.first_dense
+        return beyond >= 0 and beyond % self.every == self.every - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +88,7 @@ class TransformerShape:
     # Probability on the embedding and on both residual branches, not on attention probabilities,
     # which would force attention off the fused kernels.
     dropout: float = 0.0
+    moe: MoeShape | None = None  # None: every layer has an MLP
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence"):
@@ -55,6 +100,13 @@ class TransformerShape:
                 f"model.dropout={self.dropout} is no probability in [0, 1). Try model.dropout=0.1."
             )
         self._check_heads()
+        if self.moe is not None and not self.moe_layers:
+            moe = self.moe
+            raise PlanError(
+                f"model.experts={moe.experts}: none of model.layers={self.layers} has experts with "
+                f"model.first_dense_layers={moe.first_dense} model.expert_every={moe.every}. "
+                f"Try model.first_dense_layers={max(0, self.layers - moe.every)}."
+            )
 
     def _check_heads(self) -> None:
         if self.hidden % self.heads:
@@ -87,6 +139,12 @@ class TransformerShape:
         return self.kv_heads * self.head_size
 
     @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers that have experts in the place of an MLP."""
+        moe = self.moe
+        return () if moe is None else tuple(n for n in range(self.layers) if moe.has_experts(n))
+
+    @property
     def biases(self) -> bool:
         return self.norm == "layernorm"
 
@@ -108,7 +166,8 @@ class UnitSpec:
     Attributes:
         name: The unit's module name inside ``LanguageModel``; never depends on a stage cut.
         parameters: Parameters that this unit owns.
-        forward_flops: Matrix products only, two operations per multiply-add. Attention scores are
+        forward_flops: Matrix products only, two operations per multiply-add; of experts those that
+            a token goes to, which is what it computes with. Attention scores are
             counted in full although half of them are masked, as ``torch.utils.flop_counter``
             counts scaled_dot_product_attention; a causal kernel may skip up to half of that part.
         output_elements: Elements that cross a cut behind this unit; logits for the head.
@@ -157,21 +216,26 @@ def unit_specs(shape: TransformerShape, *, fused_norm: bool = False) -> tuple[Un
     saved_by_norm = _saved_by_norm(shape, fused_norm=fused_norm)
     attention = _attention_saved(shape) + saved_by_norm + dropped
     mlp = _mlp_saved(shape) + saved_by_norm + dropped
+    along = 0  # of losses and loads, beside the stream
     for layer in range(shape.layers):
+        sparse = layer in shape.moe_layers
+        before, along = along, along + _added_along(shape, along) if sparse else along
         units += [
             UnitSpec(
                 name=f"{UNIT_PREFIX}layers.{layer}.attention",
                 parameters=_attention_parameters(shape),
                 forward_flops=_attention_flops(shape),
-                output_elements=boundary,
+                output_elements=boundary + before,
                 saved_elements=attention,
             ),
             UnitSpec(
                 name=f"{UNIT_PREFIX}layers.{layer}.mlp",
-                parameters=_mlp_parameters(shape),
-                forward_flops=2 * tokens * _mlp_matrices(shape) * width * shape.ffn,
-                output_elements=boundary,
-                saved_elements=mlp,
+                parameters=_sparse_parameters(shape) if sparse else _mlp_parameters(shape),
+                forward_flops=_sparse_flops(shape)
+                if sparse
+                else 2 * tokens * _mlp_matrices(shape) * width * shape.ffn,
+                output_elements=boundary + along,
+                saved_elements=_sparse_saved(shape) + saved_by_norm + dropped if sparse else mlp,
             ),
         ]
     projection = shape.vocab * width
@@ -180,12 +244,37 @@ def unit_specs(shape: TransformerShape, *, fused_norm: bool = False) -> tuple[Un
             name=f"{UNIT_PREFIX}head",
             parameters=_norm_parameters(shape) + (0 if shape.tie_embeddings else projection),
             forward_flops=2 * tokens * projection,
-            output_elements=tokens * shape.vocab,
+            output_elements=tokens * shape.vocab + along,
             saved_elements=saved_by_norm + boundary + tokens * shape.vocab + tokens,
             tied_parameters=projection if shape.tie_embeddings else 0,
         )
     )
     return tuple(units)
+
+
+def shape_keys(described: Mapping[str, Any]) -> dict[str, Any]:
+    """A shape as ``asdict`` describes it under the names of ``model.*``, those of experts, too.
+
+    Without experts there are no keys about them but ``experts``, which is None.
+    """
+    own = {name: value for name, value in described.items() if name != "moe"}
+    moe = described.get("moe") or {"experts": None}
+    return own | {_MOE_KEYS.get(name, name): value for name, value in moe.items()}
+
+
+_MOE_KEYS = {
+    "per_token": "experts_per_token",
+    "ffn": "expert_ffn",
+    "shared": "shared_experts",
+    "first_dense": "first_dense_layers",
+    "every": "expert_every",
+    "scores": "router",
+    "normalised": "router_normalized",
+    "scale": "router_scale",
+    "steering": "bias_update_rate",
+    "balance_loss": "aux_loss",
+    "balance_over": "aux_loss_over",
+}
 
 
 def unit_costs(shape: TransformerShape) -> tuple[float, ...]:
@@ -214,6 +303,44 @@ def _mlp_parameters(shape: TransformerShape) -> int:
     matrices = _mlp_matrices(shape)
     biases = (matrices - 1) * shape.ffn + shape.hidden if shape.biases else 0
     return matrices * shape.hidden * shape.ffn + biases + _norm_parameters(shape)
+
+
+def _sparse_parameters(shape: TransformerShape) -> int:
+    moe = shape.moe
+    assert moe is not None
+    matrices = _mlp_matrices(shape) * moe.ffn * (moe.experts + moe.shared)
+    return shape.hidden * (moe.experts + matrices) + _norm_parameters(shape)
+
+
+def _sparse_flops(shape: TransformerShape) -> int:
+    """Of the router, of the experts that a token goes to, and of the shared ones."""
+    moe = shape.moe
+    assert moe is not None
+    matrices = _mlp_matrices(shape) * moe.ffn * (moe.per_token + moe.shared)
+    return 2 * shape.sequence * shape.hidden * (moe.experts + matrices)
+
+
+def _added_along(shape: TransformerShape, along: int) -> int:
+    """Elements that a layer of experts adds to what travels: its load, the first two losses."""
+    assert shape.moe is not None
+    return shape.moe.experts + (0 if along else _NUM_LOSSES)
+
+
+def _sparse_saved(shape: TransformerShape) -> int:
+    moe = shape.moe
+    assert moe is not None
+    # swiglu: gate, up, silu(gate), product; gelu: its input and its output.
+    inner = (4 if shape.activation == "swiglu" else 2) * moe.ffn
+    # Scores, logits and their log-sum-exp; ids and weights of the choice.
+    routing = 2 * moe.experts + 1 + 2 * moe.per_token
+    if moe.normalised:  # the weights before, and their sum
+        routing += moe.per_token + 1
+    if moe.scores == "sigmoid":  # sum of the scores
+        routing += 1
+    # Rows of the experts' input, of their output, and where they came from and go to.
+    rows = moe.per_token * (2 * shape.hidden + 2 + inner)
+    per_token = shape.hidden + routing + rows + moe.shared * inner
+    return shape.sequence * per_token + moe.experts  # its load
 
 
 def _attention_flops(shape: TransformerShape) -> int:

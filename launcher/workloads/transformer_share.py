@@ -30,6 +30,11 @@ def check_transformer_tp(
     shape: TransformerShape, tp: int, *, sequence_parallel: bool = False
 ) -> None:
     """Refuses a number of ranks that the heads, the MLP or the sequence cannot be cut into."""
+    if shape.moe is not None and tp > 1:
+        raise PlanError(
+            f"tp={tp} with model.experts={shape.moe.experts}: experts are not cut over "
+            "tensor-parallel ranks. Try tp=1."
+        )
     sizes = {"model.heads": shape.heads, "model.kv_heads": shape.kv_heads, "model.ffn": shape.ffn}
     if sequence_parallel:
         sizes["model.sequence"] = shape.sequence

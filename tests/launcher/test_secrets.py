@@ -14,7 +14,8 @@ import pytest
 from launcher.__main__ import main
 from launcher.processes import torchrun
 from launcher.processes.failure import failure_file, write_failure
-from launcher.secrets import MaskedStream, mask, secrets_of
+from launcher.secrets import MaskedStream, mask, refuse_secret, secrets_of
+from strategies.errors import PlanError
 from tests.launcher.command_line import run_here
 
 CANARY = "canary-5f1d20-do-not-copy"
@@ -124,3 +125,28 @@ def test_what_a_model_prints_under_torchrun_is_masked_as_elsewhere(monkeypatch, 
         monkeypatch.setattr(torchrun, name, fake)
     main(["cluster=torchrun"])
     assert capsys.readouterr() == ("***\n", "***\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.experts_per_token", "2"),
+        ("model.args.num_experts_per_token", "2"),
+        ("model.args.bos_token", "<s>"),
+        ("user.pad_token", "${user.eos_token}"),
+        ("user.price.token", "0.5"),
+    ],
+)
+def test_a_token_of_a_text_is_no_credential(name, value):
+    refuse_secret(name, value)
+
+
+@pytest.mark.parametrize("name", ["hf_token", "user.token", "user.my_token", "user.api_token"])
+def test_a_token_that_is_none_of_a_text_is_refused(name):
+    with pytest.raises(PlanError, match="credential"):
+        refuse_secret(name, "x7f4c9d2a1b8")
+
+
+def test_a_number_is_no_password():
+    with pytest.raises(PlanError, match="credential"):
+        refuse_secret("user.password", "1234")

@@ -27,6 +27,11 @@ def counterpart(shape: TransformerShape) -> Counterpart:
     Raises:
         ModelError: None does; the message says what stands in the way.
     """
+    if shape.moe is not None:
+        raise ModelError(
+            f"mode=export: model.experts={shape.moe.experts} is exported as a file of weights, not "
+            "as a folder for the transformers library. Try export.format=safetensors."
+        )
     wrong = {family: _differences(shape, family) for family in _PARTS}
     family = min(wrong, key=lambda name: len(wrong[name]))
     if wrong[family]:

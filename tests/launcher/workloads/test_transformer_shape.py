@@ -7,7 +7,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.transformer import Transformer
-from launcher.workloads.transformer_shape import TransformerShape, unit_costs, unit_specs
+from launcher.workloads.transformer_shape import (
+    MoeShape,
+    TransformerShape,
+    unit_costs,
+    unit_specs,
+)
 from strategies.errors import PlanError
 from tests.launcher.workloads.presets import PRESETS, preset
 
@@ -33,6 +38,13 @@ SHAPES = {
     "gpt": GPT,
     "gpt untied with dropout": replace(GPT, tie_embeddings=False, dropout=0.1),
     "layernorm swiglu rope": replace(GPT, activation="swiglu", position="rope", kv_heads=1),
+    "experts": replace(LLAMA, layers=3, moe=MoeShape(experts=6, per_token=2, ffn=20)),
+    "shared experts by sigmoid": replace(
+        GPT,
+        layers=3,
+        dropout=0.1,
+        moe=MoeShape(6, 3, 20, shared=2, first_dense=1, scores="sigmoid", normalised=False),
+    ),
 }
 
 
@@ -63,12 +75,14 @@ def test_flops_are_those_of_torchs_counter(shape, batch):
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     model = LanguageModel(shape)
     tensor = torch.zeros(batch, shape.sequence, dtype=torch.int64)
+    tensors = (tensor,)
     for (_, unit), spec in zip(model.pipeline_units(), unit_specs(shape), strict=True):
         counter = FlopCounterMode(display=False, custom_mapping={attention: cpu_attention_flops})
         with counter:
-            tensor = unit(tensor)
+            made = unit(*tensors)
+        tensors = made if isinstance(made, tuple) else (made,)
         assert counter.get_total_flops() == batch * spec.forward_flops, spec.name
-        assert tensor.numel() == batch * spec.output_elements, spec.name
+        assert sum(t.numel() for t in tensors) == batch * spec.output_elements, spec.name
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -93,7 +107,8 @@ def test_saved_elements_are_those_that_autograd_keeps(shape):
     for (_, unit), spec in zip(units, specs, strict=True):
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            tensors = (unit(*tensors),)
+            made = unit(*tensors)
+            tensors = made if isinstance(made, tuple) else (made,)
             alive.append(tensors)
             if unit is units[-1][1]:
                 alive.append(model.pipeline_result(tensors, batch, 0, "train"))
@@ -200,3 +215,14 @@ def test_an_end_to_end_step_of_llama2_13b_is_near_six_times_parameters_times_tok
     shape = preset("llama2_13b")
     flops = 3 * sum(unit.forward_flops for unit in unit_specs(shape))
     assert flops / (6 * shape.num_parameters * shape.sequence) == pytest.approx(1.1, abs=0.06)
+
+
+def test_a_token_goes_to_no_more_experts_than_there_are():
+    with pytest.raises(PlanError, match=r"model.experts=2\). Try model.experts_per_token=2."):
+        MoeShape(experts=2, per_token=3, ffn=8)
+
+
+def test_some_layer_has_experts():
+    with pytest.raises(PlanError, match=r"none of model.layers=2 .*first_dense_layers=1\.$"):
+        replace(LLAMA, moe=MoeShape(4, 2, 8, first_dense=2))
+    assert replace(LLAMA, layers=6, moe=MoeShape(4, 2, 8, 0, 1, 2)).moe_layers == (2, 4)

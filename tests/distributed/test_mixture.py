@@ -1,0 +1,37 @@
+"""A model with experts trains as in a single process, its balance and z-losses included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from launcher.workloads.transformer_shape import MoeShape
+from strategies.plan import Recompute
+from tests.distributed.pool import Ranks
+from tests.distributed.test_parity import SHORT, check
+from tests.distributed.training import Case, small_shape
+
+pytestmark = pytest.mark.distributed
+
+# Losses weigh enough to be missed; 12 choices of 8 experts leave some without a token.
+MOE = MoeShape(experts=8, per_token=2, ffn=6, balance_loss=0.3, z_loss=0.1)
+SPARSE = small_shape(moe=MOE)
+SHARED = small_shape(
+    tie_embeddings=True,
+    moe=replace(MOE, shared=1, first_dense=1, every=2, scores="sigmoid", scale=2.5),
+)
+QUICK = {
+    "1f1b": Case("1f1b", pp=2, dp=2, shape=SHARED, clip=0.05),
+    "zb_h1": Case("zb_h1", pp=2, shape=SPARSE, recompute=Recompute("full")),
+    "foldx_fifo": Case("foldx_fifo", pp=2, shape=SPARSE, accumulation=2, overlap="zero1", dp=2),
+    "dualpipe": Case("dualpipe", pp=2, shape=SHARED),
+    "split": Case("interleaved_1f1b", pp=2, shape=SHARED, split_backward=True),
+    "one rank": Case("zb_v", pp=1, shape=SHARED, recompute=Recompute("selective")),
+}
+
+
+@pytest.mark.parametrize("case", QUICK.values(), ids=QUICK)
+def test_experts_and_their_losses_keep_parity(case: Case, ranks: Callable[[int], Ranks]) -> None:
+    check(replace(case, steps=SHORT), ranks)
