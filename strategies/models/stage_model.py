@@ -21,7 +21,7 @@ from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
 
 if TYPE_CHECKING:
     from strategies.models.replay.path import ParameterTable
-    from strategies.models.replay.whole_values import Dealer
+    from strategies.models.replay.whole_values import Dealer, Step
     from strategies.models.selective.policy import Selection
 
 
@@ -240,6 +240,19 @@ class StageModel(ABC):
             dataloader_idx: Which of several evaluation loaders the batch is from.
         """
         raise NotImplementedError
+
+    def mixed_rows(
+        self, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int]
+    ) -> str | None:
+        """Where a layer gets rows of a batch that other rows have a part in; None if nowhere.
+
+        Args:
+            step: What ``dealer`` knows it by, who has looked at it.
+            whole: A batch.
+            parts: Its rows, in order, in two batches.
+            rows: How many each has.
+        """
+        return None
 
     @property
     def dealer(self) -> Dealer | None:

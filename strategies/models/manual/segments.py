@@ -32,7 +32,7 @@ from strategies.models.manual.dataflow import (
     lay_out,
 )
 from strategies.models.manual.doors import Doors, Flags, Probing, Stale, StateCheck
-from strategies.models.manual.row_check import RowScout, compare_losses
+from strategies.models.manual.row_check import LossScout, compare_losses
 from strategies.models.manual.strand import (
     Action,
     FlowRun,
@@ -56,6 +56,7 @@ from strategies.models.replay.probing import (
     units_to_open,
 )
 from strategies.models.replay.replay_model import ReplayModel
+from strategies.models.replay.row_scout import RowScout
 from strategies.models.replay.shape_mode import MODULE_TABLES
 from strategies.models.replay.whole_values import (
     Dealer,
@@ -740,10 +741,10 @@ class SegmentModel(StageModel):
                 everything = Share(0, sum(rows), sum(rows))
                 self._dealer.deal(step, whole, [*shares, everything], where=(0, None))
 
-        def run(batch: Any, share: Share, both: RowScout | None) -> RowScout:
+        def run(batch: Any, share: Share, both: RowScout | None) -> LossScout:
             number = shares.index(share) if share in shares else None
             device = batch_device(batch, self._module)
-            scout = RowScout(
+            scout = LossScout(
                 self._modules,
                 device,
                 self._caches["train"],

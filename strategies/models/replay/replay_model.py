@@ -39,6 +39,7 @@ from strategies.models.replay.layout import (
 )
 from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
 from strategies.models.replay.probing import Probed, batch_device, probe_path, probe_units
+from strategies.models.replay.row_scout import RowScout, scout
 from strategies.models.replay.stage_run import StageRun
 from strategies.models.replay.whole_values import (
     Dealer,
@@ -297,6 +298,51 @@ class ReplayModel(StageModel):
         both = self._row_run(Pair(sum(rows), rows[0]), None, which, pair, dataloader_idx)
         one = self._row_run(both.pair, both, which, second, dataloader_idx)
         self._rows[which] = find_rows(path, self._last_cut(which), both, one)
+
+    def mixed_rows(
+        self, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int]
+    ) -> str | None:
+        where: Where = (0, step[1] or None)
+        path = self._path(step, whole, *where)
+        if path.clones_batch or len(self._modules) < 2:
+            return None
+        own = [Share(0, rows[0], sum(rows)), Share(rows[0], rows[1], sum(rows))]
+        plan = self._dealer.plan(step)
+        self._dealer.clear()
+        if plan is not None and not plan.is_empty:
+            with unchanged(self._module):
+                every = Share(0, sum(rows), sum(rows))
+                self._dealer.deal(step, whole, [*own, every], where=where)
+
+        def run(batch: Any, share: Share, both: RowScout | None) -> RowScout:
+            found = RowScout(
+                self._modules,
+                batch_device(batch, self._module),
+                ChainMap(self._value_caches.setdefault(step, {}), self._caches[step]),
+                path=path,
+                share=share,
+                whole=both,
+                hand=self._dealer.hand(own.index(share) if share in own else None),
+            )
+            logs = LogCapture(lambda value: False, self._module)
+            with (
+                unchanged(self._module),
+                torch.inference_mode(False),
+                torch.no_grad(),
+                gated(self._module, self._modules, logs.log, logs.log_dict),
+                self._table.shown(),
+                shapes_only(),
+                as_written() if self._compiled else nullcontext(),
+                found,
+            ):
+                call_step(self._module, step[0], _cloned(batch), *where)
+            return found
+
+        try:
+            runs = scout(run, whole, parts, rows)
+        except ModelError:
+            return None
+        return next((one.mixed for one in runs[1] if one.mixed), None) if runs else None
 
     def loss(
         self,

@@ -519,6 +519,8 @@ class PipelineStrategy(CheckpointingStrategy):
         if self.coordinates.dp_rank == 0:
             self._tell(self._rows_told.loss(self.engine.whole.unlike))
             self._tell(self._rows_told.buffers(self._plan.num_microbatches))
+        if self.is_global_zero:
+            self._tell(self._rows_told.mixed(self.engine.whole.mixed))
         self._repeat_logs(result, batch)
         if result.loss is None:
             raise ModelError(

@@ -153,7 +153,7 @@ class RowsTold:
         self._module = module
         self._norms = [n for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
         self._hooked = [n for n, p in module.named_parameters() if p._backward_hooks]
-        self._hooks_told = self._layers_told = self._loss_told = False
+        self._hooks_told = self._layers_told = self._loss_told = self._mixed_told = False
         self._passes = 0
         self._kept: list[tuple[nn.Module, str, str, Tensor, int]] = []
 
@@ -218,6 +218,18 @@ class RowsTold:
             f"pipeline runs {num_microbatches} per batch, on the rows of a microbatch each. "
             "Running means, counters and power iterations (spectral_norm) move on as often. Fewer "
             "and larger microbatches come closer to stock Lightning; count batches in hooks."
+        )
+
+    def mixed(self, line: str | None) -> str | None:
+        """Of a line with a layer that gets rows which others of the batch have a part in."""
+        if self._mixed_told or line is None:
+            return None
+        self._mixed_told = True
+        return (
+            f"{line}: {type(self._module).__name__}.training_step mixes rows of the batch between "
+            "its layers: what this layer gets for a row depends on others, and a pipeline mixes "
+            "the rows of each microbatch. Mix what goes into the first layer (that is done for the "
+            "whole batch), or use num_microbatches=1."
         )
 
     def loss(self, unlike: tuple[float, float] | None) -> str | None:

@@ -556,7 +556,10 @@ class Engine:
             self._compared = True
             self._compare_shapes(microbatches)
         if not options.part:
-            self._draws.look(batch, microbatches, options, loaders, whole=self.whole)
+            self._draws.look(
+                batch, microbatches, options, loaders, whole=self.whole,
+                then=self.whole.compare_layers if train else None,
+            )  # fmt: skip
         if self.plan.loss_over == "batch":
             self._compare_rows(batch, microbatches, options, loaders)
         if not train or not backward:

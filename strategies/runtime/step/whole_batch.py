@@ -28,6 +28,7 @@ from strategies.models.metric_objects import (
     share_metrics,
 )
 from strategies.models.nested import tensors
+from strategies.models.replay.whole_values import Step
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput
 from strategies.models.state import Generators, kept_generators
 from strategies.models.step_state import Slot, StepState
@@ -65,6 +66,7 @@ class WholeBatch:
         carried: The modes whose hooks look at what a step has returned.
         unlike: Of the first training batch, the mean of the microbatches' losses and the loss of
             all rows at once, where they differ.
+        mixed: The line of a layer that gets rows of a training batch which others have a part in.
         replicas: With whom metrics are computed.
         together: The modes in which a metric's value of a batch is that of all replicas' batches,
             which have as many.
@@ -82,6 +84,7 @@ class WholeBatch:
         self._output: StageOutput | None = None
         self._compares = not once and copies == 1  # the first batch's loss, with that of all rows
         self.unlike: tuple[float, float] | None = None
+        self.mixed: str | None = None
         self._linear: dict[Mode, bool] = {}  # whether means over microbatches say all
         self._has_metrics = False
         self._microbatches: Sequence[Microbatch] = ()
@@ -89,6 +92,12 @@ class WholeBatch:
     def layers(self) -> Iterator[nn.Module]:
         """What their forwards keep is their stage's own."""
         return self._model.layers()
+
+    def compare_layers(
+        self, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int]
+    ) -> None:
+        """Looks at a training batch: two parts of it and their numbers of rows."""
+        self.mixed = self.mixed or self._model.mixed_rows(step, whole, parts, rows)
 
     def note(self) -> None:
         """Notes the state to which ``state.take_back`` goes."""

@@ -61,6 +61,74 @@ class Counting(Net):
         self.net.append(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)))
 
 
+class Between(Net):
+    """Something between two layers that lie on two stages."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = batch[0]
+        for number, layer in enumerate(self.net):
+            hidden = layer(self.between(hidden) if number else hidden)
+        return nn.functional.cross_entropy(self.head(hidden), batch[1])
+
+
+class Flipped(Between):
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (hidden + hidden.flip(0)) / 2
+
+
+class Shuffled(Between):
+    """Manifold mixup."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 0.7 * hidden + 0.3 * hidden[torch.randperm(len(hidden))]
+
+
+class Centred(Between):
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden - hidden.mean(dim=0)
+
+
+class Harmless(Between):
+    """Rows stay apart: noise, a scale of the row's own, values folded into rows and back."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.dropout(hidden, 0.1) + torch.randn_like(hidden) * 0.01
+        hidden = hidden / (1 + hidden.norm(dim=-1, keepdim=True))
+        return hidden.unflatten(1, (2, 4)).flatten(0, 1).view(len(hidden), 8)
+
+
+class Reordered(Between):
+    """Whole rows in another order, and back."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        order = batch[0][:, 0].argsort()
+        hidden = self.net(batch[0][order])[order.argsort()]
+        return nn.functional.cross_entropy(self.head(hidden), batch[1])
+
+
+def flipped() -> Any:
+    return Flipped()
+
+
+def shuffled() -> Any:
+    return Shuffled()
+
+
+def centred() -> Any:
+    return Centred()
+
+
+def harmless() -> Any:
+    return Harmless()
+
+
+def reordered() -> Any:
+    return Reordered()
+
+
 def counting() -> Any:
     return Counting()
 
@@ -144,6 +212,12 @@ def told(case: str, strategy: dict[str, Any]) -> list[str]:
         (hooked, {}, ["net.0.weight has a hook (register_hook)", ""]),
         (hooked, {"num_microbatches": 1}, ["", ""]),
         (normed, {"num_microbatches": 1}, ["", ""]),
+        (flipped, {}, ["Flipped.training_step mixes rows of the batch between its layers", ""]),
+        (shuffled, {}, ["Shuffled.training_step mixes rows of the batch between its layers", ""]),
+        (centred, {}, ["Centred.training_step mixes rows of the batch between its layers", ""]),
+        (flipped, {"num_microbatches": 1}, ["", ""]),
+        (harmless, {}, ["", ""]),
+        (reordered, {}, ["", ""]),
         (counting, {}, ["net.0.calls: layers change", "_u and 1 more: layers change"]),
         (counting, {"num_microbatches": 1}, ["", ""]),
     ],
