@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -120,6 +121,11 @@ def _check_words(words: Sequence[str]) -> Sequence[str]:
     """``check theirs.csv`` as what it is short for."""
     if {"-h", "--help"} & {*words}:
         return ("--help",)
+    if words and words[0].startswith("--pipeline-model-parallel"):
+        # Megatron-LM's own command line, as far as it goes; our keys have no dashes in front.
+        ours = [word for word in words if "=" in word and not word.startswith("-")]
+        flags = [word for word in words if word not in ours]
+        return ["mode=check", quote("check.flags", shlex.join(flags)), *ours]
     if not words or words[0].startswith("-") or "=" in words[0]:
         raise PlanError(
             "check needs the schedule's file behind it. Try python -m launcher check theirs.csv."

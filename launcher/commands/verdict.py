@@ -1,8 +1,10 @@
 """``python -m launcher check theirs.csv``: whether somebody's schedule can run, and how good it is.
 
 The file has torch's notation, a line per rank; SENDs and RECVs are kept if it has any, and judged
-under what the transport promises of messages (check.semantics=, check.grouped=). Keys may follow:
-costs, as in ``costs=uniform costs.forward=2``, or hydra.run.dir=PATH for the files.
+under what the transport promises of messages (check.semantics=, check.grouped=). A configuration of
+torchtitan (.toml, .py) or NeMo AutoModel (.yaml), a script of Megatron-LM or its flags, DeepSpeed's
+instructions and zero-bubble's printed orders do as well. Keys may follow: costs, as in
+``costs=uniform costs.forward=2``, or hydra.run.dir=PATH for the files.
 
 Exit codes, for a CI: 0 it runs, 1 it does not (a repaired order is written), 2 it is no schedule.
 """
@@ -22,11 +24,12 @@ from launcher.report.result import write_atomically, write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve
 from launcher.terminal import say, terminal_width
-from strategies.plan import read_schedule_file
 from strategies.referee import Opinion, Ours, Repair, Verdict, alternatives, examine, notation
+from strategies.referee.foreign import Asked, Theirs, read_flags, read_their_file
 
 REPAIRED = "repaired.csv"
 _ORDER = "order.csv"
+_READ = "read.csv"  # another framework's words in torch's notation
 _FAILED = 1
 _LISTED = 3  # schedules of ours
 _CYCLE = 12  # lines of it
@@ -34,25 +37,32 @@ _CYCLE = 12  # lines of it
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
     """Reads, judges, repairs, simulates and compares; returns the exit code."""
-    asked = config.schedule
-    assert asked.file is not None
-    file = read_schedule_file(asked.file, placement=asked.placement)
+    theirs = _read(config)
+    asked = config.check
     opinion = examine(
-        file.text,
-        name=file.name,
-        semantics=config.check.semantics,
-        grouped=config.check.grouped,
-        placement=file.placement,
+        theirs.file.text,
+        name=theirs.file.name,
+        semantics=theirs.semantics if asked.semantics == "auto" else asked.semantics,
+        grouped=theirs.grouped if asked.grouped == "auto" else asked.grouped,
+        placement=theirs.file.placement,
     )
+    if theirs.framework != "torch":
+        say("\n  ".join([f"{theirs.framework}'s words:", *theirs.notes]))
+        write_atomically(run_dir / _READ, theirs.file.text)
     say("\n".join(_judged(opinion)))
     if opinion.repaired is not None:
         write_atomically(run_dir / REPAIRED, notation(opinion.repaired.program))
         say("\n".join(_repaired(opinion.repaired, run_dir / REPAIRED)))
-    resolved = _simulated(config, opinion, run_dir)
+    resolved = _simulated(config, opinion, run_dir, layers=theirs.layers)
     timeline, metrics = predict(resolved)
     write_pictures(run_dir, [Panel("predicted", timeline, metrics)], resolved)
     ours = alternatives(opinion.whole, resolved.costs)
     result = predicted_mapping(resolved, metrics) | {"mode": "check"} | _mapping(opinion, ours)
+    result |= {
+        "framework": theirs.framework,
+        "notes": list(theirs.notes),
+        "layers_per_stage": None if theirs.layers is None else list(theirs.layers),
+    }
     write_result(run_dir / "result.json", result)
     say(draw(timeline, width=terminal_width()))
     print_summary(result)
@@ -61,14 +71,33 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     return 0 if opinion.runs else _FAILED
 
 
-def _simulated(config: LaunchConfig, opinion: Opinion, run_dir: Path) -> Run:
+def _read(config: LaunchConfig) -> Theirs:
+    """The order, out of whatever file or flags have it."""
+    check, path = config.check, config.schedule.file
+    asked = Asked(check.num_gpus, check.layers, config.schedule.placement)
+    if path is not None:
+        return read_their_file(path, asked, flags=check.flags)
+    assert check.flags is not None
+    return read_flags(check.flags, asked, name="check.flags")
+
+
+def _simulated(
+    config: LaunchConfig, opinion: Opinion, run_dir: Path, *, layers: tuple[int, ...] | None
+) -> Run:
     """The order that runs, as ``mode=simulate`` has it: its computations, in a file of its own."""
     order = opinion.compute_file
     path = run_dir / _ORDER
     write_atomically(path, order.text)
     schedule = replace(
-        config.schedule, name="custom", file=str(path), stages_per_rank=None, group=None
+        config.schedule,
+        name="custom",
+        file=str(path),
+        stages_per_rank=None,
+        group=None,
+        layers_per_stage=layers or config.schedule.layers_per_stage,
     )
+    if layers:
+        config = replace(config, model=replace(config.model, layers=sum(layers)))
     pp = len(opinion.program.ranks)
     config = replace(config, mode="simulate", pp=pp, schedule=schedule, check=CheckConfig())
     check(config)

@@ -7,6 +7,7 @@ where that number is known.
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 from launcher.config.check_cluster import check_cluster
 from launcher.config.check_code import check_code
@@ -36,10 +37,14 @@ def check(config: LaunchConfig) -> None:
         _check_order(config)  # The rest is checked when the file's degrees are known.
         return
     if config.check != CheckConfig():
-        given = f"check.semantics={config.check.semantics} check.grouped={config.check.grouped}"
+        given = " ".join(
+            f"check.{entry.name}={spell(getattr(config.check, entry.name))}"
+            for entry in fields(CheckConfig)
+            if getattr(config.check, entry.name) != entry.default
+        )
         raise PlanError(
-            f"{given.lower()} are about mode=check, not mode={config.mode}. Try mode=check, or "
-            "without them."
+            f"{given[:200]}: this is about mode=check, not mode={config.mode}. Try mode=check, or "
+            "without it."
         )
     own_order(config)
     _check_planner(config)
@@ -97,14 +102,15 @@ def _check_sharing(config: LaunchConfig, shape: TransformerShape) -> None:
 def _check_order(config: LaunchConfig) -> None:
     """``mode=check`` takes everything from the file."""
     schedule = config.schedule
-    if schedule.file is None:
+    if schedule.file is None and config.check.flags is None:
         raise PlanError(
             "mode=check needs the file whose order is looked at. Try schedule.file=theirs.csv."
         )
     if schedule.name not in ("custom", LaunchConfig().schedule.name):
         raise PlanError(
             f"schedule={schedule.name} has an order of its own, and mode=check looks at that of "
-            f"schedule.file={shorten(schedule.file)}. Try without schedule={schedule.name}."
+            f"schedule.file={shorten(schedule.file or 'theirs.csv')}. Try without "
+            f"schedule={schedule.name}."
         )
     if config.pp != 1 or config.num_microbatches != "auto":
         given = (

@@ -66,14 +66,39 @@ class ScheduleConfig:
 class CheckConfig:
     """``check.*``: what ``mode=check`` takes for granted of the transport that a file is for."""
 
-    semantics: Literal["rendezvous", "buffered", "one_queue", "per_pair", "per_edge"] = key(
-        "one_queue",
-        "Promise under which the file must run. rendezvous: SEND and RECV hold both ranks; "
+    semantics: Literal["auto", "rendezvous", "buffered", "one_queue", "per_pair", "per_edge"] = key(
+        "auto",
+        "Promise under which the file must run; auto = what its framework relies on, one_queue "
+        "for a CSV. rendezvous: SEND and RECV hold both ranks; "
         "buffered: a SEND ends at once; one_queue: a rank's messages go in its list's order (NCCL, "
         "batched); per_pair: a queue per pair of ranks (NCCL, isend and irecv); per_edge: one per "
         "pair and direction.",
     )
-    grouped: bool = key(False, "Messages side by side in a list go at once (ncclGroupStart).")
+    grouped: Literal["auto"] | bool = key(
+        "auto",
+        "Messages side by side in a list go at once (ncclGroupStart); auto = where the file's "
+        "framework does so, no for a CSV.",
+        example=True,
+    )
+    flags: str | None = key(
+        None,
+        "Megatron-LM's flags, in place of a file or after those of a script.",
+        example="--pipeline-model-parallel-size 4",
+    )
+    num_gpus: int | None = key(
+        None,
+        "GPUs of the whole job, where flags or script do not say; null = as they say.",
+        low=1,
+        high=10_000_000,
+        example=64,
+    )
+    layers: int | None = key(
+        None,
+        "Layers of the model, where a configuration only names it; null = as it says.",
+        low=1,
+        high=100_000,
+        example=32,
+    )
 
 
 @dataclass(frozen=True, slots=True)

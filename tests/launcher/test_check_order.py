@@ -61,6 +61,38 @@ def test_an_order_without_messages_is_judged_by_its_computations(tmp_path):
     assert (tmp_path / "run" / "repaired.csv").read_text() == "0F0,1F0,1B0,0B0\n"
 
 
+def test_a_script_of_megatron_is_proven_priced_and_compared(tmp_path):
+    (tmp_path / "pretrain.sh").write_text(
+        "PP=2\ntorchrun pretrain_gpt.py --pipeline-model-parallel-size $PP --num-layers 8 \\\n"
+        "  --micro-batch-size 1 --global-batch-size 4 --world-size 2 \\\n"
+        "  --pipeline-model-parallel-layout 'Et|tt|tt|tttL'\n"
+    )
+    done = launch_here(["check", "pretrain.sh", DIR], tmp_path)
+    assert done.code == 0, done.errors
+    assert done.output.startswith("Megatron-LM's words:\n  interleaved 1F1B, 2 chunks, groups of 2")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["semantics"], result["framework"]) == ("per_edge", "Megatron-LM")
+    assert examine((tmp_path / "run" / "read.csv").read_text()).program.num_microbatches == 4
+    assert result["layers_per_stage"] == [1, 2, 2, 3]
+
+
+def test_flags_alone_are_enough_and_their_groups_count(tmp_path):
+    numbers = {"pipeline-model-parallel-size": 2, "micro-batch-size": 1, "global-batch-size": 4}
+    flags = [word for flag, number in numbers.items() for word in (f"--{flag}", str(number))]
+    assert launch_here(["check", *flags, DIR], tmp_path).code == 0
+    alone = launch_here(["check", *flags, "check.grouped=false", "hydra.run.dir=two"], tmp_path)
+    assert alone.code == 1 and "deadlocks" in alone.output
+
+
+def test_a_configuration_of_torchtitan_is_checked_with_torchs_messages(tmp_path):
+    (tmp_path / "t.toml").write_text(
+        "[parallelism]\npipeline_parallel_degree = 2\n"
+        'pipeline_parallel_schedule = "Interleaved1F1B"\n[training]\nlocal_batch_size = 4\n'
+    )
+    done = launch_here(["check", "t.toml", DIR], tmp_path)
+    assert done.code == 0 and "interleaved_1f1b" in done.output
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -71,7 +103,10 @@ def test_an_order_without_messages_is_judged_by_its_computations(tmp_path):
         (["check", "x.csv", "pp=3"], "Try without pp=3."),
         (["check", "x.csv", "schedule=zb_v"], "Try without schedule=zb_v."),
         (["check", "x.csv", "check.semantics=nccl"], "check.semantics"),
-        (["mode=simulate", "check.grouped=true"], "Try mode=check"),
+        (["mode=simulate", "check.grouped=true"], "check.grouped=true: this is about mode=check"),
+        (["check", "--pipeline-model-parallel-size", "2"], "--micro-batch-size is not there"),
+        (["check", "x.csv", "check.flags=--seed"], "x.csv is none"),
+        (["check", "x.csv", "check.grouped=maybe"], "check.grouped"),
         (["check", "x.csv"], "x.csv, line 2, column 2: '1RECV_F' is not an instruction"),
         (["check", "short.csv"], "1RECV_F0"),
     ],
