@@ -55,7 +55,7 @@ ELEMENT_BYTES = {
     # Summed and updated in 32 bits.
     "bf16-true": ElementSizes(weight=2, activation=2, main=4),
 }
-MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1, "class": 2}  # of a class as of most
+MOMENTS = {"adamw": 2, "adam": 2, "muon": 2, "sgd": 1, "class": 2}  # of a class as of most
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +340,7 @@ def _loads(
         selective=recompute.policy == "selective",
         layers=recompute.layers,
         attention=config.costs.attention,
+        momentum_only=config.optimizer.name == "muon",
     )
     return tuple(sum_loads([units[index] for index in stage]) for stage in stages)
 

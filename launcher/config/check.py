@@ -16,7 +16,7 @@ from launcher.config.derived import asked_schedule, own_order, transformer_shape
 from launcher.config.key import Key, describe, keys_of, shorten, spell, value_at
 from launcher.config.launch import LaunchConfig
 from launcher.config.pipeline import CheckConfig, CostsConfig, PlannerConfig, recompute_policy
-from launcher.config.workload import ModelConfig
+from launcher.config.workload import ModelConfig, OptimizerConfig
 from launcher.workloads.transformer_shape import TransformerShape
 from launcher.workloads.transformer_share import check_transformer_tp
 from strategies.errors import PlanError
@@ -193,8 +193,19 @@ def _check_unused(config: LaunchConfig) -> None:
         pass  # has been checked with its path
     elif config.optimizer.name == "sgd":
         _refuse_set(config, "optimizer.betas", "optimizer.eps", chosen="optimizer=sgd")
-    else:
+    elif config.optimizer.name != "muon":
         _refuse_set(config, "optimizer.momentum", chosen=f"optimizer={config.optimizer.name}")
+    if config.optimizer.name not in ("muon", CLASS):
+        for name in ("nesterov", "ns_steps", "adjust_lr", "adamw_lr"):
+            default = getattr(OptimizerConfig(), name)
+            if getattr(config.optimizer, name) != default:
+                asked = f"optimizer.{name}={spell(getattr(config.optimizer, name))}"
+                raise PlanError(
+                    f"{asked} belongs to optimizer=muon, but optimizer={config.optimizer.name}. "
+                    f"Try optimizer=muon {asked}."
+                )
+    elif config.optimizer.name == "muon":
+        _refuse_parts(config)
     if config.data.name == "stdlib":
         _refuse_set(config, "data.path", chosen="data=stdlib", instead=" Try data=text.")
     elif config.data.name not in ("text", "tokens"):
@@ -222,6 +233,20 @@ def _check_unused(config: LaunchConfig) -> None:
     if config.mode != "export":
         unused = ("export.path", "export.format")
         _refuse_set(config, *unused, chosen=f"mode={config.mode}", instead=" Try mode=export.")
+
+
+def _refuse_parts(config: LaunchConfig) -> None:
+    """An update of Muon looks at a whole matrix."""
+    if config.overlap.name == "zero1":
+        raise PlanError(
+            "optimizer=muon makes an update of a whole matrix, and overlap=zero1 gives each "
+            "replica a part of it. Try overlap=grad_reduce, or optimizer=adamw overlap=zero1."
+        )
+    if config.tp > 1:
+        raise PlanError(
+            f"optimizer=muon makes an update of a whole matrix, and tp={config.tp} cuts matrices "
+            f"into {config.tp}. Try tp=1 pp={config.pp * config.tp}, or optimizer=adamw."
+        )
 
 
 def _check_tracking(config: LaunchConfig) -> None:

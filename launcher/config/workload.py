@@ -129,8 +129,10 @@ class DataConfig:
 class OptimizerConfig:
     """``optimizer=``: update rule and learning rate."""
 
-    name: Literal["adamw", "adam", "sgd", "class"] = key(
-        "adamw", "Update rule; class: an optimizer of your own or of any library."
+    name: Literal["adamw", "adam", "muon", "sgd", "class"] = key(
+        "adamw",
+        "Update rule; muon: Muon for matrices, AdamW for embeddings, head, norms and biases; "
+        "class: an optimizer of your own or of any library.",
     )
     path: str | None = key(
         None, "class: where it is, torch.optim:RAdam.", example="torch.optim:RAdam"
@@ -141,13 +143,32 @@ class OptimizerConfig:
     lr: float = key(1e-3, "Peak learning rate.", above=0)
     weight_decay: float = key(0.1, "Weight decay; adamw decouples it from the gradient.", low=0)
     betas: tuple[float, float] | None = key(
-        None, "adamw and adam: the two averaging factors; null = [0.9,0.95].", example=[0.9, 0.95]
+        None,
+        "adamw, adam, and what muon leaves to AdamW: the two averaging factors; null = [0.9,0.95].",
+        example=[0.9, 0.95],
     )
     eps: float | None = key(
-        None, "adamw and adam: term in the denominator; null = 1e-8.", above=0, example=1e-8
+        None,
+        "adamw, adam, and what muon leaves to AdamW: term in the denominator; null = 1e-8.",
+        above=0,
+        example=1e-8,
     )
     momentum: float | None = key(
-        None, "sgd: momentum; null = none.", low=0, high=0.9999, example=0.9
+        None,
+        "sgd and muon: momentum; null = none for sgd, 0.95 for muon.",
+        low=0,
+        high=0.9999,
+        example=0.9,
+    )
+    nesterov: bool = key(True, "muon: look ahead by the momentum.")
+    ns_steps: int = key(5, "muon: Newton-Schulz steps of an update.", low=1, high=99)
+    adjust_lr: Literal["match_rms_adamw", "original"] = key(
+        "match_rms_adamw",
+        "muon: how lr follows a matrix's sizes; match_rms_adamw: updates as large as AdamW's; "
+        "original: times sqrt(rows / columns) where that is above 1.",
+    )
+    adamw_lr: float | None = key(
+        None, "muon: peak learning rate of what AdamW updates; null = lr.", above=0, example=3e-4
     )
     warmup_steps: int = key(10, "Steps of linear warm-up from 0 to lr.", low=0)
     min_lr_ratio: float = key(0.1, "cosine: final learning rate over lr.", low=0, high=1)

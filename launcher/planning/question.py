@@ -84,6 +84,7 @@ def question(
             selective=selective,
             layers=layers,
             attention=config.costs.attention,
+            momentum_only=config.optimizer.name == "muon",
         )
 
     def refuse_tp(tp: int) -> str | None:
@@ -167,11 +168,13 @@ def _space(config: LaunchConfig, pinned: frozenset[str], shape: PlannedShape) ->
     overlaps = "overlap" in pinned or "overlap.name" in pinned
     recomputes = "recompute" in pinned or "recompute.name" in pinned
     num_microbatches = config.num_microbatches
+    # Of a part of a matrix Muon makes no update.
+    whole = config.optimizer.name == "muon"
     return Space(
         num_gpus=config.planner.num_gpus or _num_gpus(config, pinned),
         global_batch_size=_batch(config),
         level=config.planner.level,
-        tp=given("tp", config.tp),
+        tp=1 if whole else given("tp", config.tp),
         pp=given("pp", config.pp),
         dp=int(config.dp) if "dp" in pinned and config.dp != "auto" else None,
         microbatch_size=given("data.microbatch_size", config.data.microbatch_size),
@@ -179,7 +182,7 @@ def _space(config: LaunchConfig, pinned: frozenset[str], shape: PlannedShape) ->
         schedule=asked.name if {"schedule", "schedule.name"} & pinned else None,
         stages_per_rank=given("schedule.stages_per_rank", asked.stages_per_rank),
         group=asked.group if isinstance(asked.group, int) else None,
-        overlap=config.overlap.name if overlaps else None,
+        overlap=config.overlap.name if overlaps else "grad_reduce" if whole else None,
         recompute=recompute_policy(config.recompute) if recomputes else None,
         units=_units(config, shape),
         split_backward=asked.split_backward,

@@ -111,7 +111,10 @@ def _layers(
         sample=sample,
         classes=tuple(numbers[unit] for unit in sample.units),
         batch=partial(_batch, run, device),
-        optimizer=partial(build_optimizer, options=config.optimizer),
+        # Embeddings and head are known by a side of the vocabulary's size.
+        optimizer=partial(
+            build_optimizer, options=config.optimizer, apart=lambda p: run.shape.vocab in p.shape
+        ),
         sizes=sizes,
         iterations=config.profile.iterations,
         limit_s=_TIME_S / (3 * len(sizes)),

@@ -28,10 +28,13 @@ def unit_loads(
     selective: bool = False,
     layers: Layers = (),
     attention: Attention = "fused",
+    momentum_only: bool = False,
 ) -> tuple[Load, ...]:
     """One load per unit, in execution order.
 
     With ``selective`` layers recompute what is cheap, or of the types in ``layers`` those families.
+    With ``momentum_only`` the optimizer keeps one element per parameter between the first and the
+    last unit (norms and biases count with the matrices); of a trace nobody knows which those are.
     """
     if isinstance(shape, TracedShape):
         assert tp == 1
@@ -50,6 +53,9 @@ def unit_loads(
             owns=(0,) if number == 0 else (),
             # Tied is the embedding's matrix, which tensor-parallel ranks share.
             tied=((0, spec.tied_parameters // tp),) if spec.tied_parameters else (),
+            lean_parameters=(
+                unit.parameters if momentum_only and 0 < number < len(units) - 1 else 0
+            ),
         )
         for number, (spec, unit) in enumerate(
             zip(units, model_shares(shape, tp, sequence_parallel=sequence_parallel), strict=True)

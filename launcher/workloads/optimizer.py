@@ -19,17 +19,26 @@ from launcher.config.check_code import Code
 from launcher.config.decode import CLASS
 from launcher.config.key import Args
 from launcher.config.workload import OptimizerConfig
+from launcher.workloads.muon import build_muon, embeddings_and_head
 from launcher.workloads.own_code import Offer, bound, build, described, load_object
 from strategies.errors import PlanError
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig) -> Optimizer:
+def build_optimizer(
+    parameters: Iterable[nn.Parameter],
+    options: OptimizerConfig,
+    *,
+    apart: Callable[[nn.Parameter], bool] | None = None,
+) -> Optimizer:
     """An optimizer with two groups: with weight decay (two or more dimensions) and without.
 
     Both groups always exist, maybe empty: ranks whose stage lacks a kind, or has no parameter at
     all, then keep the same group indices as the others, and torch accepts an optimizer of empty
-    groups but not of none.
+    groups but not of none. ``muon`` has three, and ``apart`` says which matrices are not for it;
+    None for none.
     """
+    if options.name == "muon":
+        return build_muon(parameters, options, apart=apart or (lambda _: False))
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": options.weight_decay},
@@ -97,7 +106,8 @@ def _of_own_class(groups: list[dict[str, Any]], options: OptimizerConfig) -> Opt
 
 def configured(module: pl.LightningModule, options: OptimizerConfig) -> OptimizerLRSchedulerConfig:
     """What ``configure_optimizers`` returns for ``optimizer=``."""
-    optimizer = build_optimizer(module.parameters(), options)
+    apart = embeddings_and_head(module) if options.name == "muon" else None
+    optimizer = build_optimizer(module.parameters(), options, apart=apart)
     total = module.trainer.estimated_stepping_batches
     scheduler = build_scheduler(optimizer, options, total_steps=total)
     return {

@@ -43,6 +43,7 @@ class Load:
         owns: Names of groups of parameters that it has, which others may use, too.
         tied: (group, parameters) that it uses of other units; a stage without that unit has a copy.
         works: (kernels of a unit, units that have them); () where they are not known.
+        lean_parameters: Those of which the optimizer keeps one element less than of the others.
     """
 
     forward_flops: float
@@ -57,6 +58,7 @@ class Load:
     owns: tuple[int, ...] = ()
     tied: tuple[tuple[int, int], ...] = ()
     works: tuple[tuple[Work, int], ...] = ()
+    lean_parameters: int = 0
 
 
 def sum_loads(loads: list[Load]) -> Load:
@@ -65,7 +67,7 @@ def sum_loads(loads: list[Load]) -> Load:
     Parameters that it shares with another stage are its own as well: each has a copy, and a state.
     """
     flops = again = inputs = weights = 0.0
-    parameters = saved = units = 0
+    parameters = lean = saved = units = 0
     known = False
     owned: set[int] = set()
     tied: dict[int, int] = {}
@@ -76,6 +78,7 @@ def sum_loads(loads: list[Load]) -> Load:
         flops += load.forward_flops
         again += load.again_flops
         parameters += load.parameters
+        lean += load.lean_parameters
         saved += load.saved_elements
         units += load.num_units
         forward_sums += load.forward_sums
@@ -101,6 +104,7 @@ def sum_loads(loads: list[Load]) -> Load:
         (inputs, weights) if known else None,
         units,
         works=tuple(works.items()),
+        lean_parameters=lean,
     )
 
 
@@ -259,6 +263,7 @@ class AnalyticCosts:
         shares = len(program.placement.owners(stage)) * self.dp if sharded else 1
         sizes, count = self._sizes, self.stages[stage].parameters
         spread = count * (sizes.main + sizes.moment * self.optimizer_elements)
+        spread -= self.stages[stage].lean_parameters * sizes.moment
         return count * (sizes.weight + sizes.gradient) + -(-spread // shares)
 
     def _step(self, program: Program, stage: int, *, sharded: bool) -> float:

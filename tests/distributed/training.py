@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+from launcher.config.workload import OptimizerConfig
 from launcher.workloads.language_model import LanguageModel
+from launcher.workloads.muon import embeddings_and_head
+from launcher.workloads.optimizer import build_optimizer
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.costs.table import Costs
 from strategies.ir.text import format_instruction
@@ -65,7 +69,10 @@ class Learner(LanguageModel):
 
 
 def bare_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """One of torch's, by name, with momentum where that is an option."""
+    """One of torch's, by name, with momentum where that is an option; Muon with AdamW beside it."""
+    if name == "Muon":
+        options = OptimizerConfig(name="muon", lr=3e-3)
+        return build_optimizer(model.parameters(), options, apart=embeddings_and_head(model))
     momentum = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
     return getattr(torch.optim, name)(model.parameters(), lr=3e-3, **momentum)
 
@@ -193,11 +200,13 @@ def state_elements(optimizer: Any) -> int:
     )
 
 
-def reference(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+def reference(
+    case: Case, made: Callable[[nn.Module], list[torch.optim.Optimizer]] | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
     """The same training in plain torch: losses per batch, and the parameters at the end."""
     model = Learner(case.shape).double()
     model.log = lambda *_, **__: None  # type: ignore[method-assign]
-    optimizer = bare_optimizer(case.optimizer, model)
+    optimizers = [bare_optimizer(case.optimizer, model)] if made is None else made(model)
     data = Sentences(case.count).tokens
     size = case.rows * case.dp
     losses = []
@@ -213,8 +222,9 @@ def reference(case: Case) -> tuple[list[float], dict[str, Tensor]]:
         if (batch + 1) % case.accumulation == 0:
             if case.clip is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
     return losses, dict(model.state_dict())
 
 

@@ -141,7 +141,7 @@ FIRST_HOUR = [
     ("model.width=32", "Did you mean model.path or model.hidden"),
     ("model.hidden=130", "Try model.hidden=128."),
     ("model.num_layers=4", "Try model.layers=8."),
-    ("optimizer=lion", "Options of optimizer: adam, adamw, class, sgd."),
+    ("optimizer=lion", "Options of optimizer: adam, adamw, class, muon, sgd."),
     ("optimizer.schedule=linear", "expected cosine or constant"),
     ("data=wikitext", "Did you mean data=text?"),
     ("data=text", "Try data=text data.path=/path/to/file."),

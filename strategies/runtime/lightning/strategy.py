@@ -68,7 +68,11 @@ from strategies.runtime.step.microbatch import concatenate, count_rows, in_order
 from strategies.runtime.step.rank_engine import Engine, PassResult
 from strategies.runtime.step.recorder import StepStats, gather_timeline
 from strategies.runtime.update.grad_sync import clip_
-from strategies.runtime.update.main_optimizer import MainOptimizer, with_sparse_gradients
+from strategies.runtime.update.main_optimizer import (
+    MainOptimizer,
+    check_elementwise,
+    with_sparse_gradients,
+)
 from strategies.runtime.update.main_weights import refuse_freezing
 from strategies.runtime.update.nan_guard import Finding, NotFiniteStep, first_finding
 
@@ -388,6 +392,9 @@ class PipelineStrategy(CheckpointingStrategy):
 
         refuse_optimizers(self.optimizers, world_size=self.world_size, on_nan=self._options.on_nan)
         where = self.coordinates
+        if where.tp > 1 and self.engine.model.shards:
+            for optimizer in self.optimizers:
+                check_elementwise(optimizer, parts=f"tp={where.tp}", instead="Use tp=1")
         compare(
             fingerprint.optimizers_print(
                 self.optimizers, pp_rank=where.pp_rank, tp_rank=where.tp_rank

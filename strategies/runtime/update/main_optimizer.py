@@ -254,15 +254,17 @@ def with_sparse_gradients(optimizer: Optimizer) -> Callable[[], None]:
     return put_back
 
 
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that a part of a tensor will not do for."""
+def check_elementwise(
+    optimizer: Optimizer, *, parts: str = "overlap=zero1", instead: str = "Use overlap=grad_reduce"
+) -> None:
+    """Refuses one that parts will not do for: ``parts`` gives them, not ``instead``."""
     kind = type(optimizer)
     # Torch wraps a class's step when it makes the first one.
     known = any(inspect.unwrap(kind.step) is inspect.unwrap(b.step) for b in ELEMENTWISE)
     if not (known or getattr(kind, "elementwise", False)):
         raise ModelError(
-            f"overlap=zero1 gives the optimizer a part of each weight, and {kind.__name__} is not "
-            "known to treat every element by itself. Use overlap=grad_reduce; or, if it does, say "
+            f"{parts} gives the optimizer a part of each weight, and {kind.__name__} is not "
+            f"known to treat every element by itself. {instead}; or, if it does, say "
             f"so with {kind.__name__}.elementwise = True."
         )
     for number, group in enumerate(optimizer.param_groups):
@@ -270,8 +272,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
             if name != "params" and isinstance(value, Tensor) and value.numel() > 1:
                 raise ModelError(
                     f"{name} of the optimizer's group {number} has {value.numel()} elements: it is "
-                    "made for whole weights, and overlap=zero1 gives the optimizer parts of them. "
-                    "Use overlap=grad_reduce."
+                    f"made for whole weights, and {parts} gives the optimizer parts of them. "
+                    f"{instead}."
                 )
 
 

@@ -233,3 +233,12 @@ def test_a_type_that_the_model_lacks_is_refused_before_anything_starts():
     config = {"mode": "validate", "recompute": {"name": "selective", "layers": ["Mpl:norm"]}}
     with pytest.raises(PlanError, match=r"of the types Attention, Embedding, Head, Mlp\. Try"):
         resolve(from_dict(config))
+
+
+def test_muon_keeps_one_moment_between_the_embedding_and_the_head():
+    shape = preset("tiny")
+    first, *middle, last = unit_loads(shape, 1, 1, momentum_only=True)
+    assert (first.lean_parameters, last.lean_parameters) == (0, 0)
+    assert all(load.lean_parameters == load.parameters > 0 for load in middle)
+    stage = sum_loads([first, *middle])
+    assert stage.lean_parameters == sum(load.parameters for load in middle)
