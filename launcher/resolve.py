@@ -23,6 +23,7 @@ from launcher.workloads.loads import unit_loads
 from launcher.workloads.model_share import (
     ModelShape,
     PlannedShape,
+    check_ep,
     check_tp,
     model_costs,
     units_per_layer,
@@ -40,6 +41,7 @@ from strategies.plan import (
     Plan,
     Recompute,
     ScheduleFile,
+    indivisible,
     num_buckets,
     refuse_split_backward,
 )
@@ -131,6 +133,8 @@ def resolve(
             "its place. Try trainer.precision=bf16-mixed."
         )
     dp = num_replicas(config)
+    if dp * config.tp % config.ep:
+        raise PlanError(indivisible(config.ep, dp=dp, tp=config.tp))
     asked = asked_schedule(config, dp, file)
     if config.compile and config.mode in ("train", "validate"):
         schedule, wanted = asked.schedule, config.schedule.split_backward
@@ -146,6 +150,7 @@ def resolve(
     opaque = uniform or (own_model and traced is None)
     if not opaque or (isinstance(shape, HfShape) and not uniform):
         check_tp(sized, config.tp, sequence_parallel=config.sequence_parallel)
+        check_ep(sized, config.ep)
     stages = () if opaque else _stages(config, sized, asked.placement)
     loads = _loads(config, sized, stages, recompute) if stages else ()
     assumed = opaque or config.costs.name == "uniform"
@@ -314,6 +319,7 @@ def _options(config: LaunchConfig, dp: int, cut: tuple[int, ...] | None) -> Opti
     return Options(
         dp=dp,
         tp=config.tp,
+        ep=config.ep,
         sequence_parallel=config.sequence_parallel,
         units_per_stage=cut,
         bucket_mb=config.overlap.bucket_mb,
@@ -357,10 +363,15 @@ def _buckets(
     if opaque:
         costs = uniform_costs(config)
         return costs.num_buckets if costs.reduces or dp > 1 else 0
-    if dp < 2 and placement.weight_copies < 2:
+    if dp < 2 and placement.weight_copies < 2 and not _spreads(config, dp):
         return 0
     size = element_sizes(config).wire
     return tuple(num_buckets(load.parameters * size, config.overlap.bucket_mb) for load in loads)
+
+
+def _spreads(config: LaunchConfig, dp: int) -> bool:
+    """Whether tensor-parallel ranks alone have the same experts."""
+    return config.model.experts is not None and dp * config.tp > config.ep
 
 
 def element_sizes(config: LaunchConfig) -> ElementSizes:

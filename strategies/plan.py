@@ -240,6 +240,7 @@ class Options:
 
     dp: int | Literal["auto"] = "auto"
     tp: int = 1
+    ep: int = 1
     sequence_parallel: bool = False
     units_per_stage: tuple[int, ...] | None = None
     bucket_mb: float = 25.0
@@ -254,6 +255,16 @@ class Options:
     on_nan: OnNan = "stop"
     checkpoints: CheckpointFormat = "auto"
     whole_after: bool | Literal["auto"] = "auto"
+
+
+def indivisible(ep: int, *, dp: int, tp: int) -> str:
+    """What is said where ep does not divide the ranks that share a stage."""
+    places = dp * tp
+    fit = max(n for n in range(1, min(ep, places) + 1) if places % n == 0)
+    return (
+        f"ep={ep} does not divide dp={dp} times tp={tp}, the {places} ranks that the experts of a "
+        f"stage are spread over. Try ep={fit}, or dp={math.lcm(ep, tp) // tp}."
+    )
 
 
 def num_buckets(num_bytes: int, bucket_mb: float) -> int:

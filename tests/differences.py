@@ -47,7 +47,6 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Manual optimization": (
         "runtime/lightning/manual_optimization.py",
         "models/manual/dataflow.py",
-        "models/manual/flow_layout.py",
         "models/manual/doors.py",
         "models/manual/row_check.py",
         "models/manual/segments.py",
@@ -62,10 +61,11 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "runtime/update/main_weights.py",
     ),
     "Batches and loaders": (
-        "models/replay/value_plan.py",
+        "models/replay/whole_values.py",
         "runtime/step/microbatch.py",
         "runtime/step/rank_engine.py",
         "runtime/lightning/data_order.py",
+        "runtime/lightning/hook_state.py",
     ),
     "One loss of the whole batch": ("models/replay/batch_rows.py",),
     "Modules that declare units": ("models/unit_model.py", "models/stage_model.py"),
@@ -73,6 +73,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "models/selective/policy.py",
         "models/selective/region.py",
         "models/state.py",
+        "models/expert_parallel/expert_shares.py",
         "models/tensor_parallel/regions.py",
         "models/tensor_parallel/sharding.py",
         "runtime/step/recompute.py",

@@ -118,6 +118,7 @@ def _announce(run: Run, checkpoint: Path | None, run_dir: Path) -> None:
     say(
         f"{known}; {config.schedule.name} on {run.world_size} ranks (pp={config.pp} dp={run.dp}"
         + (f" tp={config.tp}" if config.tp > 1 else "")
+        + (f" ep={config.ep}" if config.ep > 1 else "")
         + f"), {run.num_microbatches} microbatches of {config.data.microbatch_size}"
         + ("" if run.own_model else f" x {run.shape.sequence} tokens")
     )

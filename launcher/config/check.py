@@ -17,10 +17,11 @@ from launcher.config.key import Key, describe, keys_of, shorten, spell, value_at
 from launcher.config.launch import LaunchConfig
 from launcher.config.pipeline import CheckConfig, CostsConfig, PlannerConfig, recompute_policy
 from launcher.config.workload import ModelConfig, OptimizerConfig
+from launcher.workloads.model_share import check_ep
 from launcher.workloads.transformer_shape import TransformerShape
 from launcher.workloads.transformer_share import check_transformer_tp
 from strategies.errors import PlanError
-from strategies.plan import refuse_own_order, refuse_selective
+from strategies.plan import indivisible, refuse_own_order, refuse_selective
 
 _PROFILED = ("costs.file", "costs.refine", "costs.any_machine")
 _MAX_TIME = re.compile(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}")
@@ -97,6 +98,14 @@ def _check_sharing(config: LaunchConfig, shape: TransformerShape) -> None:
     uniform = config.mode == "simulate" and config.costs.name == "uniform"
     if not uniform and config.model.name != "hf" and not brings_own("model", config.model.name):
         check_transformer_tp(shape, config.tp, sequence_parallel=config.sequence_parallel)
+        check_ep(shape, config.ep)
+    if config.ep > 1 and config.mode in ("simulate", "plan"):
+        raise PlanError(
+            f"mode={config.mode} ep={config.ep}: what the exchange of tokens takes is not "
+            "simulated. Try ep=1, or mode=validate."
+        )
+    if config.dp != "auto" and int(config.dp) * config.tp % config.ep and not _leaves_open(config):
+        raise PlanError(indivisible(config.ep, dp=int(config.dp), tp=config.tp))
 
 
 def _check_order(config: LaunchConfig) -> None:

@@ -255,6 +255,7 @@ _MEANT = {
     "ckpt_path resume_from_checkpoint resume_from": "trainer.resume=auto, or a checkpoint's folder",
     "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size": "pp=4",
     "tensor_parallel tensor_parallel_size tensor_model_parallel_size tp_size": "tp=2",
+    "expert_parallel expert_parallel_size expert_model_parallel_size ep_size": "ep=2",
     "data_parallel data_parallel_size dp_size replicas": "dp=2",
     "gradient_checkpointing activation_checkpointing activation_checkpoint": "recompute=full",
     "zero zero_stage fsdp deepspeed": "overlap=zero1",

@@ -53,6 +53,13 @@ class LaunchConfig:
     tp: int = key(
         1, "Tensor degree: ranks that share the matrices of a stage.", low=1, high=65536, example=2
     )
+    ep: int = key(
+        1,
+        "Expert degree: ranks of the dp * tp of a stage that its experts are spread over.",
+        low=1,
+        high=65536,
+        example=2,
+    )
     sequence_parallel: bool = key(
         False, "With tp > 1: cut activations between the matrices along the sequence, too."
     )

@@ -106,6 +106,7 @@ def job_name(config: LaunchConfig, nodes: Nodes) -> str:
     """``my_experiment-1f1b-pp4-dp2``: what squeue shows."""
     name = [] if config.experiment_name == "default" else [config.experiment_name]
     tp = [f"tp{config.tp}"] if config.tp > 1 else []
+    tp += [f"ep{config.ep}"] if config.ep > 1 else []
     mode = [] if config.mode == "train" else [config.mode]
     words = [*name, *mode, config.schedule.name, f"pp{config.pp}", f"dp{nodes.dp}", *tp]
     return "-".join(words)

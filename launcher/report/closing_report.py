@@ -62,6 +62,7 @@ def _done(run: Run, result: Mapping[str, object]) -> Iterator[str]:
     steps = result.get("steps")
     yield f"trained {model_label(config)}{size}: {steps} steps{of}"[:WIDTH]
     words = [f"{key}={result[key]}" for key in ("pp", "dp", "tp") if result.get(key) is not None]
+    words += [f"ep={result['ep']}"] if result.get("ep", 1) != 1 else []
     words.append(f"{result.get('num_microbatches')} microbatches")
     words += [f"{key}={result[key]}" for key in ("recompute",) if result.get(key) != "none"]
     yield f"{result.get('schedule')}  {'  '.join(words)}  {config.trainer.precision}"[:WIDTH]

@@ -67,6 +67,7 @@ def asked_mapping(
         "pp": config.pp,
         "dp": dp,
         "tp": config.tp,
+        "ep": config.ep,
         "sequence_parallel": config.sequence_parallel,
         "stages_per_rank": plan.stages_per_rank,
         "num_microbatches": plan.num_microbatches,
@@ -102,6 +103,7 @@ def run_title(run: Run) -> str:
     """What a picture of the run is called."""
     config = run.config
     degrees = f"pp={config.pp} dp={run.dp}" + (f" tp={config.tp}" if config.tp > 1 else "")
+    degrees += f" ep={config.ep}" if config.ep > 1 else ""
     return f"{config.schedule.name} {degrees} num_microbatches={run.num_microbatches}"
 
 

@@ -60,6 +60,7 @@ def _table(result: Result) -> Table:
 def _headline(result: Result) -> str:
     words = [str(result.get("schedule", ""))]
     words += [f"{key}={result[key]}" for key in ("pp", "dp", "tp") if result.get(key) is not None]
+    words += [f"ep={result['ep']}"] if result.get("ep", 1) != 1 else []
     for key, word in (("stages_per_rank", "stages per rank"), ("num_microbatches", "microbatches")):
         if result.get(key) is not None:
             words.append(f"{result[key]} {word}")

@@ -128,15 +128,19 @@ class LanguageModel(pl.LightningModule):
             f"{UNIT_PREFIX}embedding": Split(),
             **{f"{attention}.{name}": Column(block=head) for name in ("query", "key", "value")},
             f"{attention}.output": Row(block=head),
-            f"{mlp}.up": Column(),
-            f"{mlp}.down": Row(),
             f"{UNIT_PREFIX}layers.*.*.norm": Stream(),
             f"{UNIT_PREFIX}layers.*.*.dropout": Stream(),
             f"{UNIT_PREFIX}head.norm": Stream(),
             f"{UNIT_PREFIX}head.projection": Vocabulary(),
         }
-        if self.shape.activation == "swiglu":
-            plan[f"{mlp}.gate"] = Column()
+        moe = self.shape.moe
+        branches = [f"{mlp}.shared"] if moe is not None and moe.shared else []
+        if len(self.shape.moe_layers) < self.shape.layers:
+            branches.append(mlp)
+        for branch in branches:
+            plan |= {f"{branch}.up": Column(), f"{branch}.down": Row()}
+            if self.shape.activation == "swiglu":
+                plan[f"{branch}.gate"] = Column()
         return plan
 
     @property

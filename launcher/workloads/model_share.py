@@ -14,6 +14,7 @@ from launcher.workloads.transformer_share import (
     padded_vocab,
     unit_shares,
 )
+from strategies.errors import PlanError
 
 
 def check_tp(shape: PlannedShape, tp: int, *, sequence_parallel: bool = False) -> None:
@@ -24,6 +25,28 @@ def check_tp(shape: PlannedShape, tp: int, *, sequence_parallel: bool = False) -
         check_hf_tp(shape, tp, sequence_parallel=sequence_parallel)
     else:
         check_transformer_tp(shape, tp, sequence_parallel=sequence_parallel)
+
+
+def check_ep(shape: PlannedShape, ep: int) -> None:
+    """Refuses a number of ranks that a model's experts cannot be spread over.
+
+    Raises:
+        PlanError: It has none, or they do not come out even.
+    """
+    if ep == 1:
+        return
+    moe = shape.moe if isinstance(shape, TransformerShape) else None
+    if moe is None:
+        what = (
+            "this model" if isinstance(shape, TransformerShape) else "a model that is not built in"
+        )
+        raise PlanError(
+            f"ep={ep} spreads the experts of the built-in transformer over ranks, and {what} has "
+            "none. Try ep=1, or model.experts=8."
+        )
+    if moe.experts % ep:
+        fit = max(number for number in range(1, ep) if moe.experts % number == 0)
+        raise PlanError(f"ep={ep} does not divide model.experts={moe.experts}. Try ep={fit}.")
 
 
 def model_shares(

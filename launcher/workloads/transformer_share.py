@@ -30,10 +30,10 @@ def check_transformer_tp(
     shape: TransformerShape, tp: int, *, sequence_parallel: bool = False
 ) -> None:
     """Refuses a number of ranks that the heads, the MLP or the sequence cannot be cut into."""
-    if shape.moe is not None and tp > 1:
+    if shape.moe is not None and sequence_parallel:
         raise PlanError(
-            f"tp={tp} with model.experts={shape.moe.experts}: experts are not cut over "
-            "tensor-parallel ranks. Try tp=1."
+            f"sequence_parallel=true with model.experts={shape.moe.experts}: a layer's balance "
+            "loss is of whole sequences. Try sequence_parallel=false."
         )
     sizes = {"model.heads": shape.heads, "model.kv_heads": shape.kv_heads, "model.ffn": shape.ffn}
     if sequence_parallel:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from strategies.models.expert_parallel import ExpertRanks
+
 Scores = Literal["softmax", "sigmoid"]
 Span = Literal["sequence", "microbatch"]
 
@@ -164,6 +166,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.router = router
         self.experts = experts
+        self.exchange: ExpertRanks | None = None  # who has the other experts
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Routing]:
         """``[batch, sequence, hidden]`` to the same shape, and how tokens were routed."""
@@ -192,6 +195,8 @@ class Mixture(nn.Module):
         return Dispatched(repeated.index_select(0, order), counts, order)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        if self.exchange is not None:
+            return self.exchange.around(self.experts, rows, counts)
         results: Tensor = self.experts(rows, counts)
         return results
 
@@ -206,6 +211,11 @@ class Mixture(nn.Module):
     def num_experts(self) -> int:
         """Of the whole layer, wherever they are held."""
         return self.router.weight.shape[0]
+
+    @property
+    def expert_parameters(self) -> tuple[str, ...]:
+        """What is spread where ranks share the experts."""
+        return tuple(f"experts.{name}" for name, _ in self.experts.named_parameters())
 
 
 class _Groups:

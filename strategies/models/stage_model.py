@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
+from strategies.models.expert_parallel import ExpertRanks
 from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
 
 if TYPE_CHECKING:
@@ -317,6 +318,20 @@ class StageModel(ABC):
             "tensor_parallel_plan() (see strategies/models/unit_model.py), or use tp=1."
         )
 
+    def spread(self, ranks: ExpertRanks) -> None:
+        """Prepares for ranks that hold a share of the experts; at most once, before ``cut``.
+
+        Raises:
+            ModelError: The module does not say where its experts are.
+        """
+        if ranks.size > 1:
+            raise ModelError(
+                f"ep={ranks.size} needs a module that declares its units and, in them, its "
+                "experts: give it pipeline_units(), pipeline_inputs() and pipeline_result() (see "
+                "strategies/models/unit_model.py), and its layers num_experts, expert_parameters "
+                "and exchange (strategies/models/expert_parallel/expert_shares.py), or use ep=1."
+            )
+
     def select(self, selection: Selection) -> None:
         """Recomputes inside units from now on; called at most once, before ``cut``.
 
@@ -349,6 +364,11 @@ class StageModel(ABC):
     @property
     def shards(self) -> Mapping[str, Shard]:
         """Names of parameters of which this rank holds a share, and how they are cut."""
+        return {}
+
+    @property
+    def experts(self) -> Mapping[str, Shard]:
+        """Names of the parameters that are spread over expert-parallel ranks, and how."""
         return {}
 
     @property

@@ -13,7 +13,8 @@ layers are cut over ranks:
 
 Styles are those of ``strategies.models.tensor_parallel``, the words that transformers uses in its
 plans (``"colwise"``, ``"rowwise"``), or torch's ``ColwiseParallel()`` and ``RowwiseParallel()``. A
-layer without an entry is whole on every rank and computes the same there.
+layer without an entry is whole on every rank and computes the same there. With ep > 1 layers say
+which of their parameters are experts (``strategies.models.expert_parallel.HasExperts``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
+from strategies.models.expert_parallel import ExpertRanks, ExpertShares
 from strategies.models.logs import captured_logs
 from strategies.models.selective.policy import Selection
 from strategies.models.selective.region import SelectiveLayer
@@ -105,6 +107,7 @@ class UnitModel(StageModel):
         self._users, self._canonical = _users(declared)
         self._stages: tuple[range, ...] = (range(len(declared)),)
         self._sharding: Sharding | None = None
+        self._expert_shares: ExpertShares | None = None
         self._postponed = False
         self._selective: dict[int, SelectiveLayer] = {}
 
@@ -133,6 +136,8 @@ class UnitModel(StageModel):
             self._draw(index, unit)
             if self._sharding is not None:
                 self._sharding.apply(self._module, self._units[index].name)
+            if self._expert_shares is not None:
+                self._expert_shares.apply(self._module, self._units[index].name)
         if self._sharding is not None:
             self._sharding.finish(self._canonical)
 
@@ -176,6 +181,13 @@ class UnitModel(StageModel):
     def shards(self) -> Mapping[str, Shard]:
         """By every name that a parameter has."""
         return {} if self._sharding is None else self._sharding.shards
+
+    def spread(self, ranks: ExpertRanks) -> None:
+        self._expert_shares = ExpertShares(self._module, ranks)
+
+    @property
+    def experts(self) -> Mapping[str, Shard]:
+        return {} if self._expert_shares is None else self._expert_shares.shards
 
     @property
     def partial_parameters(self) -> Collection[str]:

@@ -85,6 +85,7 @@ class Case:
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    ep: int = 1
     sequence_parallel: bool = False
     accumulation: int = 1
     rows: int = 8
@@ -132,6 +133,7 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
         pp=case.pp,
         dp=case.dp,
         tp=case.tp,
+        ep=case.ep,
         sequence_parallel=case.sequence_parallel,
         schedule=case.schedule,
         num_microbatches=case.microbatches,
@@ -176,7 +178,9 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
         "pp_rank": rank,
         "dp_rank": strategy.coordinates.dp_rank,
         "tp_rank": strategy.coordinates.tp_rank,
+        "ep_rank": strategy.coordinates.ep_rank,
         "shards": dict(strategy.engine.model.shards),
+        "experts": dict(strategy.engine.model.experts),
         "losses": losses.losses,
         "parameters": {n: p.detach().cpu().clone() for n, p in model.named_parameters()},
         "program": [format_instruction(i) for i in strategy.engine.programs.train.ranks[rank]],

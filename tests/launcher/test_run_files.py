@@ -15,9 +15,9 @@ import pytest
 from tests.launcher.runs import MODEL, environment, launch, read_metrics, read_result
 
 ALL_MODES = (
-    "status", "mode", "schedule", "pp", "dp", "tp", "sequence_parallel", "stages_per_rank",
-    "num_microbatches", "recompute", "overlap", "seed", "versions", "group", "group_choice",
-    "split_backward",
+    "status", "mode", "schedule", "pp", "dp", "tp", "ep", "sequence_parallel",
+    "stages_per_rank", "num_microbatches", "recompute", "overlap", "seed", "versions",
+    "group", "group_choice", "split_backward",
 )  # fmt: skip
 SIMULATED = (
     "makespan", "period", "bubble_ratio", "lower_bound", "binding_bound", "bound_gap",

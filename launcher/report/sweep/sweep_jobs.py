@@ -120,6 +120,7 @@ def asked_figures(config: LaunchConfig) -> dict[str, object]:
         "pp": config.pp,
         "dp": config.dp,
         "tp": config.tp,
+        "ep": config.ep,
         "num_microbatches": config.num_microbatches,
     }
     return {key: value for key, value in known.items() if value != "auto"}

@@ -32,7 +32,7 @@ TIME = 1  # the dimension of [batch, sequence, hidden] that sequence parallelism
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _as_written(function: _Function) -> _Function:
+def as_written(function: _Function) -> _Function:
     """A function that torch.compile leaves alone."""
     disable: Any = torch.compiler.disable  # Untyped in torch.
     return cast(_Function, disable(function))
@@ -49,7 +49,7 @@ class Entrance:
         """Lets go of what was entered when the unit has run, or it would keep activations alive."""
         unit.register_forward_hook(self._forget, always_call=True)
 
-    @_as_written
+    @as_written
     def __call__(self, tensor: Tensor) -> Tensor:
         """The tensor for column layers; one collective however many of them there are."""
         return self._entered(tensor)[0]
@@ -60,7 +60,7 @@ class Entrance:
             return self._gathered_linear(tensor, weight, bias)
         return functional.linear(self(tensor), weight, bias)
 
-    @_as_written
+    @as_written
     def _gathered_linear(self, tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         entered, again = self._entered(tensor)
         device = entered.device.type
@@ -87,7 +87,7 @@ class Entrance:
         self._last = None
 
 
-@_as_written
+@as_written
 def leave(partial: Tensor, ranks: TensorRanks, *, whole: bool = False) -> Tensor:
     """The sum over ranks of a tensor that nobody else uses (its memory is taken).
 
@@ -98,13 +98,13 @@ def leave(partial: Tensor, ranks: TensorRanks, *, whole: bool = False) -> Tensor
     return result
 
 
-@_as_written
+@as_written
 def gather_outputs(share: Tensor, ranks: TensorRanks) -> Tensor:
     result: Tensor = _GatherOutputs.apply(share, ranks)  # type: ignore[no-untyped-call]
     return result
 
 
-@_as_written
+@as_written
 def split_stream(stream: Tensor, ranks: TensorRanks) -> Tensor:
     """This rank's share of the sequence.
 

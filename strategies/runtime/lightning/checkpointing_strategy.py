@@ -104,8 +104,11 @@ class CheckpointingStrategy(RanksStrategy):
             everywhere: Whether every rank gets it; else rank 0 does, and the others get {}.
         """
         state = self.lightning_module_state_dict()
-        first = self.coordinates.dp_rank == 0
-        found = bring_together(state if first else {}, everywhere=everywhere)
+        where, experts = self.coordinates, self.engine.model.experts
+        if where.dp_rank > 0:
+            first = where.place < where.ep
+            state = {n: value for n, value in state.items() if first and n in experts}
+        found = bring_together(state, everywhere=everywhere)
         known = {name: found[name] for name in self.whole.names if name in found}
         return known | found
 
@@ -135,7 +138,9 @@ class CheckpointingStrategy(RanksStrategy):
     def _make_whole(self) -> None:
         """After training, all weights on every rank, if that is asked for and fits; collective."""
         asked, copies = self._options.whole_after, self.num_processes
-        reason = "tp > 1 has cut its matrices" if self._options.tp > 1 else None
+        reason = "ep > 1 has spread its experts" if self._options.ep > 1 else None
+        if self._options.tp > 1:
+            reason = "tp > 1 has cut its matrices"
         if asked is False or self.whole.restored:
             reason = ""
         elif asked == "auto" and reason is None:
@@ -157,7 +162,16 @@ class CheckpointingStrategy(RanksStrategy):
     def _shares(self, holders: Mapping[str, tuple[int, ...]]) -> Shares:
         where = self.coordinates
         first = where.dp_rank == 0
-        return Shares(self.engine.model.shards, where.tp_rank, holders, first_replica=first)
+        model = self.engine.model
+        return Shares(
+            model.shards,
+            where.tp_rank,
+            holders,
+            first_replica=first,
+            experts=model.experts,
+            expert_rank=where.ep_rank,
+            first_experts=where.place < where.ep,
+        )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part, keyed by parameter names instead of positions; collective."""
@@ -276,9 +290,19 @@ class CheckpointingStrategy(RanksStrategy):
         where = self.coordinates
         if where.dp == 1:
             return
-        sums = checksums(self.engine.named_parameters())
-        exchange = everybody()
+        experts = self.engine.model.experts
+        named = self.engine.named_parameters()
         place = f"pipeline rank {where.pp_rank}, tp rank {where.tp_rank}"
+        self._compare_copies({n: p for n, p in named.items() if n not in experts}, place)
+        if experts:
+            place = f"pipeline rank {where.pp_rank}, ep rank {where.ep_rank}"
+            self._compare_copies({n: p for n, p in named.items() if n in experts}, place)
+
+    def _compare_copies(self, parameters: Mapping[str, Tensor], place: str) -> None:
+        """Refuses to keep what ranks of one ``place`` have not got alike; collective."""
+        where = self.coordinates
+        sums = checksums(parameters)
+        exchange = everybody()
         found = exchange.everyone((place, where.dp_rank, digest(sums)))
         if not any(odd_ones(found).values()):
             return

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import Metric
 
+from strategies.errors import DataError
 from strategies.models.metric_objects import Replicas, share_metrics
 from strategies.models.stage_model import LogCall, Mode
 from strategies.runtime.step.rank_engine import Engine
@@ -76,6 +77,13 @@ class HookState(pl.Callback):
             engine.whole.together.discard(now)
             if _as_many_batches(trainer, engine):
                 engine.whole.together.add(now)
+            elif where.exchanges_across:
+                raise DataError(
+                    f"{now} with ep={where.ep} over dp={where.dp} replicas: they do not have as "
+                    "many batches each (or nobody knows how many), and replicas that exchange "
+                    "tokens have to run every batch together. Use a data set that dp times "
+                    "batch_size divides, drop_last=True, or ep=1."
+                )
         engine.whole.state.forget()
         share_metrics(pl_module, engine.whole.replicas)
 

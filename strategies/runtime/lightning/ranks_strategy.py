@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from strategies.errors import PlanError, by_host
 from strategies.heartbeat import Heartbeat, Phase
-from strategies.plan import Backend, Options, Plan
+from strategies.plan import Backend, Options, Plan, indivisible
 from strategies.runtime.lightning.last_words import Voices, speak_once
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.joining import join
@@ -97,8 +97,8 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def coordinates(self) -> Coordinates:
-        pp, tp = self._plan.pp, self._options.tp
-        return Coordinates.of(super().global_rank, pp=pp, dp=self.dp, tp=tp)
+        pp, tp, ep = self._plan.pp, self._options.tp, self._options.ep
+        return Coordinates.of(super().global_rank, pp=pp, dp=self.dp, tp=tp, ep=ep)
 
     @property
     def inside_step(self) -> bool:
@@ -147,6 +147,8 @@ class RanksStrategy(ParallelStrategy):
         processes = self._num_nodes * self.num_processes
         pp, tp = self._plan.pp, self._options.tp
         check_world(pp=pp, dp=self.dp, tp=tp, world_size=processes)
+        if self.dp * tp % self._options.ep:
+            raise PlanError(indivisible(self._options.ep, dp=self.dp, tp=tp))
         assert self.cluster_environment is not None
         if self.world_size > 1:
             self._launcher = _SubprocessScriptLauncher(

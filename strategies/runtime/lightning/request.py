@@ -30,6 +30,7 @@ from strategies.plan import (
     Policy,
     Recompute,
     ScheduleFile,
+    indivisible,
     read_schedule_file,
 )
 from strategies.schedules.schedule import given_group
@@ -44,6 +45,7 @@ class Keywords(TypedDict, total=False):
 
     dp: int | Literal["auto"]
     tp: int
+    ep: int
     sequence_parallel: bool
     schedule: str
     num_microbatches: int | None
@@ -74,7 +76,7 @@ class Keywords(TypedDict, total=False):
 
 # What a number must be at least; those that are not here may be any.
 _LEAST: dict[str, float] = {
-    "pp": 1, "dp": 1, "tp": 1, "num_microbatches": 1, "stages_per_rank": 1, "group": 1,
+    "pp": 1, "dp": 1, "tp": 1, "ep": 1, "num_microbatches": 1, "stages_per_rank": 1, "group": 1,
     "memory_bytes": 1, "seed": 0, "buckets": 0, "units_per_stage": 0,
 }  # fmt: skip
 _ABOVE_ZERO = ("bucket_mb", "timeout_s")
@@ -124,6 +126,9 @@ def _check_together(plan: Plan, options: Options) -> None:
             "sequence_parallel=True cuts activations between the ranks of tp, and tp=1. Try tp=2, "
             "or leave sequence_parallel out."
         )
+
+    if options.dp != "auto" and options.dp * options.tp % options.ep:
+        raise PlanError(indivisible(options.ep, dp=options.dp, tp=options.tp))
 
 
 def _check(name: str, value: object) -> None:

@@ -112,6 +112,9 @@ class PipelineStrategy(CheckpointingStrategy):
         dp: Replicas; ``"auto"``, the default, fills the devices.
         tp: Ranks that share the matrices of each stage; needs a module that says how its layers
             are cut (``tensor_parallel_plan``).
+        ep: Ranks that the experts of each layer are spread over, which exchange tokens; divides
+            dp * tp, and the experts. Needs a module whose layers say which of their parameters are
+            experts (``strategies.models.expert_parallel.HasExperts``).
         sequence_parallel: With tp > 1, cut activations between the matrices along the sequence.
         schedule: A name of the registry; ``1f1b`` if left out.
         num_microbatches: M per batch of a replica; None for 2 * pp, or what ``file`` has. A batch

@@ -1,7 +1,8 @@
 """Processes as a grid, and every communicator that a program needs, made once in one order.
 
 Global rank = (pp_rank * dp + dp_rank) * tp + tp_rank: ranks that share matrices lie next to each
-other (inside a node), then those that reduce gradients; the pipeline spans nodes.
+other (inside a node), then those that reduce gradients; the pipeline spans nodes. The experts of a
+stage are spread over blocks of ep neighbours among the dp * tp ranks that share it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ class Coordinates:
     dp_rank: int
     tp: int = 1
     tp_rank: int = 0
+    ep: int = 1
 
     @classmethod
-    def of(cls, global_rank: int, *, pp: int, dp: int, tp: int = 1) -> Coordinates:
+    def of(cls, global_rank: int, *, pp: int, dp: int, tp: int = 1, ep: int = 1) -> Coordinates:
         rest, tp_rank = divmod(global_rank, tp)
-        return cls(pp, dp, rest // dp, rest % dp, tp, tp_rank)
+        return cls(pp, dp, rest // dp, rest % dp, tp, tp_rank, ep)
 
     @property
     def world_size(self) -> int:
@@ -57,6 +59,35 @@ class Coordinates:
     def sharers(self, pp_rank: int, dp_rank: int) -> tuple[int, ...]:
         """Global ranks that share the matrices of one pipeline rank."""
         return tuple(self.global_rank(pp_rank, dp_rank, rank) for rank in range(self.tp))
+
+    @property
+    def place(self) -> int:
+        """Among the dp * tp ranks of a pipeline rank, which have as many shares of its batch."""
+        return self.dp_rank * self.tp + self.tp_rank
+
+    @property
+    def ep_rank(self) -> int:
+        """Which of the ep shares of each layer's experts this process holds."""
+        return self.place % self.ep
+
+    @property
+    def exchanges_across(self) -> bool:
+        """Whether replicas exchange tokens, so that none can run a pass without the others."""
+        return self.tp % self.ep > 0
+
+    def exchangers(self) -> tuple[int, ...]:
+        """Global ranks that together hold all experts of a stage, and exchange tokens."""
+        first = self.pp_rank * self.dp * self.tp + self.place - self.ep_rank
+        return tuple(range(first, first + self.ep))
+
+    def expert_holders(self, pp_ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Global ranks of some pipeline ranks that hold the same experts as this process."""
+        size = self.dp * self.tp
+        return tuple(
+            pp_rank * size + place
+            for pp_rank in pp_ranks
+            for place in range(self.ep_rank, size, self.ep)
+        )
 
     def replica(self, dp_rank: int) -> tuple[int, ...]:
         """Global ranks of one replica: all its pipeline ranks' sharers, in order."""
@@ -153,6 +184,25 @@ def tensor_groups(where: Coordinates) -> Wanted:
     return [("tensor", where.sharers(pp, dp)) for pp in ranks for dp in range(where.dp)]
 
 
+def exchange_groups(where: Coordinates) -> Wanted:
+    """Who holds the experts of a stage together; needed before the model is cut."""
+    blocks = range(0, where.world_size, where.ep)
+    return [("exchange", tuple(range(first, first + where.ep))) for first in blocks]
+
+
+def expert_groups(where: Coordinates, placement: Placement, *, shards: bool) -> Wanted:
+    """Who holds the same experts of a stage, for their gradients."""
+    wanted: Wanted = []
+    for stage in range(placement.num_stages):
+        for place in range(where.ep):
+            one = Coordinates.of(place, pp=where.pp, dp=where.dp, tp=where.tp, ep=where.ep)
+            holders = one.expert_holders(placement.owners(stage))
+            wanted.append(("experts", holders))
+            if shards:
+                wanted.append(("control", holders))
+    return wanted
+
+
 def running_groups(
     where: Coordinates,
     placement: Placement,
@@ -209,6 +259,7 @@ def create(communicators: Communicators, wanted: Wanted, *, backend: str, timeou
         both = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
         backends = {
             "control": "gloo", "metrics": both, "messages": fast, "reduce": fast,
-            "tensor": fast, "checkpoint": "gloo", "hooks": "gloo", "whole": fast,
+            "tensor": fast, "exchange": fast, "experts": fast, "checkpoint": "gloo",
+            "hooks": "gloo", "whole": fast,
         }  # fmt: skip
         communicators.create(wanted, backends=backends, timeout_s=timeout_s)

@@ -20,6 +20,7 @@ from strategies.errors import DataError, ModelError
 from strategies.heartbeat import Heartbeat, Phase
 from strategies.ir.placement import Placement
 from strategies.models.collectives import LocalGroup, default_group
+from strategies.models.expert_parallel import ExpertRanks
 from strategies.models.logs import LogEntry, join_replicas, start_packing, unpack_logs
 from strategies.models.replay.whole_values import Step
 from strategies.models.selective.policy import Selection
@@ -116,6 +117,8 @@ class Engine:
         self.tensor_ranks = self._tensor_ranks()
         if self.tensor_ranks is not None:
             model.shard(self.tensor_ranks)
+        if coordinates.ep > 1 or coordinates.tp > 1:
+            model.spread(self._expert_ranks())
         if plan.recompute.policy == "selective":
             model.select(Selection(layers={n: frozenset(f) for n, f in plan.recompute.layers}))
         self.stages = self._cut()
@@ -239,6 +242,13 @@ class Engine:
         assert group is not None
         return TensorRanks(group, sequence=self.options.sequence_parallel)
 
+    def _expert_ranks(self) -> ExpertRanks:
+        """Who holds the experts of this rank's stages; needed before the model is cut."""
+        where = self.coordinates
+        self._create(mesh.exchange_groups(where))
+        group = self.communicators.get("exchange", where.exchangers())
+        return ExpertRanks(group, sharers=self.tensor_ranks)
+
     def _create_groups(self, *, shards: bool) -> None:
         wanted = mesh.running_groups(
             self.coordinates,
@@ -247,6 +257,8 @@ class Engine:
             shards=shards,
             pairs=self.options.backend == "nccl",
         )
+        if self.model.experts:
+            wanted += mesh.expert_groups(self.coordinates, self.placement, shards=shards)
         self._create(wanted)
         saving_s = max(self.options.timeout_s, _SAVING_S)
         self._create(mesh.checkpoint_groups(self.coordinates), timeout_s=saving_s)
@@ -270,7 +282,9 @@ class Engine:
         }
         gathered = everybody().everyone(own)
         sizes = {stage: size for part in gathered for stage, size in part.items()}
-        reduces = self.coordinates.dp > 1 or self.placement.weight_copies > 1
+        where, copies = self.coordinates, self.placement.weight_copies
+        spread = bool(self.model.experts) and where.dp * where.tp > where.ep
+        reduces = where.dp > 1 or copies > 1 or spread
         return tuple(
             num_buckets(sizes[stage], self.options.bucket_mb) if reduces else 0
             for stage in range(self.placement.num_stages)
@@ -550,6 +564,8 @@ class Engine:
         train = options.mode == "train"
         microbatches = split_batch(batch, self.plan.num_microbatches, loaders)
         count = len(microbatches)
+        if self.coordinates.exchanges_across:
+            self._refuse_other_counts(count)
         full = count == self.plan.num_microbatches
         programs = self.programs if full else compile_short(self.plan, count)
         if train and not self._compared and self.coordinates.world_size > 1:
@@ -634,6 +650,20 @@ class Engine:
         if carries:
             joined.output = self.mirror.carry(said, whole.result)
         return joined
+
+    def _refuse_other_counts(self, count: int) -> None:
+        """Replicas that exchange tokens do so in every microbatch."""
+        where = self.coordinates
+        group = self.communicators.get("metrics", where.replicas((where.pp_rank,)))
+        bounds = torch.tensor([count, -count])
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+        most, least = int(bounds[0]), -int(bounds[1])
+        if most != least:
+            raise DataError(
+                f"replicas have from {least} to {most} microbatches of this batch, and with "
+                f"ep={where.ep} over dp={where.dp} replicas they exchange tokens in each. Give all "
+                "replicas batches of as many rows (drop_last=True), or use ep=1."
+            )
 
     def _compare_shapes(self, microbatches: Sequence[Microbatch]) -> None:
         """Refuses a first batch that ranks of a pipeline see in different shapes or types.
@@ -804,10 +834,12 @@ class Engine:
     def holders(self, *, share: bool = False) -> dict[str, tuple[int, ...]]:
         return self._weights.holders(share=share)
 
-    def owners_group(self, stage: int) -> dist.ProcessGroup | None:
-        """All processes that hold a stage, for talk from host memory."""
+    def owners_group(self, stage: int, experts: bool = False) -> dist.ProcessGroup | None:
+        """All processes that hold a stage, or its same ``experts``, for talk from host memory."""
         owners = self.placement.owners(stage)
-        return self.communicators.get("control", self.coordinates.replicas(owners))
+        where = self.coordinates
+        members = where.expert_holders(owners) if experts else where.replicas(owners)
+        return self.communicators.get("control", members)
 
     # ---------------------------------------------------------------- the end
 

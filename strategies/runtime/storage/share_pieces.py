@@ -1,7 +1,7 @@
 """State of weights that are cut, as checkpoints have it: boxes of the uncut module's tensors.
 
-A checkpoint says nothing about how many ranks shared a matrix, and loads at any number. Padding is
-never written.
+A checkpoint says nothing about how many ranks shared a matrix or a layer's experts, and loads at
+any number. Padding is never written.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _Whole = TypeVar("_Whole", bound=Tensor)
 class Shares:
     """What one of the ranks that share matrices writes and reads.
 
-    A name that ``shards`` lacks is whole on every rank; one that ``holders`` lacks, the global
-    ranks that hold the same share of each, is written by the first replica.
+    A name that ``shards`` and ``experts`` lack is whole on every rank; one that ``holders`` lacks,
+    the global ranks that hold the same share of each, is written by the first replica, and an
+    expert by the first who has it.
     """
 
     def __init__(
@@ -32,11 +33,17 @@ class Shares:
         holders: Mapping[str, tuple[int, ...]],
         *,
         first_replica: bool,
+        experts: Mapping[str, Shard] | None = None,
+        expert_rank: int = 0,
+        first_experts: bool = True,
     ) -> None:
-        self._shards = shards
+        self._experts = experts or {}
+        self._shards = {**shards, **self._experts}
         self._rank = rank
+        self._expert_rank = expert_rank
         self._holders = holders
         self._first_replica = first_replica
+        self._first_experts = first_experts
 
     def pieces(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
         """A module's state for a checkpoint; other replicas lack what the first one writes."""
@@ -76,7 +83,9 @@ class Shares:
     def padded(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A module's state as this rank has it, from what it has read."""
         return {
-            name: self._shards[name].padded(value, self._rank) if name in self._shards else value
+            name: self._shards[name].padded(value, self._rank_for(name))
+            if name in self._shards
+            else value
             for name, value in state.items()
         }
 
@@ -89,8 +98,9 @@ class Shares:
             shard = self._shards.get(name)
             if shard is None or not isinstance(value, Tensor):
                 return value
-            held = shard.unpadded(parameters[name], self._rank).shape
-            return shard.padded(value, self._rank) if value.shape == held else value
+            rank = self._rank_for(name)
+            held = shard.unpadded(parameters[name], rank).shape
+            return shard.padded(value, rank) if value.shape == held else value
 
         state = {
             name: {key: own(name, value) for key, value in entry.items()}
@@ -99,15 +109,20 @@ class Shares:
         return {**saved, "state": state}
 
     def _writes(self, name: str) -> bool:
-        return name not in self._shards or name in self._holders or self._first_replica
+        first = self._first_experts if name in self._experts else self._first_replica
+        return name not in self._shards or name in self._holders or first
+
+    def _rank_for(self, name: str) -> int:
+        return self._expert_rank if name in self._experts else self._rank
 
     def _box(self, name: str, share: Tensor) -> Piece:
         shard = self._shards[name]
         shape = list(share.shape)
         shape[shard.dim] = shard.size
         offsets = [0] * share.dim()
-        offsets[shard.dim] = shard.start(self._rank)
-        held = shard.unpadded(share.detach(), self._rank)
+        rank = self._rank_for(name)
+        offsets[shard.dim] = shard.start(rank)
+        held = shard.unpadded(share.detach(), rank)
         return Piece(held, tuple(shape), tuple(offsets), self._holders.get(name))
 
 

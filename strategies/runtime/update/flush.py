@@ -82,7 +82,7 @@ class Flush:
         self._norm = Fetch(norm)
         if self._parts.watch is not None:
             self._not_finite = self._sees_not_finite()
-        self._norm_to_share = self._gradients.mains.sharded
+        self._norm_to_share = self._gradients.differs
         if not norm.is_cuda:
             self._share_norm()  # On a device that would wait for it.
 
@@ -106,9 +106,10 @@ class Flush:
     def gradient_norm(self, only: Collection[int] | None = None) -> Tensor:
         """2-norm of the whole model's gradient, a float64 scalar, equal on all ranks.
 
-        Collective over the replica, with sharded weights over all processes. Weights that several
-        ranks hold count once. It is on the host where ranks have talked about it. ``only`` are the
-        identities of the parameters that count on this rank; None for all.
+        Collective over the replica, with sharded weights or experts that are spread over all
+        processes. Weights that several ranks hold count once. It is on the host where ranks have
+        talked about it. ``only`` are the identities of the parameters that count on this rank; None
+        for all.
         """
         total = self._local_squared_norm(only)
         if self._not_finite:
@@ -125,7 +126,7 @@ class Flush:
 
     def _update_group(self) -> dist.ProcessGroup | None:
         """Who together holds the gradient of a whole model once."""
-        if self._gradients.mains.sharded:
+        if self._gradients.differs:
             return self._communicators.get("control", tuple(range(self._where.world_size)))
         return self._communicators.get("control", self._where.replica(self._where.dp_rank))
 
@@ -150,8 +151,8 @@ class Flush:
     def leaves_out(self) -> bool:
         """Whether a loss or gradient is not finite on any rank: nobody may update then.
 
-        Collective over the replica, with sharded weights over all processes. Replicas need no
-        other word: they hold the same sums of gradients.
+        Collective as ``gradient_norm`` is. Replicas that hold the same sums of gradients need no
+        other word.
         """
         group = self._update_group()
         flag = torch.tensor(float(self._not_finite))

@@ -11,12 +11,16 @@ Gradients of 16-bit weights are summed in 32 bits: the buffer is wider than the 
 
 With sharded weights (``weight_shards``) a bucket is reduced and scattered: each member of the group
 ends up with the sum of its share alone.
+
+Experts have buffers of their own, because fewer ranks hold the same of them; a bucket is then a
+share of each buffer, and each goes to its own group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -37,12 +41,15 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass
 class Buffer:
-    """All gradients of one dtype of one stage."""
+    """All gradients of one dtype of one stage that the same ranks hold."""
 
     layout: FlatLayout
     parameters: tuple[nn.Parameter, ...]  # whose gradients, in the order of the layout
     flat: Tensor  # the gradients, then the marks (unless sharded) and padding
     marks: Tensor  # one per parameter: not 0 if any member of the group has a gradient
+    group: dist.ProcessGroup | None = None  # whom to reduce with; None for nobody
+    sharded: bool = False  # whether each member gets the sum of its share only
+    experts: bool = False  # whether these are spread over ranks
 
     def bucket(self, index: int) -> Tensor:
         bounds = self.layout.bounds
@@ -57,6 +64,7 @@ class _Share:
     view: Tensor
     buckets: tuple[int, ...]
     mark: Tensor
+    grouped: bool  # whether others have gradients of it, too
     touched: bool = False
 
     @property
@@ -71,7 +79,6 @@ class StageGradients:
     stage: int
     group: dist.ProcessGroup | None  # owners x dp; None when there is nobody to reduce with
     count: int  # of buckets
-    sharded: bool = False  # whether each member gets the sum of its share only
     wire: torch.dtype | None = None  # type in which gradients travel; None for their own
     buffers: list[Buffer] = field(default_factory=list)  # one per type of parameter
     # By the id of a parameter that the optimizer does not update itself: what it updates instead,
@@ -98,14 +105,30 @@ class StageGradients:
         noted: Noted | None = None,
         sharded: bool = False,
         wire: torch.dtype | None = None,
+        experts: Sequence[nn.Parameter] = (),
+        expert_group: dist.ProcessGroup | None = None,
     ) -> StageGradients:
         """Lays out the buffers and hooks the parameters.
 
-        The trained parameters are in forward order. ``noted`` is called with this rank's own part
-        of a bucket, before others are added, ``launched`` when its reduction starts.
+        The trained parameters are in forward order; ``experts`` are reduced over a group of their
+        own. ``noted`` is called with this rank's own part of a bucket, before others are added,
+        ``launched`` when its reduction starts.
         """
-        sharded = sharded and group is not None
-        gradients = cls(stage, group, count, sharded, wire, _launched=launched, _noted=noted)
+        gradients = cls(stage, group, count, wire, _launched=launched, _noted=noted)
+        gradients._lay_out(parameters, group, sharded=sharded, experts=False)
+        gradients._lay_out(experts, expert_group, sharded=sharded, experts=True)
+        gradients.add_hooks()
+        return gradients
+
+    def _lay_out(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        *,
+        sharded: bool,
+        experts: bool,
+    ) -> None:
+        count, sharded = self.count, sharded and group is not None
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in reversed(parameters):
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
@@ -125,7 +148,8 @@ class StageGradients:
             flat = torch.zeros(layout.bounds[-1], dtype=main_dtype(dtype), device=device)
             if not sharded:
                 marks = flat[whole : whole + len(sizes)]
-            gradients.buffers.append(Buffer(layout, tuple(members), flat, marks))
+            buffer = Buffer(layout, tuple(members), flat, marks, group, sharded, experts)
+            self.buffers.append(buffer)
             for index, (parameter, start) in enumerate(zip(members, layout.starts, strict=False)):
                 stop = start + parameter.numel()
                 covered = {*layout.buckets_of(start, stop)}
@@ -133,10 +157,8 @@ class StageGradients:
                     covered |= {*layout.buckets_of(whole + index, whole + index + 1)}
                 view = flat[start:stop].view_as(parameter)
                 mark = marks[index : index + 1]
-                share = _Share(parameter, view, tuple(sorted(covered)), mark)
-                gradients._shares.append(share)
-        gradients.add_hooks()
-        return gradients
+                share = _Share(parameter, view, tuple(sorted(covered)), mark, group is not None)
+                self._shares.append(share)
 
     def add_hooks(self) -> None:
         """Follows the parameters' gradients (again); without effect if it does."""
@@ -230,16 +252,18 @@ class StageGradients:
         bucket = self._next
         self._next += 1
         started: list[Reduction] = []
-        if self.group is not None:
+        grouped = [buffer for buffer in self.buffers if buffer.group is not None]
+        if grouped:
             if self._noted is not None:
-                parts = [buffer.bucket(bucket) for buffer in self.buffers]
+                parts = [buffer.bucket(bucket) for buffer in grouped]
                 self._noted(self.stage, bucket, [part for part in parts if part.numel()])
-            for buffer in self.buffers:
+            for buffer in grouped:
                 gradient = buffer.bucket(bucket)
                 if gradient.numel():
-                    started.append(self.start(gradient))
-                if self.sharded and self._next == self.count:
-                    started.append(start_all_reduce(buffer.marks, self.group))
+                    started.append(self._start(gradient, buffer))
+                if buffer.sharded and self._next == self.count:
+                    assert buffer.group is not None
+                    started.append(start_all_reduce(buffer.marks, buffer.group))
             # What has arrived is summed now, so that its buffer does not stay until the flush.
             while self._reductions and self._reductions[0].arrived():
                 self._reductions.pop(0).finish()
@@ -247,10 +271,14 @@ class StageGradients:
         if self._launched is not None:
             self._launched(self.stage, bucket, started[-1].work if started else None)
 
-    def start(self, bucket: Tensor) -> Reduction:
-        assert self.group is not None
-        start = start_reduce_scatter if self.sharded else start_all_reduce
-        return start(bucket, self.group, wire=self.wire)
+    def starter(self, buffer: Buffer) -> Callable[[Tensor], Reduction]:
+        """What starts the reduction of such a buffer's buckets."""
+        return partial(self._start, buffer=buffer)
+
+    def _start(self, bucket: Tensor, buffer: Buffer) -> Reduction:
+        assert buffer.group is not None
+        start = start_reduce_scatter if buffer.sharded else start_all_reduce
+        return start(bucket, buffer.group, wire=self.wire)
 
     def wait(self) -> None:
         """Returns when all started reductions have ended."""
@@ -260,7 +288,7 @@ class StageGradients:
         self._armed = False
         for share in self._shares:
             # Optimizers skip None, but decay a weight whose gradient is zero.
-            used = share.touched or (self.group is not None and bool(share.mark.item()))
+            used = share.touched or (share.grouped and bool(share.mark.item()))
             targets = self.targets.get(id(share.parameter))
             if targets is not None:
                 # Nobody is to take a replica's own part of the sum for the gradient.
@@ -299,14 +327,22 @@ class StageGradients:
             handle.remove()
         self._handles.clear()
 
-    def squared_norm(self, counts: Callable[[Tensor], bool] | None = None) -> Tensor:
+    def squared_norm(
+        self,
+        counts: Callable[[Tensor], bool] | None = None,
+        first: Callable[[Buffer], bool] = lambda _: True,
+    ) -> Tensor:
         """Sum of squares of the stage's gradient, or of this member's share.
 
-        Of the parameters that ``counts`` takes; a float64 scalar, on the gradients' device still.
+        Of the parameters that ``counts`` takes; of a buffer that is the same on several ranks only
+        where ``first`` says that this is the first of them. A float64 scalar, on the gradients'
+        device still.
         """
         device = self.buffers[0].flat.device if self.buffers else None
         total = torch.zeros((), dtype=torch.float64, device=device)
         for buffer in self.buffers:
+            if not (buffer.sharded or first(buffer)):
+                continue
             for part in self._parts(buffer, counts):
                 total = total + torch.linalg.vector_norm(part).double().square()
         return total
@@ -314,9 +350,9 @@ class StageGradients:
     def _parts(self, buffer: Buffer, counts: Callable[[Tensor], bool] | None) -> list[Tensor]:
         layout = buffer.layout
         ranges: list[tuple[int, int]] = []
-        if self.sharded:
-            assert self.group is not None
-            member = self.group.rank()
+        if buffer.sharded:
+            assert buffer.group is not None
+            member = buffer.group.rank()
             if counts is None:
                 ranges += layout.owned(member)
             for index, parameter in enumerate(buffer.parameters):

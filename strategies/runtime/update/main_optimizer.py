@@ -84,12 +84,13 @@ class MainOptimizer:
         self,
         named: Mapping[str, nn.Parameter],
         *,
-        group_of: Callable[[int], dist.ProcessGroup | None],
+        group_of: Callable[[int, bool], dist.ProcessGroup | None],
     ) -> dict[str, Any]:
         """The state keyed by names, as of an optimizer that updates whole parameters; collective.
 
         Of a sharded weight only what the group's first member has to write is there. ``group_of`` a
-        stage are the processes that talk about it from host memory.
+        stage, or of this rank's share of its experts, are the processes that talk about it from
+        host memory.
 
         Raises:
             CheckpointError: The optimizer updates a parameter that is not the module's, or keeps
@@ -118,11 +119,9 @@ class MainOptimizer:
                     state[names[id(parameter)]] = dict(entry)
         updated = {id(parameter) for members in self.groups for parameter in members}
         for stage in self.mains.stages():
-            if stage.group is None:
-                continue
-            talk = group_of(stage.stage)
-            assert talk is not None
             for buffer in stage.layouts:
+                talk = group_of(stage.stage, buffer.experts)
+                assert talk is not None
                 ours = [id(p) in updated for p in buffer.parameters]
                 keys = [names.get(id(p), "") for p in buffer.parameters]
                 found = self._collected(stage, buffer, ours, keys, talk)

@@ -68,7 +68,6 @@ class MainWeights:
     """The weights of one stage as its optimizer sees them."""
 
     stage: int
-    group: dist.ProcessGroup | None  # whom to gather with; None if the weights are not sharded
     pieces: dict[int, tuple[Piece, ...]]  # by the parameter's id: what this rank updates, if any
     _flats: list[tuple[Buffer, Tensor]] = field(default_factory=list)
     _works: list[dist.Work] = field(default_factory=list)
@@ -83,15 +82,15 @@ class MainWeights:
             for buffer in gradients.buffers
             for parameter in buffer.parameters
         )
-        if not gradients.sharded and not widened:
+        if not widened and not any(buffer.sharded for buffer in gradients.buffers):
             return None
-        group = gradients.group if gradients.sharded else None
-        mains = cls(gradients.stage, group, {})
+        mains = cls(gradients.stage, {})
         for buffer in gradients.buffers:
-            if group is None:
-                mains._add_whole(buffer, gradients)
+            if buffer.sharded:
+                assert buffer.group is not None
+                mains._add_shares(buffer, gradients, buffer.group.rank())
             else:
-                mains._add_shares(buffer, gradients, group.rank())
+                mains._add_whole(buffer, gradients)
         return mains
 
     def _add_whole(self, buffer: Buffer, gradients: StageGradients) -> None:
@@ -130,6 +129,11 @@ class MainWeights:
             gradients.targets[id(parameter)] = targets
 
     @property
+    def sharded(self) -> bool:
+        """Whether this rank updates only its share of some of them."""
+        return bool(self._flats)
+
+    @property
     def layouts(self) -> Sequence[Buffer]:
         """The buffers that are sharded."""
         return [buffer for buffer, _ in self._flats]
@@ -139,7 +143,7 @@ class MainWeights:
         for pieces in self.pieces.values():
             for piece in pieces:
                 piece.publish()
-        self._stale = self.group is not None
+        self._stale = self.sharded
 
     def gather(self, started: Gathered | None = None) -> None:
         """Starts the all-gather unless the weights are whole or on their way.
@@ -147,13 +151,13 @@ class MainWeights:
         ``started`` hears of the stage and the work that ends last, None if nothing is to do.
         """
         if self._stale:
-            assert self.group is not None
             self._stale = False
             for buffer, flat in self._flats:
+                assert buffer.group is not None
                 bounds = buffer.layout.bounds
                 for low, high in itertools.pairwise(bounds):
                     if low < high:
-                        works, source = start_gather(flat[low:high], self.group)
+                        works, source = start_gather(flat[low:high], buffer.group)
                         self._works += works
                         self._sources.append(source)
         if started is not None:
@@ -201,7 +205,7 @@ class AllMainWeights:
     @property
     def sharded(self) -> bool:
         """Whether a rank updates only its share."""
-        return any(mains.group is not None for mains in self._stages.values())
+        return any(mains.sharded for mains in self._stages.values())
 
     def stages(self) -> Iterator[MainWeights]:
         """In the order of the stages, on all ranks."""

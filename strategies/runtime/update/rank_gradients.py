@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from strategies.ir.placement import Placement
 from strategies.models.stage_model import StageModel
-from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
+from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
 from strategies.runtime.messages.mesh import Communicators, Coordinates, holders_of
 from strategies.runtime.update.grad_sync import (
+    Buffer,
     Launched,
     Noted,
     StageGradients,
@@ -77,16 +78,21 @@ class RankGradients:
             old.detach()
         for stage in self._weights.by_stage:
             count = buckets[stage]
-            owners = self._where.replicas(self._placement.owners(stage))
+            pp_ranks = self._placement.owners(stage)
+            owners = self._where.replicas(pp_ranks)
+            experts = self._weights.experts_of(stage)
+            holders = self._where.expert_holders(pp_ranks) if experts else ()
             self.stages[stage] = StageGradients.build(
                 stage,
-                self._weights.own_of(stage),
+                self._weights.others_of(stage),
                 count=max(count, 1),
                 group=self._communicators.get("reduce", owners) if count else None,
                 launched=launched,
                 noted=noted,
                 sharded=sharded,
                 wire=wire,
+                experts=experts,
+                expert_group=self._communicators.get("experts", holders) if count else None,
             )
             mains = MainWeights.build(self.stages[stage])
             if mains is not None:
@@ -104,11 +110,14 @@ class RankGradients:
         """Refuses reductions that wait inside their calls; collective, after ``build``."""
         asked = set()
         for stage, gradients in sorted(self.stages.items()):
-            group = gradients.group
-            if group is not None and gradients.buffers and group not in asked:
-                asked.add(group)
-                members = self._where.replicas(self._placement.owners(stage))
-                check_asynchronous(group, members, gradients.start, device)
+            pp_ranks = self._placement.owners(stage)
+            for buffer in gradients.buffers:
+                group = buffer.group
+                if group is not None and group not in asked:
+                    asked.add(group)
+                    where = self._where
+                    members = (where.expert_holders if buffer.experts else where.replicas)(pp_ranks)
+                    check_asynchronous(group, members, gradients.starter(buffer), device)
 
     def add_hooks(self) -> None:
         for gradients in self.stages.values():
@@ -175,9 +184,9 @@ class RankGradients:
             return
         self._whole = False
         for gradients in self.stages.values():
-            if gradients.group is not None:
-                for buffer in gradients.buffers:
-                    buffer.flat.div_(gradients.group.size())
+            for buffer in gradients.buffers:
+                if buffer.group is not None:
+                    buffer.flat.div_(buffer.group.size())
         for shared in self._shared:
             group = self._communicators.get("reduce", self._weights.sharing(shared.name))
             if group is not None:
@@ -191,6 +200,11 @@ class RankGradients:
             if id(shared.parameter) in wanted:
                 shared.gradient.zero_()
                 shared.parameter.grad = shared.gradient
+
+    @property
+    def differs(self) -> bool:
+        """Whether the gradients of replicas are not the same when they have been reduced."""
+        return self.mains.sharded or bool(self._weights.experts)
 
     def finish(self) -> None:
         """Ends this rank's reductions, those of weights that several stages use included."""
@@ -261,16 +275,21 @@ class RankGradients:
                 counted = set(only)
             if where.tp_rank > 0:
                 # The first of the sharers counts what all of them have whole.
-                counted &= {id(p) for name, p in named.items() if shards(name)}
+                spread = self._weights.experts
+                counted &= {id(p) for name, p in named.items() if shards(name) or name in spread}
 
             def counts(parameter: Tensor) -> bool:
                 return id(parameter) in counted
 
-        for stage, gradients in self.stages.items():
-            if gradients.sharded or self._placement.owners(stage)[0] == where.pp_rank:
-                total += gradients.squared_norm(counts)
         # Replicas' sums are added only where each has a share.
-        first = not self.mains.sharded or where.dp_rank == 0
+        first = where.dp_rank == 0 or not self.differs
+        for stage, gradients in self.stages.items():
+            owner = self._placement.owners(stage)[0] == where.pp_rank
+
+            def counts_here(buffer: Buffer, owner: bool = owner) -> bool:
+                return owner and (where.place < where.ep if buffer.experts else first)
+
+            total += gradients.squared_norm(counts, counts_here)
         for shared in self._shared:
             if counts is not None and not counts(shared.parameter):
                 continue
@@ -306,6 +325,11 @@ class OwnedWeights:
             for stage in placement.stages_of(where.pp_rank)
         }
 
+    @property
+    def experts(self) -> Mapping[str, Shard]:
+        """By name, what is spread over ranks and how."""
+        return self._model.experts
+
     def named(self) -> dict[str, nn.Parameter]:
         """By name; one that several of the rank's stages use has one entry."""
         return {name: p for named in self.by_stage.values() for name, p in named.items()}
@@ -326,6 +350,16 @@ class OwnedWeights:
         """What is trained of a stage and of no other."""
         named = self.by_stage[stage].items()
         return [p for name, p in named if p.requires_grad and name not in self.shared]
+
+    def experts_of(self, stage: int) -> list[nn.Parameter]:
+        """What is trained of a stage and spread over ranks."""
+        named = self.by_stage[stage].items()
+        return [p for name, p in named if p.requires_grad and name in self.experts]
+
+    def others_of(self, stage: int) -> list[nn.Parameter]:
+        """What is trained of a stage alone, and whole on its replicas."""
+        spread = {id(parameter) for parameter in self.experts_of(stage)}
+        return [parameter for parameter in self.own_of(stage) if id(parameter) not in spread]
 
     def trained_shared(self) -> dict[str, nn.Parameter]:
         """What is trained and used by several stages, by name in order: the same on all holders."""
@@ -349,7 +383,16 @@ class OwnedWeights:
             owners = self._placement.owners(stage)
             return tuple(rank for sharer in sharers for rank in where.replicas(owners, sharer))
 
-        found = {name: ranks_of(stage) for stage, named in self.by_stage.items() for name in named}
+        def holders_of_one(stage: int, name: str) -> tuple[int, ...]:
+            if share and name in self.experts:
+                return where.expert_holders(self._placement.owners(stage))
+            return ranks_of(stage)
+
+        found = {
+            name: holders_of_one(stage, name)
+            for stage, named in self.by_stage.items()
+            for name in named
+        }
         return found | {
             name: ranks_of(min(stages)) for name, stages in self.shared.items() if name in found
         }
@@ -363,8 +406,8 @@ class OwnedWeights:
         if self._where.world_size == 1:
             return
 
-        def broadcast(tensor: Tensor, members: tuple[int, ...]) -> None:
-            group = communicators.get("reduce", members)
+        def broadcast(tensor: Tensor, members: tuple[int, ...], purpose: str = "reduce") -> None:
+            group = communicators.get(purpose, members)
             if group is not None:
                 dist.broadcast(tensor.detach(), src=members[0], group=group)
 
@@ -374,12 +417,16 @@ class OwnedWeights:
             for name, parameter in named.items():
                 if name not in done:
                     done.add(name)
-                    broadcast(parameter, owners)
+                    if name in self.experts:
+                        holders = self._where.expert_holders(self._placement.owners(stage))
+                        broadcast(parameter, holders, "experts")
+                    else:
+                        broadcast(parameter, owners)
         named = self.named()
         for name in sorted(self.shared):
             if name in named:
                 broadcast(named[name], self.sharing(name))
         if tensor_ranks is not None:
             for name, parameter in named.items():
-                if name not in self._model.shards:
+                if name not in self._model.shards and name not in self.experts:
                     tensor_ranks.broadcast_(parameter.detach())

@@ -70,7 +70,8 @@ def test_a_job_without_a_result_is_known_by_what_was_asked(tmp_path):
     )  # fmt: skip
     assert found.overrides == ("pp=4",)
     assert found.result == {
-        "mode": "train", "schedule": config.schedule.name, "pp": 4, "tp": 1, "num_microbatches": 8,
+        "mode": "train", "schedule": config.schedule.name, "pp": 4, "tp": 1, "ep": 1,
+            "num_microbatches": 8,
     }  # fmt: skip
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strategies.errors import ModelError
-from strategies.models.manual.dataflow import Unknown, retained
-from strategies.models.manual.flow_layout import ordered_groups
+from strategies.models.manual.dataflow import Unknown, ordered_groups, retained
 
 
 def _names(costs: dict[str, float], edges: set[tuple[str, str]]) -> list[tuple[str, ...]]:

@@ -108,6 +108,8 @@ def test_a_keyword_that_does_not_exist_is_a_type_error_as_everywhere():
         ({"pp": 2, "units_per_stage": (1, 2, 3)}, "has 3 counts, but there are 2 stages"),
         ({"pp": 2, "units_per_stage": [1, -2]}, "units_per_stage is at least 0"),
         ({"sequence_parallel": True}, "Try tp=2"),
+        ({"dp": 6, "ep": 4}, "ep=4 does not divide dp=6 times tp=1, the 6 ranks"),
+        ({"dp": 3, "tp": 2, "ep": 4}, "Try ep=3, or dp=2."),
     ],
     ids=str,
 )

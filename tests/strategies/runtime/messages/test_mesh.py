@@ -3,7 +3,7 @@
 import pytest
 
 from strategies.errors import PlanError
-from strategies.runtime.messages.mesh import Coordinates, check_world
+from strategies.runtime.messages.mesh import Coordinates, check_world, exchange_groups
 
 
 def test_ranks_and_coordinates_are_inverse():
@@ -22,6 +22,18 @@ def test_groups_are_those_of_the_axes():
     assert where.pipeline(2, 3) == (11, 23)
     assert where.replicas((1,)) == (13, 17, 21)
     assert where.replica(0) == (0, 1, 2, 3, 12, 13, 14, 15)
+
+
+def test_experts_are_spread_over_neighbours_among_the_sharers_of_a_stage():
+    where = Coordinates.of(19, pp=2, dp=3, tp=4, ep=6)
+    assert (where.pp_rank, where.place, where.ep_rank) == (1, 7, 1)
+    assert where.exchangers() == (18, 19, 20, 21, 22, 23)
+    assert where.expert_holders((0, 1)) == (1, 7, 13, 19)
+    assert where.exchanges_across
+    blocks = [ranks for _, ranks in exchange_groups(where)]
+    assert sorted(rank for block in blocks for rank in block) == list(range(24))
+    # Inside one replica nobody waits for another one.
+    assert not Coordinates.of(19, pp=2, dp=3, tp=4, ep=2).exchanges_across
 
 
 def test_a_world_that_the_degrees_do_not_fill_is_refused():

@@ -1,0 +1,180 @@
+"""The exchange of tokens between ranks that hold different experts, and its backward.
+
+Each rank brings rows that are sorted by expert. How many go to whom is told first, then the rows
+themselves travel, all to all and in uneven numbers; every rank computes its own experts on what has
+arrived, and the results travel back the same way (Lepikhin et al., 2020,
+https://arxiv.org/abs/2006.16668). A gradient takes the same two ways in the other direction. A rank
+to which nobody sends anything takes part in all of it, with no rows.
+
+All ranks of a group run the same program on as many microbatches, so their exchanges come in one
+order, in forwards, backwards and forwards that are run again.
+
+Ranks of tensor parallelism have the same tokens. Each of them has its share of the rows computed,
+and all of them gather the results, so no expert sees a token twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from strategies.models.tensor_parallel.regions import as_written
+from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+
+
+class ExpertRanks:
+    """The ranks that hold all experts of a stage together, as one of them sees it.
+
+    Attributes:
+        rank: This process among them.
+        size: How many they are, ep >= 1.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        sharers: TensorRanks | None = None,
+    ) -> None:
+        """``group`` is None for a single process; ``sharers`` share its matrices.
+
+        They have the same tokens as this rank, unless the sequence is cut between them.
+        """
+        self._group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self._sharers = None if sharers is None or sharers.sequence else sharers
+
+    @as_written
+    def around(self, compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
+        """Has rows computed where their experts are.
+
+        Args:
+            compute: Of this rank's experts: rows ``[n, in]`` sorted by expert, and how many each
+                has ``[experts / ep]``, to ``[n, out]``. Takes no rows, too, and depends on the same
+                parameters then.
+            rows: ``[n, in]``, sorted by expert.
+            counts: How many rows each expert of the layer has, ``[experts]``, whole numbers.
+
+        Returns:
+            ``[n, out]`` in the order of ``rows``.
+        """
+        if self._sharers is None:
+            return self._exchanged(compute, rows, counts)
+        share = _Share(self._sharers, len(rows))
+        own = _TakeShare.apply(rows, share)  # type: ignore[no-untyped-call]
+        result = self._exchanged(compute, own, share.counts(counts))
+        gathered: Tensor = _GatherShares.apply(result, share)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def _exchanged(self, compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
+        if self._group is None:
+            return compute(rows, counts)
+        told = counts.view(self.size, -1)
+        heard = self._tell(told)
+        away, here = torch.stack((told.sum(1), heard.sum(1))).tolist()
+        arrived = self._travel(rows, away, here)
+        # From sources one after the other to experts one after the other, and back.
+        experts = torch.arange(heard.shape[1], device=heard.device).repeat(self.size)
+        owners = torch.repeat_interleave(experts, heard.flatten(), output_size=sum(here))
+        order = torch.argsort(owners, stable=True)
+        result = compute(arrived.index_select(0, order), heard.sum(0))
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return self._travel(result.index_select(0, back), here, away)
+
+    def _tell(self, counts: Tensor) -> Tensor:
+        """Row r to rank r; row r of the result is what rank r has told this one."""
+        given = counts.contiguous()
+        if self._by_host(given):
+            return self._tell(given.cpu()).to(given.device)
+        heard = torch.empty_like(given)
+        dist.all_to_all_single(heard, given, group=self._group)
+        return heard
+
+    def _travel(self, rows: Tensor, away: Sequence[int], here: Sequence[int]) -> Tensor:
+        moved: Tensor = _Travel.apply(rows, self, away, here)  # type: ignore[no-untyped-call]
+        return moved
+
+    def move(self, rows: Tensor, away: Sequence[int], here: Sequence[int]) -> Tensor:
+        """The first ``away[0]`` rows to rank 0, and so on; ``here`` is how many each one sends."""
+        given = rows.contiguous()
+        if self._by_host(given):
+            return self.move(given.cpu(), away, here).to(given.device)
+        moved = given.new_empty((sum(here), *given.shape[1:]))
+        # Bytes, because gloo does not know all types of numbers here.
+        plain = given.dtype not in (torch.float32, torch.float64)
+        sent, received = (t.view(torch.uint8) if plain else t for t in (given, moved))
+        dist.all_to_all_single(received, sent, list(here), list(away), group=self._group)
+        return moved
+
+    def _by_host(self, tensor: Tensor) -> bool:
+        # On a GPU gloo has no all-to-all.
+        return tensor.is_cuda and dist.get_backend(self._group) == "gloo"
+
+
+class _Travel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, ranks: ExpertRanks, away: Sequence[int], here: Sequence[int]
+    ) -> Tensor:
+        ctx.way = ranks, away, here
+        return ranks.move(rows, away, here)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        ranks, away, here = ctx.way
+        return ranks.move(gradient, here, away), None, None, None
+
+
+class _Share:
+    """Which of ``total`` rows, sorted by expert, one of the ranks with the same tokens takes."""
+
+    def __init__(self, sharers: TensorRanks, total: int) -> None:
+        self._sharers = sharers
+        self._total = total
+        self._width = -(-total // sharers.size)
+        self.start = min(sharers.rank * self._width, total)
+        self.stop = min(self.start + self._width, total)
+
+    def counts(self, counts: Tensor) -> Tensor:
+        """How many of its rows each expert has."""
+        ends = counts.cumsum(0)
+        starts = ends - counts
+        return ends.clamp(self.start, self.stop) - starts.clamp(self.start, self.stop)
+
+    def taken(self, rows: Tensor) -> Tensor:
+        return rows[self.start : self.stop].clone(memory_format=torch.contiguous_format)
+
+    def gathered(self, share: Tensor) -> Tensor:
+        padded = share.new_zeros((self._width, *share.shape[1:]))
+        padded[: len(share)] = share
+        return self._sharers.gather(padded).flatten(0, 1)[: self._total]
+
+
+class _TakeShare(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, share: _Share) -> Tensor:
+        ctx.share = share
+        return share.taken(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.share.gathered(gradient), None
+
+
+class _GatherShares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, share: _Share) -> Tensor:
+        ctx.share = share
+        return share.gathered(result)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.share.taken(gradient), None

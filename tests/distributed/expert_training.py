@@ -1,0 +1,234 @@
+"""A small module of one's own with experts, trained on ranks and in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset
+
+from strategies.errors import DataError
+from strategies.plan import Recompute
+from strategies.runtime.lightning.strategy import PipelineStrategy
+from tests.distributed.test_checkpoint import SaveAt
+from tests.distributed.training import VOCAB, Sentences, _Losses, state_elements
+
+HIDDEN = 8
+
+
+class Experts(nn.Module):
+    """Top-2 of ``num_experts`` small networks, with a residual."""
+
+    expert_parameters = ("stacks.up", "stacks.down")
+
+    def __init__(self, num_experts: int, *, one: bool) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.exchange: Any = None
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.router = nn.Linear(HIDDEN, num_experts, bias=False)
+        self.stacks = nn.ParameterDict(
+            {
+                "up": torch.randn(num_experts, HIDDEN, 2 * HIDDEN) / 4,
+                "down": torch.randn(num_experts, 2 * HIDDEN, HIDDEN) / 4,
+            }
+        )
+        self._one = one
+
+    def forward(self, stream: Tensor) -> Tensor:
+        tokens = self.norm(stream).flatten(0, -2)
+        scores = self.router(tokens)
+        if self._one:  # everything goes to the last expert
+            weights = scores[:, -1:].sigmoid()
+            chosen = torch.full_like(weights, self.num_experts - 1, dtype=torch.int64)
+        else:
+            weights, chosen = scores.softmax(-1).topk(2, dim=-1)
+        order = chosen.flatten().argsort(stable=True)
+        rows = tokens[order // chosen.shape[1]]
+        counts = torch.bincount(chosen.flatten(), minlength=self.num_experts)
+        around = self.exchange
+        found = (
+            self.compute(rows, counts)
+            if around is None
+            else around.around(self.compute, rows, counts)
+        )
+        back = torch.empty_like(found).index_copy(0, order, found)
+        mixed = (back.view(*chosen.shape, HIDDEN) * weights.unsqueeze(-1)).sum(1)
+        return stream + mixed.view_as(stream)
+
+    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        parts = torch.split(rows, counts.tolist())
+        pairs = zip(parts, self.stacks["up"], self.stacks["down"], strict=True)
+        return torch.cat([torch.tanh(part @ up) @ down for part, up, down in pairs])
+
+
+class ExpertModel(pl.LightningModule):
+    """Embedding, blocks with experts, a head that may be tied; by units."""
+
+    def __init__(self, case: ExpertCase) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            self.embedding = nn.Embedding(VOCAB, HIDDEN)
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Experts(case.experts, one=case.one))
+                for _ in range(4)
+            )
+            self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        if case.tied:
+            self.head.weight = self.embedding.weight
+
+    def pipeline_units(self) -> list[tuple[str, nn.Module]]:
+        blocks = [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
+        return [("embedding", self.embedding), *blocks, ("head", self.head)]
+
+    def pipeline_inputs(self, batch: Any) -> tuple[Tensor, ...]:
+        return (batch["tokens"],)
+
+    def pipeline_result(self, tensors: Any, batch: Any, batch_idx: int, mode: str) -> Tensor:
+        loss = functional.cross_entropy(tensors[0].flatten(0, 1), batch["targets"].flatten())
+        if mode == "train":
+            self.log("train_loss", loss.detach())
+        return loss
+
+    def tensor_parallel_plan(self) -> dict[str, Any]:
+        return {"embedding": "replicated"}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        for _, unit in self.pipeline_units():
+            tokens = unit(tokens)
+        return tokens
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.pipeline_result((self(batch["tokens"]),), batch, batch_idx, "train")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=3e-3)
+
+
+@dataclass(frozen=True)
+class ExpertCase:
+    """One training; ``rows`` are those of a replica's batch."""
+
+    schedule: str = "1f1b"
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    ep: int = 1
+    experts: int = 4
+    one: bool = False  # whether one expert gets all tokens
+    tied: bool = False
+    rows: int = 4
+    microbatches: int = 2
+    accumulation: int = 1
+    steps: int = 10
+    clip: float | None = 0.05
+    overlap: str = "grad_reduce"
+    split_backward: bool = False
+    recompute: Recompute = field(default_factory=Recompute)
+    precision: str = "64-true"
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    @property
+    def batches(self) -> int:
+        return self.steps * self.accumulation
+
+
+def train_experts(
+    case: ExpertCase, *, save: str | None = None, resume: str | None = None, ahead: int = 0
+) -> dict[str, Any]:
+    """Trains one case on this rank; there are data ``ahead``, for whoever resumes."""
+    model = ExpertModel(case)
+    losses = _Losses()
+    strategy = PipelineStrategy(
+        pp=case.pp,
+        dp=case.dp,
+        tp=case.tp,
+        ep=case.ep,
+        schedule=case.schedule,
+        num_microbatches=case.microbatches,
+        overlap=case.overlap,  # type: ignore[arg-type]
+        bucket_mb=0.001,
+        split_backward=case.split_backward,
+        recompute=case.recompute,
+        timeout_s=60,
+        seed=0,
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        precision=case.precision,  # type: ignore[arg-type]
+        accumulate_grad_batches=case.accumulation,
+        gradient_clip_val=case.clip,
+        max_steps=case.steps + (0 if resume is None else ahead),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[losses, *([] if save is None else [SaveAt(case.steps, save)])],
+    )
+    count = case.rows * case.dp * (case.steps + ahead) * case.accumulation
+    trainer.fit(model, DataLoader(Sentences(count), batch_size=case.rows), ckpt_path=resume)
+    where = strategy.coordinates
+    result = {
+        "pp_rank": where.pp_rank,
+        "tp_rank": where.tp_rank,
+        "losses": losses.losses,
+        "norm": float(strategy.engine.gradient_norm()),
+        "whole": strategy.full_state_dict(everywhere=True),
+        "held": {n: tuple(p.shape) for n, p in strategy.engine.named_parameters().items()},
+        "state_elements": state_elements(trainer.optimizers[0]),
+    }
+    strategy.engine.close()
+    return result
+
+
+def reference_experts(case: ExpertCase) -> tuple[list[float], dict[str, Tensor]]:
+    """The same in plain torch: losses per batch, and the parameters at the end."""
+    model = ExpertModel(case).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    size = case.rows * case.dp
+    data = Sentences(size * case.batches).tokens
+    losses = []
+    for batch in range(case.batches):
+        rows = data[batch * size : (batch + 1) * size]
+        loss = functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        losses.append(float(loss.detach()))
+        (loss / case.accumulation).backward()
+        if (batch + 1) % case.accumulation == 0:
+            if case.clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, dict(model.state_dict())
+
+
+class _Endless(IterableDataset[dict[str, Tensor]]):
+    """Nobody knows how many there are."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from (Sentences(4)[index] for index in range(4))
+
+
+def predict_unevenly(case: ExpertCase) -> str:
+    """What a replica is told whose data set does not come out even."""
+    strategy = PipelineStrategy(dp=case.dp, ep=case.ep, num_microbatches=2, timeout_s=60, seed=0)
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=strategy, logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        trainer.predict(ExpertModel(case), DataLoader(_Endless(), batch_size=2))
+    except DataError as error:
+        return str(error)
+    finally:
+        strategy.engine.close()
+    return ""

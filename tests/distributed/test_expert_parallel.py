@@ -1,0 +1,172 @@
+"""Experts spread over ranks give what a single process gives: losses, weights, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launcher.workloads.transformer_shape import MoeShape
+from strategies.plan import Recompute
+from tests.distributed.expert_training import (
+    ExpertCase,
+    predict_unevenly,
+    reference_experts,
+    train_experts,
+)
+from tests.distributed.pool import Ranks
+from tests.distributed.training import Case, reference, small_shape, train
+
+TOLERANCE = 1e-10
+
+pytestmark = pytest.mark.distributed
+
+
+def check(case: ExpertCase, ranks: Callable[[int], Ranks]) -> list[dict[str, Any]]:
+    results = ranks(case.world).run(train_experts, case=case)
+    losses, parameters = reference_experts(case)
+    for result in results:
+        for batch, expected in enumerate(losses):
+            mean = sum(
+                other["losses"][batch]
+                for other in results
+                if (other["pp_rank"], other["tp_rank"]) == (result["pp_rank"], result["tp_rank"])
+            )
+            assert mean / case.dp == pytest.approx(expected, abs=TOLERANCE), f"loss of {batch}"
+        assert set(result["whole"]) == set(parameters)
+        for name, value in result["whole"].items():
+            difference = (value - parameters[name]).abs().max().item()
+            assert difference < TOLERANCE, f"{name}: {difference}"
+        for name, shape in result["held"].items():
+            if ".stacks." in name:
+                assert shape[0] == case.experts // case.ep, "a rank holds its share only"
+    return results
+
+
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ExpertCase(dp=2, ep=2, accumulation=2, steps=4),
+        ExpertCase(pp=2, dp=2, ep=2),
+        ExpertCase("zb_v", dp=2, ep=2, pp=2, steps=4, tied=True),
+        ExpertCase("dualpipe", pp=2, dp=2, ep=2, microbatches=4, steps=4),
+        ExpertCase(tp=2, ep=2, dp=2, steps=4, overlap="zero1"),
+        ExpertCase(dp=4, ep=2, steps=4, overlap="zero1", one=True),
+        ExpertCase(
+            "foldx_fifo", pp=2, dp=2, ep=2, microbatches=4, steps=4,
+            recompute=Recompute("optimal", max_full_activations=1.0), one=True,
+        ),
+        ExpertCase(tp=2, steps=4),
+    ],
+    ids=lambda case: f"{case.schedule}-{case.pp}{case.dp}{case.tp}-ep{case.ep}",
+)  # fmt: skip
+def test_training_equals_a_single_process(case: ExpertCase, ranks: Callable[[int], Ranks]) -> None:
+    check(case, ranks)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (ExpertCase(pp=2, dp=2, ep=2), ExpertCase(tp=2, dp=2, ep=4)),
+        (ExpertCase(dp=4, ep=2, overlap="zero1"), ExpertCase("dualpipe", pp=2, microbatches=4)),
+        (ExpertCase("zb_v", pp=2, tp=2, ep=2, overlap="zero1"), ExpertCase(dp=2, ep=2)),
+    ],
+    ids=["grown", "zero1-to-dense", "tp-to-dp"],
+)
+def test_a_checkpoint_goes_on_at_another_layout(
+    first: ExpertCase, second: ExpertCase, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "first.ckpt")
+    # The same batches of 8 rows at all layouts.
+    first, second = (
+        replace(case, steps=2, rows=8 // case.dp, tied=True, clip=0.05) for case in (first, second)
+    )
+    ranks(first.world).run(train_experts, case=first, save=path, ahead=2)
+    results = ranks(second.world).run(train_experts, case=second, resume=path, ahead=2)
+    _, parameters = reference_experts(replace(second, steps=4))
+    for result in results:
+        for name, value in result["whole"].items():
+            assert (value - parameters[name]).abs().max().item() < TOLERANCE, name
+
+
+def test_a_sharded_optimizer_holds_a_share_of_its_experts(ranks: Callable[[int], Ranks]) -> None:
+    case = ExpertCase(dp=4, ep=2, steps=1, overlap="zero1")
+    results = ranks(4).run(train_experts, case=case)
+    _, parameters = reference_experts(case)
+    sizes = [p.numel() for n, p in parameters.items()]
+    total = sum(result["state_elements"] for result in results)
+    assert 2 * sum(sizes) <= total <= 2 * sum(sizes) + 200, "padding"
+
+
+def test_replicas_that_exchange_tokens_refuse_to_evaluate_unevenly(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    for said in ranks(2).run(predict_unevenly, case=ExpertCase(dp=2, ep=2)):
+        assert "predict with ep=2 over dp=2 replicas" in said
+
+
+def test_16_bit_weights_follow_those_of_one_rank(ranks: Callable[[int], Ranks]) -> None:
+    alone = ExpertCase(steps=4, precision="bf16-true", rows=8)
+    (expected,) = ranks(1).run(train_experts, case=alone)
+    for result in ranks(2).run(train_experts, case=replace(alone, dp=2, ep=2, rows=4)):
+        for name, value in result["whole"].items():
+            assert value.dtype == torch.bfloat16
+            difference = (value - expected["whole"][name]).abs().max().item()
+            assert difference < 0.02, name
+
+
+# The built-in model: losses of its layers included, which travel to the last stage.
+MOE = MoeShape(experts=8, per_token=2, ffn=6, balance_loss=0.3, z_loss=0.1)
+SPARSE = small_shape(moe=MOE)
+SHARED = small_shape(
+    layers=2,
+    kv_heads=2,
+    tie_embeddings=True,
+    moe=replace(MOE, shared=1, scores="sigmoid", scale=2.5),
+)
+
+
+def check_built_in(case: Case, ranks: Callable[[int], Ranks]) -> None:
+    results = ranks(case.pp * case.dp * case.tp).run(train, case=case)
+    losses, parameters = reference(case)
+    for batch, expected in enumerate(losses):
+        mean = sum(result["losses"][batch] for result in results) / len(results)
+        assert mean == pytest.approx(expected, abs=TOLERANCE), f"loss of batch {batch}"
+    seen: dict[str, set[int]] = {}
+    for result in results:
+        for name, value in result["parameters"].items():
+            expected = parameters[name]
+            for kind, rank in (("shards", "tp_rank"), ("experts", "ep_rank")):
+                if name in result[kind]:
+                    expected = result[kind][name].local(expected, result[rank])
+            difference = (value - expected).abs().max().item()
+            assert difference < TOLERANCE, f"{name} on rank {result['pp_rank']}: {difference}"
+            seen.setdefault(name, set()).add(result["ep_rank"])
+    tied = {"net.head.projection.weight"} if case.shape.tie_embeddings else set()
+    assert set(seen) >= set(parameters) - tied
+    assert all(who == set(range(case.ep)) for name, who in seen.items() if ".experts." in name)
+
+
+BUILT_IN = {
+    "1f1b": Case("1f1b", pp=2, dp=2, ep=2, shape=SHARED, clip=0.05, accumulation=2),
+    "zb_v": Case("zb_v", pp=1, dp=2, ep=2, shape=SPARSE, clip=0.05, overlap="zero1"),
+    "dualpipe": Case("dualpipe", pp=2, dp=2, ep=2, shape=SPARSE),
+    "foldx_fifo": Case("foldx_fifo", pp=2, dp=1, tp=2, ep=2, shape=SHARED, clip=0.05),
+    "optimal": Case(
+        pp=1, dp=4, ep=4, shape=SPARSE, recompute=Recompute("optimal", max_full_activations=1.0),
+        overlap="zero1",
+    ),
+    "tensor": Case(dp=2, tp=2, ep=4, shape=SHARED, clip=0.05, overlap="zero1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BUILT_IN.values(), ids=BUILT_IN)
+def test_the_built_in_experts_keep_parity(case: Case, ranks: Callable[[int], Ranks]) -> None:
+    check_built_in(replace(case, steps=4, rows=4), ranks)

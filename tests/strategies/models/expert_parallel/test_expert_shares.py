@@ -1,0 +1,56 @@
+"""A rank holds its slice of the experts; what cannot be spread is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from strategies.errors import ModelError
+from strategies.models.expert_parallel import ExpertRanks, ExpertShares
+
+
+class Layer(nn.Module):
+    expert_parameters = ("up",)
+
+    def __init__(self, num_experts):
+        super().__init__()
+        self.num_experts = num_experts
+        self.exchange = None
+        self.up = nn.Parameter(torch.arange(num_experts * 2.0).view(num_experts, 2))
+
+
+class Some(ExpertRanks):
+    """Rank 1 of two that never talk."""
+
+    def __init__(self, size=2):
+        super().__init__(None)
+        self.rank, self.size = 1, size
+
+
+def test_a_rank_keeps_its_experts_and_who_has_the_others():
+    module = nn.Sequential(nn.Linear(2, 2), Layer(4))
+    ranks = Some()
+    shares = ExpertShares(module, ranks)
+    assert {name: (s.dim, s.size, s.parts) for name, s in shares.shards.items()} == {
+        "1.up": (0, 4, 2)
+    }
+    shares.apply(module, "1")
+    assert module[1].up.tolist() == [[4.0, 5.0], [6.0, 7.0]]
+    assert module[1].exchange is ranks
+
+
+@pytest.mark.parametrize(
+    ("layer", "ep", "message"),
+    [
+        (Layer(6), 4, "ep=4 does not divide the 6 experts of 1. Try ep=3."),
+        (nn.Linear(2, 2), 2, "no layer that declares experts"),
+    ],
+)
+def test_experts_that_cannot_be_spread_are_refused(layer, ep, message):
+    with pytest.raises(ModelError, match=message):
+        ExpertShares(nn.Sequential(nn.Linear(2, 2), layer), Some(ep))
+
+
+def test_a_single_rank_computes_its_rows_itself():
+    rows, counts = torch.ones(3, 2), torch.tensor([1, 2])
+    result = ExpertRanks(None).around(lambda r, c: r * c.sum(), rows, counts)
+    assert torch.equal(result, 3 * rows)
