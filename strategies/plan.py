@@ -39,11 +39,11 @@ def refuse_selective(policy: Policy) -> None:
     """Refuses compiled units that are to recompute operation by operation.
 
     Raises:
-        PlanError: ``policy`` is selective.
+        PlanError: ``policy`` recomputes inside layers.
     """
-    if policy == "selective":
+    if policy in _INSIDE:
         raise PlanError(
-            "compile=true with recompute=selective: what is computed again is decided operation by "
+            f"compile=true with recompute={policy}: what is computed again is decided operation by "
             "operation, and a compiled unit hides its operations. Try recompute=full, or "
             "compile=false."
         )
@@ -66,8 +66,9 @@ def refuse_own_order(policy: Policy) -> None:
 # --------------------------------------------------------------------------------------- recompute
 # Which forwards keep only their input and are run again before their backward.
 
-Policy = Literal["none", "full", "selective", "mario", "optimal"]
+Policy = Literal["none", "full", "layer", "selective", "mario", "optimal"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+_INSIDE: tuple[Policy, ...] = ("layer", "selective")  # no R in the program
 
 NUM_PASSES = 4
 
@@ -81,9 +82,10 @@ class Recompute:
 
     Attributes:
         policy: ``none``: nothing; ``full``: every forward, right before its backward;
-            ``selective``: inside the layers only, no R in the program; ``mario``: every forward,
-            moved into idle time (``passes``); ``optimal``: as many forwards as the memory demands,
-            and those that cost least.
+            ``layer``: every layer keeps its input only, and its backward runs it again, one after
+            the other; ``selective``: parts of layers; both without an R in the program;
+            ``mario``: every forward, moved into idle time (``passes``); ``optimal``: as many
+            forwards as the memory demands, and those that cost least.
         passes: For ``mario``, how many of its passes run: 1 apply-checkpoint, 2 overlap-recompute,
             3 remove-redundancy, 4 prepose-forward.
         max_full_activations: For ``optimal``, how many full activations a rank may hold, in
@@ -144,6 +146,11 @@ class Recompute:
                         f"recompute.layers=[{name}:{family}]: {family} is none of "
                         f"{', '.join(FAMILIES)}. Try recompute.layers=[{name}:activation]."
                     )
+
+    @property
+    def inside(self) -> bool:
+        """Whether layers are run again in their backwards, whatever the program."""
+        return self.policy in _INSIDE
 
     @property
     def rewrites(self) -> bool:

@@ -170,9 +170,14 @@ def _check_recompute(config: LaunchConfig) -> None:
         refuse_own_order(asked.policy)
     if config.compile and config.mode in ("train", "validate"):
         refuse_selective(asked.policy)
-    if asked.policy == "selective" and config.mode == "simulate" and config.costs.name == "uniform":
+    if asked.policy == "layer" and (config.mode == "profile" or config.costs.name == "profiled"):
         raise PlanError(
-            "recompute=selective recomputes inside the layers, of which costs=uniform knows "
+            "recompute=layer with a profile: it has the times of forwards and of backwards that "
+            "run nothing again. Try costs=analytic, or recompute=full."
+        )
+    if asked.inside and config.mode == "simulate" and config.costs.name == "uniform":
+        raise PlanError(
+            f"recompute={asked.policy} recomputes inside the layers, of which costs=uniform knows "
             "nothing. Try costs=analytic, or recompute=full."
         )
 

@@ -314,9 +314,10 @@ class HardwareConfig(Hardware):
 class RecomputeConfig:
     """``recompute=``: which activations are computed again instead of being kept."""
 
-    name: Literal["none", "full", "selective", "mario", "optimal"] = key(
+    name: Literal["none", "full", "layer", "selective", "mario", "optimal"] = key(
         "none",
-        "none; full: every forward, right before its backward; selective: inside the layers; "
+        "none; full: every forward of a stage, right before its backward; layer: every layer, one "
+        "after the other, in its backward; selective: inside the layers; "
         "mario: every forward, in the time in which ranks wait; optimal: no more than the memory "
         "demands, in an order made for it.",
     )

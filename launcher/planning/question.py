@@ -72,7 +72,7 @@ def question(
         waits_at_flush=config.trainer.waits_at_flush,
         number_format=config.trainer.number_format,
     )
-    layers = recompute_policy(config.recompute).layers
+    asked = recompute_policy(config.recompute)
 
     def loads(tp: int, size: int, selective: bool) -> tuple[Load, ...]:
         cut = config.sequence_parallel
@@ -82,7 +82,8 @@ def question(
             size,
             sequence_parallel=cut,
             selective=selective,
-            layers=layers,
+            whole_layers=asked.policy == "layer",
+            layers=asked.layers,
             attention=config.costs.attention,
             momentum_only=config.optimizer.name == "muon",
         )
@@ -142,10 +143,11 @@ def _check_traced(config: LaunchConfig, pinned: frozenset[str]) -> None:
             "measured (mode=profile profile.hardware=FILE)."
         )
     asked = {"recompute", "recompute.name"} & pinned
-    if asked and config.recompute.name == "selective":
+    if asked and config.recompute.name in ("selective", "layer"):
         raise PlanError(
-            f"recompute=selective with model={config.model.name}: a trace does not know what its "
-            "layers would compute again. Try recompute=full, or leave it to the planner."
+            f"recompute={config.recompute.name} with model={config.model.name}: a trace does not "
+            "know what its layers would compute again. Try recompute=full, or leave it to the "
+            "planner."
         )
 
 

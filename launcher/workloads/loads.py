@@ -16,7 +16,7 @@ from launcher.workloads.unit_kernels import computing_again, unit_works
 from strategies.costs.analytic import Load
 from strategies.costs.kernels import Attention, Work
 from strategies.errors import PlanError
-from strategies.plan import Family
+from strategies.plan import FAMILIES, Family
 
 
 def unit_loads(
@@ -26,13 +26,15 @@ def unit_loads(
     *,
     sequence_parallel: bool = False,
     selective: bool = False,
+    whole_layers: bool = False,
     layers: Layers = (),
     attention: Attention = "fused",
     momentum_only: bool = False,
 ) -> tuple[Load, ...]:
     """One load per unit, in execution order.
 
-    With ``selective`` layers recompute what is cheap, or of the types in ``layers`` those families.
+    With ``selective`` layers recompute what is cheap, or of the types in ``layers`` those families;
+    with ``whole_layers``, too, all of it from their input.
     With ``momentum_only`` the optimizer keeps one element per parameter between the first and the
     last unit (norms and biases count with the matrices); of a trace nobody knows which those are.
     """
@@ -71,6 +73,9 @@ def unit_loads(
         )
     if not selective:
         return loads
+    if whole_layers:
+        cut = tp if sequence_parallel else 1
+        return _layers_again(shape, loads, tp, stream // cut, microbatch_size)
     shares = selective_shares(shape, tp, sequence_parallel=sequence_parallel, layers=layers)
     return tuple(
         _again(load, share, microbatch_size) for load, share in zip(loads, shares, strict=True)
@@ -100,6 +105,62 @@ def _again(load: Load, share: SelectiveShare, microbatch_size: int) -> Load:
         again_flops=flops,
         works=works,
     )
+
+
+# ------------------------------------------------------------------------------------ whole layers
+# Each keeps its input and is run again in its backward, up to the last tensor that a gradient
+# needs: the product at its end does not run again, but for the mask of a dropout behind it.
+
+
+def _layers_again(
+    shape: ModelShape, loads: Sequence[Load], tp: int, stream: int, microbatch_size: int
+) -> tuple[Load, ...]:
+    """``stream``: elements of a layer's input."""
+    first, *middle, head = loads
+    loss = shape.sequence * (padded_vocab(shape.vocab, tp) // tp + 1) * microbatch_size
+    ids = shape.sequence * microbatch_size
+    size = len(middle) // shape.layers  # units of a layer
+    whole = sum(load.saved_elements for load in middle[:size]) - stream
+    masked = _drops_branches(shape)
+    again = [
+        _run_again(load, ends=i % size == size - 1 and not masked) for i, load in enumerate(middle)
+    ]
+    return (
+        _keeping(first, ids, 0, first.saved_elements - ids),
+        *(
+            _keeping(load, 0 if i % size else stream, stream if i % size else 0, whole)
+            for i, load in enumerate(again)
+        ),
+        _keeping(head, stream + loss, 0, head.saved_elements - stream - loss),
+    )
+
+
+def _keeping(load: Load, kept: int, first: int, rebuilt: int) -> Load:
+    return replace(
+        load,
+        saved_elements=kept,
+        first_saved_elements=first,
+        rebuilt_elements=rebuilt,
+        waiting_elements=load.saved_elements,
+    )
+
+
+def _drops_branches(shape: ModelShape) -> bool:
+    if isinstance(shape, HfShape):
+        return shape.sizes is not None and shape.sizes.residual_dropout
+    return bool(shape.dropout)
+
+
+def _run_again(load: Load, *, ends: bool) -> Load:
+    """A unit of a layer; ``ends``: its last product is not needed."""
+    flops = load.forward_flops
+    sums = load.forward_sums
+    if ends:
+        products = [product for work, _ in load.works for product in work.products]
+        flops -= products[-1].flops if products else 0.0
+        sums = sums[:-1]
+    works = tuple((computing_again(w, FAMILIES, flops), n) for w, n in load.works)
+    return replace(load, again_flops=flops, again_sums=sums, works=works)
 
 
 # --------------------------------------------------------------------------------------- selective

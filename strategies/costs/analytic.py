@@ -44,6 +44,10 @@ class Load:
         tied: (group, parameters) that it uses of other units; a stage without that unit has a copy.
         works: (kernels of a unit, units that have them); () where they are not known.
         lean_parameters: Those of which the optimizer keeps one element less than of the others.
+        again_sums: As ``backward_sums``, of what a backward computes again.
+        first_saved_elements: What it keeps beyond ``saved_elements`` where a stage begins with it.
+        rebuilt_elements: What a backward makes anew, the most at once, beside what is kept.
+        waiting_elements: What an I leaves for its W; None for ``saved_elements``.
     """
 
     forward_flops: float
@@ -59,6 +63,10 @@ class Load:
     tied: tuple[tuple[int, int], ...] = ()
     works: tuple[tuple[Work, int], ...] = ()
     lean_parameters: int = 0
+    again_sums: tuple[int, ...] = ()
+    first_saved_elements: int = 0
+    rebuilt_elements: int = 0
+    waiting_elements: int | None = None
 
 
 def sum_loads(loads: list[Load]) -> Load:
@@ -67,13 +75,15 @@ def sum_loads(loads: list[Load]) -> Load:
     Parameters that it shares with another stage are its own as well: each has a copy, and a state.
     """
     flops = again = inputs = weights = 0.0
-    parameters = lean = saved = units = 0
+    parameters = lean = units = waiting = 0
+    saved = loads[0].first_saved_elements if loads else 0
     known = False
     owned: set[int] = set()
     tied: dict[int, int] = {}
     works: dict[Work, int] = {}
     forward_sums: list[int] = []
     backward_sums: list[int] = []
+    again_sums: list[int] = []
     for load in loads:
         flops += load.forward_flops
         again += load.again_flops
@@ -83,6 +93,8 @@ def sum_loads(loads: list[Load]) -> Load:
         units += load.num_units
         forward_sums += load.forward_sums
         backward_sums += load.backward_sums
+        again_sums += load.again_sums
+        waiting += load.saved_elements if load.waiting_elements is None else load.waiting_elements
         owned.update(load.owns)
         for work, number in load.works:
             works[work] = works.get(work, 0) + number
@@ -105,7 +117,19 @@ def sum_loads(loads: list[Load]) -> Load:
         units,
         works=tuple(works.items()),
         lean_parameters=lean,
+        again_sums=tuple(again_sums),
+        rebuilt_elements=_rebuilt(loads),
+        waiting_elements=waiting if any(n.waiting_elements is not None for n in loads) else None,
     )
+
+
+def _rebuilt(loads: list[Load]) -> int:
+    """The most that a backward makes anew beyond what it has let go of by then: the last first."""
+    most = gone = 0
+    for load in reversed(loads):
+        most = max(most, load.rebuilt_elements - gone)
+        gone += load.saved_elements
+    return most
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +243,7 @@ class AnalyticCosts:
         ends = [made[s] + (made[s - 1] if s else 0) for s in range(count)]
         ends[-1:] = [size + made[-1] for size in ends[-1:]]  # the loss's own gradient, too
         whole = [self._gathered(load) * sizes.activation for load in self.stages]
+        rebuilt = [load.rebuilt_elements * sizes.activation for load in self.stages]
         shares = zip(self._stage_inputs(program), saved, strict=True)
         return StageMemory(
             parameters=tuple(n * sizes.weight for n in weights),
@@ -228,12 +253,17 @@ class AnalyticCosts:
                 for state, n in zip(states, weights, strict=True)
             ),
             activations=saved,
-            waiting=saved,
+            waiting=tuple(
+                kept if load.waiting_elements is None else load.waiting_elements * sizes.activation
+                for kept, load in zip(saved, self.stages, strict=True)
+            ),
             inputs=tuple(int(share * size) for share, size in shares),
             outputs=(*made[:-1], 0),
             # Gathered by one layer at a time: pieces and whole, in a backward its gradient, too.
             forward_temporaries=tuple(m + 2 * g for m, g in zip(made, whole, strict=True)),
-            backward_temporaries=tuple(e + 3 * g for e, g in zip(ends, whole, strict=True)),
+            backward_temporaries=tuple(
+                e + 3 * g + r for e, g, r in zip(ends, whole, rebuilt, strict=True)
+            ),
         )
 
     def _gathered(self, load: Load) -> int:
@@ -306,6 +336,7 @@ class AnalyticCosts:
                 # Weight gradients of what is cut along the sequence gather their inputs again.
                 gathered = back / 2 if self.sequence_parallel else 0.0
                 forward, inputs, weights, again = self._computed(load)
+                again += self._sums(load.again_sums)
                 known[id(load)] = (
                     forward + summed,
                     again + inputs + max(weights, back + gathered),

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import groupby
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -36,6 +38,7 @@ from strategies.models.state import reseed
 from strategies.models.step_state import join_parts
 from strategies.models.tensor_parallel.sharding import Sharding
 from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
+from strategies.plan import FAMILIES
 
 
 @runtime_checkable
@@ -110,6 +113,8 @@ class UnitModel(StageModel):
         self._expert_shares: ExpertShares | None = None
         self._postponed = False
         self._selective: dict[int, SelectiveLayer] = {}
+        self._joined = False
+        self._layers: dict[int, tuple[tuple[range, SelectiveLayer], ...]] = {}  # by stage
 
     @property
     def module(self) -> nn.Module:
@@ -173,6 +178,7 @@ class UnitModel(StageModel):
 
     def select(self, selection: Selection) -> None:
         self._selective = selection.layers_of(self._runs)
+        self._joined = selection.joined
 
     def shard(self, ranks: TensorRanks) -> None:
         self._sharding = Sharding(self._module, ranks)
@@ -222,19 +228,39 @@ class UnitModel(StageModel):
         module = self._module
         assert isinstance(module, HasUnits)
         tensors = module.pipeline_inputs(batch) if stage == 0 else inputs
-        for index in self._stages[stage]:
-            if seed is not None:
-                reseed(seed, index)
-            layer = self._selective.get(index)
-            unit = self._runs[index]
-            result = unit(*tensors) if layer is None else layer.run(unit, tensors, {})
-            tensors = result if isinstance(result, tuple) else (result,)
+        if self._joined:
+            for units, joined in self._layers_of(stage):
+                tensors = joined.run(partial(self._run, units, seed), tensors, {})
+        else:
+            tensors = self._run(self._stages[stage], seed, *tensors)
         if stage + 1 < len(self._stages) or self._postponed:
             return StageOutput(tensors)
         ends = tuple(tensor.detach() for tensor in tensors)
         marks = None if at_end is None else at_end()
         output = self._result(tensors, batch, batch_idx, mode)
         return replace(output, ends=ends, marks=marks)
+
+    def _run(self, units: range, seed: int | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        for index in units:
+            if seed is not None:
+                reseed(seed, index)
+            layer = None if self._joined else self._selective.get(index)
+            unit = self._runs[index]
+            result = unit(*tensors) if layer is None else layer.run(unit, tensors, {})
+            tensors = result if isinstance(result, tuple) else (result,)
+        return tensors
+
+    def _layers_of(self, stage: int) -> tuple[tuple[range, SelectiveLayer], ...]:
+        """Units of a stage that run again together."""
+        if stage not in self._layers:
+            every = frozenset(FAMILIES)
+            found = []
+            for _, group in groupby(self._stages[stage], lambda i: _layer_of(self._units[i].name)):
+                units = list(group)
+                held = nn.ModuleList([self._runs[index] for index in units])
+                found.append((range(units[0], units[-1] + 1), SelectiveLayer(held, every)))
+            self._layers[stage] = tuple(found)
+        return self._layers[stage]
 
     def whole(
         self,
@@ -328,6 +354,16 @@ class UnitModel(StageModel):
             if len(stages) > 1:
                 shared.append((name, tuple(stages)))
         return tuple(shared)
+
+
+def _layer_of(name: str) -> str:
+    """The layer that a unit is of: its parent where that is one of a list, else itself.
+
+    >>> _layer_of("net.layers.3.attention"), _layer_of("net.layers.3"), _layer_of("net.head")
+    ('net.layers.3', 'net.layers.3', 'net.head')
+    """
+    parent = name.rpartition(".")[0]
+    return parent if parent.rpartition(".")[2].isdigit() else name
 
 
 def _users(declared: Sequence[tuple[str, nn.Module]]) -> tuple[dict[str, set[int]], dict[str, str]]:

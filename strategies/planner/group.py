@@ -59,7 +59,7 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
         key = (schedule.place(shape), schedule.splits_backward)
         by_placement.setdefault(key, []).append(order)
     found = []
-    selective = recompute.policy == "selective"
+    selective = recompute.inside
     cuts: dict[Placement, list[tuple[int, ...]]] = {}
     tables = problem.found.tables
     for (placement, splits), members in by_placement.items():
@@ -91,8 +91,8 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
 
 def under(group: Group, problem: Problem, recompute: Recompute) -> Group:
     """The same cut and schedules under another policy; its bound is not computed anew."""
-    selective = recompute.policy == "selective"
-    if (group.recompute.policy == "selective") == selective:
+    selective = recompute.inside
+    if (group.recompute.inside) == selective:
         return replace(group, recompute=recompute)
     costs = problem.costs(group.layout, group.units, selective=selective)
     table, buckets = problem.table(costs, group.placement, zero1=group.overlap == "zero1")
@@ -108,7 +108,7 @@ def _cuts(
     owner = placement.copies[0]
     num_stages = placement.num_stages
     shared = placement.weight_copies > 1 or num_stages > placement.num_ranks
-    selective = recompute.policy == "selective"
+    selective = recompute.inside
     key = (layout.tp, selective, owner)
     if key not in problem.found.fastest_cuts:
         problem.found.fastest_cuts[key] = _fastest(

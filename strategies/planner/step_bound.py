@@ -34,7 +34,7 @@ class Rules:
 
 def ideal_time(problem: Problem, layout: Layout, recompute: Recompute) -> float:
     """All ranks busy all the time: valid for every cut and every order."""
-    table = problem.whole_table(layout, selective=recompute.policy == "selective")
+    table = problem.whole_table(layout, selective=recompute.inside)
     # Over several stages, max(I's sums, W) adds up to at least the max of the sums.
     once = table.forward[0] + min(
         table.backward[0], table.backward_input[0] + table.backward_weight[0]

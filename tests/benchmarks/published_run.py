@@ -22,9 +22,8 @@ from pathlib import Path
 
 from launcher.compose.session import compose_checked, search_path
 from launcher.report.predicted import rank_memory, step_flops
-from launcher.resolve import Run, element_sizes, resolve
-from strategies.costs.analytic import AnalyticCosts, Load
-from strategies.costs.table import Costs
+from launcher.resolve import Run, resolve
+from strategies.costs.analytic import AnalyticCosts
 from strategies.errors import PipelineError
 from strategies.simulator.engine import simulate
 
@@ -55,7 +54,8 @@ _ACTIVATIONS = {
 }
 _RECOMPUTED: Mapping[str, tuple[str, ...]] = {
     "none": ("recompute=none",),
-    "full": ("recompute=full",),
+    # Layer by layer, as Megatron-LM does.
+    "full": ("recompute=layer",),
     "selective": ("recompute=selective",),
     # The attention core alone.
     "selective-attention": (
@@ -265,42 +265,38 @@ def predict_run(run: PublishedRun) -> Prediction:
     """Inside ``hydra_session``; what cannot be asked for is a prediction with ``missing``."""
     try:
         config = compose_checked([*search_path(None), *request(run)])[0]
-        resolved = resolve(config)
+        resolved = _to_the_end(resolve(config))
     except (InexpressibleError, PipelineError) as error:
         return Prediction(run, missing=str(error))
     timeline = simulate(resolved.programs.train, resolved.costs)
-    memory, scores = rank_memory(_one_layer_again(resolved)), 0
-    if config.recompute.name == "full":
-        scores = _scores(resolved.costs) * element_sizes(config).activation
+    memory = rank_memory(resolved)
     flops = step_flops(resolved)
     assert memory is not None
     assert flops is not None
     return Prediction(
         run,
         step_s=timeline.makespan if config.trainer.waits_at_flush else timeline.period,
-        memory_bytes=max(rank.total for rank in memory) + scores,
+        memory_bytes=max(rank.total for rank in memory),
         limit_bytes=config.hardware.memory_gb * 1e9,
         flops=flops,
     )
 
 
-def _one_layer_again(run: Run) -> Run:
-    """With scores left out of what a rerun stage holds: those programs rerun a layer at a time."""
-    if run.config.recompute.name != "full" or not isinstance(run.costs, AnalyticCosts):
+def _to_the_end(run: Run) -> Run:
+    """Those programs ran a layer again to its end, with the product there and its sum."""
+    if run.config.recompute.name != "layer" or not isinstance(run.costs, AnalyticCosts):
         return run
     stages = tuple(
-        replace(load, saved_elements=load.saved_elements - sum(n * size for size, n in _kept(load)))
+        replace(
+            load,
+            again_sums=load.forward_sums if load.again_sums else (),
+            works=tuple(
+                (replace(work, again_products=1.0, again_elements=work.forward_elements), n)
+                if work.again_products
+                else (work, n)
+                for work, n in load.works
+            ),
+        )
         for load in run.costs.stages
     )
     return replace(run, costs=replace(run.costs, stages=stages))
-
-
-def _scores(costs: Costs) -> int:
-    """Elements of one layer's."""
-    assert isinstance(costs, AnalyticCosts)
-    return max((size for load in costs.stages for size, _ in _kept(load)), default=0)
-
-
-def _kept(load: Load) -> list[tuple[int, int]]:
-    """(scores that an attention keeps, how many such attentions)."""
-    return [(w.core.kept_elements, n) for w, n in load.works if w.core is not None]

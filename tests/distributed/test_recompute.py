@@ -35,6 +35,7 @@ pytestmark = pytest.mark.distributed
 POLICIES = {
     "full": Recompute("full"),
     "selective": Recompute("selective"),
+    "layer": Recompute("layer"),
     "mario-2": Recompute("mario", passes=2),
     "mario-3": Recompute("mario", passes=3),
     "mario": Recompute("mario"),
@@ -111,6 +112,8 @@ QUICK = [
     _quick("1f1b", "selective"),
     _quick("zb_v", "selective", accumulation=2),
     _quick("1f1b", "selective", tp=2, shape=GROUPED),
+    _quick("interleaved_1f1b", "layer"),
+    _quick("zb_v", "layer", tp=2, sequence_parallel=True, shape=GROUPED),
 ]
 FULL = [
     Case(
@@ -160,7 +163,7 @@ def _check(case: Case, ranks: Callable[[int], Ranks]) -> None:
         assert again <= _pairs(result, Kind.F)
         if case.recompute.policy == "full":
             assert again == _pairs(result, Kind.F)
-        if case.recompute.policy == "selective":
+        if case.recompute.inside:
             assert not again
         spans = zip(result["program"], *result["last"], strict=True)
         stamped = [word for word, start, end in spans if "R" in word and 0 < start <= end]
@@ -171,7 +174,7 @@ def _check(case: Case, ranks: Callable[[int], Ranks]) -> None:
 @pytest.mark.parametrize(
     ("schedule", "tp", "policies"),
     [
-        ("1f1b", 2, ("full", "selective")),
+        ("1f1b", 2, ("full", "selective", "layer")),
         pytest.param("zb_v", 1, ("mario", "selective"), marks=pytest.mark.full),
         pytest.param("chimera", 1, ("full",), marks=pytest.mark.full),
     ],
@@ -207,6 +210,7 @@ MEMORY = [
     _memory_case("foldx_fifo", "mario"),
     _memory_case("chimera", "full"),
     _memory_case("interleaved_1f1b", "selective"),
+    _memory_case("interleaved_1f1b", "layer"),
 ]
 MORE_MEMORY = [
     _memory_case(schedule, policy, pp)
@@ -231,7 +235,7 @@ def _check_memory(case: Case, ranks: Callable[[int], Ranks]) -> None:
         for stage, found in result["stages"].items():
             assert stages.setdefault(stage, found) == found, "weight copies hold alike"
         forwards, again = _count(result, Kind.F), _count(result, Kind.R)
-        if case.recompute.policy == "selective":
+        if case.recompute.inside:
             assert forwards <= result["calls"] <= 2 * forwards
         else:
             assert result["calls"] == forwards + again

@@ -20,6 +20,7 @@ _LEVERS = (
     ("`recompute=selective`", ("recompute=selective",)),
     ("`recompute=mario`", ("recompute=mario",)),
     ("`recompute=full`", ("recompute=full",)),
+    ("`recompute=layer`", ("recompute=layer",)),
     ("`tp=2 pp=4`: the same ranks", ("tp=2", "pp=4")),
     ("`dp=2 overlap=zero1`: twice the ranks", ("dp=2", "overlap=zero1")),
 )

@@ -24,8 +24,13 @@ MODEL = {
 
 @pytest.mark.parametrize(
     ("changes", "size", "recompute"),
-    [({}, 2, "none"), ({"vocab": 8192}, 2, "none"), ({"vocab": 2048}, 4, "full")],
-    ids=["small", "large_vocabulary", "recompute"],
+    [
+        ({}, 2, "none"),
+        ({"vocab": 8192}, 2, "none"),
+        ({"vocab": 2048}, 4, "full"),
+        ({"layers": 8, "sequence": 256}, 4, "layer"),
+    ],
+    ids=["small", "large_vocabulary", "recompute", "layers"],
 )
 def test_the_reported_memory_is_what_a_step_allocates(changes, size, recompute):
     config = from_dict(

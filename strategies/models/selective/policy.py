@@ -9,18 +9,27 @@ from torch import nn
 
 from strategies.errors import ModelError
 from strategies.models.selective.region import SelectiveLayer
-from strategies.plan import Family
+from strategies.plan import FAMILIES, Family, Recompute
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Families that are recomputed inside layers, by type name of the layer; none keeps all.
 
-    ``default`` holds for types that ``layers`` does not name.
+    ``default`` holds for types that ``layers`` does not name. With ``joined`` units that lie side
+    by side in one layer (an attention and its MLP) run again as one, from the first one's input.
     """
 
     default: frozenset[Family] = frozenset({"attention", "norm", "activation"})
     layers: Mapping[str, frozenset[Family]] = field(default_factory=dict)
+    joined: bool = False
+
+    @classmethod
+    def asked(cls, recompute: Recompute) -> Selection:
+        """What a plan asks for."""
+        if recompute.policy == "layer":
+            return cls(frozenset(FAMILIES), joined=True)
+        return cls(layers={name: frozenset(found) for name, found in recompute.layers})
 
     def of(self, layer: nn.Module) -> frozenset[Family]:
         for name in _type_names(layer):
@@ -39,8 +48,8 @@ class Selection:
             known.update(_type_names(layer))
             if any(map(_is_compiled, layer.modules())):
                 raise ModelError(
-                    "recompute=selective decides operation by operation, and compiled layers hide "
-                    "theirs. Use compile=false, or recompute=full."
+                    "recompute=selective and recompute=layer decide operation by operation, and "
+                    "compiled layers hide theirs. Use compile=false, or recompute=full."
                 )
         for name in self.layers:
             if name not in known:

@@ -119,8 +119,8 @@ class Engine:
             model.shard(self.tensor_ranks)
         if coordinates.ep > 1 or coordinates.tp > 1:
             model.spread(self._expert_ranks())
-        if plan.recompute.policy == "selective":
-            model.select(Selection(layers={n: frozenset(f) for n, f in plan.recompute.layers}))
+        if plan.recompute.inside:
+            model.select(Selection.asked(plan.recompute))
         self.stages = self._cut()
         self._weights = OwnedWeights(model, self.placement, coordinates)
         self._create_groups(shards=plan.overlap == "zero1")

@@ -19,8 +19,10 @@ from launcher.workloads.transformer_shape import unit_specs
 from strategies.costs.analytic import sum_loads
 from strategies.errors import PlanError
 from strategies.models.nested import tensors as tensors_in
+from strategies.models.selective.policy import Selection
 from strategies.models.selective.region import Computed, Kept, Region, SelectiveLayer
-from strategies.plan import FAMILIES
+from strategies.models.unit_model import UnitModel
+from strategies.plan import FAMILIES, Recompute
 from tests.launcher.workloads.hf.test_hf_shape import CASES, cpu_attention_flops
 from tests.launcher.workloads.presets import preset
 from tests.launcher.workloads.test_transformer_shape import LLAMA, SHAPES
@@ -166,6 +168,49 @@ def test_products_that_run_again_are_those_of_the_runtime(regions):
             ) as counter:
                 region.run_again()
             assert counter.get_total_flops() == share.again_flops, (name, sorted(families))
+
+
+@pytest.mark.parametrize("name", ["llama with dropout", "gpt"])
+def test_whole_layers_keep_and_run_again_what_the_runtime_does(name, regions):
+    shape = SHAPES[name]
+    module = LanguageModel(shape).train()
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    model = UnitModel(module)
+    model.select(Selection.asked(Recompute("layer")))
+    rows = {n: torch.zeros(1, shape.sequence, dtype=torch.int64) for n in ("tokens", "targets")}
+    model.forward(0, (), batch=rows, batch_idx=0, microbatch=0, mode="train", seed=1)
+    # The embedding, the layers, the head.
+    assert len(regions) == 2 + shape.layers
+    loads = unit_loads(shape, 1, 1, selective=True, whole_layers=True)
+    plain = unit_loads(shape, 1, 1)
+    loss = shape.sequence * (shape.vocab + 1)
+    kept = [sum(storages(region, parameters).values()) for region in regions]
+    stream = shape.sequence * shape.hidden
+    # The embedding's ids are its input; of layers and head that is the residual stream.
+    assert [sum(t.numel() for t in held_given(region)) for region in regions[1:]] == [
+        stream for _ in regions[1:]
+    ]
+    assert loads[1].saved_elements + loads[2].saved_elements == stream
+    assert loads[-1].saved_elements - loss == stream
+    assert all(n <= stream for n in kept)
+    assert loads[2].first_saved_elements == stream
+    whole = plain[1].saved_elements + plain[2].saved_elements
+    assert loads[1].rebuilt_elements == loads[2].rebuilt_elements == whole - stream
+    counting = {CPU_ATTENTION: cpu_attention_flops}
+    with FlopCounterMode(display=False, custom_mapping=counting) as counter:
+        regions[1].run_again()
+    assert counter.get_total_flops() == loads[1].again_flops + loads[2].again_flops
+
+
+def test_a_stage_that_begins_inside_a_layer_keeps_its_input_too():
+    loads = list(unit_loads(LLAMA, 1, 1, selective=True, whole_layers=True))
+    stream = LLAMA.sequence * LLAMA.hidden
+    assert sum_loads(loads[2:4]).saved_elements == 2 * stream
+    assert sum_loads(loads[1:3]).saved_elements == stream
+
+
+def held_given(region):
+    return [t for t in tensors_in(region._given) if not isinstance(t, torch.nn.Parameter)]
 
 
 def test_ranks_share_what_their_matrices_give():
