@@ -133,7 +133,7 @@ class Tracer:
             self._autocast(),
             torch.random.fork_rng(devices=[]),
             fake or nullcontext(),
-            replaced(_own_weights(module, fake, own) if module is not None else ()),
+            replaced(own_weights(module, fake, own) if module is not None else ()),
         ):
 
             def give(leaf: Any) -> Any:
@@ -237,7 +237,7 @@ def _made(spec: Spec, fake: FakeTensorMode | None) -> Tensor:
     return tensor
 
 
-def _own_weights(
+def own_weights(
     module: nn.Module, fake: FakeTensorMode | None, own: list[Tensor]
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Parameters and buffers of a module as fakes, or as made-up values where they have none."""

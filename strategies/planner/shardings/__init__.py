@@ -1,0 +1,1 @@
+"""How a model's tensors are cut over ranks: operators, their choices and prices, and the search."""

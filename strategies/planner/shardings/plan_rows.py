@@ -1,0 +1,366 @@
+"""From the search's choices to a ``FoundPlan``: rows per pattern, and why other choices lost."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from strategies.errors import ModelError
+from strategies.planner.shardings.operators import (
+    ENTERED,
+    Choice,
+    Operator,
+    OperatorGraph,
+)
+from strategies.planner.shardings.prices import LIGHT_SHARE, Prices, light_operators, pattern_of
+from strategies.planner.shardings.segments import Found, Level, Search
+from strategies.sharding_plan import FoundPlan, LayerShare, matches
+
+# Cutting light layers has to save more than this of a microbatch.
+_LEAST_GAIN = 0.005
+_SHOWN_US = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Ban:
+    """A way to cut layers that does not work, and why.
+
+    Attributes:
+        pattern: Of the layers' names.
+        styles: That are excluded; () for all but ``replicated``.
+    """
+
+    pattern: str
+    reason: str
+    styles: tuple[str, ...] = ()
+
+    def hits(self, name: str, choice: Choice) -> bool:
+        return (
+            choice.cut
+            and (not self.styles or choice.style in self.styles)
+            and matches(self.pattern, name)
+        )
+
+
+class Planner:
+    """Plans of one graph on one machine; searches share what they have solved."""
+
+    def __init__(self, graph: OperatorGraph, prices: Prices, *, level: Level = "O2") -> None:
+        self.graph = graph
+        self.prices = replace(prices, light=light_operators(graph))
+        self.level = level
+        self._search = Search(graph, self.prices, level=level)
+
+    def found(self, bans: Sequence[Ban] = (), *, explain: bool = False) -> FoundPlan:
+        """The best plan without what is banned; with ``explain`` it says why others lost."""
+        banned = self._numbers(bans)
+        best = self._search.best(banned)
+        small = self._too_small(best, banned)
+        if small:
+            bans = (*bans, *(Ban(p, _too_little(), ("column", "row")) for p in small))
+            banned = self._numbers(bans)
+            best = self._search.best(banned)
+        rows = self._rows(best.picks)
+        if explain:
+            rows = [self._reasoned(row, best, banned, bans) for row in rows]
+        return self._plan(best.picks, rows, bans)
+
+    def priced(self, styles: Mapping[str, Collection[str]]) -> FoundPlan | None:
+        """The best plan of given styles, by layer name; None where they do not fit together.
+
+        ``styles`` has all that a layer may be; a layer that it does not name is whole.
+        """
+        banned = {
+            (number, index)
+            for number, operator in enumerate(self.graph.operators)
+            if operator.kind is not None
+            for index, choice in enumerate(operator.choices)
+            if choice.style not in styles.get(operator.name, ("replicated",))
+        }
+        try:
+            best = self._search.best(banned)
+        except ModelError:
+            return None
+        return self._plan(best.picks, self._rows(best.picks), ())
+
+    def _numbers(self, bans: Sequence[Ban]) -> set[tuple[int, int]]:
+        return {
+            (number, index)
+            for number, operator in enumerate(self.graph.operators)
+            for index, choice in enumerate(operator.choices)
+            if choice.cut and any(ban.hits(operator.name, choice) for ban in bans)
+        }
+
+    def _too_small(self, best: Found, banned: set[tuple[int, int]]) -> list[str]:
+        """Patterns of light layers that are cut and save next to nothing."""
+        cut: dict[str, set[int]] = {}
+        for number, (operator, pick) in enumerate(
+            zip(self.graph.operators, best.picks, strict=True)
+        ):
+            choice = operator.choices[pick]
+            light = number in self.prices.light and operator.kind != "embedding"
+            if light and choice.style in ("column", "row"):
+                cut.setdefault(operator.name, set()).add(number)
+        groups: dict[str, set[str]] = {}
+        for name in cut:
+            groups.setdefault(pattern_of(name), set()).add(name)
+        whole = self.prices.whole(self.graph)
+        found = []
+        # One by one where there are few; else what they could save at the most.
+        for names in groups.values():
+            numbers = {n for name in names for n in cut[name]}
+            gain = sum(
+                self.prices.of(o, o.choices[0]).seconds
+                - self.prices.of(o, o.choices[best.picks[n]]).seconds
+                for n in numbers
+                for o in (self.graph.operators[n],)
+            )
+            if gain < _LEAST_GAIN * whole:
+                found += sorted(names)
+        return found
+
+    def _plan(
+        self, picks: Sequence[int], rows: Sequence[LayerShare], bans: Sequence[Ban]
+    ) -> FoundPlan:
+        graph, prices = self.graph, self.prices
+        seconds = sum(
+            prices.of(o, o.choices[p]).seconds for o, p in zip(graph.operators, picks, strict=True)
+        )
+        seconds += sum(prices.entrance(graph.values[v])[0] for v in self._entered(picks))
+        whole = prices.whole(graph)
+        before = self._weights([0] * len(picks))
+        now = self._weights(picks)
+        unknown: dict[tuple[str, str], float] = {}
+        for operation, module, number in graph.unknown:
+            operator = graph.operators[number]
+            key = (operation, pattern_of(module))
+            took = prices.of(operator, operator.choices[0]).seconds
+            unknown[key] = unknown.get(key, 0.0) + took
+        plan = FoundPlan(
+            tp=graph.tp,
+            layers=tuple(rows),
+            rows=round(graph.rows * prices.rows),
+            seconds=seconds,
+            seconds_whole=whole,
+            weight_bytes=now,
+            weight_bytes_whole=before,
+            unknown=tuple((*key, took) for key, took in unknown.items()),
+            level=self.level,
+        )
+        return replace(plan, reasons=tuple(self._reasons(plan, bans)))
+
+    def _reasons(self, plan: FoundPlan, bans: Sequence[Ban]) -> Iterator[str]:
+        if not plan.worth:
+            yield (
+                f"nothing is worth cutting over {plan.tp} ranks: tp=1 is as good. "
+                "More replicas (dp) use the ranks better"
+            )
+        for ban in bans:
+            if ban.reason != _too_little():
+                yield f"{ban.pattern}: {ban.reason}"
+        for operation, module, took in plan.unknown:
+            yield (
+                f"{operation} in {module or 'the step'} has no known shardings: every rank does "
+                f"the whole of it, {took * _SHOWN_US:.0f} us"
+            )
+
+    def _weights(self, picks: Sequence[int]) -> float:
+        """Bytes on one rank; tied weights once."""
+        counted: set[str] = set()
+        total = 0.0
+        for operator, pick in zip(self.graph.operators, picks, strict=True):
+            if operator.parameters and not counted.issuperset(operator.parameters):
+                counted.update(operator.parameters)
+                total += self.prices.of(operator, operator.choices[pick]).weight_bytes
+        return total
+
+    def _entered(self, picks: Sequence[int]) -> list[int]:
+        """Values whose gradients are added up, in the order of their first reader."""
+        return list(self._readers(picks))
+
+    def _readers(self, picks: Sequence[int]) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for number, (operator, pick) in enumerate(zip(self.graph.operators, picks, strict=True)):
+            choice = operator.choices[pick]
+            for value, state in zip(operator.inputs, choice.inputs, strict=True):
+                if state == ENTERED:
+                    found.setdefault(value, number)
+        return found
+
+    # -- rows --------------------------------------------------------------------------------------
+
+    def _rows(self, picks: Sequence[int]) -> list[LayerShare]:
+        """One for all layers of a pattern where they are cut alike; else one for each name."""
+        single: dict[str, LayerShare] = {}
+        entrances = {reader: value for value, reader in self._readers(picks).items()}
+        paid = self._counted()
+        for number, (operator, pick) in enumerate(zip(self.graph.operators, picks, strict=True)):
+            choice = operator.choices[pick]
+            for name in self._layers_of(operator, choice):
+                row = self._row(operator, choice, name, weights=number in paid)
+                if number in entrances:
+                    took, sent = self.prices.entrance(self.graph.values[entrances[number]])
+                    row = replace(
+                        row,
+                        seconds=row.seconds + took,
+                        backward_bytes=row.backward_bytes + sent,
+                    )
+                single[name] = _joined(single[name], row) if name in single else row
+        names = list(single)
+        groups: dict[tuple[str, LayerShare], list[str]] = {}
+        for name, row in single.items():
+            groups.setdefault((pattern_of(name), _alike(row)), []).append(name)
+        rows: list[LayerShare] = []
+        for (pattern, _), members in groups.items():
+            if all(name in members for name in names if matches(pattern, name)):
+                rows.append(_summed([single[name] for name in members], pattern))
+            else:
+                rows += [single[name] for name in members]
+        return rows
+
+    def _counted(self) -> set[int]:
+        """Operators whose weights nobody before them has."""
+        counted: set[str] = set()
+        found = set()
+        for number, operator in enumerate(self.graph.operators):
+            if operator.parameters and not counted.issuperset(operator.parameters):
+                found.add(number)
+            counted.update(operator.parameters)
+        return found
+
+    def _layers_of(self, operator: Operator, choice: Choice) -> list[str]:
+        if operator.kind is not None:
+            return [operator.name]
+        # Weights that a module uses by itself: named where their gradients have to be added up.
+        if not choice.partial:
+            return []
+        return sorted({name.rpartition(".")[0] for name in operator.parameters})
+
+    def _row(self, operator: Operator, choice: Choice, name: str, *, weights: bool) -> LayerShare:
+        price = self.prices.of(operator, choice)
+        style = choice.style or "replicated"
+        return LayerShare(
+            pattern=name,
+            style=style,
+            kind=operator.kind or "parameter",
+            split_dim=choice.split_dim,
+            block=choice.block,
+            segments=choice.segments,
+            whole_input=choice.whole_input if operator.kind else False,
+            whole_output=choice.whole_output if operator.kind else False,
+            partial=choice.partial,
+            forward_bytes=price.forward_bytes,
+            backward_bytes=price.backward_bytes,
+            weight_bytes=price.weight_bytes if weights else 0.0,
+            seconds=price.seconds,
+        )
+
+    # -- why others lost ---------------------------------------------------------------------------
+
+    def _reasoned(
+        self,
+        row: LayerShare,
+        best: Found,
+        banned: set[tuple[int, int]],
+        bans: Sequence[Ban],
+    ) -> LayerShare:
+        """With a sentence for each other way to cut the first of the row's layers."""
+        numbers = [
+            n
+            for n, o in enumerate(self.graph.operators)
+            if o.kind is not None and row.matches(o.name)
+        ]
+        if not numbers:
+            return row
+        first = numbers[0]
+        operator = self.graph.operators[first]
+        taken = operator.choices[best.picks[first]]
+        why = []
+        for words in dict.fromkeys(map(_words, operator.choices)):
+            if words == _words(taken):
+                continue
+            others = {
+                (first, index)
+                for index, choice in enumerate(operator.choices)
+                if _words(choice) != words
+            }
+            excluded = [
+                ban.reason
+                for ban in bans
+                for choice in operator.choices
+                if _words(choice) == words and ban.hits(operator.name, choice)
+            ]
+            if excluded:
+                why.append(f"{words}: {excluded[0]}")
+                continue
+            try:
+                other = self._search.best(banned | others)
+            except ModelError:
+                why.append(f"{words}: does not fit what shares its weights")
+                continue
+            more = other.seconds - best.seconds
+            weights = (
+                self.prices.of(operator, _first(operator, words)).weight_bytes
+                - self.prices.of(operator, taken).weight_bytes
+            )
+            why.append(f"{words}: {_signed(more)}{_more_weights(weights)}")
+        why += [f"{style}: {reason}" for style, reason in operator.excluded]
+        return replace(row, why=tuple(why))
+
+
+def _first(operator: Operator, words: str) -> Choice:
+    return next(choice for choice in operator.choices if _words(choice) == words)
+
+
+def _words(choice: Choice) -> str:
+    """A choice in words: equal for those that differ only in what they follow from."""
+    style = choice.style or "replicated"
+    if style == "column" and choice.whole_output:
+        return "column, gathered"
+    if style == "row" and choice.whole_input:
+        return "row of a whole input"
+    if style == "replicated" and choice.partial:
+        return "replicated, on a share"
+    return style
+
+
+def _signed(seconds: float) -> str:
+    return f"{seconds * _SHOWN_US:+.0f} us"
+
+
+def _more_weights(num_bytes: float) -> str:
+    if abs(num_bytes) < 1:
+        return ""
+    return f", {num_bytes / 1e6:+.3g} MB of weights"
+
+
+def _too_little() -> str:
+    return (
+        f"holds less than {LIGHT_SHARE:.0%} of the weights and would save less than "
+        f"{_LEAST_GAIN:.1%} of the time"
+    )
+
+
+def _alike(row: LayerShare) -> LayerShare:
+    """What rows of one pattern have in common."""
+    return replace(
+        row, pattern="", forward_bytes=0.0, backward_bytes=0.0, weight_bytes=0.0, seconds=0.0
+    )
+
+
+def _joined(first: LayerShare, second: LayerShare) -> LayerShare:
+    """A layer that is called again."""
+    return replace(
+        first,
+        forward_bytes=first.forward_bytes + second.forward_bytes,
+        backward_bytes=first.backward_bytes + second.backward_bytes,
+        weight_bytes=first.weight_bytes + second.weight_bytes,
+        seconds=first.seconds + second.seconds,
+    )
+
+
+def _summed(rows: Sequence[LayerShare], pattern: str) -> LayerShare:
+    found = rows[0]
+    for row in rows[1:]:
+        found = _joined(found, row)
+    return replace(found, pattern=pattern, count=len(rows))

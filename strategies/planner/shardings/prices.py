@@ -1,0 +1,225 @@
+"""What a choice takes, in seconds of a rank per microbatch, and what a rank sends for it.
+
+The figures are those of the one model of time: kernels of a card (``costs.kernels``), or FLOPs over
+the reached peak, or bytes over memory bandwidth where that takes longer; collectives as in
+``costs.rings``. A backward of a layer with weights is two products, of any other operation twice
+its forward. Messages stand for themselves: none is hidden behind anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
+from strategies.costs.kernels import Product, Work, memory_bound, unit_seconds
+from strategies.costs.rings import half_round, sharers
+from strategies.planner.shardings.operators import (
+    Choice,
+    Message,
+    Operator,
+    OperatorGraph,
+    Value,
+)
+
+
+class Price(NamedTuple):
+    """Of one choice.
+
+    Attributes:
+        computing: Seconds of a forward and a backward.
+        sending: Seconds of all its messages.
+        forward_bytes: What a rank sends in a forward.
+        backward_bytes: The same of a backward.
+        weight_bytes: Of the weights on one rank.
+    """
+
+    computing: float
+    sending: float
+    forward_bytes: float
+    backward_bytes: float
+    weight_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        return self.computing + self.sending
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Of a graph's choices on a machine.
+
+    Attributes:
+        tp: Ranks that share.
+        rows: Of a microbatch, over those of the graph: all that is no weight grows with them.
+        sizes: Bytes of elements; activations of the graph have ``element_bytes``.
+        num_microbatches: Of a step: what is sent once per step is spread over them.
+        light: Operators that ``worth`` compares with replicas; see ``light_operators``.
+    """
+
+    hardware: Hardware
+    tp: int
+    rows: float = 1.0
+    sizes: ElementSizes = field(default_factory=ElementSizes)
+    number_format: NumberFormat = "fp32"
+    element_bytes: int = 4
+    num_microbatches: int = 1
+    light: frozenset[int] = frozenset()
+    _known: dict[object, float] = field(default_factory=dict)
+
+    def of(self, operator: Operator, choice: Choice) -> Price:
+        """Without the entrance of its inputs, which is one for all that read them."""
+        sending = forward = backward = 0.0
+        for message in choice.messages:
+            seconds, sent = self._message(message)
+            sending += seconds
+            if message.backward:
+                backward += sent
+            else:
+                forward += sent
+        size = self.sizes.weight / self.element_bytes
+        return Price(
+            self._computing(operator, choice),
+            sending,
+            forward,
+            backward,
+            operator.weight_bytes * choice.weights * size,
+        )
+
+    def worth(self, number: int, operator: Operator, choice: Choice) -> float:
+        """What the search adds up: seconds, but for what ranks could do better as replicas.
+
+        Ranks that share nothing of an operator do its work twice over. Where its weights are no
+        reason to share them, the choice is between a cut and replicas, each with its own rows: they
+        take a share of the time, and add up the weights' gradients.
+        """
+        if choice.work < 1.0 or number not in self.light:
+            return self.of(operator, choice).seconds
+        summed = self._message(Message("sum", operator.weight_bytes, backward=True, once=True))[0]
+        started = self._message(Message("sum", 0.0, backward=True, once=True))[0]
+        # All gradients go in a few large messages: nobody waits for the start of one of his own.
+        return self._computing(operator, choice) / self.tp + summed - started
+
+    def entrance(self, value: Value) -> tuple[float, float]:
+        """Seconds and bytes of adding up a value's gradient."""
+        return self._message(Message("sum", value.num_bytes, backward=True))
+
+    def whole(self, graph: OperatorGraph) -> float:
+        """Seconds where nothing is cut."""
+        return sum(self._computing(o, o.choices[0]) for o in graph.operators)
+
+    def _message(self, message: Message) -> tuple[float, float]:
+        """Seconds, and bytes that a rank sends."""
+        if message.once:
+            size = message.num_bytes / self.element_bytes * self.sizes.gradient
+        else:
+            size = message.num_bytes / self.element_bytes * self.sizes.activation * self.rows
+        rounds = 2 if message.kind == "sum" else 1
+        key = (message.kind, size, message.once)
+        if key not in self._known:
+            half = half_round(self.hardware, sharers(self.hardware, self.tp), size)
+            often = self.num_microbatches if message.once else 1
+            self._known[key] = rounds * half / often
+        return self._known[key], rounds * size * (self.tp - 1) / self.tp
+
+    def _computing(self, operator: Operator, choice: Choice) -> float:
+        key = (operator.product, operator.flops, operator.moved_bytes, choice.work, choice.weights,
+               choice.style, choice.whole_input, operator.weight_bytes)  # fmt: skip
+        if key not in self._known:
+            part = self._part(operator, choice)
+            self._known[key] = self._kernels(part, operator, choice)
+        return self._known[key]
+
+    def _part(self, operator: Operator, choice: Choice) -> Product | None:
+        """A rank's share of a product."""
+        rows, columns, inner, batch = operator.product
+        if not rows:
+            return None
+        rows = max(1, round(rows * self.rows))
+        if choice.style in ("column", "vocabulary") and batch > 1:
+            batch = max(1, round(batch * choice.work))
+        elif choice.style in ("column", "vocabulary"):
+            columns = max(1, round(columns * choice.work))
+        elif choice.style == "row":
+            inner = max(1, round(inner * choice.work))
+        elif choice.work < 1.0:
+            rows = max(1, round(rows * choice.work))
+        return Product(rows, columns, inner, batch)
+
+    def _kernels(self, product: Product | None, operator: Operator, choice: Choice) -> float:
+        hardware, sizes = self.hardware, self.sizes
+        elements = operator.moved_bytes / self.element_bytes * self.rows
+        weights = operator.weight_bytes / self.element_bytes * choice.weights
+        if product is None:
+            elements *= choice.work
+        if hardware.num_sms is not None:
+            if product is not None:
+                work = Work(products=(product,), weights=round(weights))
+            elif operator.flops:
+                # A product of two activations: an attention's scores, say.
+                side = max(1, round((operator.flops * choice.work * self.rows / 2) ** (1 / 3)))
+                work = Work(products=(Product(side, side, side),))
+            else:
+                kernels = 1 if operator.moved_bytes else 0
+                work = Work(
+                    forward_elements=round(elements), backward_elements=round(2 * elements),
+                    forward_kernels=kernels, backward_kernels=kernels, weights=round(weights),
+                )  # fmt: skip
+            return sum(unit_seconds(work, hardware, sizes, self.number_format))
+        flops = operator.flops * choice.work * self.rows if product is None else product.flops
+        reached = hardware.peak(self.number_format) * hardware.efficiency
+        moved = memory_bound(hardware, elements * sizes.activation)
+        # Gradients of weights are added to their sums: read and written.
+        summed = memory_bound(hardware, 2 * weights * sizes.gradient)
+        return 3.0 * max(flops / reached, moved) + summed
+
+
+# Layers that hold less of a model's weights than this are light.
+LIGHT_SHARE = 0.03
+
+
+def light_operators(graph: OperatorGraph) -> frozenset[int]:
+    """Operators that nobody shares for their weights' sake: light layers, and what follows them.
+
+    Layers count together that have one pattern of names and one size, and then those of one parent
+    that are light each: an attention's four matrices.
+    """
+    sizes: dict[tuple[str, object], float] = {}
+    kinds: list[tuple[str, object] | None] = []
+    counted: set[str] = set()
+    for operator in graph.operators:
+        if not operator.parameters:
+            kinds.append(None)
+            continue
+        key = (pattern_of(operator.name), (operator.weight_bytes, operator.product[1:]))
+        new = 0.0 if counted.issuperset(operator.parameters) else operator.weight_bytes
+        counted.update(operator.parameters)
+        sizes[key] = sizes.get(key, 0.0) + new
+        kinds.append(key)
+    least = LIGHT_SHARE * sum(sizes.values())
+    together: dict[str, float] = {}
+    for (pattern, _), size in sizes.items():
+        if size < least:
+            parent = pattern.rpartition(".")[0]
+            together[parent] = together.get(parent, 0.0) + size
+    light: set[int] = set()
+    makers: dict[int, int] = {}
+    for number, (operator, kind) in enumerate(zip(graph.operators, kinds, strict=True)):
+        if kind is None:
+            # As what it works on is.
+            own = all(makers[value] in light for value in operator.inputs if value in makers)
+        else:
+            own = sizes[kind] < least and together[kind[0].rpartition(".")[0]] < least
+        if own:
+            light.add(number)
+        makers.update(dict.fromkeys(operator.outputs, number))
+    return frozenset(light)
+
+
+def pattern_of(name: str) -> str:
+    """A name with stars for its numbers.
+
+    >>> pattern_of("layers.3.mlp")
+    'layers.*.mlp'
+    """
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,0 +1,383 @@
+"""``trace_operators``: a module's step on shapes alone, to a graph of operators and their choices.
+
+One run on fake tensors notes every operation and, as one operator each, the calls of torch's own
+layers. What depends on no weight (masks, positions, the batch) is whole on every rank and is left
+out. States are then found in the order of the run: a layer may leave its output cut, and what
+follows can take it so, or not. States that nobody takes are dropped in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from strategies.errors import ModelError
+from strategies.models.flops import FlopCount
+from strategies.models.logs import captured_logs
+from strategies.models.nested import leaves, rebuild, replaced, tensors
+from strategies.models.replay.gate import unchanged
+from strategies.models.unit_model import HasUnits
+from strategies.planner.shardings.operators import (
+    ENTERED,
+    WHOLE,
+    Choice,
+    Message,
+    Operator,
+    OperatorGraph,
+    Value,
+)
+from strategies.tracing.figures import own_weights
+from strategies.tracing.layer_shardings import LayerCall, layer_choices, layer_kind, products
+from strategies.tracing.operator_shardings import Shardings
+
+_LOSSES = ("nll_loss", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward")
+
+
+@dataclass(slots=True)
+class _Event:
+    """A call of a layer or an operation, as the run has made it."""
+
+    module: str
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: list[Tensor]
+    layer: nn.Module | None = None
+    flops: float = 0.0
+
+    @property
+    def given(self) -> list[Tensor]:
+        """Tensors among the arguments, each once."""
+        found = (leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor))
+        return list({id(tensor): tensor for tensor in found}.values())
+
+
+def trace_operators(
+    module: nn.Module,
+    batch: Any,
+    rows: int,
+    degrees: Sequence[int],
+    *,
+    boundaries: Collection[str] = (),
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> tuple[OperatorGraph, ...]:
+    """One graph for each number of ranks; the module is run once.
+
+    Args:
+        module: Its parameters may be on the meta device; nothing of it is changed.
+        batch: One microbatch.
+        rows: Of it.
+        degrees: Numbers of ranks, 2 or more each.
+        boundaries: Names of modules whose outputs stay whole: a pipeline may be cut behind them.
+        autocast: The types in which steps run.
+
+    Raises:
+        ModelError: The step cannot run on shapes; names the operation and the module.
+    """
+    with unchanged(module):
+        run = _Run(module, boundaries)
+        run(batch, autocast)
+    return tuple(_Graph(run, module, tp, rows).graph for tp in degrees)
+
+
+class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The run, and what it has seen."""
+
+    def __init__(self, module: nn.Module, boundaries: Collection[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[_Event] = []
+        self.results: list[Tensor] = []
+        self.names: dict[int, str] = {}  # of parameters, by the stand-in's id
+        self._module = module
+        self._boundaries = set(boundaries)
+        self._stack: list[str] = [""]
+        self._inside = 0
+
+    def __call__(self, batch: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        own: list[Tensor] = []
+        with (
+            torch.enable_grad(),
+            torch.random.fork_rng(devices=[]),
+            fake,
+            replaced(own_weights(self._module, fake, own)),
+            replaced(self._watched()),
+            autocast(),
+            captured_logs(self._module),
+        ):
+            for name, parameter in self._module.named_parameters():
+                self.names[id(parameter)] = name
+            given = rebuild(batch, lambda x: fake.from_tensor(x) if isinstance(x, Tensor) else x)
+            try:
+                with self:
+                    self.results += tensors(self._step(given))
+            except Exception as error:
+                raise _untraceable(self._module, self._stack[-1], error) from error
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:
+            return func(*args, **kwargs)
+        count = FlopCount()
+        with count:
+            made = func(*args, **kwargs)
+        results = tensors(made)
+        if results:
+            event = _Event(self._stack[-1], func, args, kwargs, results, flops=count.flops)
+            self.events.append(event)
+        return made
+
+    def _step(self, batch: Any) -> Any:
+        module = self._module
+        if isinstance(module, HasUnits):
+            values: Any = module.pipeline_inputs(batch)
+            for _, unit in module.pipeline_units():
+                made = unit(*values)
+                values = made if isinstance(made, tuple) else (made,)
+                self.results += tensors(values)  # A stage may end here.
+            return module.pipeline_result(values, batch, 0, "train")
+        step: Any = getattr(module, "training_step", None)
+        return step(batch, 0) if callable(step) else module(batch)
+
+    def _watched(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        for name, child in self._module.named_modules():
+            if name:
+                yield child.__dict__, "forward", self._wrapped(name, child, child.forward)
+
+    def _wrapped(self, name: str, child: nn.Module, forward: Callable[..., Any]) -> Any:
+        known = layer_kind(child) is not None
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            whole = not self._inside
+            self._stack.append(name)
+            self._inside += known
+            try:
+                made = forward(*args, **kwargs)
+            finally:
+                self._inside -= known
+            self._stack.pop()
+            if known and whole:
+                given = (*args, *kwargs.values())[:1]
+                self.events.append(_Event(name, None, given, {}, tensors(made), child))
+            if name in self._boundaries:
+                self.results += tensors(made)
+            return made
+
+        return watched
+
+
+def _untraceable(module: nn.Module, name: str, error: Exception) -> ModelError:
+    reason = " ".join(str(error).split())[:200]
+    where = name or type(module).__name__
+    return ModelError(
+        f"{where} cannot be looked at for tensor parallelism ({type(error).__name__}: {reason}). "
+        "Its operators are found by a run on shapes alone. Keep values out of Python code (no "
+        "item(), nonzero() or if on a tensor's content), declare tensor_parallel_plan(), or use "
+        "tp=1."
+    )
+
+
+@dataclass(slots=True)
+class _Graph:
+    """A run's graph for one number of ranks, operator by operator."""
+
+    run: _Run
+    module: nn.Module
+    tp: int
+    rows: int
+    values: list[Value] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    unknown: list[tuple[str, str, int]] = field(default_factory=list)
+    numbers: dict[int, int] = field(default_factory=dict)
+    states: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    # Values made of weights alone, which gradients flow through to those.
+    derived: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    shardings: Shardings = field(init=False)
+    scores: bool = False
+    names: dict[int, str] = field(default_factory=dict)  # of the module's own parameters
+
+    def __post_init__(self) -> None:
+        self.shardings = Shardings(self.tp)
+        functions = {_base_name(event.func) for event in self.run.events if event.func is not None}
+        self.scores = bool(functions & set(_LOSSES))
+        self.names = {id(p): name for name, p in self.module.named_parameters()}
+        for event in self.run.events:
+            if event.layer is not None:
+                self._layer(event, event.layer)
+            else:
+                self._operation(event)
+
+    @property
+    def graph(self) -> OperatorGraph:
+        ends = {self.numbers[id(t)] for t in self.run.results if id(t) in self.numbers}
+        sizes = [t.element_size() for event in self.run.events for t in event.made
+                 if t.is_floating_point() and event.layer is not None]  # fmt: skip
+        return OperatorGraph(
+            type(self.module).__name__,
+            self.tp,
+            self.rows,
+            tuple(self.values),
+            _shared(_without_dead_ends(self.operators, ends)),
+            min(sizes, default=4),
+            tuple(self.unknown),
+        )
+
+    def _layer(self, event: _Event, layer: nn.Module) -> None:
+        kind = layer_kind(layer)
+        assert kind is not None
+        given, made = event.args[0], event.made[0]
+        free = id(given) in self.numbers
+        states = self.states[self.numbers[id(given)]] if free else (WHOLE,)
+        call = LayerCall(layer, kind, given, states, made, free, self.tp, self.scores)
+        choices, excluded = layer_choices(call)
+        own = tuple(self.names[id(p)] for p in layer.parameters())
+        weights = sum(_bytes(parameter) for parameter in layer.parameters())
+        rows, columns, inner, batch = products(call)
+        inputs = (self.numbers[id(given)],) if free else ()
+        output = self._made(made, choices, 0)
+        self.operators.append(
+            Operator(
+                event.module, type(layer).__name__, kind, inputs, (output,), choices,
+                2.0 * rows * columns * inner * batch, (rows, columns, inner, batch),
+                _bytes(given) + _bytes(made), own, weights, excluded,
+            )
+        )  # fmt: skip
+
+    def _operation(self, event: _Event) -> None:
+        given = event.given
+        free = [t for t in given if id(t) in self.numbers]
+        own = tuple(
+            dict.fromkeys(
+                name
+                for t in given
+                for name in (self.run.names.get(id(t)), *self.derived.get(id(t), ()))
+                if name is not None
+            )
+        )
+        if not free:
+            for tensor in event.made if own else ():
+                self.derived[id(tensor)] = own
+            if not own or not any(event.flops or id(t) in self.derived for t in event.made):
+                return
+        inputs = tuple(self.numbers[id(t)] for t in free)
+        new = [t for t in event.made if id(t) not in self.numbers]
+        if not free:
+            # Made of weights alone: whole, and of no further interest.
+            return
+        choices = self.shardings.choices(
+            event.func,
+            event.args,
+            event.kwargs,
+            [(t, self.states[self.numbers[id(t)]]) for t in free],
+            event.made,
+            lambda t: t.requires_grad,
+        )
+        choices = _in_place(choices, event.made, free, new)
+        weights = sum(_bytes(t) for t in given if id(t) in self.run.names)
+        if own:
+            added = Message("sum", weights, backward=True, once=True)
+            choices = tuple(
+                replace(choice, style="replicated", partial=True,
+                        messages=(*choice.messages, added))
+                if choice.work < 1.0 else choice
+                for choice in choices
+            )  # fmt: skip
+        lost = len(choices) == 1 and any(len(self.states[number]) > 1 for number in inputs)
+        if not self.shardings.has_rule(event.func) and (
+            lost or not self.shardings.knows(event.func)
+        ):
+            self.unknown.append((str(event.func), event.module, len(self.operators)))
+        outputs = tuple(self._made(t, choices, place) for place, t in enumerate(new))
+        self.operators.append(
+            Operator(
+                event.module, str(event.func), None, inputs, outputs, choices, event.flops,
+                moved_bytes=0.0 if _is_view(event, free)
+                else sum(map(_bytes, free)) + sum(map(_bytes, new)),
+                parameters=own, weight_bytes=weights,
+            )
+        )  # fmt: skip
+
+    def _made(self, tensor: Tensor, choices: Sequence[Choice], place: int) -> int:
+        number = len(self.values)
+        self.values.append(Value(_bytes(tensor), tensor.requires_grad))
+        self.numbers[id(tensor)] = number
+        self.states[number] = tuple(dict.fromkeys(choice.outputs[place] for choice in choices))
+        return number
+
+
+def _in_place(
+    choices: Sequence[Choice],
+    made: Sequence[Tensor],
+    free: Sequence[Tensor],
+    new: Sequence[Tensor],
+) -> tuple[Choice, ...]:
+    """Without results that are inputs again: those have to stay as they are."""
+    places = {id(t): place for place, t in enumerate(free)}
+    found = []
+    for choice in choices:
+        stays = all(
+            choice.inputs[places[id(t)]] == state
+            for t, state in zip(made, choice.outputs, strict=True)
+            if id(t) in places
+        )
+        if stays:
+            fresh = {id(t) for t in new}
+            outputs = tuple(
+                state for t, state in zip(made, choice.outputs, strict=True) if id(t) in fresh
+            )
+            found.append(replace(choice, outputs=outputs))
+    return tuple(dict.fromkeys(found))
+
+
+def _without_dead_ends(operators: Sequence[Operator], ends: set[int]) -> list[Operator]:
+    """Without choices whose outputs nobody takes in that state; what leaves the step is whole."""
+    accepted: dict[int, set[str]] = {number: {WHOLE, ENTERED} for number in ends}
+    found: list[Operator] = []
+    for operator in reversed(operators):
+        choices = tuple(
+            choice
+            for choice in operator.choices
+            if all(
+                number not in accepted
+                or state in accepted[number]
+                or (state == WHOLE and ENTERED in accepted[number])
+                for number, state in zip(operator.outputs, choice.outputs, strict=True)
+            )
+        )
+        for place, number in enumerate(operator.inputs):
+            taken = {choice.inputs[place] for choice in choices}
+            accepted[number] = accepted[number] & taken if number in accepted else taken
+        found.append(replace(operator, choices=choices))
+    return found[::-1]
+
+
+def _shared(operators: Sequence[Operator]) -> tuple[Operator, ...]:
+    """With one list of choices for all operators that have equal ones."""
+    known: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
+    return tuple(
+        replace(operator, choices=known.setdefault(operator.choices, operator.choices))
+        for operator in operators
+    )
+
+
+def _is_view(event: _Event, free: Sequence[Tensor]) -> bool:
+    """Whether nothing is moved."""
+    storages = {t.untyped_storage()._cdata for t in free}
+    return all(t.untyped_storage()._cdata in storages for t in event.made)
+
+
+def _base_name(func: Any) -> str:
+    return str(func.overloadpacket.__name__) if hasattr(func, "overloadpacket") else ""
+
+
+def _bytes(tensor: Tensor) -> float:
+    return float(tensor.numel() * tensor.element_size())
