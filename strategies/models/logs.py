@@ -156,10 +156,17 @@ class LogCapture:
     Args:
         keep: Called at every log call with the value; tells whether this stage keeps it.
         module: Where metric objects that are logged have their names.
+        whole: Makes whole values of what lies cut over tensor-parallel ranks.
     """
 
-    def __init__(self, keep: Callable[[Any], bool], module: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        keep: Callable[[Any], bool],
+        module: nn.Module | None = None,
+        whole: Callable[[Any], Any] = lambda value: value,
+    ) -> None:
         self._keep = keep
+        self._whole = whole
         self._module = module
         self._kept: list[LogCall] = []
 
@@ -190,7 +197,7 @@ class LogCapture:
             if not isinstance(value, Tensor) or value.numel() != 1:
                 value = None  # Lightning says on its own that it logs single numbers.
         if metric is None or value is not None:
-            given = value
+            given = self._whole(value)
             value = unwatched(MARKER, lambda: _number(name, given))
         self._kept.append(LogCall(name, value, options, metric))
 

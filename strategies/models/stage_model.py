@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from strategies.models.replay.path import ParameterTable
     from strategies.models.replay.whole_values import Dealer, Step
     from strategies.models.selective.policy import Selection
+    from strategies.sharding_plan import FoundPlan
 
 
 Mode = Literal["train", "validate", "test", "predict"]
@@ -306,11 +307,19 @@ class StageModel(ABC):
         """Takes out again what ``restore`` has put back."""
         raise ModelError(f"{type(self).__name__} has not been made whole.")
 
-    def shard(self, ranks: TensorRanks) -> None:
+    def sharding_plan(self, tp: int) -> FoundPlan | None:
+        """How layers are to be cut, where that is found; None where the module says so itself."""
+        return None
+
+    def shard(self, ranks: TensorRanks, plan: FoundPlan | None = None) -> None:
         """Prepares for tensor-parallel ranks; called once, before ``cut``.
 
+        Args:
+            ranks: Who shares.
+            plan: The same on all ranks; what ``sharding_plan`` gave on the first.
+
         Raises:
-            ModelError: The module does not say how its layers are cut.
+            ModelError: The module does not say how its layers are cut, or cannot be cut like that.
         """
         raise ModelError(
             f"tp={ranks.size} needs a module that declares its units and how their layers are cut: "

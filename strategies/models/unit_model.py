@@ -39,6 +39,7 @@ from strategies.models.step_state import join_parts
 from strategies.models.tensor_parallel.sharding import Sharding
 from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
 from strategies.plan import FAMILIES
+from strategies.sharding_plan import FoundPlan
 
 
 @runtime_checkable
@@ -180,7 +181,7 @@ class UnitModel(StageModel):
         self._selective = selection.layers_of(self._runs)
         self._joined = selection.joined
 
-    def shard(self, ranks: TensorRanks) -> None:
+    def shard(self, ranks: TensorRanks, plan: FoundPlan | None = None) -> None:
         self._sharding = Sharding(self._module, ranks)
 
     @property

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import ChainMap
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +58,19 @@ from strategies.models.step_state import join_parts
 if TYPE_CHECKING:
     from strategies.models.selective.policy import Selection
     from strategies.models.selective.region import SelectiveLayer
+    from strategies.models.tensor_parallel.plan_sharding import PlanSharding
+    from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
+    from strategies.sharding_plan import FoundPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """The microbatch that a module was probed with, and how its step is run with numbers."""
+
+    batch: Any
+    mode: Mode
+    dataloader_idx: int | None
+    around: Callable[[], AbstractContextManager[Any]]
 
 
 class ReplayModel(StageModel):
@@ -98,6 +111,8 @@ class ReplayModel(StageModel):
         self._value_caches: dict[Step, dict[Hashable, Outcome]] = {}
         self._dealer = Dealer(self.values, self._num_calls)
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
+        self._example: Example | None = None
+        self._sharding: PlanSharding | None = None
 
     @classmethod
     def probe(
@@ -108,6 +123,7 @@ class ReplayModel(StageModel):
         mode: Mode = "train",
         chain: str | None = None,
         dataloader_idx: int | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> ReplayModel:
         """Runs the user's step once on shapes alone and finds where it can be cut.
 
@@ -121,6 +137,7 @@ class ReplayModel(StageModel):
             chain: Name of the container of layers (``model.pipeline_layers``), for models whose
                 layers are not found as wished.
             dataloader_idx: Which of several evaluation loaders the batch is from; None for one.
+            around: What a step with numbers runs inside of, before training has begun.
 
         Raises:
             ModelError: If the step cannot be cut; the message has the user's line and the remedy.
@@ -131,7 +148,9 @@ class ReplayModel(StageModel):
                 "of its own is cut between them, by segments. Use PipelineStrategy, which does so."
             )
         probed = probe_units(module, example_batch, mode, chain, dataloader_idx=dataloader_idx)
-        return cls(module, (mode, dataloader_idx or 0, structure(example_batch)), probed)
+        model = cls(module, (mode, dataloader_idx or 0, structure(example_batch)), probed)
+        model._example = Example(example_batch, mode, dataloader_idx, around)
+        return model
 
     @classmethod
     def divided(
@@ -192,6 +211,24 @@ class ReplayModel(StageModel):
         self._owned = frozenset(owned)
         kept = {name for stage in owned for name in layout.parameters[stage]}
         self._table.free(name for name in self._table.names if name not in kept)
+        self._example = None
+
+    def sharding_plan(self, tp: int) -> FoundPlan | None:
+        from strategies.models.replay.layer_cut import found_plan
+
+        assert self._example is not None
+        return found_plan(self._module, self._example, tp)
+
+    def shard(self, ranks: TensorRanks, plan: FoundPlan | None = None) -> None:
+        # DTensor takes half a second to import.
+        from strategies.models.replay.layer_cut import cut_layers
+
+        assert self._example is not None and plan is not None
+        self._sharding = cut_layers(self._module, self._example, plan, ranks)
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        return {} if self._sharding is None else self._sharding.shards
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
         self._table.fill(values)
@@ -484,6 +521,7 @@ class ReplayModel(StageModel):
             end=end,
             at_end=at_end,
             hand=hand,
+            **({} if self._sharding is None else {"whole": self._sharding.values.whole}),
         )
 
     def owned_modules(self) -> Iterator[nn.Module]:
@@ -514,8 +552,9 @@ class ReplayModel(StageModel):
         return self._table.names
 
     @property
-    def table(self) -> ParameterTable:
-        return self._table
+    def table(self) -> ParameterTable | None:
+        """None where ranks hold shares: nobody puts these together for people's hooks."""
+        return self._table if self._sharding is None else None
 
     def first_stages(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -546,14 +585,18 @@ class ReplayModel(StageModel):
         batch_idx: int,
         dataloader_idx: int | None,
     ) -> StageOutput:
-        logs = LogCapture(lambda value: run.on_log(), self._module)
+        shares = None if self._sharding is None else self._sharding.values
+        whole = _as_it_is if shares is None else shares.whole_of
+        logs = LogCapture(lambda value: run.on_log(), self._module, whole)
         try:
             run.begin()
             gates = gated(self._module, self._modules, logs.log, logs.log_dict)
             shown = self._table.shown() if run.names_parameters else nullcontext()
             written = as_written() if self._compiled else nullcontext()
-            with gates, shown, written, run:
+            between = nullcontext() if shares is None else shares.between_layers()
+            with gates, shown, written, between, run:
                 result = call_step(self._module, mode, batch, batch_idx, dataloader_idx)
+                result = result if shares is None else rebuild(result, whole)
             run.on_return()
         except StageDone:
             return StageOutput(run.outputs(), logs=logs.calls(), groups=groups)
@@ -628,6 +671,10 @@ class ReplayModel(StageModel):
             assert stage.start == position or not stage, f"stages are not contiguous: {stages}"
             position = max(position, stage.stop)
         assert position == num_units, f"stages cover {position} of {num_units} units"
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _cloned(batch: Any) -> Any:

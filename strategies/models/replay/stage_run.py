@@ -43,7 +43,8 @@ class StageRun(ShapeMode):
     places and shapes; ``seed`` is that of this step and microbatch; ``modules`` are the
     LightningModule's by global name, ``selective`` the units that recompute by index, ``compiled``
     says whether units may be compiled; at ``end`` a run of the last stage keeps what the rest of
-    the step needs, and calls ``at_end``; ``hand`` has the whole batch's values for this run's rows.
+    the step needs, and calls ``at_end``; ``hand`` has the whole batch's values for this run's rows;
+    ``whole`` makes a whole value of one that lies cut over tensor-parallel ranks.
     The rest is as for ``ShapeMode``.
     """
 
@@ -65,8 +66,10 @@ class StageRun(ShapeMode):
         end: Cut | None = None,
         at_end: Callable[[], Any] | None = None,
         hand: Hand | None = None,
+        whole: Callable[[Tensor], Tensor] = lambda value: value,
     ) -> None:
         super().__init__(units, device, cache)
+        self._whole = whole
         self.left = False
         self._hand = hand
         self._path = path
@@ -101,7 +104,7 @@ class StageRun(ShapeMode):
 
     def outputs(self) -> tuple[Tensor, ...]:
         assert self._leave is not None
-        return tuple(dense(self._found[b.key], b) for b in self._leave.tensors)
+        return tuple(dense(self._whole(self._found[b.key]), b) for b in self._leave.tensors)
 
     def close(self) -> None:
         """Forgets all tensors: holes left on the user's modules refer to this object."""
@@ -230,10 +233,8 @@ class StageRun(ShapeMode):
             self._processes.open()
         if self._end is not None and self._active and position == self._end.position:
             # Copies of what the rest of the step writes into.
-            self.ends = tuple(
-                self._found[b.key].detach().clone() if b.written else self._found[b.key].detach()
-                for b in self._end.tensors
-            )
+            found = [(self._whole(self._found[b.key].detach()), b) for b in self._end.tensors]
+            self.ends = tuple(value.clone() if b.written else value for value, b in found)
             self.marks = None if self._at_end is None else self._at_end()
         if position[1] == 0 and self._seed is not None:
             reseed(self._seed, position[0], 0)

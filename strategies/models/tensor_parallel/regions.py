@@ -47,7 +47,7 @@ class Entrance:
 
     def forget_after(self, unit: nn.Module) -> None:
         """Lets go of what was entered when the unit has run, or it would keep activations alive."""
-        unit.register_forward_hook(self._forget, always_call=True)
+        unit.register_forward_hook(lambda *_: self.forget(), always_call=True)
 
     @as_written
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Entrance:
         self._last = (tensor, entered, again)
         return entered, again
 
-    def _forget(self, *_: object) -> None:
+    def forget(self) -> None:
         self._last = None
 
 

@@ -75,6 +75,10 @@ class TensorRanks:
         self.sequence = sequence
         self.meanwhile: Meanwhile | None = None
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group
+
     def start_sum(self, tensor: Tensor) -> dist.Work:
         """Starts adding up in place, over all members; the tensor is contiguous."""
         work: dist.Work | None = dist.all_reduce(tensor, group=self._group, async_op=True)

@@ -110,8 +110,8 @@ class PipelineStrategy(CheckpointingStrategy):
     Keyword Args:
         pp: Pipeline ranks; 1 if left out.
         dp: Replicas; ``"auto"``, the default, fills the devices.
-        tp: Ranks that share the matrices of each stage; needs a module that says how its layers
-            are cut (``tensor_parallel_plan``).
+        tp: Ranks that share the matrices of each stage, as the module says
+            (``tensor_parallel_plan``), or as it is found.
         ep: Ranks that the experts of each layer are spread over, which exchange tokens; divides
             dp * tp, and the experts. Needs a module whose layers say which of their parameters are
             experts (``strategies.models.expert_parallel.HasExperts``).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, SupportsIndex
 
@@ -50,21 +50,28 @@ def stage_model_of(
     batch, index = looked.first_batch(loaders)
     several = loaders._mode == "sequential" and len(loaders.flattened) > 1
     plugin = trainer.precision_plugin
-    training: AbstractContextManager[None] = nullcontext()
-    if mode == "train" and module.automatic_optimization:
-        training = _as_in_training(trainer, module, loaders)
+
+    @contextmanager
+    def as_in_a_step() -> Iterator[None]:
+        in_training = mode == "train" and module.automatic_optimization
+        training = _as_in_training(trainer, module, loaders) if in_training else nullcontext()
+        # The types are those of the steps that will run.
+        with training, plugin.forward_context():
+            yield
+
     batch = plugin.convert_input(batch)
     with unchanged(module):  # The user's hooks may count, or draw.
         batch = module._on_before_batch_transfer(batch, dataloader_idx=index)
         batch = trainer.strategy.batch_to_device(batch, device=module.device, dataloader_idx=index)
     which = index if several else None
-    # The types are those of the steps that will run.
-    with training, plugin.forward_context():
+    with as_in_a_step():
         if not module.automatic_optimization:
             return manual_model(
                 trainer, module, batch, mode=mode, layers=layers, dataloader_idx=which
             )
-        return ReplayModel.probe(module, batch, mode=mode, chain=layers, dataloader_idx=which)
+        return ReplayModel.probe(
+            module, batch, mode=mode, chain=layers, dataloader_idx=which, around=as_in_a_step
+        )
 
 
 # -- what a step finds on its trainer when it is probed -------------------------------------------

@@ -60,6 +60,7 @@ from strategies.runtime.update.grad_sync import StageGradients, clip_, main_dtyp
 from strategies.runtime.update.main_weights import AllMainWeights, refuse_freezing
 from strategies.runtime.update.nan_guard import Finding, NanWatch
 from strategies.runtime.update.rank_gradients import OwnedWeights, RankGradients
+from strategies.sharding_plan import FoundPlan, plan_from_json
 
 _SAVING_S = 3600.0
 
@@ -116,7 +117,7 @@ class Engine:
         self.communicators = Communicators(coordinates)
         self.tensor_ranks = self._tensor_ranks()
         if self.tensor_ranks is not None:
-            model.shard(self.tensor_ranks)
+            self._shard(self.tensor_ranks)
         if coordinates.ep > 1 or coordinates.tp > 1:
             model.spread(self._expert_ranks())
         if plan.recompute.inside:
@@ -248,6 +249,26 @@ class Engine:
         self._create(mesh.exchange_groups(where))
         group = self.communicators.get("exchange", where.exchangers())
         return ExpertRanks(group, sharers=self.tensor_ranks)
+
+    def _shard(self, ranks: TensorRanks) -> None:
+        """Cuts matrices as the first rank has found it, or refuses on all ranks."""
+        plan: FoundPlan | None = None
+        refused: ModelError | None = None
+        try:
+            plan = self.model.sharding_plan(ranks.size)
+        except ModelError as error:
+            refused = error
+        said = everybody().first_says(None if plan is None else plan.to_json())
+        try:
+            if refused is None:
+                self.model.shard(ranks, None if said is None else plan_from_json(said))
+        except ModelError as error:
+            refused = error
+        anywhere = everybody().everyone(None if refused is None else str(refused))
+        if refused is None and any(anywhere):
+            refused = ModelError(next(filter(None, anywhere)))
+        if refused is not None:
+            raise refused
 
     def _create_groups(self, *, shards: bool) -> None:
         wanted = mesh.running_groups(

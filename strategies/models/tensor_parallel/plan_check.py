@@ -1,0 +1,218 @@
+"""Runs a step whole and cut on the same numbers, and compares, before anything is trained.
+
+A plan is made from shapes. What a module does with its shares (a sum over the cut dimension, a
+shape that it has written down) shows in numbers: so the loss and all gradients of one real
+microbatch are computed on the uncut module and, by all ranks together, on the cut one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from strategies.errors import ModelError
+from strategies.models.nested import tensors
+from strategies.models.replay.hole import user_line
+from strategies.models.tensor_parallel.tensor_ranks import Shard
+
+_SEED = 20_211
+
+
+@dataclass
+class StepNumbers:
+    """What one run of a step came to.
+
+    Attributes:
+        loss: None where the step gives none.
+        outputs: Name of a layer -> its first output, on the host, in order of the calls.
+        gradients: By the first name of a parameter.
+        foreign: Parameters that other code than their own layer's used -> where.
+    """
+
+    loss: Tensor | None = None
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    foreign: dict[str, str] = field(default_factory=dict)
+
+
+def run_step(
+    module: nn.Module,
+    step: Callable[[], Any],
+    *,
+    watched: frozenset[str],
+    around: AbstractContextManager[Any],
+    whole: Callable[[Any], Any],
+    uses: bool = False,
+) -> StepNumbers:
+    """Forward and backward of one step, with random numbers of its own.
+
+    Args:
+        module: Its parameters have no gradients; nor afterwards.
+        step: Calls it; gives the loss, a dict with it, or something else.
+        watched: Names of modules whose outputs are kept.
+        around: Where forward and backward run.
+        whole: Makes whole values of shares.
+        uses: Whether to note who uses which parameters.
+    """
+    numbers = StepNumbers()
+    parameters = dict(module.named_parameters())
+    before = {name: parameter.grad for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    noted = _Uses(module, numbers.foreign)
+    torch.manual_seed(_SEED)
+    handles = [
+        child.register_forward_hook(_keeper(numbers, name, whole))
+        for name, child in module.named_modules()
+        if name in watched
+    ]
+    try:
+        with around:
+            if uses:
+                with noted.watching():
+                    result = step()
+            else:
+                result = step()
+            loss = result.get("loss") if isinstance(result, dict) else result
+            if isinstance(loss, Tensor):
+                loss = whole(loss)
+                if loss.numel() == 1 and loss.requires_grad and torch.is_grad_enabled():
+                    loss.backward()
+                numbers.loss = loss.detach().clone()
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                numbers.gradients[name] = parameter.grad.detach()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, parameter in parameters.items():
+            parameter.grad = before[name]
+    return numbers
+
+
+def _keeper(numbers: StepNumbers, name: str, whole: Callable[[Any], Any]) -> Callable[..., None]:
+    def keep(layer: nn.Module, args: Any, output: Any) -> None:
+        found = tensors(output)
+        if found and name not in numbers.outputs:
+            numbers.outputs[name] = whole(found[0].detach()).clone()
+
+    return keep
+
+
+class _Uses(TorchFunctionMode):
+    """Notes parameters that are used outside of the forward of the layer that has them."""
+
+    def __init__(self, module: nn.Module, foreign: dict[str, str]) -> None:
+        super().__init__()
+        self._module = module
+        self._foreign = foreign
+        self._running: list[nn.Module] = []
+        self._owners: dict[int, tuple[str, list[nn.Module]]] = {}
+        for path, child in module.named_modules():
+            for own, parameter in child._parameters.items():
+                if parameter is not None:
+                    name = f"{path}.{own}" if path else own
+                    self._owners.setdefault(id(parameter), (name, []))[1].append(child)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        handles = []
+        for child in self._module.modules():
+            handles.append(child.register_forward_pre_hook(self._begin))
+            handles.append(child.register_forward_hook(self._end, always_call=True))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, child: nn.Module, args: Any) -> None:
+        self._running.append(child)
+
+    def _end(self, child: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        for leaf in tensors((args, kwargs)) if name != "__get__" else ():
+            known = self._owners.get(id(leaf))
+            running = self._running[-1] if self._running else None
+            if known is not None and not any(owner is running for owner in known[1]):
+                for owner in known[1]:
+                    self._note(owner, leaf)
+        return func(*args, **kwargs)
+
+    def _note(self, owner: nn.Module, leaf: Tensor) -> None:
+        for path, child in self._module.named_modules():
+            if child is owner:
+                for own, parameter in child._parameters.items():
+                    if parameter is leaf:
+                        self._foreign.setdefault(f"{path}.{own}" if path else own, user_line())
+
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2}
+
+
+def compare_steps(
+    whole: StepNumbers,
+    cut: StepNumbers,
+    shards: Mapping[str, Shard],
+    rank: int,
+    *,
+    kind: torch.dtype,
+) -> str | None:
+    """Where two runs differ by more than their precision, in words; None if nowhere."""
+    tolerance = _TOLERANCES.get(kind, 1e-4)
+    for name, output in whole.outputs.items():
+        other = cut.outputs.get(name)
+        if other is None:
+            continue
+        if other.shape != output.shape:
+            return f"{name} gives {list(other.shape)} instead of {list(output.shape)}"
+        if (error := _error(output, other)) > tolerance:
+            return f"what {name} gives differs by {error:.1e} of its size"
+    if whole.loss is not None and cut.loss is not None and cut.loss.numel() == 1:
+        error = _error(whole.loss, cut.loss)
+        if error > tolerance:
+            return f"the loss is {float(cut.loss):.6g} instead of {float(whole.loss):.6g}"
+    largest = max((float(g.abs().max()) for g in whole.gradients.values() if g.numel()), default=0)
+    for name, gradient in whole.gradients.items():
+        other = cut.gradients.get(name)
+        expected = shards[name].local(gradient, rank) if name in shards else gradient
+        if other is None or other.shape != expected.shape:
+            return f"{name} has no gradient of its shape"
+        scale = max(float(gradient.abs().max()), 1e-3 * largest) if gradient.numel() else 0.0
+        difference = float((other - expected).abs().max()) if expected.numel() else 0.0
+        if difference > 10 * tolerance * scale:
+            return f"the gradient of {name} differs by {difference / scale:.1e} of its size"
+    return None
+
+
+def _error(first: Tensor, second: Tensor) -> float:
+    """The largest difference, of the largest value."""
+    if not first.numel():
+        return 0.0
+    if not first.is_floating_point():
+        return float(not torch.equal(first, second))
+    one, other = first.double(), second.double()
+    finite = torch.isfinite(one)
+    if not torch.equal(finite, torch.isfinite(other)):
+        return float("inf")
+    difference = (one - other).masked_fill(~finite, 0).abs().max()
+    scale = one.masked_fill(~finite, 0).abs().max()
+    return float(difference / scale) if float(scale) > 0 else float(difference)
+
+
+def refusal(tp: int, what: str) -> ModelError:
+    return ModelError(
+        f"tp={tp}: on the first microbatch the cut module computes other numbers than the whole "
+        f"one: {what}. Leave that layer whole by a tensor_parallel_plan() of your own, or use tp=1."
+    )

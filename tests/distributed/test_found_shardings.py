@@ -1,0 +1,100 @@
+"""``tp`` on modules that have never heard of it: the same numbers, checkpoints for any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from strategies.runtime.lightning.strategy import PipelineStrategy
+from tests.distributed.pool import Ranks
+from tests.distributed.unannotated import STEPS, Module, build
+
+TOLERANCE = 1e-10
+
+pytestmark = pytest.mark.distributed
+
+
+class _Losses(Callback):
+    def __init__(self, save: str | None) -> None:
+        self.values: list[float] = []
+        self._save = save
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.values.append(float(trainer.callback_metrics["train_loss"]))
+        if self._save is not None and trainer.global_step == 3:
+            trainer.save_checkpoint(self._save)
+
+
+def train(
+    name: str,
+    pp: int,
+    tp: int,
+    save: str | None = None,
+    resume: str | None = None,
+    module: Module | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    module = build(name) if module is None else module
+    losses = _Losses(save)
+    strategy = PipelineStrategy(pp=pp, tp=tp, num_microbatches=2, timeout_s=60, seed=0, **options)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        precision="64-true",
+        max_steps=STEPS,
+        gradient_clip_val=0.5,
+        callbacks=[losses],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, ckpt_path=resume)
+    model = strategy.engine.model
+    found = {
+        "losses": losses.values,
+        "shards": dict(model.shards),
+        "weights": {n: p.detach().clone() for n, p in module.named_parameters()},
+        "tp_rank": strategy.coordinates.tp_rank,
+    }
+    strategy.engine.close()
+    return found
+
+
+def compare(alone: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    missing = set(alone["weights"])
+    for result in results:
+        skipped = len(alone["losses"]) - len(result["losses"])
+        assert result["losses"] == pytest.approx(alone["losses"][skipped:], abs=TOLERANCE)
+        for name, value in result["weights"].items():
+            whole, shard = alone["weights"][name], result["shards"].get(name)
+            expected = whole if shard is None else shard.local(whole, result["tp_rank"])
+            assert value.shape == expected.shape, name
+            assert (value - expected).abs().max().item() < TOLERANCE, name
+            missing.discard(name)
+    assert not missing
+    assert any(result["shards"] for result in results)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_a_module_that_declares_nothing_keeps_parity(
+    name: str, ranks: Callable[[int], Ranks]
+) -> None:
+    (alone,) = ranks(1).run(train, name=name, pp=1, tp=1)
+    compare(alone, ranks(4).run(train, name=name, pp=2, tp=2))
+
+
+def test_a_checkpoint_of_shares_goes_on_anywhere(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "shares.ckpt")
+    (alone,) = ranks(1).run(train, name="mlp", pp=1, tp=1)
+    ranks(4).run(train, name="mlp", pp=2, tp=2, save=path)
+    (resumed,) = ranks(1).run(train, name="mlp", pp=1, tp=1, resume=path)
+    assert resumed["losses"] == pytest.approx(alone["losses"][3:], abs=TOLERANCE)
+    compare(alone, ranks(2).run(train, name="mlp", pp=1, tp=2, resume=path))
