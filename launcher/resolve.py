@@ -367,7 +367,8 @@ def _buckets(
     if dp < 2 and placement.weight_copies < 2 and not _spreads(config, dp):
         return 0
     size = element_sizes(config).wire
-    return tuple(num_buckets(load.parameters * size, config.overlap.bucket_mb) for load in loads)
+    held = [load.parameters - load.experts + load.experts // config.ep for load in loads]
+    return tuple(num_buckets(count * size, config.overlap.bucket_mb) for count in held)
 
 
 def _spreads(config: LaunchConfig, dp: int) -> bool:
@@ -406,4 +407,6 @@ def _analytic(config: LaunchConfig, dp: int, loads: tuple[Load, ...]) -> Analyti
         tp=config.tp,
         sequence_parallel=config.sequence_parallel,
         number_format=config.trainer.number_format,
+        ep=config.ep,
+        imbalance=config.model.expert_imbalance,
     )

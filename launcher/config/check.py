@@ -99,11 +99,6 @@ def _check_sharing(config: LaunchConfig, shape: TransformerShape) -> None:
     if not uniform and config.model.name != "hf" and not brings_own("model", config.model.name):
         check_transformer_tp(shape, config.tp, sequence_parallel=config.sequence_parallel)
         check_ep(shape, config.ep)
-    if config.ep > 1 and config.mode in ("simulate", "plan"):
-        raise PlanError(
-            f"mode={config.mode} ep={config.ep}: what the exchange of tokens takes is not "
-            "simulated. Try ep=1, or mode=validate."
-        )
     if config.dp != "auto" and int(config.dp) * config.tp % config.ep and not _leaves_open(config):
         raise PlanError(indivisible(config.ep, dp=int(config.dp), tp=config.tp))
 
@@ -407,7 +402,8 @@ _BOTH = ("name", "sequence", "args")
 _HUGGING_FACE_ONLY = ("path", "pretrained", "layers_path")
 _EXPERTS_ONLY = (
     "experts_per_token", "expert_ffn", "shared_experts", "first_dense_layers", "expert_every",
-    "router", "router_normalized", "router_scale", "aux_loss", "aux_loss_over", "z_loss",
+    "expert_imbalance", "router", "router_normalized", "router_scale", "aux_loss",
+    "aux_loss_over", "z_loss",
 )  # fmt: skip
 
 
@@ -446,7 +442,7 @@ def _check_model_keys(model: ModelConfig) -> None:
 # What ``planner.explain`` may fix.
 EXPLAINED = (
     "tp", "pp", "dp", "num_microbatches", "microbatch_size", "schedule", "stages_per_rank",
-    "group", "overlap", "recompute",
+    "group", "overlap", "recompute", "ep",
 )  # fmt: skip
 _AUTO_MODES = ("train", "simulate", "validate")
 

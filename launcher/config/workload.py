@@ -63,6 +63,13 @@ class ModelConfig:
         "sequence",
         "What the balance loss is taken over; sequence: the same loss however a batch is cut.",
     )
+    expert_imbalance: float = key(
+        1.0,
+        "For predictions with ep > 1: tokens of the rank that gets most, over the mean.",
+        low=1,
+        high=1000,
+        example=1.2,
+    )
     z_loss: float = key(0.0, "Factor of each layer's loss on the size of router logits.", low=0)
     path: str | None = key(
         None,

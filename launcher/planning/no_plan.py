@@ -37,7 +37,9 @@ def refuse(asked: Question, answer: Answer) -> PlanError:
 
 def describe(what: Candidate | Layout) -> str:
     if isinstance(what, Layout):
-        return f"tp={what.tp} pp={what.pp} dp={what.dp} data.microbatch_size={what.microbatch_size}"
+        ep = f" ep={what.ep}" if what.ep > 1 else ""
+        size = what.microbatch_size
+        return f"tp={what.tp} pp={what.pp} dp={what.dp}{ep} data.microbatch_size={size}"
     order = what.order
     stages = (
         f" schedule.stages_per_rank={order.stages_per_rank}" if order.stages_per_rank > 1 else ""
@@ -157,6 +159,7 @@ def _degrees(asked: Question) -> str:
 
 def _pins(asked: Question) -> str:
     space = asked.space
-    pairs = [("tp", space.tp), ("pp", space.pp), ("dp", space.dp), ("schedule", space.schedule)]
+    pairs = [("tp", space.tp), ("pp", space.pp), ("dp", space.dp), ("ep", space.ep),
+             ("schedule", space.schedule)]  # fmt: skip
     found = [f"{name}={value}" for name, value in pairs if value is not None]
     return f" with {' '.join(found)}" if found else ""

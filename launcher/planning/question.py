@@ -22,6 +22,7 @@ from launcher.resolve import MOMENTS, element_sizes, layer_units, model_shape, n
 from launcher.workloads.loads import unit_loads
 from launcher.workloads.model_share import ModelShape, PlannedShape, check_tp
 from launcher.workloads.traced_shape import TracedShape
+from launcher.workloads.transformer_shape import TransformerShape
 from strategies.costs.analytic import Load
 from strategies.costs.profile_costs import stage_classes
 from strategies.errors import PlanError
@@ -98,7 +99,16 @@ def question(
     graph = None if traced is None else traced.graph
     pins = frozenset(pinned)
     space = _space(config, pins, shape)
-    problem = Problem(machine, loads, len(loads(1, 1, False)), refuse_tp, graph)
+    moe = shape.moe if isinstance(shape, TransformerShape) else None
+    problem = Problem(
+        machine,
+        loads,
+        len(loads(1, 1, False)),
+        refuse_tp,
+        graph,
+        num_experts=0 if moe is None else moe.experts,
+        imbalance=config.model.expert_imbalance,
+    )
     if config.costs.name == "profiled":
         assert not isinstance(shape, TracedShape)
         problem, space = _with_profile(config, pins, shape, problem, space)
@@ -177,6 +187,7 @@ def _space(config: LaunchConfig, pinned: frozenset[str], shape: PlannedShape) ->
         global_batch_size=_batch(config),
         level=config.planner.level,
         tp=1 if whole else given("tp", config.tp),
+        ep=given("ep", config.ep),
         pp=given("pp", config.pp),
         dp=int(config.dp) if "dp" in pinned and config.dp != "auto" else None,
         microbatch_size=given("data.microbatch_size", config.data.microbatch_size),

@@ -255,6 +255,7 @@ def _plan_mapping(plan: ListedPlan) -> dict[str, object]:
         "pp": layout.pp,
         "tp": layout.tp,
         "dp": layout.dp,
+        "ep": layout.ep,
         "num_microbatches": layout.num_microbatches,
         "microbatch_size": layout.microbatch_size,
         "schedule": plan.outcome.candidate.order.schedule,
@@ -301,7 +302,7 @@ def better_order(shape: TracedShape, units: tuple[int, ...], *, balance_ratio: f
 # ``planner.explain=[tp=4,pp=8]``: one layout in detail, beside the best of all.
 
 _NUMBERS = {
-    "tp", "pp", "dp", "num_microbatches", "microbatch_size", "stages_per_rank", "group",
+    "tp", "pp", "dp", "ep", "num_microbatches", "microbatch_size", "stages_per_rank", "group",
 }  # fmt: skip
 
 
@@ -380,6 +381,7 @@ def candidate_words(
         f"pp={layout.pp}",
         f"tp={layout.tp}",
         f"dp={layout.dp}",
+        *([f"ep={layout.ep}"] if layout.ep > 1 else []),
         f"data.global_batch_size={global_batch_size}",
         f"data.microbatch_size={layout.microbatch_size}",
         # An order of the user's own has its path as its name.
@@ -433,6 +435,7 @@ def candidate_config(
         pp=layout.pp,
         tp=layout.tp,
         dp=layout.dp,
+        ep=layout.ep,
         num_microbatches="auto",
         data=replace(
             config.data,

@@ -130,9 +130,11 @@ def _row(number: int, plan: Mapping[str, object]) -> tuple[str, ...]:
     assert isinstance(layers, Sequence)
     stages = plan["stages_per_rank"]
     schedule = f"{plan['schedule']}" + (f" x{stages}" if stages != 1 else "")
+    ep = "" if plan.get("ep", 1) == 1 else f" ep={plan['ep']}"
     return (
         f"{number}",
-        *(f"{plan[name]}" for name in ("tp", "pp", "dp")),
+        *(f"{plan[name]}" for name in ("tp", "pp")),
+        f"{plan['dp']}{ep}",
         f"{plan['num_microbatches']} x {plan['microbatch_size']}",
         schedule,
         f"{plan['overlap']}",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from launcher.workloads.hf.hf_layer_steps import hf_steps, type_names
 from launcher.workloads.hf.hf_shape import HfShape
 from launcher.workloads.layer_steps import UNIT_TYPES, Step, kept, unit_steps
 from launcher.workloads.model_share import ModelShape, PlannedShape, model_shares, model_units
 from launcher.workloads.traced_shape import TracedShape
-from launcher.workloads.transformer_share import padded_vocab
+from launcher.workloads.transformer_shape import TransformerShape
+from launcher.workloads.transformer_share import expert_part, padded_vocab
 from launcher.workloads.unit_kernels import computing_again, unit_works
 from strategies.costs.analytic import Load
 from strategies.costs.kernels import Attention, Work
@@ -58,6 +59,7 @@ def unit_loads(
             lean_parameters=(
                 unit.parameters if momentum_only and 0 < number < len(units) - 1 else 0
             ),
+            **_of_experts(shape, number, tp, microbatch_size),
         )
         for number, (spec, unit) in enumerate(
             zip(units, model_shares(shape, tp, sequence_parallel=sequence_parallel), strict=True)
@@ -80,6 +82,23 @@ def unit_loads(
     return tuple(
         _again(load, share, microbatch_size) for load, share in zip(loads, shares, strict=True)
     )
+
+
+def _of_experts(shape: ModelShape, number: int, tp: int, size: int) -> dict[str, Any]:
+    """What a unit has of experts; none of most."""
+    if (
+        not isinstance(shape, TransformerShape)
+        or number % 2
+        or number // 2 - 1 not in (shape.moe_layers)
+    ):
+        return {}
+    part = expert_part(shape)
+    return {
+        "experts": part.parameters,
+        "expert_flops": part.forward_flops * size / tp,
+        "expert_saved": part.saved_elements * size // tp,
+        "exchanged": (part.exchanged * size,),
+    }
 
 
 def _each(different: Sequence[Work], count: int) -> list[Work]:
@@ -138,6 +157,8 @@ def _layers_again(
 def _keeping(load: Load, kept: int, first: int, rebuilt: int) -> Load:
     return replace(
         load,
+        again_exchanged=load.exchanged,
+        expert_saved=0,
         saved_elements=kept,
         first_saved_elements=first,
         rebuilt_elements=rebuilt,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from launcher.workloads.transformer_shape import TransformerShape, UnitSpec, unit_specs
 from strategies.errors import PlanError
@@ -69,6 +70,8 @@ def unit_shares(
         if index == 0
         else _head(shape, spec, tp, sequence_parallel)
         if index == last
+        else _sparse(shape, spec, tp)
+        if index % 2 == 0 and index // 2 - 1 in shape.moe_layers
         else _branch(shape, spec, tp, sequence_parallel, attention=index % 2 == 1)
         for index, spec in enumerate(specs)
     )
@@ -100,6 +103,47 @@ def _branch(
         saved_elements=cut // tp + kept + on_stream // (tp if sequence_parallel else 1),
         forward_sums=1,
         backward_sums=1,
+    )
+
+
+def _sparse(shape: TransformerShape, spec: UnitSpec, tp: int) -> UnitShare:
+    """Norm, router and the stream are whole; each rank has its share of the tokens computed."""
+    moe, part = shape.moe, expert_part(shape)
+    assert moe is not None
+    gated = shape.activation == "swiglu"
+    shared = (3 if gated else 2) * shape.hidden * moe.shared * moe.ffn
+    kept = shape.sequence * moe.shared * moe.ffn * (4 if gated else 2)
+    computed = part.forward_flops + 2 * shape.sequence * shared
+    return UnitShare(
+        parameters=spec.parameters - shared + shared // tp,
+        forward_flops=spec.forward_flops - computed + computed / tp,
+        output_elements=spec.output_elements,
+        saved_elements=spec.saved_elements - (part.saved_elements + kept) * (tp - 1) // tp,
+        forward_sums=1 if moe.shared else 0,
+        backward_sums=1 if moe.shared else 0,
+    )
+
+
+class ExpertPart(NamedTuple):
+    """What of a layer belongs to its experts, per sequence; on all ranks that share them."""
+
+    parameters: int
+    forward_flops: float
+    saved_elements: int
+    exchanged: int  # elements of all tokens on their way
+
+
+def expert_part(shape: TransformerShape) -> ExpertPart:
+    moe = shape.moe
+    assert moe is not None
+    gated = shape.activation == "swiglu"
+    matrices = (3 if gated else 2) * shape.hidden * moe.ffn
+    rows = shape.sequence * moe.per_token
+    return ExpertPart(
+        parameters=moe.experts * matrices,
+        forward_flops=2.0 * rows * matrices,
+        saved_elements=rows * (shape.hidden + (4 if gated else 2) * moe.ffn),
+        exchanged=rows * shape.hidden,
     )
 
 

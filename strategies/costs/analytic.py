@@ -9,6 +9,9 @@ all-gather that goes with it.
 Ranks that share matrices (tp) add up tensors in the same way. In a whole backward that runs under
 the weights' gradients, as what sequence-parallel layers gather again does. A boundary tensor
 travels as one slice per such rank and is gathered.
+
+Ranks that share experts (ep) exchange tokens in both directions, in a forward and in a backward,
+and nothing runs meanwhile. What the fullest of them gets over the mean is a figure that is given.
 """
 
 from __future__ import annotations
@@ -18,7 +21,14 @@ from dataclasses import dataclass
 
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
 from strategies.costs.kernels import Seconds, Work, memory_bound, unit_seconds
-from strategies.costs.rings import half_round, replicas, sharers
+from strategies.costs.rings import (
+    all_to_all,
+    exchangers,
+    expert_holders,
+    half_round,
+    replicas,
+    sharers,
+)
 from strategies.costs.table import CostTable, StageMemory, Transport
 from strategies.costs.uniform import count_buckets, gathered_stages
 from strategies.errors import CostError
@@ -48,6 +58,11 @@ class Load:
         first_saved_elements: What it keeps beyond ``saved_elements`` where a stage begins with it.
         rebuilt_elements: What a backward makes anew, the most at once, beside what is kept.
         waiting_elements: What an I leaves for its W; None for ``saved_elements``.
+        experts: Of its parameters those that are spread over expert-parallel ranks, all of them.
+        expert_flops: Of one forward, of its experts.
+        expert_saved: Of its saved elements, those of its experts' tokens.
+        exchanged: Elements that a layer's tokens have on their way to experts, layer by layer.
+        again_exchanged: The same of what a backward computes again.
     """
 
     forward_flops: float
@@ -67,6 +82,11 @@ class Load:
     first_saved_elements: int = 0
     rebuilt_elements: int = 0
     waiting_elements: int | None = None
+    experts: int = 0
+    expert_flops: float = 0.0
+    expert_saved: int = 0
+    exchanged: tuple[int, ...] = ()
+    again_exchanged: tuple[int, ...] = ()
 
 
 def sum_loads(loads: list[Load]) -> Load:
@@ -74,8 +94,10 @@ def sum_loads(loads: list[Load]) -> Load:
 
     Parameters that it shares with another stage are its own as well: each has a copy, and a state.
     """
-    flops = again = inputs = weights = 0.0
-    parameters = lean = units = waiting = 0
+    flops = again = inputs = weights = expert_flops = 0.0
+    parameters = lean = units = waiting = experts = expert_saved = 0
+    exchanged: list[int] = []
+    again_exchanged: list[int] = []
     saved = loads[0].first_saved_elements if loads else 0
     known = False
     owned: set[int] = set()
@@ -89,6 +111,11 @@ def sum_loads(loads: list[Load]) -> Load:
         again += load.again_flops
         parameters += load.parameters
         lean += load.lean_parameters
+        experts += load.experts
+        expert_flops += load.expert_flops
+        expert_saved += load.expert_saved
+        exchanged += load.exchanged
+        again_exchanged += load.again_exchanged
         saved += load.saved_elements
         units += load.num_units
         forward_sums += load.forward_sums
@@ -120,6 +147,11 @@ def sum_loads(loads: list[Load]) -> Load:
         again_sums=tuple(again_sums),
         rebuilt_elements=_rebuilt(loads),
         waiting_elements=waiting if any(n.waiting_elements is not None for n in loads) else None,
+        experts=experts,
+        expert_flops=expert_flops,
+        expert_saved=expert_saved,
+        exchanged=tuple(exchanged),
+        again_exchanged=tuple(again_exchanged),
     )
 
 
@@ -149,6 +181,8 @@ class AnalyticCosts:
         one_link: Messages and reductions leave a rank through one interface, which they share;
             else nothing slows them but others of their kind. Only for ``buffered``.
         number_format: Of matrix products; the machine's peak is that of it.
+        ep: Ranks that the experts of a stage are spread over.
+        imbalance: What the fullest of them has to compute, over the mean; counts for ep > 1.
     """
 
     stages: tuple[Load, ...]
@@ -163,6 +197,8 @@ class AnalyticCosts:
     one_link: bool = False
     handed: tuple[tuple[int, int, int], ...] = ()
     number_format: NumberFormat = "fp32"
+    ep: int = 1
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         if self.one_link and self.transport != "buffered":
@@ -226,7 +262,7 @@ class AnalyticCosts:
             ),
             transport=self.transport,
             one_link=self.one_link,
-            activation_bytes=tuple(load.saved_elements * sizes.activation for load in self.stages),
+            activation_bytes=tuple(self._saved(load) * sizes.activation for load in self.stages),
             stage_input=self._stage_inputs(program),
             state_bytes=tuple(self._state_bytes(program, s, sharded=s in gathered) for s in stages),
             memory=self._memory(program, gathered) if breakdown else None,
@@ -235,9 +271,9 @@ class AnalyticCosts:
     def _memory(self, program: Program, gathered: frozenset[int]) -> StageMemory:
         """What stages hold; temporaries are a stage's result and the gradients at its ends."""
         sizes, count = self._sizes, len(self.stages)
-        weights = [load.parameters for load in self.stages]
+        weights = [self.held(load) for load in self.stages]
         states = [self._state_bytes(program, s, sharded=s in gathered) for s in range(count)]
-        saved = tuple(load.saved_elements * sizes.activation for load in self.stages)
+        saved = tuple(self._saved(load) * sizes.activation for load in self.stages)
         cut = self.tp if self.sequence_parallel else 1
         made = [load.output_elements * sizes.activation // cut for load in self.stages]
         ends = [made[s] + (made[s - 1] if s else 0) for s in range(count)]
@@ -266,6 +302,15 @@ class AnalyticCosts:
             ),
         )
 
+    def _saved(self, load: Load) -> int:
+        """Elements that the rank with most tokens keeps."""
+        extra = self.imbalance - 1.0 if self.ep > 1 else 0.0
+        return load.saved_elements + int(extra * load.expert_saved)
+
+    def held(self, load: Load) -> int:
+        """Parameters of a stage, or unit, that one rank has."""
+        return load.parameters - load.experts + -(-load.experts // self.ep)
+
     def _gathered(self, load: Load) -> int:
         """Elements that a layer gathers along the sequence."""
         return max(load.backward_sums, default=0) if self.sequence_parallel else 0
@@ -290,19 +335,28 @@ class AnalyticCosts:
 
     def _state_bytes(self, program: Program, stage: int, *, sharded: bool) -> int:
         """Weights, gradients and optimizer state, which alone is spread over the replicas."""
-        shares = len(program.placement.owners(stage)) * self.dp if sharded else 1
-        sizes, count = self._sizes, self.stages[stage].parameters
-        spread = count * (sizes.main + sizes.moment * self.optimizer_elements)
-        spread -= self.stages[stage].lean_parameters * sizes.moment
-        return count * (sizes.weight + sizes.gradient) + -(-spread // shares)
+        sizes, load = self._sizes, self.stages[stage]
+        element = sizes.main + sizes.moment * self.optimizer_elements
+        shares, of_experts = self._sharers(program, stage) if sharded else (1, 1)
+        experts = -(-load.experts // self.ep)
+        spread = (load.parameters - load.experts) * element
+        spread -= load.lean_parameters * sizes.moment
+        held = self.held(load) * (sizes.weight + sizes.gradient)
+        return held + -(-spread // shares) + -(-experts * element // of_experts)
+
+    def _sharers(self, program: Program, stage: int) -> tuple[int, int]:
+        """How many ranks hold a stage, and how many the same of its experts."""
+        owners = len(program.placement.owners(stage))
+        return owners * self.dp, max(1, owners * self.dp * self.tp // self.ep)
 
     def _step(self, program: Program, stage: int, *, sharded: bool) -> float:
         """The optimizer reads gradient, weight and two moments and writes all but the first."""
-        shares = len(program.placement.owners(stage)) * self.dp if sharded else 1
-        sizes = self._sizes
+        load, sizes = self.stages[stage], self._sizes
+        shares, of_experts = self._sharers(program, stage) if sharded else (1, 1)
         touched = sizes.gradient + 2 * (sizes.main or sizes.weight) + 4 * sizes.moment
         touched += sizes.weight if sizes.main else 0
-        moved = self.stages[stage].parameters * touched / shares
+        moved = (load.parameters - load.experts) * touched / shares
+        moved += load.experts * touched / self.ep / of_experts
         took = memory_bound(self.hardware, moved)
         if not self.hardware.step_overhead_s:
             return took
@@ -336,11 +390,13 @@ class AnalyticCosts:
                 # Weight gradients of what is cut along the sequence gather their inputs again.
                 gathered = back / 2 if self.sequence_parallel else 0.0
                 forward, inputs, weights, again = self._computed(load)
-                again += self._sums(load.again_sums)
+                travel, wait = self._exchange(load.exchanged), self._waiting(load)
+                forward, inputs, weights = forward + wait, inputs + wait, weights + wait
+                again += self._sums(load.again_sums) + self._exchange(load.again_exchanged)
                 known[id(load)] = (
-                    forward + summed,
-                    again + inputs + max(weights, back + gathered),
-                    again + inputs + back,
+                    forward + summed + travel,
+                    again + inputs + travel + max(weights, back + gathered),
+                    again + inputs + travel + back,
                     weights + gathered,
                 )
         found = [known[id(load)] for load in self.stages]
@@ -358,6 +414,28 @@ class AnalyticCosts:
             for work, number in load.works
         ]
         return Seconds(*(sum(took[part] * n for took, n in found) for part in range(4)))
+
+    def _exchange(self, sizes: Sequence[int]) -> float:
+        """Tokens to experts and back, layer by layer; gradients take the same ways.
+
+        Ranks that share matrices each send their part of the tokens, and gather the results.
+        """
+        if self.ep == 1 and self.tp == 1:
+            return 0.0
+        hardware, element = self.hardware, self._sizes.activation
+        group, took = exchangers(hardware, self.ep), 0.0
+        for size in sizes:
+            told = all_to_all(hardware, group, 0)  # how many tokens are going to come
+            part = size * element / self.tp * self.imbalance
+            took += told + 2 * all_to_all(hardware, group, part)
+            if self.tp > 1:
+                took += half_round(hardware, sharers(hardware, self.tp), size * element)
+        return took
+
+    def _waiting(self, load: Load) -> float:
+        """What the rank with most tokens takes longer than the mean, in each third of a step."""
+        extra = self.imbalance - 1.0 if self.ep > 1 else 0.0
+        return self._computing(load.expert_flops * extra) if extra else 0.0
 
     def _backward(self, load: Load, part: int) -> float:
         """Of the inputs' gradients (0), or the weights' (1)."""
@@ -396,5 +474,10 @@ class AnalyticCosts:
         if not parts:
             return 0.0
         owners = program.placement.owners(stage)
-        group = replicas(self.hardware, owners, self.dp, self.tp)
-        return half_round(self.hardware, group, self.stages[stage].parameters * size / parts)
+        group, load = replicas(self.hardware, owners, self.dp, self.tp), self.stages[stage]
+        spread = load.experts if self.ep > 1 or self.tp > 1 else 0
+        took = half_round(self.hardware, group, (load.parameters - spread) * size / parts)
+        if spread:
+            same = expert_holders(self.hardware, owners, self.dp, self.tp, self.ep)
+            took += half_round(self.hardware, same, spread / self.ep * size / parts)
+        return took

@@ -5,6 +5,8 @@ members of a node share first, over the node's own links, then each works with i
 other nodes, over its own network interface, on its part. Between nodes the ring has as many steps
 as nodes; a tree has as many as their logarithm, and moves all bytes instead of (n-1)/n of them:
 libraries choose by size. Machines that are no GPUs have one interface for all, and a flat ring.
+
+Tokens of experts go from everybody to everybody, which is no ring.
 """
 
 from __future__ import annotations
@@ -57,6 +59,45 @@ def half_round(hardware: Hardware, group: Group, num_bytes: float) -> float:
     ring = (nodes - 1) / nodes * part + (nodes - 1) * hardware.inter_latency_s
     tree = part + ceil(log2(nodes)) * hardware.inter_latency_s
     return inside + min(ring, tree)
+
+
+@lru_cache(maxsize=1024)
+def exchangers(hardware: Hardware, ep: int) -> Group:
+    """Ranks that hold all experts of a stage: neighbours, the block over the most nodes."""
+    blocks = [
+        _group(hardware, list(range(first, first + ep)))
+        for first in range(0, ep * hardware.gpus_per_node, ep)
+    ]
+    return max(blocks, key=lambda group: (group.num_nodes, -group.per_node))
+
+
+@lru_cache(maxsize=8192)
+def expert_holders(hardware: Hardware, owners: tuple[int, ...], dp: int, tp: int, ep: int) -> Group:
+    """Ranks that hold the same experts of a stage, one of each block on its owners."""
+    places = dp * tp
+    members = [owner * places + place for owner in owners for place in range(0, places, ep)]
+    return _group(hardware, members)
+
+
+def all_to_all(hardware: Hardware, group: Group, num_bytes: float) -> float:
+    """Seconds until every rank has sent its ``num_bytes`` to all, an equal part to each.
+
+    GPUs send to all others at one time, those of their node over its links and the rest over their
+    own network interface; machines that are no GPUs have one interface, and send in turn.
+    """
+    ranks, nodes, per_node, slowest = group
+    if ranks < 2:
+        return 0.0
+    part = num_bytes / ranks
+    if hardware.num_sms is None:
+        bandwidth, latency = slowest
+        return (ranks - 1) * (part / bandwidth + latency)
+    bandwidth, latency = hardware.ring(0, 1)
+    inside = (per_node - 1) * part / bandwidth + latency if per_node > 1 else 0.0
+    if nodes == 1:
+        return inside
+    away = (ranks - per_node) * part / hardware.inter_bandwidth + hardware.inter_latency_s
+    return max(inside, away)
 
 
 def _group(hardware: Hardware, members: list[int]) -> Group:

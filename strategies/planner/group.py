@@ -109,7 +109,7 @@ def _cuts(
     num_stages = placement.num_stages
     shared = placement.weight_copies > 1 or num_stages > placement.num_ranks
     selective = recompute.inside
-    key = (layout.tp, selective, owner)
+    key = (layout.tp, layout.ep, selective, owner)
     if key not in problem.found.fastest_cuts:
         problem.found.fastest_cuts[key] = _fastest(
             problem, space, layout, owner, shared=shared, selective=selective

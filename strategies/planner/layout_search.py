@@ -191,6 +191,7 @@ def rank_key(outcome: Outcome) -> tuple[object, ...]:
         candidate.recompute.policy != "none",
         layout.pp,
         layout.tp,
+        layout.ep,
         layout.microbatch_size,
         order.stages_per_rank,
         order.schedule,

@@ -59,7 +59,7 @@ class Machine:
 class Found:
     """What has been computed so far, by all that decides it; searches of a problem share it."""
 
-    fastest_cuts: dict[tuple[int, bool, tuple[int, ...]], tuple[int, ...]] = field(
+    fastest_cuts: dict[tuple[int, int, bool, tuple[int, ...]], tuple[int, ...]] = field(
         default_factory=dict
     )
     structures: dict[object, Structure] = field(default_factory=dict)
@@ -72,8 +72,8 @@ class Found:
     units: dict[tuple[int, int, bool], tuple[Load, ...]] = field(default_factory=dict)
     stage_loads: dict[tuple[int, int, bool, int, int], Load] = field(default_factory=dict)
     equal_loads: dict[Load, Load] = field(default_factory=dict)
-    unit_tables: dict[tuple[int, int, bool], CostTable] = field(default_factory=dict)
-    whole: dict[tuple[int, int, int, bool, bool], CostTable] = field(default_factory=dict)
+    unit_tables: dict[tuple[int, int, int, bool], CostTable] = field(default_factory=dict)
+    whole: dict[tuple[int, int, int, int, bool, bool], CostTable] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ class Problem:
         refuse_tp: Why the model cannot be cut into so many tensor-parallel ranks; None if it can.
         graph: What goes from unit to unit, in elements, for so many sequences; None for a chain.
         measured: What units take on the machine, where it was measured; else it is computed.
+        num_experts: Of each layer that has some; 0 where none has.
+        imbalance: What the fullest of the ranks that share experts has to compute, over the mean.
     """
 
     machine: Machine
@@ -92,6 +94,8 @@ class Problem:
     refuse_tp: Callable[[int], str | None] = lambda tp: None
     graph: Callable[[int], UnitGraph] | None = None
     measured: Measured | None = None
+    num_experts: int = 0
+    imbalance: float = 1.0
     found: Found = field(default_factory=Found, init=False, repr=False, compare=False)
 
     @property
@@ -123,9 +127,10 @@ class Problem:
         """Durations and bytes of a program that has no reductions yet, and its buckets."""
         assumed = costs if isinstance(costs, AnalyticCosts) else costs.assumed
         reduces = assumed.dp > 1 or placement.weight_copies > 1
+        reduces = reduces or (self.num_experts > 0 and assumed.tp > assumed.ep)
         wire = self.machine.sizes.wire
         buckets = tuple(
-            num_buckets(load.parameters * wire, self.machine.bucket_mb) if reduces else 0
+            num_buckets(assumed.held(load) * wire, self.machine.bucket_mb) if reduces else 0
             for load in assumed.stages
         )
         shared = frozenset(stage for stage, n in enumerate(buckets) if n) if zero1 else frozenset()
@@ -133,7 +138,7 @@ class Problem:
 
     def unit_table(self, layout: Layout, *, selective: bool = False) -> CostTable:
         """Each unit as a stage of its own: what a cut goes by."""
-        key = (layout.tp, layout.microbatch_size, selective)
+        key = (layout.tp, layout.ep, layout.microbatch_size, selective)
         if key not in self.found.unit_tables:
             alone = [range(unit, unit + 1) for unit in range(self.num_units)]
             costs = self._cut(layout, alone, selective=selective, fixed=False)
@@ -146,7 +151,7 @@ class Problem:
     ) -> CostTable:
         """The whole model as one stage that sends nothing."""
         shares = zero1 and layout.dp > 1
-        key = (layout.tp, layout.dp, layout.microbatch_size, shares, selective)
+        key = (layout.tp, layout.ep, layout.dp, layout.microbatch_size, shares, selective)
         if key not in self.found.whole:
             shared = frozenset({0}) if shares else frozenset()
             everything = [range(self.num_units)]
@@ -195,6 +200,8 @@ class Problem:
             tp=layout.tp,
             sequence_parallel=machine.sequence_parallel,
             number_format=machine.number_format,
+            ep=layout.ep,
+            imbalance=self.imbalance,
         )
 
 
@@ -285,6 +292,7 @@ class Layout:
         dp: Replicas.
         microbatch_size: Sequences.
         num_microbatches: M per step and replica.
+        ep: Ranks that the experts of a stage are spread over.
     """
 
     tp: int
@@ -292,6 +300,7 @@ class Layout:
     dp: int
     microbatch_size: int
     num_microbatches: int
+    ep: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ class Space:
         selective: Whether layers can recompute selectively.
         policies: What is tried where ``recompute`` is free; None for what the level has.
         sizes: Microbatch sizes that are tried where that is free; None for what the level has.
+        ep: Pinned expert degree; None for all that the experts and ranks of a stage allow.
     """
 
     num_gpus: int
@@ -80,6 +81,7 @@ class Space:
     selective: bool = True
     policies: tuple[Recompute, ...] | None = None
     sizes: tuple[int, ...] | None = None
+    ep: int | None = None
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
@@ -120,14 +122,28 @@ def layouts(space: Space, problem: Problem, tp: int, pp: int, dp: int) -> list[L
     if space.microbatch_size is not None:
         sizes = [space.microbatch_size]
     found = [
-        Layout(tp, pp, dp, size, rows // size)
+        Layout(tp, pp, dp, size, rows // size, ep)
         for size in sizes
         if rows % size == 0 and space.num_microbatches in (None, rows // size)
+        for ep in expert_degrees(space, problem, tp * dp)
     ]
     if space.num_microbatches is not None and space.microbatch_size is None:
         size, left = divmod(rows, space.num_microbatches)
-        found = [] if left else [Layout(tp, pp, dp, size, space.num_microbatches)]
+        found = [
+            Layout(tp, pp, dp, size, space.num_microbatches, ep)
+            for ep in (() if left else expert_degrees(space, problem, tp * dp))
+        ]
     return found
+
+
+def expert_degrees(space: Space, problem: Problem, places: int) -> list[int]:
+    """Degrees that divide the experts of a layer and the ranks of a stage."""
+    most = min(max(problem.num_experts, 1), places)
+    return [
+        ep
+        for ep in range(1, most + 1)
+        if (problem.num_experts or 1) % ep == 0 and places % ep == 0 and space.ep in (None, ep)
+    ]
 
 
 def orders(

@@ -15,7 +15,7 @@ from launcher.workloads.hf.hf_layer_steps import type_names
 from launcher.workloads.hf.hf_model import HfLanguageModel
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.loads import selective_shares, unit_loads
-from launcher.workloads.transformer_shape import unit_specs
+from launcher.workloads.transformer_shape import MoeShape, unit_specs
 from strategies.costs.analytic import sum_loads
 from strategies.errors import PlanError
 from strategies.models.nested import tensors as tensors_in
@@ -287,3 +287,18 @@ def test_muon_keeps_one_moment_between_the_embedding_and_the_head():
     assert all(load.lean_parameters == load.parameters > 0 for load in middle)
     stage = sum_loads([first, *middle])
     assert stage.lean_parameters == sum(load.parameters for load in middle)
+
+
+def test_experts_are_a_part_of_their_layers_and_tensor_ranks_share_their_tokens():
+    shape = replace(LLAMA, moe=MoeShape(experts=4, per_token=2, ffn=16, first_dense=1))
+    whole, shared = (unit_loads(shape, tp, 3) for tp in (1, 2))
+    sparse = 2 * shape.moe_layers[0] + 2
+    assert [bool(load.experts) for load in whole].index(True) == sparse
+    load = whole[sparse]
+    matrices = 3 * shape.hidden * 16
+    assert load.experts == 4 * matrices
+    assert load.exchanged == (3 * shape.sequence * 2 * shape.hidden,)
+    assert load.expert_flops == 2 * 3 * shape.sequence * 2 * matrices
+    assert shared[sparse].experts == load.experts
+    assert shared[sparse].expert_flops == load.expert_flops / 2
+    assert shared[sparse].forward_flops == pytest.approx(load.forward_flops - load.expert_flops / 2)
