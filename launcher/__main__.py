@@ -64,6 +64,7 @@ COMMANDS: dict[Mode, str] = {
     "generate": "launcher.commands.evaluate:generate",
     "export": "launcher.commands.evaluate:export",
     "check": "launcher.commands.verdict",
+    "explain": "launcher.commands.explanation",
 }
 # Words that stand first, in place of a run.
 _TOOLS = {
@@ -96,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _tool(words[0], words[1:])
         if words and words[0] == "check":
             words = _check_words(words[1:])
+        elif words and words[0] == "explain":
+            words = _explain_words(words[1:])
         if not torchrun.joins(words):
             return _main(_parse(words))
         # What a user's model prints is seen by whoever has started torchrun.
@@ -131,6 +134,20 @@ def _check_words(words: Sequence[str]) -> Sequence[str]:
             "check needs the schedule's file behind it. Try python -m launcher check theirs.csv."
         )
     return ["mode=check", quote("schedule.file", words[0]), *words[1:]]
+
+
+def _explain_words(words: Sequence[str]) -> Sequence[str]:
+    """``explain rank0.json rank1.json`` as what it is short for."""
+    if {"-h", "--help"} & {*words}:
+        return ("--help",)
+    files = [word for word in words if "=" not in word and not word.startswith("-")]
+    if not files:
+        raise PlanError(
+            "explain needs the traces behind it, one of each rank. "
+            "Try python -m launcher explain rank0.json.gz rank1.json.gz."
+        )
+    listed = ",".join(quote("", file).removeprefix("=") for file in files)
+    return ["mode=explain", f"trace=[{listed}]", *(word for word in words if word not in files)]
 
 
 def _tool(name: str, words: Sequence[str]) -> int:

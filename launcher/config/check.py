@@ -37,6 +37,14 @@ def check(config: LaunchConfig) -> None:
     if config.mode == "check":
         _check_order(config)  # The rest is checked when the file's degrees are known.
         return
+    if config.mode == "explain":
+        _check_trace(config)
+        return
+    if config.trace:
+        raise PlanError(
+            f"trace={spell(config.trace)[:80]} is read by mode=explain, not by mode={config.mode}. "
+            "Try mode=explain."
+        )
     if config.check != CheckConfig():
         given = " ".join(
             f"check.{entry.name}={spell(getattr(config.check, entry.name))}"
@@ -124,6 +132,24 @@ def _check_order(config: LaunchConfig) -> None:
             f"{given}: mode=check counts ranks and microbatches in schedule.file. Try without "
             f"{given}."
         )
+
+
+def _check_trace(config: LaunchConfig) -> None:
+    """``mode=explain`` takes everything from the traces."""
+    if not config.trace:
+        raise PlanError(
+            "mode=explain needs the traces of a pipeline's ranks. "
+            "Try trace=[rank0.json.gz,rank1.json.gz]."
+        )
+    asked = {
+        f"pp={config.pp}": config.pp != 1,
+        f"num_microbatches={config.num_microbatches}": config.num_microbatches != "auto",
+        f"schedule={config.schedule.name}": config.schedule.name
+        not in ("custom", LaunchConfig().schedule.name),
+    }
+    for given, wrong in asked.items():
+        if wrong:
+            raise PlanError(f"{given}: mode=explain finds it in the traces. Try without {given}.")
 
 
 def _check_schedule(config: LaunchConfig) -> None:

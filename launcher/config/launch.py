@@ -33,7 +33,7 @@ from launcher.config.workload import (
 
 Mode = Literal[
     "train", "simulate", "plan", "validate", "profile", "eval", "predict", "generate", "export",
-    "collect", "dashboard", "check",
+    "collect", "dashboard", "check", "explain",
 ]  # fmt: skip
 
 
@@ -47,7 +47,8 @@ class LaunchConfig:
         "schedule; validate: check and print what would run; profile: measure layers and links; "
         "eval, predict, generate: use a checkpoint; export: write it as a file, or for "
         "transformers; collect: compare the jobs of a sweep; dashboard: save the workspace in "
-        "your W&B project; check: whether the order in schedule.file can run.",
+        "your W&B project; check: whether the order in schedule.file can run; explain: what took "
+        "the time in somebody's traces.",
     )
     pp: int = key(1, "Pipeline degree: ranks one model is cut over.", low=1, high=65536, example=4)
     tp: int = key(
@@ -102,6 +103,11 @@ class LaunchConfig:
         False,
         "model=class, data=class: take path and args, where no path is given, from the checkpoint, "
         "and so run the code that it names.",
+    )
+    trace: tuple[str, ...] = key(
+        (),
+        "explain: torch.profiler's traces, one of each rank of a pipeline, or a folder of them.",
+        example=["rank0.json.gz", "rank1.json.gz"],
     )
     callbacks: Args = key(
         Args(),

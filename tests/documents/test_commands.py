@@ -45,6 +45,9 @@ NOT_TYPED: dict[tuple[str, str], str] = {
     ("docs/guides/checking-a-schedule.md", "python -m launcher check theirs.csv"): (
         "ends with 1, as the page says; tests/launcher/test_check_order.py"
     ),
+    ("docs/guides/explaining-a-trace.md", "python -m launcher explain"): (
+        "needs traces; tests/launcher/test_explained.py"
+    ),
     ("", "python -m launcher doctor"): "measures for seconds; tests/launcher/tools/test_doctor.py",
     ("docs/guides/sweeps.md", "python -m launcher -m sweep.trials="): (
         "needs Optuna, which dev has not; tests/launcher/test_search.py"

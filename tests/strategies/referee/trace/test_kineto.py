@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from strategies.costs.uniform import UniformCosts
+from strategies.errors import DataError
+from strategies.referee.foreign import Asked, read_flags
+from strategies.referee.trace import kineto, put_together, read_trace
+from tests.strategies.referee.orders import order
+from tests.strategies.referee.trace.made_trace import Style, known, write
+
+EVEN = UniformCosts(forward=1.0, backward=2.0)
+
+
+def _same(name: str, style: Style, folder: Path, *, zipped: bool = False, steps: int = 1) -> None:
+    timeline = known(name, 3, 6, EVEN)
+    paths = write(folder, timeline, style=style, zipped=zipped, steps=steps)
+    measured = put_together([read_trace(path) for path in paths])
+    assert len(measured.steps) == steps
+    program = measured.timeline.program
+    ours = [
+        [str(item) for item in row if item.kind.value in "FBIW"]
+        for row in timeline.program.compute_rows()
+    ]
+    assert [list(map(str, row)) for row in program.ranks] == ours
+    assert measured.timeline.makespan == pytest.approx(timeline.makespan * 0.01, rel=1e-3)
+    assert measured.timeline.bubble_ratio == pytest.approx(timeline.bubble_ratio, abs=1e-3)
+
+
+@pytest.mark.parametrize("style", ["marks", "kernels", "operators", "stack"])
+def test_1f1b_is_found_by_whatever_the_trace_has(style: Style, tmp_path: Path):
+    _same("1f1b", style, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zb_v", "zb_h1"])
+def test_marks_name_every_instruction(name: str, tmp_path: Path):
+    _same(name, "kernels", tmp_path, zipped=True)
+
+
+@pytest.mark.parametrize("style", ["marks", "operators"])
+def test_steps_are_told_apart(style: Style, tmp_path: Path):
+    _same("1f1b", style, tmp_path, steps=3)
+
+
+def test_what_megatron_interleaves_is_named_by_its_flags(tmp_path: Path):
+    costs = UniformCosts(forward=2.0, backward=4.0)
+    flags = (
+        "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4 "
+        "--num-virtual-stages-per-pipeline-rank 2"
+    )
+    theirs = read_flags(flags, Asked(), name="flags")
+    timeline = known("interleaved_1f1b", 2, 4, costs, 2)
+    paths = write(tmp_path, timeline, style="stack", steps=2)
+    traces = [read_trace(path) for path in paths]
+    assert traces[0].found_by == "stack"
+    measured = put_together(traces, order(theirs.file.text))
+    assert measured.timeline.makespan == pytest.approx(timeline.makespan * 0.01, rel=1e-3)
+    assert measured.timeline.program.placement.num_stages == 4
+    wrong = flags.replace("size 4", "size 3").replace("per-pipeline-rank 2", "per-pipeline-rank 1")
+    with pytest.raises(DataError, match="and the order"):
+        put_together(traces, order(read_flags(wrong, Asked(), name="x").file.text))
+
+
+def test_a_trace_without_a_pipeline_says_how_to_record_one(tmp_path: Path):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": [{"ph": "X", "name": "x", "ts": 1, "dur": 2}]}))
+    with pytest.raises(DataError, match="nothing in it is a forward"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "told"),
+    [
+        ("t.json", b"[1, 2", "no JSON"),
+        ("t.json", b'{"traceEvents": 3}', "no trace"),
+        ("t.json", b"[" * 100_000 + b"]" * 100_000, "nested deeper"),
+        ("t.json", b"\xff\xfe\x00", "cannot be read"),
+        ("t.json.gz", b"no gzip", "cannot be read"),
+        ("t.json.gz", gzip.compress(b'{"traceEvents": []}' * 99)[:40], "ends too early"),
+        ("t.json.gz", gzip.compress(bytes(5_000_009)), "more than 5,000,000"),
+    ],
+)
+def test_damaged_and_hostile_files_are_one_message(tmp_path: Path, name, data, told, monkeypatch):
+    monkeypatch.setattr(kineto, "_MOST_BYTES", 5_000_000)
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=told):
+        read_trace(path)
+
+
+def test_events_that_make_no_sense_are_left_out(tmp_path: Path):
+    timeline = known("1f1b", 2, 2, EVEN)
+    paths = write(tmp_path, timeline)
+    tree = json.loads(paths[0].read_text())
+    tree["traceEvents"] += [
+        None, 7, {"ph": "X"}, {"ph": "X", "name": 3, "ts": 1}, {"ph": "X", "name": "PP:0F0"},
+        {"ph": "X", "name": "PP:0F0", "ts": "now", "dur": 1, "cat": "user_annotation"},
+        {"ph": "X", "name": "PP:0F1", "ts": 1e300, "dur": 1, "cat": "user_annotation"},
+        {"ph": "X", "name": "PP:99999999F0", "ts": 1, "dur": 1, "cat": "user_annotation"},
+    ]  # fmt: skip
+    paths[0].write_text(json.dumps(tree))
+    measured = put_together([read_trace(path) for path in paths])
+    assert measured.timeline.makespan == pytest.approx(timeline.makespan * 0.01, rel=1e-3)
