@@ -429,7 +429,7 @@ _HUGGING_FACE_ONLY = ("path", "pretrained", "layers_path")
 _EXPERTS_ONLY = (
     "experts_per_token", "expert_ffn", "shared_experts", "first_dense_layers", "expert_every",
     "expert_imbalance", "router", "router_normalized", "router_scale", "aux_loss",
-    "aux_loss_over", "z_loss",
+    "aux_loss_over", "z_loss", "bias_update_rate",
 )  # fmt: skip
 
 

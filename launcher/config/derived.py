@@ -175,6 +175,7 @@ def _moe_shape(model: ModelConfig) -> MoeShape | None:
         scores=model.router,
         normalised=model.router_normalized,
         scale=model.router_scale,
+        steering=model.bias_update_rate,
         balance_loss=0.01 if model.aux_loss is None else model.aux_loss,
         balance_over=model.aux_loss_over,
         z_loss=model.z_loss,

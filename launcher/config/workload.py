@@ -71,6 +71,12 @@ class ModelConfig:
         example=1.2,
     )
     z_loss: float = key(0.0, "Factor of each layer's loss on the size of router logits.", low=0)
+    bias_update_rate: float = key(
+        0.0,
+        "Step of a bias that steers tokens to experts that got few, without a loss; 0 = no bias.",
+        low=0,
+        high=1,
+    )
     path: str | None = key(
         None,
         "hf: folder with config.json and *.safetensors; class: where your class is, "

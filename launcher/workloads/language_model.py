@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from launcher.config.workload import OptimizerConfig
 from launcher.workloads.initialisation import SeededUnit, initialise
-from launcher.workloads.optimizer import configured
+from launcher.workloads.optimizer import Steering, configured
 from launcher.workloads.transformer import Head, Transformer
 from launcher.workloads.transformer_shape import UNIT_PREFIX, TransformerShape, unit_costs
 from strategies.errors import DataError, PlanError
+from strategies.models.experts import Mixture
 from strategies.models.tensor_parallel.sharded_layers import (
     ColumnLinear,
     VocabularyShare,
@@ -28,6 +29,8 @@ from strategies.models.tensor_parallel.sharded_layers import (
     token_losses,
 )
 from strategies.models.tensor_parallel.sharding import Column, Row, Split, Stream, Style, Vocabulary
+
+_LOGGED_EXPERTS = 256  # of all layers: more columns than these nobody reads
 
 Mode = Literal["train", "validate", "test", "predict"]
 Batch = Mapping[str, Tensor]
@@ -92,29 +95,37 @@ class LanguageModel(pl.LightningModule):
         if mode == "train":
             self.log("train_loss", loss.detach(), prog_bar=True, batch_size=size)
             if along:
-                loss = loss + self._routing_loss(*along)
+                loss = loss + self._routing_loss(*along, tokens=targets.numel())
         else:
             name = "val_loss" if mode == "validate" else "test_loss"
             self.log(name, loss.detach(), prog_bar=True, sync_dist=True, batch_size=size)
         return loss
 
-    def _routing_loss(self, losses: Tensor, load: Tensor) -> Tensor:
+    def _routing_loss(self, losses: Tensor, load: Tensor, *, tokens: int) -> Tensor:
         """What the layers' losses ``[batch, 2]`` add to the loss; logs them and the load.
 
         Logged are means over the layers: ``balance_loss`` (1 when balanced) and ``z_loss``, and of
-        the worst layer ``expert_imbalance``, the fullest expert's load over the mean.
+        the worst layer ``expert_imbalance``, the fullest expert's load over the mean; how many
+        choices of tokens no expert has computed, ``dropped_tokens``, which is 0; and of models with
+        up to 256 experts the load over the mean of each, ``expert_load/LAYER/EXPERT``.
         """
         moe, layers, size = self.shape.moe, len(self.shape.moe_layers), losses.shape[0]
         assert moe is not None
         balance, spread = losses.mean(dim=0)
         total = load.sum(dim=0)
-        imbalance = (total.amax(dim=-1) / total.mean(dim=-1)).amax()
+        shares = total / total.mean(dim=-1, keepdim=True)
         for name, value in (
             ("balance_loss", balance.detach() / layers),
             ("z_loss", spread.detach() / layers),
-            ("expert_imbalance", imbalance),
+            ("expert_imbalance", shares.amax()),
         ):
             self.log(name, value, batch_size=size)
+        routed = layers * moe.per_token * tokens
+        self.log("dropped_tokens", routed - total.sum(), reduce_fx="sum", batch_size=size)
+        if shares.numel() <= _LOGGED_EXPERTS:
+            for layer, row in zip(self.shape.moe_layers, shares, strict=True):
+                for expert, share in enumerate(row):
+                    self.log(f"expert_load/{layer}/{expert}", share, batch_size=size)
         added: Tensor = moe.balance_loss * balance + moe.z_loss * spread
         return added
 
@@ -191,7 +202,15 @@ class LanguageModel(pl.LightningModule):
             self.log("val_perplexity", loss.exp(), sync_dist=True)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        return configured(self, self.optimizer_options)
+        return configured(self, self.optimizer_options, steering=self._steering())
+
+    def _steering(self) -> Steering | None:
+        """The biases of the routers that are here, where the shape asks for them."""
+        moe = self.shape.moe
+        if moe is None or not moe.steering:
+            return None
+        routers = [unit.router for unit in self.modules() if isinstance(unit, Mixture)]
+        return Steering([r.bias for r in routers if r.bias is not None], moe.steering)
 
     def generate(
         self,

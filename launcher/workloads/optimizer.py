@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -24,22 +24,70 @@ from launcher.workloads.own_code import Offer, bound, build, described, load_obj
 from strategies.errors import PlanError
 
 
+class Steering(NamedTuple):
+    """Parameters that each step moves by ``rate``, against the sign of their gradient."""
+
+    parameters: Sequence[nn.Parameter]
+    rate: float
+
+
 def build_optimizer(
     parameters: Iterable[nn.Parameter],
     options: OptimizerConfig,
     *,
     apart: Callable[[nn.Parameter], bool] | None = None,
+    steering: Steering | None = None,
 ) -> Optimizer:
     """An optimizer with two groups: with weight decay (two or more dimensions) and without.
+
+    What is ``steering`` is one more, which the optimizer itself leaves alone.
 
     Both groups always exist, maybe empty: ranks whose stage lacks a kind, or has no parameter at
     all, then keep the same group indices as the others, and torch accepts an optimizer of empty
     groups but not of none. ``muon`` has three, and ``apart`` says which matrices are not for it;
     None for none.
     """
+    steered = set() if steering is None else {id(p) for p in steering.parameters}
+    trained = [p for p in parameters if p.requires_grad and id(p) not in steered]
     if options.name == "muon":
-        return build_muon(parameters, options, apart=apart or (lambda _: False))
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+        optimizer: Optimizer = build_muon(trained, options, apart=apart or (lambda _: False))
+    else:
+        optimizer = _made(trained, options)
+    if steering is not None:
+        _add_steered(optimizer, steering, options)
+    return optimizer
+
+
+_STEERED = "steered_by"
+
+
+def _add_steered(optimizer: Optimizer, steering: Steering, options: OptimizerConfig) -> None:
+    """A group at a rate of 0, where every rule of torch's stands still; what moves it comes behind.
+
+    Raises:
+        PlanError: The optimizer has no rate.
+    """
+    usual = {key: value for key, value in optimizer.param_groups[-1].items() if key != "params"}
+    if "lr" not in usual:
+        raise PlanError(
+            f"optimizer.path={options.path}: {type(optimizer).__name__} has no lr, by which it "
+            "would leave the biases of routers alone. Try model.bias_update_rate=0."
+        )
+    members = [parameter for parameter in steering.parameters if parameter.requires_grad]
+    still = {"lr": 0.0, "weight_decay": 0.0, _STEERED: steering.rate}
+    optimizer.add_param_group({**usual, **still, "params": members})
+    optimizer.register_step_post_hook(_steer)
+
+
+@torch.no_grad()
+def _steer(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if _STEERED in group else ():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad.sign(), alpha=group[_STEERED])
+
+
+def _made(trained: list[nn.Parameter], options: OptimizerConfig) -> Optimizer:
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
@@ -104,10 +152,12 @@ def _of_own_class(groups: list[dict[str, Any]], options: OptimizerConfig) -> Opt
     return made
 
 
-def configured(module: pl.LightningModule, options: OptimizerConfig) -> OptimizerLRSchedulerConfig:
+def configured(
+    module: pl.LightningModule, options: OptimizerConfig, *, steering: Steering | None = None
+) -> OptimizerLRSchedulerConfig:
     """What ``configure_optimizers`` returns for ``optimizer=``."""
     apart = embeddings_and_head(module) if options.name == "muon" else None
-    optimizer = build_optimizer(module.parameters(), options, apart=apart)
+    optimizer = build_optimizer(module.parameters(), options, apart=apart, steering=steering)
     total = module.trainer.estimated_stepping_batches
     scheduler = build_scheduler(optimizer, options, total_steps=total)
     return {

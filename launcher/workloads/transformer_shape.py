@@ -309,7 +309,8 @@ def _sparse_parameters(shape: TransformerShape) -> int:
     moe = shape.moe
     assert moe is not None
     matrices = _mlp_matrices(shape) * moe.ffn * (moe.experts + moe.shared)
-    return shape.hidden * (moe.experts + matrices) + _norm_parameters(shape)
+    bias = moe.experts if moe.steering else 0
+    return shape.hidden * (moe.experts + matrices) + bias + _norm_parameters(shape)
 
 
 def _sparse_flops(shape: TransformerShape) -> int:
@@ -340,7 +341,8 @@ def _sparse_saved(shape: TransformerShape) -> int:
     # Rows of the experts' input, of their output, and where they came from and go to.
     rows = moe.per_token * (2 * shape.hidden + 2 + inner)
     per_token = shape.hidden + routing + rows + moe.shared * inner
-    return shape.sequence * per_token + moe.experts  # its load
+    load = moe.experts * (2 if moe.steering else 1)
+    return shape.sequence * per_token + load
 
 
 def _attention_flops(shape: TransformerShape) -> int:

@@ -12,7 +12,7 @@ the choice without one.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +64,9 @@ class Router(nn.Module):
         scores: ``softmax`` over the experts, or each expert's own ``sigmoid``.
         normalised: Whether the weights of a token's experts are made to sum to 1.
         scale: Factor of all weights.
-        steered: Whether a bias per expert, which no gradient reaches, is added to the scores
-            before the choice (and not to the weights), as in DeepSeek-V3 (arXiv 2408.15664).
+        steered: Whether a bias per expert is added to the scores before the choice (and not to the
+            weights), as in DeepSeek-V3 (arXiv 2408.15664). Its gradient is no loss's: see
+            ``SURPLUS``.
         span: What the balance loss is taken over: each sequence, which gives the same loss
             however a batch is cut, or all tokens that go through the layer at once.
     """
@@ -84,9 +85,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, hidden))
-        bias = torch.zeros(experts, device="cpu") if steered else None
-        self.bias: Tensor | None
-        self.register_buffer("bias", bias)
+        self.bias = nn.Parameter(torch.zeros(experts)) if steered else None
         self.per_token = per_token
         self._scores: Scores = scores
         self._normalised = normalised
@@ -104,14 +103,20 @@ class Router(nn.Module):
             else:
                 scores = logits.sigmoid()
                 shares = scores / scores.sum(dim=-1, keepdim=True)
-            chosen = scores if self.bias is None else scores + self.bias.to(scores)
-            ids = chosen.detach().topk(self.per_token, dim=-1).indices
+            chosen = scores.detach()
+            if self.bias is not None:
+                chosen = chosen + self.bias.detach().to(wide)
+            ids = chosen.topk(self.per_token, dim=-1).indices
             weights = scores.gather(-1, ids)
             if self._normalised:
                 weights = weights / weights.sum(dim=-1, keepdim=True)
             weights = weights * self._scale
             load = _load(ids, experts=logits.shape[-1], dtype=wide)
             losses = self._losses(logits, shares, load)
+            if self.bias is not None:
+                weights = _Surplus.apply(  # type: ignore[no-untyped-call]
+                    weights, self.bias, load.sum(dim=0)
+                )
         return Routing(ids.flatten(0, 1), weights.flatten(0, 1), losses, load)
 
     def _losses(self, logits: Tensor, shares: Tensor, load: Tensor) -> Tensor:
@@ -127,6 +132,29 @@ class Router(nn.Module):
         balance = experts * (got * wanted).sum(dim=-1)
         size = logits.logsumexp(dim=-1).square().mean(dim=-1)
         return torch.stack((balance.expand(batch), size), dim=-1)
+
+
+# What the gradient of a router's bias is multiplied with, a power of two: the load that is left of
+# an expert's when each has got the mean, counts that add up over microbatches and replicas on the
+# ways of any gradient. An optimizer steps by its sign alone, which no factor changes, and beside
+# the other gradients it is nothing in a norm that clips.
+SURPLUS = 2.0**-64
+
+
+class _Surplus(torch.autograd.Function):
+    """Hands the weights on; its backward gives the bias what its experts got too much."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, bias: Tensor, load: Tensor) -> Tensor:
+        ctx.save_for_backward(load)
+        ctx.dtype = bias.dtype
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (load,) = ctx.saved_tensors
+        surplus = (load * len(load) - load.sum()) * SURPLUS
+        return gradients[0], surplus.to(ctx.dtype), None
 
 
 class Experts(nn.Module):

@@ -22,12 +22,17 @@ SHARED = small_shape(
     tie_embeddings=True,
     moe=replace(MOE, shared=1, first_dense=1, every=2, scores="sigmoid", scale=2.5),
 )
+STEERED = small_shape(
+    moe=replace(MOE, scores="sigmoid", steering=0.02, balance_loss=0.0, normalised=False)
+)
 QUICK = {
     "1f1b": Case("1f1b", pp=2, dp=2, shape=SHARED, clip=0.05),
     "zb_h1": Case("zb_h1", pp=2, shape=SPARSE, recompute=Recompute("full")),
     "foldx_fifo": Case("foldx_fifo", pp=2, shape=SPARSE, accumulation=2, overlap="zero1", dp=2),
     "dualpipe": Case("dualpipe", pp=2, shape=SHARED),
     "split": Case("interleaved_1f1b", pp=2, shape=SHARED, split_backward=True),
+    "chimera": Case("chimera", pp=2, shape=STEERED, clip=0.05),
+    "zb_v": Case("zb_v", pp=2, dp=2, shape=STEERED, accumulation=2, overlap="zero1"),
     "one rank": Case("zb_v", pp=1, shape=SHARED, recompute=Recompute("selective")),
 }
 

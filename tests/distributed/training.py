@@ -65,6 +65,10 @@ class Learner(LanguageModel):
         self._optimizer = optimizer
 
     def configure_optimizers(self) -> Any:
+        steering = self._steering()
+        if steering is not None:
+            options = OptimizerConfig(name="adam", lr=3e-3, weight_decay=0.0)
+            return build_optimizer(self.parameters(), options, steering=steering)
         return bare_optimizer(self._optimizer, self)
 
 
@@ -208,9 +212,9 @@ def reference(
     case: Case, made: Callable[[nn.Module], list[torch.optim.Optimizer]] | None = None
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The same training in plain torch: losses per batch, and the parameters at the end."""
-    model = Learner(case.shape).double()
+    model = Learner(case.shape, case.optimizer).double()
     model.log = lambda *_, **__: None  # type: ignore[method-assign]
-    optimizers = [bare_optimizer(case.optimizer, model)] if made is None else made(model)
+    optimizers = [model.configure_optimizers()] if made is None else made(model)
     data = Sentences(case.count).tokens
     size = case.rows * case.dp
     losses = []

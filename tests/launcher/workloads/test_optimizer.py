@@ -7,7 +7,7 @@ from torch import nn
 from launcher.config import from_dict
 from launcher.config.check import check
 from launcher.config.workload import OptimizerConfig
-from launcher.workloads.optimizer import build_optimizer, build_scheduler, lr_factor
+from launcher.workloads.optimizer import Steering, build_optimizer, build_scheduler, lr_factor
 from strategies.errors import PlanError
 
 
@@ -88,3 +88,18 @@ def test_a_schedule_continues_from_its_state():
 def test_values_out_of_range_are_refused(changes, message):
     with pytest.raises(PlanError, match=message):
         check(from_dict({"optimizer": changes}))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+def test_what_is_steered_moves_by_the_sign_of_its_gradient_alone(name):
+    weight, bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.zeros(3))
+    options = OptimizerConfig(name=name, warmup_steps=4)
+    optimizer = build_optimizer([weight, bias], options, steering=Steering([bias], 0.25))
+    scheduler = build_scheduler(optimizer, options, total_steps=10)
+    for _ in range(2):
+        weight.grad = torch.full((2, 2), 0.5)
+        bias.grad = torch.tensor([1e-19, -3.0, 0.0])
+        optimizer.step()
+        scheduler.step()
+    assert bias.tolist() == [-0.5, 0.5, 0.0]
+    assert not torch.equal(weight, torch.ones(2, 2))
