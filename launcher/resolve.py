@@ -109,6 +109,23 @@ class Run:
         return None if self.own_model else vocabulary_note(self.shape, self.config.tp)
 
     @property
+    def num_active_parameters(self) -> int | None:
+        """Of the parameters those that one token meets; None where all do, or nobody knows."""
+        shape = self.shape
+        if self.own_model or isinstance(shape, HfShape) or shape.moe is None:
+            return None
+        return shape.active_parameters
+
+    @property
+    def parameters(self) -> str | None:
+        """How many there are, in words; None if nobody knows."""
+        if self.num_parameters is None:
+            return None
+        active = self.num_active_parameters
+        some = "" if active is None else f" ({active:,} active)"
+        return f"{self.num_parameters:,} parameters{some}"
+
+    @property
     def layers_per_stage(self) -> tuple[float, ...]:
         """Layers per stage; a half is an attention or an MLP alone."""
         return stage_layers(self.traced or self.shape, self.stages)

@@ -112,9 +112,9 @@ def finish(
 def _announce(run: Run, checkpoint: Path | None, run_dir: Path) -> None:
     config = run.config
     known = model_label(config)
-    if run.num_parameters is not None:
+    if run.parameters is not None:
         layers = "|".join(f"{count:g}" for count in run.layers_per_stage)
-        known += f": {run.num_parameters:,} parameters, layers per stage {layers}"
+        known += f": {run.parameters}, layers per stage {layers}"
     say(
         f"{known}; {config.schedule.name} on {run.world_size} ranks (pp={config.pp} dp={run.dp}"
         + (f" tp={config.tp}" if config.tp > 1 else "")
@@ -143,6 +143,7 @@ def _beside(run: Run, predicted: Metrics, measured: Timeline | None) -> dict[str
     steady = predicted.makespan if run.config.trainer.waits_at_flush else predicted.period
     accumulation = run.config.trainer.accumulate_grad_batches
     return {
+        "num_active_parameters": run.num_active_parameters or run.num_parameters,
         "model_flops_per_step": step_flops(run),
         **peak_mapping(run.config),
         "predicted_step_time_s": steady * accumulation if seconds else None,

@@ -84,7 +84,7 @@ def _plan(run: Run) -> str:
         f"{run.world_size} processes: pp={run.config.pp} dp={run.dp} tp={run.config.tp}"
         + (f" ep={run.config.ep}, " if run.config.ep > 1 else ", ")
         + f"{run.num_microbatches} microbatches of {run.config.data.microbatch_size} per step and "
-        f"replica" + (f", {run.num_parameters:,} parameters" if run.num_parameters else ""),
+        f"replica" + (f", {run.parameters}" if run.num_parameters else ""),
         f"programs verified: train, accumulate, forward "
         f"({sum(map(len, run.programs.train.ranks))} instructions per training step)",
     ]

@@ -55,7 +55,9 @@ def closing_lines(run: Run, run_dir: Path, result: Mapping[str, object]) -> list
 def _done(run: Run, result: Mapping[str, object]) -> Iterator[str]:
     config = run.config
     count = result.get("num_parameters")
-    size = f" ({count:,} parameters)" if isinstance(count, int) else ""
+    active = run.num_active_parameters
+    some = "" if active is None else f", {active:,} active"
+    size = f" ({count:,} parameters{some})" if isinstance(count, int) else ""
     rows = run.batch_size * run.dp * config.trainer.accumulate_grad_batches
     # Only its own loaders know the batch of a data module of the user's.
     of = "" if run.own_data else f" of {rows} sequences of {run.shape.sequence} tokens"

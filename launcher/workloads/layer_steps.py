@@ -14,7 +14,7 @@ from launcher.workloads.transformer_shape import TransformerShape
 from launcher.workloads.transformer_share import padded_vocab
 from strategies.plan import Family
 
-UNIT_TYPES = ("Embedding", "Attention", "Mlp", "Head")
+UNIT_TYPES = ("Embedding", "Attention", "Mlp", "SparseMlp", "Head")
 
 
 def unit_steps(
@@ -49,8 +49,19 @@ def unit_steps(
             product("branch", cut.stream, biases=cut.biases),
             *dropped(cut),
         ),
+        "SparseMlp": (*norm(cut, "in"), *_experts(shape), *dropped(cut)) if shape.moe else (),
         "Head": (*norm(cut, "in"), Asked("normed"), product("logits", tokens * ids, biases=False)),
     }
+
+
+def unit_types(shape: TransformerShape) -> list[str]:
+    """Of each unit, in execution order."""
+    layers = [
+        kind
+        for layer in range(shape.layers)
+        for kind in ("Attention", "SparseMlp" if layer in shape.moe_layers else "Mlp")
+    ]
+    return ["Embedding", *layers, "Head"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +166,95 @@ def _inner(shape: TransformerShape, cut: Cut, tp: int) -> tuple[Step, ...]:
     flops = 2.0 * shape.hidden * size
     up = product("up", size, biases=cut.biases, flops=flops)
     if shape.activation == "gelu":
-        return (Asked("normed"), up, Asked("up"), made("curved", size, "activation"),
-                Asked("curved"))  # fmt: skip
+        return (Asked("normed"), up, *_curved("up", size))
     gate = product("gate", size, biases=cut.biases, flops=flops)
+    return (Asked("normed"), up, Asked("normed"), gate, *_gated("gate", "up", size))
+
+
+def _curved(source: str, size: int, suffix: str = "") -> tuple[Step, ...]:
+    """gelu, in front of a product."""
+    result = f"curved{suffix}"
+    return (Asked(source), made(result, size, "activation"), Asked(result))
+
+
+def _gated(gate: str, up: str, size: int, suffix: str = "") -> tuple[Step, ...]:
+    """swiglu, in front of a product."""
+    curved, result = f"curved{suffix}", f"gated{suffix}"
     return (
-        Asked("normed"), up, Asked("normed"), gate,
-        Asked("gate"), made("curved", size, "activation"),
-        Asked("up"), Asked("curved"), made("gated", size, "activation"), Asked("gated"),
+        Asked(gate), made(curved, size, "activation"),
+        Asked(up), Asked(curved), made(result, size, "activation"), Asked(result),
     )  # fmt: skip
+
+
+def _experts(shape: TransformerShape) -> tuple[Step, ...]:
+    """Routing, experts and shared experts; the sum over experts and with the shared ones."""
+    moe = shape.moe
+    assert moe is not None
+    tokens = shape.sequence
+    rows, width = tokens * moe.per_token, tokens * moe.per_token * shape.hidden
+    inner, shared = rows * moe.ffn, tokens * moe.shared * moe.ffn
+    gated = shape.activation == "swiglu"
+    steps: list[Step] = [
+        *_routing(shape),
+        made("sorted", rows, "activation"), made("order", rows, "activation"), Asked("order"),
+        made("rows", width, "activation"), *_grouped("up", inner, shape.hidden, "rows"),
+    ]  # fmt: skip
+    if gated:
+        steps += [*_grouped("gate", inner, shape.hidden, "rows"), *_gated("gate", "up", inner)]
+    else:
+        steps += _curved("up", inner)
+    steps += [
+        *_grouped("results", width, moe.ffn, "gated" if gated else "curved"),
+        made("places", rows), Asked("places"), made("picked", width, "activation"),
+        Asked("picked"), Asked("weights"),
+    ]  # fmt: skip
+    if not shared:
+        return tuple(steps)
+    flops = 2.0 * shape.hidden * shared
+    up = product("shared up", shared, biases=False, flops=flops)
+    steps += [Asked("normed"), up]
+    if gated:
+        gate = product("shared gate", shared, biases=False, flops=flops)
+        steps += [Asked("normed"), gate, *_gated("shared gate", "shared up", shared, " shared")]
+    else:
+        steps += _curved("shared up", shared, " shared")
+    return (*steps, product("branch", tokens * shape.hidden, biases=False, flops=flops))
+
+
+def _routing(shape: TransformerShape) -> tuple[Step, ...]:
+    moe = shape.moe
+    assert moe is not None
+    tokens, scores = shape.sequence, shape.sequence * moe.experts
+    chosen = tokens * moe.per_token
+    steps: list[Step] = [
+        Asked("normed"),
+        product("logits", scores, biases=False, flops=2.0 * shape.hidden * scores),
+        made("scores", scores, "attention" if moe.scores == "softmax" else "activation"),
+        Asked("scores"),
+    ]  # fmt: skip
+    if moe.scores == "sigmoid":
+        steps += [made("sum", tokens, "activation"), Asked("sum")]
+    steps += [made("ids", chosen, "activation"), Asked("ids"), made("chosen", chosen, "activation")]
+    if moe.normalised:
+        steps += [Asked("chosen"), made("all", tokens, "activation"), Asked("all")]
+    steps += [
+        made("weights", chosen, "activation"),
+        made("load", moe.experts), made("got", moe.experts, "activation"), Asked("got"),
+        Asked("logits"), made("size", tokens, "activation"), Asked("size"),
+    ]  # fmt: skip
+    if moe.steering:
+        steps += [made("all loads", moe.experts, "activation"), Asked("all loads")]
+    return tuple(steps)
+
+
+def _grouped(name: str, elements: int, inner: int, source: str) -> tuple[Step, ...]:
+    """Products of each expert's rows, put together."""
+    flops = 2.0 * inner * elements
+    return (
+        Asked(source),
+        product(f"parts of {name}", elements, biases=True, flops=flops),
+        made(name, elements, "activation"),
+    )
 
 
 # -------------------------------------------------------------------------------------------- kept

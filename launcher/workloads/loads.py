@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from launcher.workloads.hf.hf_layer_steps import hf_steps, type_names
 from launcher.workloads.hf.hf_shape import HfShape
-from launcher.workloads.layer_steps import UNIT_TYPES, Step, kept, unit_steps
+from launcher.workloads.layer_steps import UNIT_TYPES, Step, kept, unit_steps, unit_types
 from launcher.workloads.model_share import ModelShape, PlannedShape, model_shares, model_units
 from launcher.workloads.traced_shape import TracedShape
 from launcher.workloads.transformer_shape import TransformerShape
@@ -219,10 +219,11 @@ def selective_shares(
         )
         middle = [layer] * shape.layers
     else:
-        _check_names(layers, tuple((name,) for name in UNIT_TYPES), all_known=True)
+        there = dict.fromkeys(unit_types(shape))
+        _check_names(layers, tuple((name,) for name in there), all_known=True)
         steps = unit_steps(shape, tp, sequence_parallel=sequence_parallel)
-        first, attention, mlp, head = (_share(steps[n], (n,), layers) for n in UNIT_TYPES)
-        middle = [attention, mlp] * shape.layers
+        shares = {name: _share(steps[name], (name,), layers) for name in UNIT_TYPES}
+        first, *middle, head = (shares[name] for name in unit_types(shape))
     ids = padded_vocab(shape.vocab, tp) // tp
     loss = shape.sequence * (ids + 1)
     return (first, *middle, head._replace(saved_elements=head.saved_elements + loss))

@@ -158,6 +158,15 @@ class TransformerShape:
         """Parameters of the whole model, tied ones once."""
         return sum(unit.parameters for unit in unit_specs(self))
 
+    @property
+    def active_parameters(self) -> int:
+        """Of them those that one token meets: of experts the ones that it goes to."""
+        moe = self.moe
+        if moe is None:
+            return self.num_parameters
+        idle = (moe.experts - moe.per_token) * _mlp_matrices(self) * self.hidden * moe.ffn
+        return self.num_parameters - len(self.moe_layers) * idle
+
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from launcher.workloads.hf.hf_shape import HfShape
 from launcher.workloads.model_share import ModelShape
+from launcher.workloads.transformer_shape import MoeShape, TransformerShape
 from launcher.workloads.transformer_share import padded_vocab
 from strategies.costs.kernels import Attention, Core, Product, Work
 from strategies.plan import Family
@@ -25,14 +26,21 @@ def unit_works(
     sequence_parallel: bool = False,
     attention: Attention = "fused",
 ) -> tuple[Work, ...]:
-    """The different units: embedding, attention, MLP and head; of model=hf whole layers between."""
+    """The different units: embedding, attention, MLP and head; of model=hf whole layers between.
+
+    With experts all units, as layers differ.
+    """
     cut = _cut(shape, tp, microbatch_size, sequence_parallel=sequence_parallel)
     kind = attention
     if isinstance(shape, HfShape) and attention == "unfused_dropout":
         assert shape.sizes is not None
         kind = attention if shape.sizes.attention_dropout else "unfused"
     layer = (_attention(cut, kind), _mlp(cut))
-    middle = (_joined(*layer),) if isinstance(shape, HfShape) else layer
+    middle: tuple[Work, ...] = (_joined(*layer),) if isinstance(shape, HfShape) else layer
+    if isinstance(shape, TransformerShape) and shape.moe is not None:
+        attending, mlp, sparse = *layer, _sparse(cut, shape.moe)
+        kinds = [sparse if n in shape.moe_layers else mlp for n in range(shape.layers)]
+        middle = tuple(work for kind in kinds for work in (attending, kind))
     return (_embedding(cut), *middle, _head(cut))
 
 
@@ -173,6 +181,38 @@ def _mlp(cut: _Cut) -> Work:
         forward_kernels=4,
         backward_kernels=8,
         weights=sum(product.columns * product.inner for product in products),
+    )
+
+
+def _sparse(cut: _Cut, moe: MoeShape) -> Work:
+    """Router, sorting, experts in groups of the mean size, the weighted sum; the shared ones."""
+    forward, backward = _branch(replace(cut, biases=False))
+    rows, shared = cut.tokens * moe.per_token, moe.shared * moe.ffn
+    group = max(1, rows // moe.experts)
+    joined = moe.ffn * (2 if cut.gated else 1)
+    products = [
+        Product(cut.tokens, moe.experts, cut.hidden),
+        Product(group, joined, cut.hidden, batch=moe.experts),
+        Product(group, cut.hidden, moe.ffn, batch=moe.experts),
+    ]
+    if shared:
+        products += [
+            Product(cut.tokens, joined * moe.shared, cut.hidden),
+            Product(cut.tokens, cut.hidden, shared),
+        ]
+    # Copied once per choice, sorted, and back: each read and written; then weighted and summed.
+    moved = 6 * rows * cut.hidden + 3 * rows * cut.hidden
+    width = rows * moe.ffn + cut.tokens * shared
+    scores = cut.tokens * moe.experts
+    forward += moved + (5 if cut.gated else 2) * width + 8 * scores
+    backward += moved + rows * cut.hidden + (8 if cut.gated else 3) * width + 8 * scores
+    return Work(
+        products=tuple(products),
+        forward_elements=forward,
+        backward_elements=backward,
+        forward_kernels=30,
+        backward_kernels=40,
+        weights=sum(product.columns * product.inner * product.batch for product in products),
     )
 
 

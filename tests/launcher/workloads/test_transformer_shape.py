@@ -171,10 +171,40 @@ PUBLISHED = {
     "llama2_7b": (6_738_415_616, 4096),  # meta-llama/Llama-2-7b-hf
     "llama2_13b": (13_015_864_320, 4096),  # meta-llama/Llama-2-13b-hf
 }
+# name -> (parameters, of them active for a token)
+SPARSE = {
+    "mixtral_8x7b": (46.7e9, 12.9e9),  # the paper's 47 and 13
+    "deepseek_moe_16b": (15.7e9, None),  # of DeepSeek-V2-Lite
+    "gpt_moe_380m": (380e6, None),
+    "gpt_moe_1_3b": (1.3e9, None),
+    "gpt_moe_2_4b": (2.4e9, None),
+    "gpt_moe_10b": (10e9, None),
+    "gpt_moe_27b": (27e9, None),
+    "gpt_moe_70b": (70e9, None),
+}
 
 
 def test_every_model_file_is_looked_at():
-    assert sorted([*PUBLISHED, "fold_example", "small", "tiny"]) == PRESETS
+    assert sorted([*PUBLISHED, *SPARSE, "fold_example", "small", "tiny", "tiny_moe"]) == PRESETS
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_models_with_experts_have_their_published_number_of_parameters(name):
+    shape, (published, active) = preset(name), SPARSE[name]
+    assert shape.num_parameters == pytest.approx(published, rel=0.04)
+    if active is not None:
+        assert shape.active_parameters == pytest.approx(active, rel=0.02)
+    if name.startswith("gpt"):
+        assert (shape.ffn, shape.moe_layers[0]) == (8 * shape.hidden, 1)
+        assert len(shape.moe_layers) == shape.layers // 2
+
+
+def test_tokens_of_the_tiny_models_meet_equally_many_weights_with_experts_and_without():
+    dense, sparse = preset("tiny"), preset("tiny_moe")
+    routers = dense.layers * dense.hidden * 8
+    assert sparse.active_parameters == dense.num_parameters + routers
+    assert dense.active_parameters == dense.num_parameters
+    assert sparse.num_parameters > 2.5 * dense.num_parameters
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -190,7 +220,9 @@ def test_published_models_have_their_published_number_of_parameters(name):
 def test_a_model_file_keeps_to_its_family(name):
     shape = preset(name)
     choices = (shape.norm, shape.activation, shape.position, shape.tie_embeddings)
-    if name.startswith("gpt"):
+    if shape.moe is not None:
+        assert choices[3] == name.startswith("gpt")
+    elif name.startswith("gpt"):
         assert choices == ("layernorm", "gelu", "learned", True)
         assert (shape.vocab, shape.ffn) == (50257, 4 * shape.hidden)
     else:
