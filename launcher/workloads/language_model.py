@@ -101,7 +101,7 @@ class LanguageModel(pl.LightningModule):
             self.log(name, loss.detach(), prog_bar=True, sync_dist=True, batch_size=size)
         return loss
 
-    def _routing_loss(self, losses: Tensor, load: Tensor, *, tokens: int) -> Tensor:
+    def _routing_loss(self, *along: Tensor, tokens: int) -> Tensor:
         """What the layers' losses ``[batch, 2]`` add to the loss; logs them and the load.
 
         Logged are means over the layers: ``balance_loss`` (1 when balanced) and ``z_loss``, and of
@@ -109,6 +109,7 @@ class LanguageModel(pl.LightningModule):
         choices of tokens no expert has computed, ``dropped_tokens``, which is 0; and of models with
         up to 256 experts the load over the mean of each, ``expert_load/LAYER/EXPERT``.
         """
+        losses, load = along
         moe, layers, size = self.shape.moe, len(self.shape.moe_layers), losses.shape[0]
         assert moe is not None
         balance, spread = losses.mean(dim=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
+from transformers import AutoModelForCausalLM
 
 from launcher.workloads.hf.hf_model import HfLanguageModel
 from strategies.plan import Policy
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.tiny_models import batch_of, shape_of
+from tests.tiny_models import batch_of, shape_of, tiny_config
 
 STEPS, ROWS = 5, 6
 
@@ -93,6 +95,73 @@ def train_hf(case: HfCase) -> dict[str, Any]:
     result["shards"] = dict(strategy.engine.model.shards)
     strategy.engine.close()
     return result
+
+
+class OwnStep(pl.LightningModule):
+    """A module of somebody's own around a model of the library, whose loss it returns."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        loss = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.model = AutoModelForCausalLM.from_config(tiny_config(family, **loss))
+        self.model.set_experts_implementation("eager")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        found = self.model(input_ids=batch["tokens"], labels=batch["tokens"], use_cache=False)
+        self.log("train_loss", found.loss)
+        if getattr(found, "aux_loss", None) is not None:
+            self.log("balance", found.aux_loss)
+        loss: Tensor = found.loss
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=3e-3)
+
+
+def train_own(family: str, schedule: str, pp: int) -> dict[str, Any]:
+    """Trains such a module on this rank."""
+    losses = _Losses()
+    strategy = PipelineStrategy(
+        pp=pp, schedule=schedule, num_microbatches=2, timeout_s=60, seed=0, whole_after=False
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        precision="64-true",
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[losses],
+    )
+    trainer.fit(OwnStep(family), DataLoader(Rows(HfCase("")), batch_size=ROWS))
+    balance = trainer.callback_metrics.get("balance")
+    strategy.engine.close()
+    return {"losses": losses.losses, "balance": None if balance is None else float(balance)}
+
+
+def balanced_reference(model: Any, case: HfCase) -> list[float]:
+    """The same with the library's balance loss, of each microbatch as the pipeline cuts them."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    rows = batch_of(STEPS * ROWS, padded=case.padded)
+    losses = []
+    for step in range(STEPS):
+        whole = 0.0
+        for start, stop in pairwise((0, 2, 4, 5, 6)):
+            part = {k: v[step * ROWS :][start:stop] for k, v in rows.items()}
+            mask = part.get("attention_mask")
+            given = model(part["tokens"], attention_mask=mask, use_cache=False)
+            loss = functional.cross_entropy(given.logits.flatten(0, 1), part["targets"].flatten())
+            whole += loss.item() * (stop - start) / ROWS
+            loss = loss + model.router_aux_loss_coef * given.aux_loss
+            (loss * (stop - start) / ROWS).backward()
+        losses.append(whole)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 def reference(model: Any, case: HfCase) -> list[float]:

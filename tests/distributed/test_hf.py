@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from launcher.workloads.hf.export import export_checkpoint, library_name
 from strategies.plan import Policy
-from tests.distributed.hf_training import HfCase, reference, train_hf
+from tests.distributed.hf_training import HfCase, balanced_reference, reference, train_hf, train_own
 from tests.distributed.pool import Ranks
 from tests.tiny_models import batch_of, shape_of, write_model
 
@@ -167,6 +167,63 @@ def test_a_family_trains_and_is_exported_as_transformers_does_it(
         theirs = model.eval()(tokens, use_cache=False).logits
         difference = again.eval()(tokens, use_cache=False).logits - theirs
     assert difference.abs().max().item() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "schedule", "padded"),
+    [
+        ("mixtral", "zb_v", True),
+        ("granitemoe", "1f1b", False),
+        *(
+            pytest.param(family, schedule, padded, marks=pytest.mark.full)
+            for family in ("qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "ernie4_5_moe", "jamba")
+            for schedule, padded in (("1f1b", True), ("zb_v", False))
+        ),
+    ],
+)
+def test_the_balance_of_routers_is_the_librarys(
+    family: str, schedule: str, padded: bool, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    loss = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = write_model(tmp_path / "model", family, **loss)
+    saved = tmp_path / "saved.ckpt"
+    case = HfCase(str(tmp_path / "model"), schedule=schedule, padded=padded, save=str(saved))
+    losses = balanced_reference(model.train(), case)
+    trained = {library_name(n): p for n, p in model.named_parameters()}
+    for result in ranks(2).run(train_hf, case=case):
+        assert result["losses"] == pytest.approx(losses, abs=ROUNDED)
+        for name, value in result["parameters"].items():
+            difference = (value - trained[library_name(name)]).abs().max().item()
+            assert difference < 1e-4, name  # Adam makes much of gradients near 0
+    export_checkpoint(saved, shape_of(tmp_path / "model"), tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", experts_implementation="eager")
+    assert again.config.output_router_logits
+    tokens = batch_of(2)["tokens"]
+    with torch.no_grad():
+        theirs, ours = (m.eval()(tokens, use_cache=False) for m in (model, again))
+    assert (theirs.logits - ours.logits).abs().max().item() < 1e-4
+    assert float(theirs.aux_loss) == pytest.approx(float(ours.aux_loss), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "schedule"),
+    [
+        ("qwen3_moe", "zb_h1"),
+        *(
+            pytest.param(family, "1f1b", marks=pytest.mark.full)
+            for family in ("mixtral", "olmoe", "granitemoe", "gpt_oss", "deepseek_v3")
+        ),
+    ],
+)
+def test_a_module_that_returns_the_librarys_loss_has_the_balance_of_all_its_layers(
+    family: str, schedule: str, ranks: Callable[[int], Ranks]
+) -> None:
+    cut = ranks(2).run(train_own, family=family, schedule=schedule, pp=2)
+    (whole,) = ranks(1).run(train_own, family=family, schedule=schedule, pp=1)
+    assert (whole["balance"] is None) == (family == "deepseek_v3")  # which has no such loss
+    for result in cut:
+        assert result["losses"] == pytest.approx(whole["losses"], abs=TOLERANCE)
+        assert result["balance"] == pytest.approx(whole["balance"], abs=TOLERANCE)
 
 
 def _exported_equals(model: nn.Module, saved: Path, folder: Path) -> None:

@@ -227,13 +227,6 @@ def _refuse(config: Mapping[str, Any], file: Path) -> None:
             f"{file} has quantization_config: quantised weights cannot be trained. "
             "Try the unquantised model."
         )
-    if config.get("output_router_logits") is True:
-        raise ModelError(
-            f"{file} has output_router_logits=true, which adds a loss for the balance of experts "
-            "over the routers of all layers; model=hf trains with the loss of the tokens alone. "
-            'Try "output_router_logits": false there, or the model inside a LightningModule in a '
-            "package of yours (entry points foldpipe.models), which may return that sum."
-        )
 
 
 def whole_number(config: Mapping[str, Any], names: Sequence[str], default: int | None) -> int:

@@ -27,6 +27,9 @@ class HfLanguageModel(LanguageModel):
     Batches may have an ``attention_mask`` ``[batch, sequence]`` besides ``tokens`` and ``targets``:
     1 for tokens, 0 for padding. The loss is the mean over all targets; those of -100 count as 0.
 
+    With ``output_router_logits`` in config.json the loss has the library's balance loss in it,
+    taken over all tokens of a microbatch, as with accumulated gradients.
+
     Fresh weights are drawn from ``seed``; those of a folder are what they are.
 
     Inside ``with torch.device("meta")`` nothing is allocated: whoever cuts the model calls
@@ -72,6 +75,17 @@ class HfLanguageModel(LanguageModel):
         """The library's own plan for the layers; embedding and head by token ids."""
         return library_plan(self._skeleton, cast(HfShape, self.shape))
 
+    def _routing_loss(self, *along: Tensor, tokens: int) -> Tensor:
+        """The library's balance loss, of all tokens of the microbatch; logs it, 1 when balanced."""
+        (sums,), balance = along, self._skeleton.balance
+        assert balance is not None
+        loss = balance.loss(sums)
+        self.log("balance_loss", loss.detach() / balance.per_token, batch_size=sums.shape[0])
+        return balance.factor * loss
+
+    def _steering(self) -> None:
+        """Biases of routers are the library's: buffers that nothing moves."""
+
     @property
     def _vocabulary(self) -> VocabularyShare | None:
         head = self.network.head
@@ -105,8 +119,8 @@ class HfLanguageModel(LanguageModel):
         return logits
 
     def _step(self, batch: Batch, batch_idx: int, mode: Mode) -> Tensor:
-        logits = self.network(*self.pipeline_inputs(batch))
-        return self.pipeline_result((logits,), batch, batch_idx, mode)
+        tensors = self.network.run(*self.pipeline_inputs(batch))
+        return self.pipeline_result(tensors, batch, batch_idx, mode)
 
 
 def build(config: LaunchConfig) -> HfLanguageModel:

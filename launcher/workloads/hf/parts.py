@@ -1,8 +1,9 @@
 """The units of a Hugging Face model: embedding, one per decoder layer, head.
 
 A unit owns the library's modules under their names in the library, so a parameter is called
-``<unit>.<name in the library>``. Units exchange the residual stream ``[batch, sequence, hidden]``
-and, for batches that have one, the attention mask ``[batch, sequence]`` as it came.
+``<unit>.<name in the library>``. Units exchange the residual stream ``[batch, sequence, hidden]``;
+where routers have a loss, what its sums have come to, ``[batch, 2, experts]``; and, for batches
+that have one, the attention mask ``[batch, sequence]`` as it came.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from launcher.workloads.hf.hf_shape import EMBEDDING, HEAD, NETWORK, HfShape
+from launcher.workloads.hf.routers import Balance, recording
 from launcher.workloads.hf.skeleton import Call, Shell, Skeleton
 from strategies.errors import ModelError
 from strategies.models.tensor_parallel.sharding import Column, Row, Style, Vocabulary, read_style
@@ -67,6 +69,7 @@ class EmbeddingPart(Part):
         for name in skeleton.embedding:
             self.hold(name, skeleton.part(name))
         self._shell = skeleton.shell(dict(self.held_modules()))
+        self._balance = skeleton.balance
 
     def forward(self, tokens: Tensor, *mask: Tensor) -> Tensor | tuple[Tensor, ...]:
         inputs = {"input_ids": tokens, "attention_mask": mask[0] if mask else None}
@@ -74,7 +77,9 @@ class EmbeddingPart(Part):
         call = self._shell.layers[0].call
         assert call is not None
         self._shell.forget()
-        return (call.hidden, *mask) if mask else call.hidden
+        sums = () if self._balance is None else (self._balance.nothing(call.hidden),)
+        along = (*sums, *mask)
+        return (call.hidden, *along) if along else call.hidden
 
 
 class LayerPart(Part):
@@ -86,11 +91,27 @@ class LayerPart(Part):
         self.hold(self._name, copy.deepcopy(skeleton.layers[index]))
         self._index = index
         self._arguments = arguments
+        self._balance, self._routers = skeleton.balance, skeleton.routers
 
-    def forward(self, hidden: Tensor, *mask: Tensor) -> Tensor | tuple[Tensor, ...]:
-        call = self._arguments.of(self._index, hidden, mask[0] if mask else None)
+    def forward(self, hidden: Tensor, *along: Tensor) -> Tensor | tuple[Tensor, ...]:
+        if self._balance is not None:
+            return self._routed(self._balance, hidden, *along)
+        call = self._arguments.of(self._index, hidden, along[0] if along else None)
         output = call.on(self.get_submodule(self._name), hidden)
-        return (output, *mask) if mask else output
+        return (output, *along) if along else output
+
+    def _routed(
+        self, balance: Balance, hidden: Tensor, sums: Tensor, *masks: Tensor
+    ) -> tuple[Tensor, ...]:
+        mask = masks[0] if masks else None
+        call = self._arguments.of(self._index, hidden, mask)
+        layer = self.get_submodule(self._name)
+        assert self._routers is not None
+        with recording(self._routers.inside(layer), self._routers.index) as seen:
+            output = call.on(layer, hidden)
+        for logits in seen:  # none where a layer has an MLP
+            sums = sums + balance.sums(logits.view(*hidden.shape[:2], -1), mask)
+        return (output, sums, *masks)
 
 
 class HeadPart(Part):
@@ -101,8 +122,9 @@ class HeadPart(Part):
         for name in skeleton.head:
             self.hold(name, skeleton.part(name))
         self._shell = skeleton.shell(dict(self.held_modules()))
+        self._balanced = skeleton.balance is not None
 
-    def forward(self, hidden: Tensor, *mask: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, *along: Tensor) -> Tensor | tuple[Tensor, ...]:
         self._shell.layers[-1].answer = hidden
         inputs = {"inputs_embeds": self._shell.blank(hidden)}
         try:
@@ -110,7 +132,7 @@ class HeadPart(Part):
         finally:
             self._shell.forget()
         logits: Tensor = output.logits
-        return logits
+        return (logits, along[0]) if self._balanced else logits
 
 
 class LayerArguments:
@@ -205,14 +227,20 @@ class HfNetwork(nn.Module):
                     path, _, leaf = target.rpartition(".")
                     setattr(owners[target].get_submodule(path), leaf, first)
 
-    def forward(self, tokens: Tensor, *mask: Tensor) -> Tensor:
-        """Token ids ``[batch, sequence]`` to logits ``[batch, sequence, vocab]``."""
+    def run(self, tokens: Tensor, *mask: Tensor) -> tuple[Tensor, ...]:
+        """What the head gives: logits ``[batch, sequence, vocab]``, and sums if routers have some.
+
+        Tokens and mask are ``[batch, sequence]``.
+        """
         tensors: tuple[Any, ...] = (tokens, *mask)
         for _, unit in self.named_units():
             result = unit(*tensors)
             tensors = result if isinstance(result, tuple) else (result,)
-        logits: Tensor = tensors[0]
-        return logits
+        return tensors
+
+    def forward(self, tokens: Tensor, *mask: Tensor) -> Tensor:
+        """Token ids ``[batch, sequence]`` to logits ``[batch, sequence, vocab]``."""
+        return self.run(tokens, *mask)[0]
 
 
 _LISTED = "layers.*."

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.workloads.hf.hf_shape import HfShape, require_transformers
+from launcher.workloads.hf.routers import Balance, Routers, read_balance, recorded_routers
 from strategies.errors import ModelError
 
 
@@ -30,6 +31,8 @@ class Skeleton:
     head: tuple[str, ...]  # the same behind them
     tied: Mapping[str, str]  # parameter name -> the name of the parameter that it shares
     returns_tuple: bool  # whether a layer's output is a tuple
+    balance: Balance | None = None  # the loss of its routers, where the configuration asks for it
+    routers: Routers | None = None  # which modules of its layers these are
 
     def part(self, name: str) -> nn.Module:
         return copy.deepcopy(self.model.get_submodule(name))  # type: ignore[no-any-return]
@@ -66,12 +69,19 @@ def build_skeleton(shape: HfShape) -> Skeleton:
     """
     require_transformers()
     model = _build(shape)
+    balance = read_balance(model, shape)
+    routers = None if balance is None else recorded_routers(model)
+    # What stands for the layers has no routers: their loss is made of what the layers hand on.
+    if getattr(model.config, "output_router_logits", False):
+        model.config.output_router_logits = False
     path = shape.layers_path or _find_layers(model, shape)
     layers = _layers_at(model, path, shape)
     tied = dict(model.all_tied_weights_keys)
     _put(model, path, nn.ModuleList())
     order = _probe(model, layers, path, shape.folder)
-    return Skeleton(model, layers, path, order.before, order.after, tied, order.returns_tuple)
+    return Skeleton(
+        model, layers, path, order.before, order.after, tied, order.returns_tuple, balance, routers
+    )
 
 
 def _build(shape: HfShape) -> Any:

@@ -67,10 +67,23 @@ def test_layers_that_need_more_than_the_residual_stream_are_refused(
     assert reason in str(caught.value)
 
 
-def test_a_loss_for_the_balance_of_experts_is_refused_as_it_would_be_left_out(tmp_path):
+def test_a_loss_of_routers_that_is_none_of_sums_over_tokens_is_refused(tmp_path, monkeypatch):
+    from transformers.models.mixtral import modeling_mixtral as library
+
     tiny_config("mixtral", output_router_logits=True).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"output_router_logits=true, which adds a loss .* Try "):
-        shape_of(tmp_path, pretrained=False)
+    shape = shape_of(tmp_path, pretrained=False)
+    skeleton = build_skeleton(shape)
+    assert skeleton.balance is not None
+    assert (skeleton.balance.experts, skeleton.balance.per_token) == (4, 2)
+    theirs = library.load_balancing_loss_func
+    monkeypatch.setattr(library, "load_balancing_loss_func", lambda *args: theirs(*args) ** 2)
+    with pytest.raises(ModelError, match="MixtralForCausalLM makes of its routers is not one of"):
+        build_skeleton(shape)
+
+
+def test_a_family_without_a_loss_of_routers_has_none(tmp_path):
+    tiny_config("deepseek_v3", output_router_logits=True).save_pretrained(tmp_path)
+    assert build_skeleton(shape_of(tmp_path, pretrained=False)).balance is None
 
 
 @pytest.mark.parametrize("family", ["t5", "no_such_thing"])
