@@ -89,7 +89,7 @@ def _of_experts(shape: ModelShape, number: int, tp: int, size: int) -> dict[str,
     if (
         not isinstance(shape, TransformerShape)
         or number % 2
-        or number // 2 - 1 not in (shape.moe_layers)
+        or number // 2 - 1 not in shape.moe_layers
     ):
         return {}
     part = expert_part(shape)
@@ -139,7 +139,10 @@ def _layers_again(
     loss = shape.sequence * (padded_vocab(shape.vocab, tp) // tp + 1) * microbatch_size
     ids = shape.sequence * microbatch_size
     size = len(middle) // shape.layers  # units of a layer
-    whole = sum(load.saved_elements for load in middle[:size]) - stream
+    whole = [
+        sum(load.saved_elements for load in middle[i : i + size]) - stream
+        for i in range(0, len(middle), size)
+    ]
     masked = _drops_branches(shape)
     again = [
         _run_again(load, ends=i % size == size - 1 and not masked) for i, load in enumerate(middle)
@@ -147,7 +150,7 @@ def _layers_again(
     return (
         _keeping(first, ids, 0, first.saved_elements - ids),
         *(
-            _keeping(load, 0 if i % size else stream, stream if i % size else 0, whole)
+            _keeping(load, 0 if i % size else stream, stream if i % size else 0, whole[i // size])
             for i, load in enumerate(again)
         ),
         _keeping(head, stream + loss, 0, head.saved_elements - stream - loss),

@@ -38,7 +38,7 @@ def unit_works(
     layer = (_attention(cut, kind), _mlp(cut))
     middle: tuple[Work, ...] = (_joined(*layer),) if isinstance(shape, HfShape) else layer
     if isinstance(shape, TransformerShape) and shape.moe is not None:
-        attending, mlp, sparse = *layer, _sparse(cut, shape.moe)
+        attending, mlp, sparse = *layer, _sparse(cut, shape.moe, tp)
         kinds = [sparse if n in shape.moe_layers else mlp for n in range(shape.layers)]
         middle = tuple(work for kind in kinds for work in (attending, kind))
     return (_embedding(cut), *middle, _head(cut))
@@ -184,10 +184,13 @@ def _mlp(cut: _Cut) -> Work:
     )
 
 
-def _sparse(cut: _Cut, moe: MoeShape) -> Work:
-    """Router, sorting, experts in groups of the mean size, the weighted sum; the shared ones."""
+def _sparse(cut: _Cut, moe: MoeShape, tp: int) -> Work:
+    """Router, sorting, experts in groups of the mean size, the weighted sum; the shared ones.
+
+    Of ``tp`` ranks each computes the experts for its share of the tokens.
+    """
     forward, backward = _branch(replace(cut, biases=False))
-    rows, shared = cut.tokens * moe.per_token, moe.shared * moe.ffn
+    rows, shared = cut.tokens * moe.per_token // tp, moe.shared * moe.ffn // tp
     group = max(1, rows // moe.experts)
     joined = moe.ffn * (2 if cut.gated else 1)
     products = [
@@ -197,7 +200,7 @@ def _sparse(cut: _Cut, moe: MoeShape) -> Work:
     ]
     if shared:
         products += [
-            Product(cut.tokens, joined * moe.shared, cut.hidden),
+            Product(cut.tokens, shared * (2 if cut.gated else 1), cut.hidden),
             Product(cut.tokens, cut.hidden, shared),
         ]
     # Copied once per choice, sorted, and back: each read and written; then weighted and summed.

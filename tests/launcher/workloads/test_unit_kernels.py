@@ -34,10 +34,11 @@ def test_products_and_cores_are_the_flops_of_a_unit(name, tp):
 
 def test_experts_count_by_the_tokens_that_they_get():
     shape = replace(preset("deepseek_moe_16b"), layers=2)
-    loads = unit_loads(shape, 1, 3)
-    for load in loads:
-        ((work, _),) = load.works
-        assert flops(work) == pytest.approx(load.forward_flops, rel=1e-4)
+    for tp in (2, 1):
+        loads = unit_loads(shape, tp, 3)
+        for load in loads:
+            ((work, _),) = load.works
+            assert flops(work) == pytest.approx(load.forward_flops, rel=1e-4)
     dense, sparse = (loads[index].works[0][0] for index in (2, 4))
     assert sparse.weights > 7 * dense.weights
     assert flops(sparse) < 1.1 * flops(dense)
