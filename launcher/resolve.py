@@ -341,6 +341,7 @@ def _options(config: LaunchConfig, dp: int, cut: tuple[int, ...] | None) -> Opti
         units_per_stage=cut,
         bucket_mb=config.overlap.bucket_mb,
         grad_dtype=config.overlap.grad_dtype,
+        sum_dtype=config.overlap.sum_dtype,
         backend=config.cluster.backend,
         timeout_s=max(config.cluster.timeout_s, compiling_s),
         seed=config.seed,
@@ -394,8 +395,10 @@ def _spreads(config: LaunchConfig, dp: int) -> bool:
 
 
 def element_sizes(config: LaunchConfig) -> ElementSizes:
-    """What ``trainer.precision`` and ``overlap.grad_dtype`` make of an element."""
+    """What ``trainer.precision`` and the types of ``overlap`` make of an element."""
     sizes = ELEMENT_BYTES[config.trainer.precision]
+    if config.overlap.sum_dtype == "bf16":
+        return replace(sizes, gradient=2, wire=2)
     return replace(sizes, wire=2) if config.overlap.grad_dtype == "bf16" else sizes
 
 

@@ -252,6 +252,7 @@ class Options:
     units_per_stage: tuple[int, ...] | None = None
     bucket_mb: float = 25.0
     grad_dtype: GradientType = "fp32"
+    sum_dtype: GradientType = "fp32"
     backend: Backend = "auto"
     timeout_s: float = 1800.0
     seed: int | None = None

@@ -59,6 +59,7 @@ def check(config: LaunchConfig) -> None:
     _check_planner(config)
     if not _leaves_open(config):
         _check_schedule(config)
+    _check_sums(config)
     _check_recompute(config)
     shape = transformer_shape(config.model, vocab=256)  # Its checks raise; the data decide later.
     _check_sharing(config, shape)
@@ -182,6 +183,15 @@ def _check_schedule(config: LaunchConfig) -> None:
             f"schedule.layers_per_stage={spell(counts)} has {len(counts)} counts, but there are "
             f"{stages} stages ({schedule.name} on pp={config.pp}). "
             f"Try schedule.layers_per_stage={spell(even)}."
+        )
+
+
+def _check_sums(config: LaunchConfig) -> None:
+    if config.overlap.sum_dtype == "bf16" and config.trainer.precision != "bf16-true":
+        raise PlanError(
+            f"overlap.sum_dtype=bf16 with trainer.precision={config.trainer.precision}: gradients "
+            "are summed in 16 bits where weights have 16 bits. Try trainer.precision=bf16-true, or "
+            "overlap.sum_dtype=fp32."
         )
 
 

@@ -117,6 +117,11 @@ class OverlapConfig:
         "fp32",
         "Type in which gradients are sent to be reduced; fp32 = as they are summed, bf16 = half.",
     )
+    sum_dtype: Literal["fp32", "bf16"] = key(
+        "fp32",
+        "Type in which gradients of bf16 weights are summed over microbatches and replicas; bf16 = "
+        "half the memory, and sums that lose what is small beside them.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,8 +219,16 @@ def peak_memory(program: Program, table: CostTable) -> tuple[RankMemory, ...] | 
     for rank in range(len(program.ranks)):
         moments = walk.moments(rank)
         worst = max(moments, key=lambda moment: sum(moment[1:]), default=_Moment(0, 0, 0, 0, 0, 0))
+        update = step_bytes(memory, program.placement.stages_of(rank))
+        if update > sum(worst[1:]):
+            worst = _Moment(0, 0, 0, 0, 0, update)
         peaks.append(_with(_state(program, memory, rank), worst))
     return tuple(peaks)
+
+
+def step_bytes(memory: StageMemory, stages: Sequence[int]) -> int:
+    """What the update of a rank's stages takes, when nothing is kept for backwards any more."""
+    return sum(memory.step_temporaries[stage] for stage in stages) if memory.step_temporaries else 0
 
 
 def peak_memory_bytes(program: Program, table: CostTable) -> tuple[int | None, ...]:

@@ -300,6 +300,9 @@ class AnalyticCosts:
             backward_temporaries=tuple(
                 e + 3 * g + r for e, g, r in zip(ends, whole, rebuilt, strict=True)
             ),
+            step_temporaries=tuple(
+                self._widened_bytes(program, s, sharded=s in gathered) for s in range(count)
+            ),
         )
 
     def _saved(self, load: Load) -> int:
@@ -310,6 +313,16 @@ class AnalyticCosts:
     def held(self, load: Load) -> int:
         """Parameters of a stage, or unit, that one rank has."""
         return load.parameters - load.experts + -(-load.experts // self.ep)
+
+    def _widened_bytes(self, program: Program, stage: int, *, sharded: bool) -> int:
+        """Gradients that were summed in 16 bits, as the optimizer reads them in 32."""
+        sizes, load = self._sizes, self.stages[stage]
+        if sizes.main <= sizes.gradient:
+            return 0
+        shares, of_experts = self._sharers(program, stage) if sharded else (1, 1)
+        experts = -(-load.experts // self.ep)
+        whole = -(-(load.parameters - load.experts) * sizes.main // shares)
+        return whole + -(-experts * sizes.main // of_experts)
 
     def _gathered(self, load: Load) -> int:
         """Elements that a layer gathers along the sequence."""

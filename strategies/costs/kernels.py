@@ -120,8 +120,11 @@ def unit_seconds(
     core, core_back = (0.0, 0.0) if work.core is None else card.core(work.core)
     # Mixed precision reads the weights and writes them in the smaller type.
     cast = sizes.weight + sizes.activation if sizes.weight > sizes.activation else 0
-    # A product adds a gradient to its sum: reads and writes it.
+    # A product adds to a wider sum as it goes: reads and writes it. To one of its own type a tensor
+    # is added that it has written first.
     summed = 2 * sizes.gradient
+    if sizes.gradient == sizes.activation < 4:
+        summed += 2 * sizes.activation
     return Seconds(
         forward
         + core

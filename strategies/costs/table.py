@@ -118,6 +118,7 @@ class StageMemory:
             the outputs of the stage before.
         forward_temporaries: What one F or R needs beyond what stays.
         backward_temporaries: What one B, I or W needs beyond what has been there.
+        step_temporaries: What the STEP needs; () for nothing.
     """
 
     parameters: tuple[int, ...]
@@ -129,3 +130,4 @@ class StageMemory:
     outputs: tuple[int, ...]
     forward_temporaries: tuple[int, ...]
     backward_temporaries: tuple[int, ...]
+    step_temporaries: tuple[int, ...] = ()

@@ -16,7 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
-from strategies.analysis.memory import RECEIVED_AHEAD, RankMemory, peak_memory, vector
+from strategies.analysis.memory import (
+    RECEIVED_AHEAD,
+    RankMemory,
+    peak_memory,
+    step_bytes,
+    vector,
+)
 from strategies.costs.table import CostTable, StageMemory
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import KINDS, Amounts, Kind, Purpose
@@ -122,8 +128,9 @@ def bytes_between(holdings: Holdings, memory: StageMemory) -> tuple[int, int]:
             messages += ends[stage]
             largest = max(largest, ends[stage])
             low, high = min(low, lower[stage]), max(high, needs[stage])
-        least = max(least, own + low)
-        most = max(most, own + high + messages + (RECEIVED_AHEAD + _WAITING) * largest)
+        update = own - held + step_bytes(memory, stages)
+        least = max(least, own + low, update)
+        most = max(most, update, own + high + messages + (RECEIVED_AHEAD + _WAITING) * largest)
     return least, most
 
 

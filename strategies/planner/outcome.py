@@ -210,8 +210,12 @@ def _known(program: Program, group: Group) -> tuple[int, ...]:
 
 
 def needs_program(group: Group, order: Order) -> bool:
-    """Whether the quick walk does not cover it: fused pairs, waiting sends, long skips."""
+    """Whether the quick walk does not cover it: fused pairs, waiting sends, long skips.
+
+    Nor what waits for its W and is more than was kept, as of layers that are run again.
+    """
     pairs = group.table.fused < 1.0 and find_schedule(order.schedule).weight_copies > 1
     waits = group.costs.transport == "rendezvous"
     past = bool(skips(group.costs.handed))  # tensors that pass by stages
-    return pairs or waits or past or group.recompute.policy == "optimal"
+    grows = group.recompute.policy == "layer"
+    return pairs or waits or past or grows or group.recompute.policy == "optimal"

@@ -225,7 +225,7 @@ def request(run: PublishedRun) -> list[str]:
     if row.get("units"):
         words.append(f"schedule.units_per_stage=[{row['units'].replace('|', ',')}]")
     if row.get("grad_dtype") == "bf16":
-        words.append("overlap.grad_dtype=bf16")
+        words.append("overlap.sum_dtype=bf16")
     return words
 
 

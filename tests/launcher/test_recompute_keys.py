@@ -49,3 +49,11 @@ def test_one_loss_of_the_batch_leaves_the_order_to_nobody_else(tmp_path, monkeyp
     done = run_here([*words, "plan=auto"], tmp_path / "auto", monkeypatch)
     done.assert_refused()
     assert "loss_over=batch puts all forwards before the first backward" in done.errors
+
+
+def test_sums_in_16_bits_are_of_16_bit_weights(tmp_path, monkeypatch):
+    words = ["mode=validate", "overlap.sum_dtype=bf16", "trainer.precision=bf16-mixed"]
+    done = run_here(words, tmp_path / "run", monkeypatch)
+    done.assert_refused()
+    assert "overlap.sum_dtype=bf16 with trainer.precision=bf16-mixed" in done.errors
+    assert "Try trainer.precision=bf16-true, or overlap.sum_dtype=fp32." in done.errors

@@ -62,6 +62,7 @@ class Keywords(TypedDict, total=False):
     bucket_mb: float
     buckets: tuple[int, ...] | None
     grad_dtype: GradientType
+    sum_dtype: GradientType
     backend: Backend
     timeout_s: float
     seed: int | None

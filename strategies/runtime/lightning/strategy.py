@@ -140,8 +140,10 @@ class PipelineStrategy(CheckpointingStrategy):
         bucket_mb: Upper size of a reduction bucket in MiB; 25 if left out.
         buckets: Buckets per stage, where the program was compiled elsewhere; overrides bucket_mb.
         grad_dtype: ``bf16`` halves what reductions send; ``fp32``, the default, sends gradients as
-            they are summed. Gradients of 16-bit weights are always summed in 32 bits on a rank, and
-            across ranks with ``zero1``; an all-reduce in ``bf16`` rounds on its way.
+            they are summed. An all-reduce in ``bf16`` rounds on its way.
+        sum_dtype: Gradients of 16-bit weights are summed in 32 bits on a rank, and across ranks
+            with ``zero1``; ``bf16`` sums those of bf16 weights in 16: half the memory, and what is
+            small beside a sum is lost. Weights that several stages share keep 32.
         backend: ``auto`` takes gloo on CPU and NCCL on CUDA, or ``staged`` (gloo through pinned
             memory) where ranks share a GPU. ``strict`` matches messages by order and blocks.
         timeout_s: How long a rank waits for another; 1800 if left out.

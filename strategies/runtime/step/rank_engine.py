@@ -109,6 +109,7 @@ class Engine:
         self.seed = options.seed or 0
         # The type in which gradients travel to be reduced; None for that of their sum.
         self._wire = torch.bfloat16 if options.grad_dtype == "bf16" else None
+        self._narrow = options.sum_dtype == "bf16"
         self.coordinates = coordinates
         self.device = device
         self._memory = MemoryUse(device)
@@ -296,7 +297,7 @@ class Engine:
         """Buckets per stage from the stages' sizes, the same answer on every rank."""
         own = {
             stage: sum(
-                p.numel() * (self._wire or main_dtype(p.dtype)).itemsize
+                p.numel() * (self._wire or self._summed(p.dtype)).itemsize
                 for p in self._weights.own_of(stage)
             )
             for stage in self.owned
@@ -310,6 +311,10 @@ class Engine:
             num_buckets(sizes[stage], self.options.bucket_mb) if reduces else 0
             for stage in range(self.placement.num_stages)
         )
+
+    def _summed(self, dtype: torch.dtype) -> torch.dtype:
+        """In which gradients of such weights are added up."""
+        return dtype if self._narrow else main_dtype(dtype)
 
     def synchronise_weights(self) -> None:
         self._weights.synchronise(self.communicators, self.tensor_ranks)
@@ -327,10 +332,18 @@ class Engine:
         """Lays out gradient buffers; call when parameters are on their device, before training."""
         self._trained = self._weights.trained()
         watch = self._parts.watch
+        others = {p.dtype for p in self._weights if p.requires_grad} - {torch.bfloat16}
+        if self._narrow and others:
+            raise ModelError(
+                "sum_dtype=bf16 sums gradients of bf16 weights in their own type, but some of the "
+                f"model's are in {', '.join(sorted(map(str, others)))}. Use precision='bf16-true', "
+                "or sum_dtype='fp32'."
+            )
         self._gradients.build(
             buckets=self.plan.stage_buckets(self.placement.num_stages),
             sharded=self.plan.overlap == "zero1",
             wire=self._wire,
+            narrow=self._narrow,
             launched=self._executor.reduction_started,
             noted=None if watch is None else watch.note_bucket,
         )

@@ -65,6 +65,7 @@ class Flush:
         self._gradients.finish()
         if parts.tensor_ranks is not None:
             self._gradients.add_up_partial(parts.tensor_ranks, parts.model)
+        self._gradients.widen()
         self._note_norm()
         parts.pulse.phase(Phase.UPDATING)
         self._flushed_at = parts.recorder.stamp()

@@ -7,7 +7,8 @@ first. ``parameter.grad`` is a view, so accumulation over microbatches costs no 
 is reduced in place, asynchronously.
 
 Gradients of 16-bit weights are summed in 32 bits: the buffer is wider than the parameter, whose own
-``grad`` holds one microbatch's gradient until its hook has added it.
+``grad`` holds one microbatch's gradient until its hook has added it. ``narrow`` ones are summed in
+16, and become 32 when the optimizer is about to read them.
 
 With sharded weights (``weight_shards``) a bucket is reduced and scattered: each member of the group
 ends up with the sum of its share alone.
@@ -80,6 +81,7 @@ class StageGradients:
     group: dist.ProcessGroup | None  # owners x dp; None when there is nobody to reduce with
     count: int  # of buckets
     wire: torch.dtype | None = None  # type in which gradients travel; None for their own
+    narrow: bool = False  # whether gradients are summed in the weights' own type
     buffers: list[Buffer] = field(default_factory=list)  # one per type of parameter
     # By the id of a parameter that the optimizer does not update itself: what it updates instead,
     # with the part of the buffer that is its gradient.
@@ -105,6 +107,7 @@ class StageGradients:
         noted: Noted | None = None,
         sharded: bool = False,
         wire: torch.dtype | None = None,
+        narrow: bool = False,
         experts: Sequence[nn.Parameter] = (),
         expert_group: dist.ProcessGroup | None = None,
     ) -> StageGradients:
@@ -114,7 +117,7 @@ class StageGradients:
         own. ``noted`` is called with this rank's own part of a bucket, before others are added,
         ``launched`` when its reduction starts.
         """
-        gradients = cls(stage, group, count, wire, _launched=launched, _noted=noted)
+        gradients = cls(stage, group, count, wire, narrow, _launched=launched, _noted=noted)
         gradients._lay_out(parameters, group, sharded=sharded, experts=False)
         gradients._lay_out(experts, expert_group, sharded=sharded, experts=True)
         gradients.add_hooks()
@@ -136,16 +139,17 @@ class StageGradients:
             sizes = tuple(parameter.numel() for parameter in members)
             whole = sum(sizes)
             device = members[0].device
+            summed = dtype if self.narrow else main_dtype(dtype)
             # A mark per parameter stands behind the gradients and is reduced with them, so that
             # all replicas agree on which parameters no step has used. A share of the marks would
             # not tell that: they are reduced by themselves where gradients are scattered.
             if sharded:
                 assert group is not None
                 layout = FlatLayout(sizes, count, group.size())
-                marks = torch.zeros(len(sizes), dtype=main_dtype(dtype), device=device)
+                marks = torch.zeros(len(sizes), dtype=summed, device=device)
             else:
                 layout = FlatLayout(sizes, count, tail=len(sizes))
-            flat = torch.zeros(layout.bounds[-1], dtype=main_dtype(dtype), device=device)
+            flat = torch.zeros(layout.bounds[-1], dtype=summed, device=device)
             if not sharded:
                 marks = flat[whole : whole + len(sizes)]
             buffer = Buffer(layout, tuple(members), flat, marks, group, sharded, experts)
@@ -298,6 +302,13 @@ class StageGradients:
             elif not used:
                 share.parameter.grad = None
 
+    def widen(self) -> None:
+        """Gives what the optimizer updates gradients of its own type; all sums are complete."""
+        for targets in self.targets.values():
+            for main, _ in targets:
+                if main.grad is not None and main.grad.dtype != main.dtype:
+                    main.grad = main.grad.to(main.dtype)
+
     def adopt(self) -> None:
         """Takes over gradients that somebody has put in the place of those in the buffer."""
         for share in self._shares:
@@ -344,7 +355,7 @@ class StageGradients:
             if not (buffer.sharded or first(buffer)):
                 continue
             for part in self._parts(buffer, counts):
-                total = total + torch.linalg.vector_norm(part).double().square()
+                total = total + _norm(part).square()
         return total
 
     def _parts(self, buffer: Buffer, counts: Callable[[Tensor], bool] | None) -> list[Tensor]:
@@ -365,6 +376,12 @@ class StageGradients:
                 if counts(parameter):
                     ranges.append((start, start + parameter.numel()))
         return [buffer.flat[start:stop] for start, stop in ranges]
+
+
+def _norm(part: Tensor) -> Tensor:
+    # Of 16-bit numbers in 32.
+    norm: Tensor = torch.linalg.vector_norm(part, dtype=main_dtype(part.dtype))
+    return norm.double()
 
 
 def adopt_gradient(parameter: nn.Parameter, view: Tensor) -> None:

@@ -78,7 +78,7 @@ class MainWeights:
     def build(cls, gradients: StageGradients) -> MainWeights | None:
         """Makes them, and tells the gradients, where the model's own parameters will not do."""
         widened = any(
-            parameter.dtype != buffer.flat.dtype
+            parameter.dtype != main_dtype(parameter.dtype)
             for buffer in gradients.buffers
             for parameter in buffer.parameters
         )
@@ -95,9 +95,10 @@ class MainWeights:
 
     def _add_whole(self, buffer: Buffer, gradients: StageGradients) -> None:
         for parameter, start in zip(buffer.parameters, buffer.layout.starts, strict=False):
-            if parameter.dtype == buffer.flat.dtype:
+            if parameter.dtype == main_dtype(parameter.dtype):
                 continue  # The optimizer may have the parameter itself.
             piece = widened_piece(parameter)
+            _may_hold(piece.main, buffer.flat.dtype)
             gradient = buffer.flat[start : start + parameter.numel()].view_as(parameter)
             self.pieces[id(parameter)] = (piece,)
             gradients.targets[id(parameter)] = [(piece.main, gradient)]
@@ -109,6 +110,7 @@ class MainWeights:
         )
         self._flats.append((buffer, flat))
         _move(buffer, flat)
+        wide = main_dtype(flat.dtype)
         for index, (parameter, first) in enumerate(
             zip(buffer.parameters, layout.starts, strict=True)
         ):
@@ -116,13 +118,14 @@ class MainWeights:
             targets = []
             for start, stop in layout.pieces(index, member):
                 weights = flat[start:stop]
-                own = weights.to(buffer.flat.dtype)  # The same memory if the type is the same.
+                own = weights.to(wide)  # The same memory if the type is the same.
                 gradient = buffer.flat[start:stop]
                 if stop - start == parameter.numel():
                     own, gradient = own.view_as(parameter), gradient.view_as(parameter)
                     weights = weights.view_as(parameter)
                 main = nn.Parameter(own)
-                apart = weights if flat.dtype != buffer.flat.dtype else None
+                _may_hold(main, buffer.flat.dtype)
+                apart = weights if flat.dtype != wide else None
                 pieces.append(Piece(parameter, start - first, stop - first, main, apart))
                 targets.append((main, gradient))
             self.pieces[id(parameter)] = tuple(pieces)
@@ -181,6 +184,12 @@ class MainWeights:
         for pieces in self.pieces.values():
             for piece in pieces:
                 piece.refresh()
+
+
+def _may_hold(main: nn.Parameter, dtype: torch.dtype) -> None:
+    """Lets its gradient be of another type, until ``widen``."""
+    if dtype != main.dtype:
+        main.grad_dtype = None
 
 
 def _move(buffer: Buffer, flat: Tensor) -> None:

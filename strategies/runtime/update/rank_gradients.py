@@ -66,6 +66,7 @@ class RankGradients:
         buckets: tuple[int, ...],
         sharded: bool,
         wire: torch.dtype | None,
+        narrow: bool,
         launched: Launched,
         noted: Noted | None,
     ) -> None:
@@ -91,6 +92,7 @@ class RankGradients:
                 noted=noted,
                 sharded=sharded,
                 wire=wire,
+                narrow=narrow,
                 experts=experts,
                 expert_group=self._communicators.get("experts", holders) if count else None,
             )
@@ -222,6 +224,11 @@ class RankGradients:
         for shared in self._shared:
             for piece in self.mains.pieces_of(shared.parameter) or ():
                 piece.main.grad = shared.gradient
+
+    def widen(self) -> None:
+        """The sums are complete: the optimizer's weights get gradients of their own type."""
+        for gradients in self.stages.values():
+            gradients.widen()
 
     def add_up_partial(self, ranks: TensorRanks, model: StageModel) -> None:
         """Sums the gradients of whole weights that each tensor-parallel rank used on its share."""
