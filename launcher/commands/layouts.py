@@ -25,6 +25,7 @@ from launcher.planning.report import (
     long_mapping,
     pinned_space,
 )
+from launcher.planning.tensor_plan import TensorPlan, tensor_plan, tensor_plan_text
 from launcher.report.ascii import draw
 from launcher.report.html import Panel, write_timeline_html
 from launcher.report.plan_page import plans_html
@@ -38,7 +39,8 @@ from launcher.report.plan_table import (
     refused,
 )
 from launcher.report.predicted import predict, predicted_mapping, run_mapping, write_pictures
-from launcher.report.result import metrics_mapping, write_result
+from launcher.report.result import metrics_mapping, write_atomically, write_result
+from launcher.report.shardings_page import shardings_html
 from launcher.report.summary import print_summary
 from launcher.resolve import resolve
 from launcher.terminal import say, terminal_width
@@ -71,16 +73,38 @@ def _answer(config: LaunchConfig, run_dir: Path) -> int:
     listed = list_plans(config, asked, answer, in_detail=bool(config.planner.explain))
     mapping = answer_mapping(asked, answer, listed)
     first = listed[0]
+    shardings = _shardings(config, first, run_dir)
+    if shardings is not None:
+        mapping["tensor_plan"] = shardings.to_json()
     _write(run_dir, first, mapping, asked.problem.machine.memory_bytes)
     _say_plans(config, asked, mapping)
     if best is not None and best.plans:
         say(explained(first, best.plans[0]))
+    if shardings is not None:
+        say(tensor_plan_text(shardings))
     say(_bars(first, asked.problem.machine.memory_bytes))
     found = mapping["rejected"]
     assert isinstance(found, dict)
     say(refused(found))
     _say_end(config, asked, answer, first, run_dir)
     return 0
+
+
+def _shardings(config: LaunchConfig, first: ListedPlan, run_dir: Path) -> TensorPlan | None:
+    """What is found for the ranks that share matrices, where that is asked for."""
+    layout = first.outcome.candidate.layout
+    if layout.tp == 1 or not any(word.startswith("tp") for word in config.planner.explain):
+        return None
+    found = tensor_plan(
+        config,
+        run_dir,
+        layout.tp,
+        rows=layout.microbatch_size,
+        num_microbatches=layout.num_microbatches,
+        explain=True,
+    )
+    write_atomically(run_dir / "shardings.html", shardings_html(found.graph, found.picks))
+    return found
 
 
 def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:

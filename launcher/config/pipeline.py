@@ -407,7 +407,8 @@ class PlannerConfig:
     level: Literal["O2", "O3"] = key(
         "O2",
         "O2: common schedules and microbatch sizes, recomputation where memory demands it; O3: all "
-        "schedules, sizes and groups. Both simulate until a bound excludes the rest.",
+        "schedules, sizes and groups. Both simulate until a bound excludes the rest. Shardings: "
+        "O3 is one integer program, O2 three levels, with the same result.",
     )
     partition: Literal["dp", "ilp"] = key(
         "dp",
@@ -427,7 +428,9 @@ class PlannerConfig:
         "or the longest model.sequence, or the most model.layers that fit, and at what speed.",
     )
     explain: tuple[str, ...] = key(
-        (), "Show the best plan of one layout in detail.", example=["tp=4", "pp=8"]
+        (),
+        "Show the best plan of one layout in detail; with tp, how its layers are cut and why.",
+        example=["tp=4", "pp=8"],
     )
 
 

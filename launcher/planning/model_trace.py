@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 from launcher.config import LaunchConfig, dump
 from launcher.config.decode import CLASS, brings_own
@@ -33,6 +35,8 @@ from launcher.workloads.traced_shape import TracedShape
 from strategies import errors
 from strategies.costs.trace_file import VERSION, TracedModel, dump_trace, parse_trace
 from strategies.errors import ModelError, PipelineError
+from strategies.planner.shardings.operators import OperatorGraph, parse_graph
+from strategies.small_file import parse_json
 
 _LIBRARIES = ("torch", "lightning", "transformers", "foldpipe")
 _MOST_FILES = 5000
@@ -106,6 +110,7 @@ def _version(name: str) -> str | None:
 # The planner's own process never imports torch; tracing needs it, and the user's package.
 
 TASK, TRACE, PROBLEM = "trace_task.json", "model_trace.json", "trace_problem.json"
+BY_HAND = "plan_by_hand.json"
 _LOG = "trace.log"
 
 
@@ -178,12 +183,76 @@ def _trace(config: LaunchConfig, run_dir: Path) -> TracedModel:
     return trace
 
 
-def _ask(config: LaunchConfig, folder: Path, stages: Mapping[str, object] | None) -> int:
-    """Runs the child in a folder, for a trace or for a cut into ``stages``.
+class TracedOperators(NamedTuple):
+    """A model's operators for one number of ranks, and its own plan: style by layer, or None."""
 
-    It leaves the trace, or what is wrong, which is raised.
+    graph: OperatorGraph
+    by_hand: dict[str, str] | None
+
+
+def traced_operators(
+    config: LaunchConfig, run_dir: Path, degrees: Sequence[int]
+) -> dict[int, TracedOperators]:
+    """By number of ranks; what is not in the cache comes from one child process.
+
+    Raises:
+        ModelError: The step cannot run on shapes, or the model cannot be built.
     """
-    (folder / TASK).write_text(json.dumps({"config": dump(config), "stages": stages}))
+    shape = model_shape(config)
+    folder = user_cache() / "operators" / fingerprint(config, shape)
+    found = {tp: known for tp in degrees if (known := _read_operators(folder, tp)) is not None}
+    missing = [tp for tp in degrees if tp not in found]
+    if not missing:
+        return found
+    say(f"looking at the operators of model={config.model.name} (once; kept in the user's cache)")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        made = Path(name)
+        code = _ask(config, made, None, missing)
+        if code:
+            shutil.copy(made / _LOG, run_dir / _LOG)
+            raise ModelError(
+                f"the operators of model={config.model.name} could not be found: the process that "
+                f"tried ended with code {code}; the end of {run_dir / _LOG} says why. Try "
+                "planner.explain without tp."
+            )
+        for tp in missing:
+            known = _read_operators(made, tp)
+            assert known is not None
+            found[tp] = known
+        with suppress(OSError):
+            for file in (*(operators_file(tp) for tp in missing), BY_HAND):
+                write_atomically(folder / file, (made / file).read_text())
+    return found
+
+
+def operators_file(tp: int) -> str:
+    return f"operators_tp{tp}.json"
+
+
+def _read_operators(folder: Path, tp: int) -> TracedOperators | None:
+    try:
+        graph = parse_graph((folder / operators_file(tp)).read_text(encoding="utf-8"))
+        by_hand = parse_json((folder / BY_HAND).read_text(encoding="utf-8"))
+    except (OSError, ValueError, ModelError):
+        return None
+    if by_hand is not None:
+        by_hand = {str(name): str(style) for name, style in by_hand.items()}
+    return TracedOperators(graph, by_hand) if graph.tp == tp else None
+
+
+def _ask(
+    config: LaunchConfig,
+    folder: Path,
+    stages: Mapping[str, object] | None,
+    degrees: Sequence[int] = (),
+) -> int:
+    """Runs the child in a folder, for a trace, for a cut into ``stages``, or for operators.
+
+    It leaves what it found, or what is wrong, which is raised.
+    """
+    task = {"config": dump(config), "stages": stages, "degrees": list(degrees)}
+    (folder / TASK).write_text(json.dumps(task))
     with (folder / _LOG).open("w") as output:
         code = subprocess.run(
             [sys.executable, "-m", "launcher.rank.trace_job", str(folder)],

@@ -21,7 +21,7 @@ import torch
 
 from launcher.config import LaunchConfig, from_dict
 from launcher.config.pipeline import PlannerConfig
-from launcher.planning.model_trace import PROBLEM, TASK, TRACE
+from launcher.planning.model_trace import BY_HAND, PROBLEM, TASK, TRACE, operators_file
 from launcher.rank.jobs import build_data, build_model
 from launcher.resolve import Run, resolve
 from launcher.workloads.hf.hf_model import HfLanguageModel
@@ -30,8 +30,11 @@ from strategies.errors import ModelError, PipelineError
 from strategies.models.tensor_parallel.sharding import Sharding
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.planner.cut import balance, by_counts
+from strategies.planner.shardings.operators import dump_graph
 from strategies.runtime.lightning.data_order import first_batch
 from strategies.runtime.step.microbatch import count_rows, split_batch
+from strategies.tracing.operator_trace import trace_operators
+from strategies.tracing.plan_search import styles_by_hand
 from strategies.tracing.trace import empty_weights, trace_model
 
 _ROWS = 4
@@ -43,6 +46,8 @@ def main(folder: Path) -> int:
         config = from_dict(task["config"])
         if task["stages"] is not None:
             build(config, **task["stages"])
+        elif task["degrees"]:
+            _write_operators(folder, config, task["degrees"])
         else:
             (folder / TRACE).write_text(dump_trace(trace(config)))
     except PipelineError as error:
@@ -86,6 +91,23 @@ def build(config: LaunchConfig, *, num_stages: int, units_per_stage: Sequence[in
 
 
 def trace(config: LaunchConfig) -> TracedModel:
+    module, batch, forward_context = _module(config)
+    rows = count_rows(batch)
+    halves = [(rows // 2, split_batch(batch, 2)[-1].data)] if rows > 1 else []
+    return trace_model(module, [*halves, (rows, batch)], autocast=forward_context)
+
+
+def _write_operators(folder: Path, config: LaunchConfig, degrees: Sequence[int]) -> None:
+    """One graph per number of ranks, and the plan that the model brings."""
+    module, batch, forward_context = _module(config)
+    rows = count_rows(batch)
+    for graph in trace_operators(module, batch, rows, degrees, autocast=forward_context):
+        (folder / operators_file(graph.tp)).write_text(dump_graph(graph))
+    (folder / BY_HAND).write_text(json.dumps(styles_by_hand(module)))
+
+
+def _module(config: LaunchConfig) -> tuple[pl.LightningModule, Any, Any]:
+    """The model without weights, a batch of a few rows, and the types in which steps run."""
     run = resolve(_alone(config))
     pl.seed_everything(config.seed, workers=True, verbose=False)
     trainer = pl.Trainer(
@@ -109,10 +131,7 @@ def trace(config: LaunchConfig) -> TracedModel:
         )
     module = cast(pl.LightningModule, plugin.convert_module(module))
     module.train()
-    batch = plugin.convert_input(_batch(run, trainer))
-    rows = count_rows(batch)
-    halves = [(rows // 2, split_batch(batch, 2)[-1].data)] if rows > 1 else []
-    return trace_model(module, [*halves, (rows, batch)], autocast=plugin.forward_context)
+    return module, plugin.convert_input(_batch(run, trainer)), plugin.forward_context
 
 
 def _alone(config: LaunchConfig) -> LaunchConfig:

@@ -118,7 +118,7 @@ def _embedding(call: LayerCall, excluded: list[tuple[str, str]]) -> Iterator[Cho
             ("vocabulary", "max_norm, scale_grad_by_freq and sparse tables are not cut")
         )
         return
-    size = _bytes(call.made)
+    size = _size(call.made)
     share = -(-layer.num_embeddings // call.tp) / layer.num_embeddings
     yield Choice((), (WHOLE,), "vocabulary", 1.0, share, (Message("sum", size),), split_dim=0)
     width = layer.embedding_dim
@@ -162,7 +162,7 @@ def _by_column(
                 (entered,), (str(Cut(dim, segments)),), "column", part, part,
                 split_dim=split_dim, segments=segments, whole_output=False,
             )  # fmt: skip
-    gathered = (Message("gather", _bytes(call.made)),)
+    gathered = (Message("gather", _size(call.made)),)
     yield Choice((entered,), (WHOLE,), "column", part, part, gathered, split_dim=split_dim)
 
 
@@ -173,19 +173,19 @@ def _by_row(
     if count % call.tp:
         excluded.append(("row", f"{count} inputs are not divisible by {call.tp}"))
         return
-    part, summed = 1 / call.tp, Message("sum", _bytes(call.made))
+    part, summed = 1 / call.tp, Message("sum", _size(call.made))
     yield Choice(
         (str(Cut(dim)),), (WHOLE,), "row", part, part, (summed,), split_dim=split_dim,
         whole_input=False,
     )  # fmt: skip
-    back = Message("gather", _bytes(call.given), backward=True)
+    back = Message("gather", _size(call.given), backward=True)
     messages = (summed, back) if call.given.requires_grad else (summed,)
     yield Choice((WHOLE,), (WHOLE,), "row", part, part, messages, split_dim=split_dim)
 
 
 def _alongside(call: LayerCall, last: int) -> Iterator[Choice]:
     """Whole weights on a share of what they are applied to, over and over."""
-    own = sum(_bytes(parameter) for parameter in call.layer.parameters())
+    own = sum(_size(parameter) for parameter in call.layer.parameters())
     added = (Message("sum", own, backward=True, once=True),)
     for state in call.states:
         cut = read_state(state)
@@ -209,5 +209,5 @@ def _entered(call: LayerCall) -> str:
     return ENTERED if call.given.requires_grad else WHOLE
 
 
-def _bytes(tensor: Tensor) -> float:
-    return float(tensor.numel() * tensor.element_size())
+def _size(tensor: Tensor) -> float:
+    return float(tensor.numel())

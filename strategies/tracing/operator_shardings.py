@@ -273,7 +273,7 @@ class Shardings:
         if cut is None or not cut.scores:
             return ()
         scores = free[0][0]
-        size = float(scores.numel() // scores.shape[cut.dim] * 4)
+        size = float(scores.numel() // scores.shape[cut.dim])
         if func is aten._log_softmax.default:
             return (Message("sum", size), Message("sum", size))
         return (Message("sum", size),) if func in _LOSSES else ()

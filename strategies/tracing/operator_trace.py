@@ -141,9 +141,9 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(module, HasUnits):
             values: Any = module.pipeline_inputs(batch)
             for _, unit in module.pipeline_units():
+                self.results += tensors(values)  # A stage may begin here.
                 made = unit(*values)
                 values = made if isinstance(made, tuple) else (made,)
-                self.results += tensors(values)  # A stage may end here.
             return module.pipeline_result(values, batch, 0, "train")
         step: Any = getattr(module, "training_step", None)
         return step(batch, 0) if callable(step) else module(batch)
@@ -219,15 +219,12 @@ class _Graph:
     @property
     def graph(self) -> OperatorGraph:
         ends = {self.numbers[id(t)] for t in self.run.results if id(t) in self.numbers}
-        sizes = [t.element_size() for event in self.run.events for t in event.made
-                 if t.is_floating_point() and event.layer is not None]  # fmt: skip
         return OperatorGraph(
             type(self.module).__name__,
             self.tp,
             self.rows,
             tuple(self.values),
             _shared(_without_dead_ends(self.operators, ends)),
-            min(sizes, default=4),
             tuple(self.unknown),
         )
 
@@ -240,7 +237,7 @@ class _Graph:
         call = LayerCall(layer, kind, given, states, made, free, self.tp, self.scores)
         choices, excluded = layer_choices(call)
         own = tuple(self.names[id(p)] for p in layer.parameters())
-        weights = sum(_bytes(parameter) for parameter in layer.parameters())
+        weights = sum(_size(parameter) for parameter in layer.parameters())
         rows, columns, inner, batch = products(call)
         inputs = (self.numbers[id(given)],) if free else ()
         output = self._made(made, choices, 0)
@@ -248,7 +245,7 @@ class _Graph:
             Operator(
                 event.module, type(layer).__name__, kind, inputs, (output,), choices,
                 2.0 * rows * columns * inner * batch, (rows, columns, inner, batch),
-                _bytes(given) + _bytes(made), own, weights, excluded,
+                _size(given) + _size(made), own, weights, excluded,
             )
         )  # fmt: skip
 
@@ -282,7 +279,7 @@ class _Graph:
             lambda t: t.requires_grad,
         )
         choices = _in_place(choices, event.made, free, new)
-        weights = sum(_bytes(t) for t in given if id(t) in self.run.names)
+        weights = sum(_size(t) for t in given if id(t) in self.run.names)
         if own:
             added = Message("sum", weights, backward=True, once=True)
             choices = tuple(
@@ -300,15 +297,15 @@ class _Graph:
         self.operators.append(
             Operator(
                 event.module, str(event.func), None, inputs, outputs, choices, event.flops,
-                moved_bytes=0.0 if _is_view(event, free)
-                else sum(map(_bytes, free)) + sum(map(_bytes, new)),
-                parameters=own, weight_bytes=weights,
+                moved=0.0 if _is_view(event, free)
+                else sum(map(_size, free)) + sum(map(_size, new)),
+                parameters=own, weights=weights,
             )
         )  # fmt: skip
 
     def _made(self, tensor: Tensor, choices: Sequence[Choice], place: int) -> int:
         number = len(self.values)
-        self.values.append(Value(_bytes(tensor), tensor.requires_grad))
+        self.values.append(Value(_size(tensor), tensor.requires_grad))
         self.numbers[id(tensor)] = number
         self.states[number] = tuple(dict.fromkeys(choice.outputs[place] for choice in choices))
         return number
@@ -379,5 +376,5 @@ def _base_name(func: Any) -> str:
     return str(func.overloadpacket.__name__) if hasattr(func, "overloadpacket") else ""
 
 
-def _bytes(tensor: Tensor) -> float:
-    return float(tensor.numel() * tensor.element_size())
+def _size(tensor: Tensor) -> float:
+    return float(tensor.numel())

@@ -34,11 +34,11 @@ class Value:
     """A tensor between operators.
 
     Attributes:
-        num_bytes: Of the whole.
+        elements: Of the whole.
         gradient: Whether a backward makes a gradient of it; what has none is never cut.
     """
 
-    num_bytes: float
+    elements: float
     gradient: bool = True
 
 
@@ -48,13 +48,13 @@ class Message:
 
     Attributes:
         kind: All-reduce, or all-gather.
-        num_bytes: Of the whole tensor.
+        elements: Of the whole tensor.
         backward: Whether the backward sends it.
         once: Once per step instead of once per microbatch: a weight's gradient.
     """
 
     kind: MessageKind
-    num_bytes: float
+    elements: float
     backward: bool = False
     once: bool = False
 
@@ -103,9 +103,9 @@ class Operator:
         choices: The first is the one where nothing is cut.
         flops: Of a forward.
         product: (rows, columns, inner, batch) of its matrix product, all 0 where it has none.
-        moved_bytes: That a forward reads and writes.
+        moved: Elements that a forward reads and writes.
         parameters: Names of its weights.
-        weight_bytes: Of all of them.
+        weights: Elements of all of them.
         excluded: (style, reason) of ways to cut it that its sizes rule out.
     """
 
@@ -117,9 +117,9 @@ class Operator:
     choices: tuple[Choice, ...]
     flops: float = 0.0
     product: tuple[int, int, int, int] = (0, 0, 0, 0)
-    moved_bytes: float = 0.0
+    moved: float = 0.0
     parameters: tuple[str, ...] = ()
-    weight_bytes: float = 0.0
+    weights: float = 0.0
     excluded: tuple[tuple[str, str], ...] = ()
 
 
@@ -131,7 +131,6 @@ class OperatorGraph:
         model: Name of its class.
         tp: Ranks that the choices are for.
         rows: Of the microbatch.
-        element_bytes: Of an activation.
         unknown: (operation, module, number of the operator) without known shardings.
     """
 
@@ -140,7 +139,6 @@ class OperatorGraph:
     rows: int
     values: tuple[Value, ...]
     operators: tuple[Operator, ...]
-    element_bytes: int = 4
     unknown: tuple[tuple[str, str, int], ...] = field(default=())
 
     def tied(self) -> list[tuple[int, ...]]:
@@ -166,8 +164,7 @@ def dump_graph(graph: OperatorGraph) -> str:
         "model": graph.model,
         "tp": graph.tp,
         "rows": graph.rows,
-        "element_bytes": graph.element_bytes,
-        "values": [[value.num_bytes, value.gradient] for value in graph.values],
+        "values": [[value.elements, value.gradient] for value in graph.values],
         "choices": [[asdict(choice) for choice in table] for table in tables],
         "operators": operators,
         "unknown": graph.unknown,
@@ -200,7 +197,6 @@ def parse_graph(text: str) -> OperatorGraph:
             int(content["rows"]),
             values,
             operators,
-            int(content["element_bytes"]),
             tuple((str(op), str(at), int(number)) for op, at, number in content["unknown"]),
         )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

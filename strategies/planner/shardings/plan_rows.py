@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from strategies.errors import ModelError
 from strategies.planner.shardings.operators import (
@@ -42,6 +43,13 @@ class Ban:
         )
 
 
+class Solved(NamedTuple):
+    """A plan, and the number of each operator's choice."""
+
+    plan: FoundPlan
+    picks: tuple[int, ...]
+
+
 class Planner:
     """Plans of one graph on one machine; searches share what they have solved."""
 
@@ -51,8 +59,12 @@ class Planner:
         self.level = level
         self._search = Search(graph, self.prices, level=level)
 
-    def found(self, bans: Sequence[Ban] = (), *, explain: bool = False) -> FoundPlan:
-        """The best plan without what is banned; with ``explain`` it says why others lost."""
+    def found(self, bans: Sequence[Ban] = ()) -> FoundPlan:
+        """The best plan without what is banned."""
+        return self.solved(bans).plan
+
+    def solved(self, bans: Sequence[Ban] = (), *, explain: bool = False) -> Solved:
+        """The same, and what each operator does; with ``explain`` it says why others lost."""
         banned = self._numbers(bans)
         best = self._search.best(banned)
         small = self._too_small(best, banned)
@@ -63,7 +75,7 @@ class Planner:
         rows = self._rows(best.picks)
         if explain:
             rows = [self._reasoned(row, best, banned, bans) for row in rows]
-        return self._plan(best.picks, rows, bans)
+        return Solved(self._plan(best.picks, rows, bans), best.picks)
 
     def priced(self, styles: Mapping[str, Collection[str]]) -> FoundPlan | None:
         """The best plan of given styles, by layer name; None where they do not fit together.

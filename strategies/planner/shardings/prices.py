@@ -52,7 +52,7 @@ class Prices:
     Attributes:
         tp: Ranks that share.
         rows: Of a microbatch, over those of the graph: all that is no weight grows with them.
-        sizes: Bytes of elements; activations of the graph have ``element_bytes``.
+        sizes: Bytes of elements.
         num_microbatches: Of a step: what is sent once per step is spread over them.
         light: Operators that ``worth`` compares with replicas; see ``light_operators``.
     """
@@ -62,7 +62,6 @@ class Prices:
     rows: float = 1.0
     sizes: ElementSizes = field(default_factory=ElementSizes)
     number_format: NumberFormat = "fp32"
-    element_bytes: int = 4
     num_microbatches: int = 1
     light: frozenset[int] = frozenset()
     _known: dict[object, float] = field(default_factory=dict)
@@ -77,13 +76,12 @@ class Prices:
                 backward += sent
             else:
                 forward += sent
-        size = self.sizes.weight / self.element_bytes
         return Price(
             self._computing(operator, choice),
             sending,
             forward,
             backward,
-            operator.weight_bytes * choice.weights * size,
+            operator.weights * choice.weights * self.sizes.weight,
         )
 
     def worth(self, number: int, operator: Operator, choice: Choice) -> float:
@@ -95,14 +93,14 @@ class Prices:
         """
         if choice.work < 1.0 or number not in self.light:
             return self.of(operator, choice).seconds
-        summed = self._message(Message("sum", operator.weight_bytes, backward=True, once=True))[0]
+        summed = self._message(Message("sum", operator.weights, backward=True, once=True))[0]
         started = self._message(Message("sum", 0.0, backward=True, once=True))[0]
         # All gradients go in a few large messages: nobody waits for the start of one of his own.
         return self._computing(operator, choice) / self.tp + summed - started
 
     def entrance(self, value: Value) -> tuple[float, float]:
         """Seconds and bytes of adding up a value's gradient."""
-        return self._message(Message("sum", value.num_bytes, backward=True))
+        return self._message(Message("sum", value.elements, backward=True))
 
     def whole(self, graph: OperatorGraph) -> float:
         """Seconds where nothing is cut."""
@@ -111,9 +109,9 @@ class Prices:
     def _message(self, message: Message) -> tuple[float, float]:
         """Seconds, and bytes that a rank sends."""
         if message.once:
-            size = message.num_bytes / self.element_bytes * self.sizes.gradient
+            size = message.elements * self.sizes.gradient
         else:
-            size = message.num_bytes / self.element_bytes * self.sizes.activation * self.rows
+            size = message.elements * self.sizes.activation * self.rows
         rounds = 2 if message.kind == "sum" else 1
         key = (message.kind, size, message.once)
         if key not in self._known:
@@ -123,8 +121,8 @@ class Prices:
         return self._known[key], rounds * size * (self.tp - 1) / self.tp
 
     def _computing(self, operator: Operator, choice: Choice) -> float:
-        key = (operator.product, operator.flops, operator.moved_bytes, choice.work, choice.weights,
-               choice.style, choice.whole_input, operator.weight_bytes)  # fmt: skip
+        key = (operator.product, operator.flops, operator.moved, choice.work, choice.weights,
+               choice.style, choice.whole_input, operator.weights)  # fmt: skip
         if key not in self._known:
             part = self._part(operator, choice)
             self._known[key] = self._kernels(part, operator, choice)
@@ -148,8 +146,8 @@ class Prices:
 
     def _kernels(self, product: Product | None, operator: Operator, choice: Choice) -> float:
         hardware, sizes = self.hardware, self.sizes
-        elements = operator.moved_bytes / self.element_bytes * self.rows
-        weights = operator.weight_bytes / self.element_bytes * choice.weights
+        elements = operator.moved * self.rows
+        weights = operator.weights * choice.weights
         if product is None:
             elements *= choice.work
         if hardware.num_sms is not None:
@@ -160,7 +158,7 @@ class Prices:
                 side = max(1, round((operator.flops * choice.work * self.rows / 2) ** (1 / 3)))
                 work = Work(products=(Product(side, side, side),))
             else:
-                kernels = 1 if operator.moved_bytes else 0
+                kernels = 1 if operator.moved else 0
                 work = Work(
                     forward_elements=round(elements), backward_elements=round(2 * elements),
                     forward_kernels=kernels, backward_kernels=kernels, weights=round(weights),
@@ -182,18 +180,20 @@ def light_operators(graph: OperatorGraph) -> frozenset[int]:
     """Operators that nobody shares for their weights' sake: light layers, and what follows them.
 
     Layers count together that have one pattern of names and one size, and then those of one parent
-    that are light each: an attention's four matrices.
+    that are light each: an attention's four matrices. Tables by ids are never light: what comes of
+    them is a model's largest values.
     """
     sizes: dict[tuple[str, object], float] = {}
     kinds: list[tuple[str, object] | None] = []
-    counted: set[str] = set()
+    counted: set[tuple[str, ...]] = set()
     for operator in graph.operators:
         if not operator.parameters:
             kinds.append(None)
             continue
-        key = (pattern_of(operator.name), (operator.weight_bytes, operator.product[1:]))
-        new = 0.0 if counted.issuperset(operator.parameters) else operator.weight_bytes
-        counted.update(operator.parameters)
+        key = (pattern_of(operator.name), (operator.weights, operator.product[1:]))
+        again = (operator.name, *operator.parameters)  # A layer that is called again.
+        new = 0.0 if again in counted else operator.weights
+        counted.add(again)
         sizes[key] = sizes.get(key, 0.0) + new
         kinds.append(key)
     least = LIGHT_SHARE * sum(sizes.values())
@@ -208,6 +208,8 @@ def light_operators(graph: OperatorGraph) -> frozenset[int]:
         if kind is None:
             # As what it works on is.
             own = all(makers[value] in light for value in operator.inputs if value in makers)
+        elif any(choice.style == "vocabulary" for choice in operator.choices):
+            own = False
         else:
             own = sizes[kind] < least and together[kind[0].rpartition(".")[0]] < least
         if own:

@@ -60,9 +60,9 @@ def graph_of(seed: int, *, tied: bool = False, wide: bool = False) -> OperatorGr
                 (number,),
                 tuple(dict.fromkeys(choices)),
                 flops=draw.randint(1, 100) * 1e4,
-                moved_bytes=1e3,
+                moved=1e3,
                 parameters=own,
-                weight_bytes=1e4 if own else 0.0,
+                weights=1e4 if own else 0.0,
             )
         )
     return OperatorGraph("test", 2, 1, tuple(values), tuple(operators))
