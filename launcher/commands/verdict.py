@@ -24,7 +24,17 @@ from launcher.report.result import write_atomically, write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve
 from launcher.terminal import say, terminal_width
-from strategies.referee import Opinion, Ours, Repair, Verdict, alternatives, examine, notation
+from strategies.lowering.send_recv import add_messages
+from strategies.referee import (
+    Opinion,
+    Ours,
+    Repair,
+    Verdict,
+    alternatives,
+    examine,
+    notation,
+    time_messages,
+)
 from strategies.referee.foreign import Asked, Theirs, read_flags, read_their_file
 
 REPAIRED = "repaired.csv"
@@ -57,15 +67,22 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     timeline, metrics = predict(resolved)
     write_pictures(run_dir, [Panel("predicted", timeline, metrics)], resolved)
     ours = alternatives(opinion.whole, resolved.costs)
+    cost = _message_cost(opinion, resolved)
     result = predicted_mapping(resolved, metrics) | {"mode": "check"} | _mapping(opinion, ours)
     result |= {
         "framework": theirs.framework,
         "notes": list(theirs.notes),
+        "message_cost": cost,
         "layers_per_stage": None if theirs.layers is None else list(theirs.layers),
     }
     write_result(run_dir / "result.json", result)
     say(draw(timeline, width=terminal_width()))
     print_summary(result)
+    if cost is not None:
+        say(
+            f"its messages where they stand, under {opinion.asked.semantics}: {cost:+.1%} time "
+            "over the same computations with messages where our lowering has them"
+        )
     say("\n".join(_compared(ours, timeline.makespan)))
     say(f"files: {run_dir}")
     return 0 if opinion.runs else _FAILED
@@ -102,6 +119,19 @@ def _simulated(
     config = replace(config, mode="simulate", pp=pp, schedule=schedule, check=CheckConfig())
     check(config)
     return resolve(config)
+
+
+def _message_cost(opinion: Opinion, run: Run) -> float | None:
+    """What the places of the messages cost, as a share of the step."""
+    if not opinion.program.lowered:
+        return None
+    whole = opinion.whole
+    grouped = opinion.grouped and not (opinion.repaired and opinion.repaired.ungrouped)
+    semantics = opinion.asked.semantics
+    took = time_messages(whole, run.costs, semantics, grouped=grouped)
+    anew = add_messages(replace(whole, ranks=whole.compute_rows(), lowered=False))
+    best = time_messages(anew, run.costs, semantics)
+    return None if took is None or not best else took / best - 1.0
 
 
 def _judged(opinion: Opinion) -> list[str]:
@@ -145,6 +175,8 @@ def _repaired(found: Repair, path: Path) -> list[str]:
     else:
         count = len(found.moves)
         what = f"{count} {'instruction' if count == 1 else 'instructions'} moved"
+    if found.ungrouped:
+        what += ", every message in a call of its own"
     return [f"repaired: {what}, in {path}", *(f"  {move}" for move in found.moves)]
 
 
@@ -177,6 +209,7 @@ def _mapping(opinion: Opinion, ours: Sequence[Ours]) -> dict[str, object]:
         "crossing": None if opinion.asked.crossing is None else str(opinion.asked.crossing),
         "repair": None if found is None else [str(move) for move in found.moves],
         "repair_anew": None if found is None else found.anew,
+        "repair_ungrouped": None if found is None else found.ungrouped,
         "alternatives": [
             {
                 "schedule": entry.name,

@@ -74,10 +74,10 @@ class CheckConfig:
         "batched); per_pair: a queue per pair of ranks (NCCL, isend and irecv); per_edge: one per "
         "pair and direction.",
     )
-    grouped: Literal["auto"] | bool = key(
+    grouped: Literal["auto", "whole"] | bool = key(
         "auto",
-        "Messages side by side in a list go at once (ncclGroupStart); auto = where the file's "
-        "framework does so, no for a CSV.",
+        "Messages side by side in a list go at once (ncclGroupStart); whole: none before all can; "
+        "auto = where the file's framework does so, no for a CSV.",
         example=True,
     )
     flags: str | None = key(

@@ -2,11 +2,20 @@
 
 from strategies.referee.opinion import Opinion, Ours, alternatives, examine
 from strategies.referee.repair import Move, Repair, notation, repair
-from strategies.referee.semantics import SEMANTICS, Crossing, Semantics, Verdict, judge
+from strategies.referee.semantics import (
+    SEMANTICS,
+    Crossing,
+    Grouped,
+    Semantics,
+    Verdict,
+    judge,
+    time_messages,
+)
 
 __all__ = [
     "SEMANTICS",
     "Crossing",
+    "Grouped",
     "Move",
     "Opinion",
     "Ours",
@@ -18,4 +27,5 @@ __all__ = [
     "judge",
     "notation",
     "repair",
+    "time_messages",
 ]

@@ -23,7 +23,7 @@ from strategies.errors import PlanError
 from strategies.ir.program import Program
 from strategies.plan import Plan, ScheduleFile
 from strategies.referee.repair import Repair, notation, repair
-from strategies.referee.semantics import SEMANTICS, Semantics, Verdict, judge
+from strategies.referee.semantics import SEMANTICS, Grouped, Semantics, Verdict, judge
 from strategies.schedules import SCHEDULES
 from strategies.schedules.csv_file import parse_cells
 from strategies.schedules.custom import NAME, read_order
@@ -39,12 +39,14 @@ class Opinion:
         asked: The verdict that decides.
         verdicts: Those under every promise; only the first for an order without messages.
         repaired: The nearest order that runs, where this one does not.
+        grouped: Whether messages side by side go as one group.
     """
 
     program: Program
     asked: Verdict
     verdicts: tuple[Verdict, ...]
     repaired: Repair | None
+    grouped: Grouped = False
 
     @property
     def runs(self) -> bool:
@@ -84,7 +86,7 @@ def examine(
     *,
     name: str = "schedule.csv",
     semantics: Semantics = "one_queue",
-    grouped: bool = False,
+    grouped: Grouped = False,
     placement: str | None = None,
 ) -> Opinion:
     """Reads and judges an order.
@@ -93,7 +95,7 @@ def examine(
         text: CSV in torch's notation, ``compute_only`` or ``compute_comms``, a line per rank.
         name: What messages call it.
         semantics: The promise of the transport that it is for.
-        grouped: Whether messages side by side in a list go as one group.
+        grouped: Whether messages side by side in a list go as one group, or as a ``whole`` one.
         placement: ``loop``, ``v`` or ``bidirectional``; None to take it from the rows.
 
     Raises:
@@ -109,7 +111,7 @@ def examine(
     verdicts = tuple(judge(program, each, grouped=grouped) for each in SEMANTICS)
     asked = verdicts[SEMANTICS.index(semantics)]
     fixed = None if asked.runs else repair(program, semantics, grouped=grouped)
-    return Opinion(program, asked, verdicts, fixed)
+    return Opinion(program, asked, verdicts, fixed, grouped)
 
 
 def alternatives(program: Program, costs: Costs) -> list[Ours]:

@@ -20,7 +20,7 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import MESSAGE_KINDS, Kind
 from strategies.ir.program import Program
 from strategies.lowering.send_recv import add_messages
-from strategies.referee.semantics import Semantics, Verdict, judge
+from strategies.referee.semantics import Grouped, Semantics, Verdict, judge
 
 _MOST_MOVES = 24
 _FURTHEST = 24  # places that a message is tried at, to either side
@@ -52,15 +52,17 @@ class Repair:
         moves: What was moved, one after the other; empty where all messages were placed anew.
         anew: Whether they were.
         moved: How many instructions stand elsewhere among the others of their rank.
+        ungrouped: Whether it runs only with every message in a call of its own.
     """
 
     program: Program
     moves: tuple[Move, ...]
     anew: bool
     moved: int
+    ungrouped: bool = False
 
 
-def repair(program: Program, semantics: Semantics, *, grouped: bool = False) -> Repair:
+def repair(program: Program, semantics: Semantics, *, grouped: Grouped = False) -> Repair:
     """The nearest order that runs under ``semantics``, for one that does not.
 
     Raises:
@@ -77,8 +79,11 @@ def repair(program: Program, semantics: Semantics, *, grouped: bool = False) -> 
         moves.append(move)
     if verdict.runs:
         return Repair(fixed, tuple(moves), anew=False, moved=_distance(program, fixed))
+    if grouped and judge(program, semantics).runs:
+        return Repair(program, (), anew=False, moved=0, ungrouped=True)
     lowered = add_messages(_bare(fixed))
-    return Repair(lowered, (), anew=True, moved=_distance(program, lowered))
+    apart = bool(grouped) and not judge(lowered, semantics, grouped=grouped).runs
+    return Repair(lowered, (), anew=True, moved=_distance(program, lowered), ungrouped=apart)
 
 
 def _bare(program: Program) -> Program:
@@ -129,7 +134,7 @@ def _untangled(bare: Program, moves: list[Move]) -> Program:
 
 
 def _best_move(
-    program: Program, verdict: Verdict, *, grouped: bool
+    program: Program, verdict: Verdict, *, grouped: Grouped
 ) -> tuple[Move, Program, Verdict] | None:
     """The shortest move after which it runs; else that which gets furthest, if further than now."""
     best: tuple[Move, Program, Verdict] | None = None

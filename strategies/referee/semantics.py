@@ -18,8 +18,9 @@ A queue's head goes when it faces its other end at the head of the peer's queue;
 for what makes its value. The host does not wait: it queues a whole list while the device is still
 at its beginning. Messages that stand
 side by side in a list, with no computation between them, may be one group, whose members go at once
-(``ncclGroupStart``). Queues know no names: the third message that one rank sends to another is the
-third that this one receives from it, whatever either calls it.
+(``ncclGroupStart``); or *whole*: none of them before all can, as one kernel that holds them all, so
+that a group of two waits for both. Queues know no names: the third message that one rank sends to
+another is the third that this one receives from it, whatever either calls it.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from strategies.costs.table import Costs
 from strategies.ir.graph import Graph, around, build_needs
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import MESSAGE_KINDS, Kind
+from strategies.ir.kinds import MESSAGE_KINDS, MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
 
 Semantics = Literal["rendezvous", "buffered", "one_queue", "per_pair", "per_edge"]
 SEMANTICS: tuple[Semantics, ...] = get_args(Semantics)
+Grouped = bool | Literal["whole"]
 _QUEUED: tuple[Semantics, ...] = ("one_queue", "per_pair", "per_edge")
 
 # A rank's queue: its other end, where it has one for each, and whether it is the one for SENDs.
@@ -94,10 +97,11 @@ class Verdict:
         return self.crossing is None and not self.grid
 
 
-def judge(program: Program, semantics: Semantics, *, grouped: bool = False) -> Verdict:
+def judge(program: Program, semantics: Semantics, *, grouped: Grouped = False) -> Verdict:
     """Walks a lowered program under one promise; compute-only programs need none of them.
 
-    ``grouped``: whether messages side by side in a list go as one group.
+    ``grouped``: whether messages side by side in a list go as one group; ``whole`` if no member
+    goes before all can.
 
     Raises:
         ProgramError: An instruction uses what nobody makes.
@@ -139,6 +143,71 @@ def _crossing(graph: Graph) -> tuple[Crossing, tuple[int, ...]] | None:
     return None
 
 
+def time_messages(
+    program: Program, costs: Costs, semantics: Semantics, *, grouped: Grouped = False
+) -> float | None:
+    """The step's time with every message where the list has it; None if the order stands still.
+
+    A message begins when its value is there and its turn has come at both ends, and takes what the
+    costs say. A queue's next group waits for the last of this one. What stands behind a pending
+    RECV in one queue waits with it: this is what an order of messages costs beyond computations.
+    """
+    walk = _Walk(program, build_needs(program), semantics, grouped=grouped)
+    walk.run()
+    graph = walk.graph
+    if len(walk.order) < len(graph.nodes):
+        return None
+    table = costs.table(program)
+    hops = {
+        (b.source, b.target): hop for b, hop in zip(program.boundaries, table.hops, strict=True)
+    }
+    holds = semantics in ("rendezvous", "buffered")
+    ends = [0.0] * len(graph.nodes)
+    free = [0.0] * len(program.ranks)
+    group_of = {
+        node: (queue, place)
+        for queue, groups in walk.queues.items()
+        for place, group in enumerate(groups)
+        for node in group
+    }
+    group_end: dict[tuple[_Queue, int], float] = defaultdict(float)
+
+    def turn(node: int) -> float:
+        """When a message's turn comes at its end."""
+        queue, place = group_of[node]
+        return group_end[queue, place - 1] if place else 0.0
+
+    for node in walk.order:
+        item, rank = graph.nodes[node], graph.rank[node]
+        if node in group_of and item.kind is Kind.RECV:
+            continue  # Timed with its SEND.
+        ready = max((ends[need] for need in graph.needs[node]), default=0.0)
+        if item.kind not in MESSAGE_KINDS:
+            # Reductions have a channel of their own, and are none of the messages' business.
+            took = table.of(item) if item.kind in MICROBATCH_KINDS else 0.0
+            ends[node] = free[rank] = max(free[rank], ready) + took
+            continue
+        assert item.peer is not None
+        hop = hops[min(item.stage, item.peer), max(item.stage, item.peer)]
+        if semantics == "buffered":
+            if item.kind is Kind.SEND:
+                ends[node] = free[rank] = max(free[rank], ready)
+            else:
+                ends[node] = free[rank] = max(free[rank], ready + hop)
+            continue
+        other = graph.partner[node]
+        start = max(ready, turn(node), turn(other))
+        if holds:
+            start = max(start, free[rank], free[graph.rank[other]])
+        ends[node] = ends[other] = start + hop
+        for end in (node, other):
+            key = group_of[end]
+            group_end[key] = max(group_end[key], ends[end], turn(end))
+            if holds:
+                free[graph.rank[end]] = ends[end]
+    return max(ends, default=0.0)
+
+
 @dataclass(eq=False)
 class _Walk:
     """All ranks' lists and queues."""
@@ -146,7 +215,7 @@ class _Walk:
     program: Program
     graph: Graph
     semantics: Semantics
-    grouped: bool
+    grouped: Grouped
     head: list[int] = field(init=False)
     done: bytearray = field(init=False)
     order: list[int] = field(default_factory=list)
@@ -156,7 +225,7 @@ class _Walk:
         self.done = bytearray(len(self.graph.nodes))
         self._waiting: dict[int, list[int]] = defaultdict(list)  # node -> ranks
         self._sends: dict[int, list[int]] = defaultdict(list)  # node -> SENDs of what it makes
-        self._queues: dict[_Queue, list[list[int]]] = {}
+        self.queues: dict[_Queue, list[list[int]]] = {}
         self._working: dict[_Queue, int] = {}  # which group of the queue goes next
         self._of: dict[int, _Queue] = {}
         self._holds = self.semantics == "rendezvous"
@@ -173,7 +242,7 @@ class _Walk:
             if node != last + 1 or node == self.graph.offsets[rank]:
                 run = node  # The first of those that stand side by side.
             queue = self._queue(rank, self.graph.rank[other], sends=item.kind is Kind.SEND)
-            groups = self._queues.setdefault(queue, [])
+            groups = self.queues.setdefault(queue, [])
             if self.grouped and groups and groups[-1][0] >= run:
                 groups[-1].append(node)
             else:
@@ -192,7 +261,7 @@ class _Walk:
 
     def run(self) -> None:
         ready = list(range(len(self.program.ranks)))[::-1]
-        for groups in self._queues.values():
+        for groups in self.queues.values():
             self._transfer(groups[0], ready)
         while ready:
             rank = ready.pop()
@@ -238,7 +307,7 @@ class _Walk:
 
     def _working_group(self, node: int) -> list[int]:
         queue = self._of[node]
-        return self._queues[queue][self._working[queue]]
+        return self.queues[queue][self._working[queue]]
 
     def _can_go(self, node: int) -> bool:
         group = self._working_group(node)
@@ -253,17 +322,40 @@ class _Walk:
             other = self.graph.partner[here]
             if self.done[here] or not (self._can_go(here) and self._can_go(other)):
                 continue
-            sends = self.graph.nodes[here].kind is Kind.SEND
-            for end in (here, other) if sends else (other, here):
-                self.done[end] = 1
-                self.order.append(end)
-                ready.extend(self._waiting.pop(end, ()))
-            for end in (here, other):
+            together = self._together(here)
+            if any(not self._can_go(node) for node in together):
+                continue
+            for node in together:
+                if self.graph.nodes[node].kind is not Kind.SEND:
+                    continue
+                for end in (node, self.graph.partner[node]):
+                    self.done[end] = 1
+                    self.order.append(end)
+                    ready.extend(self._waiting.pop(end, ()))
+            for end in together:
                 tried.extend(self._advance(self._of[end]))
+
+    def _together(self, node: int) -> list[int]:
+        """What goes at one moment: two ends, or whole groups with those that they face."""
+        if self.grouped != "whole":
+            return [node, self.graph.partner[node]]
+        found = dict.fromkeys(self._working_group(node))
+        left = list(found)
+        while left:
+            other = self.graph.partner[left.pop()]
+            new = [each for each in (other, *self._group_of(other)) if each not in found]
+            found |= dict.fromkeys(new)
+            left += new
+        return list(found)
+
+    def _group_of(self, node: int) -> list[int]:
+        """The group that is at work where a message waits, if it is one of it."""
+        group = self._working_group(node)
+        return group if node in group else []
 
     def _advance(self, queue: _Queue) -> list[int]:
         """The members of the next group, once all of this one have gone."""
-        groups = self._queues[queue]
+        groups = self.queues[queue]
         place = self._working[queue]
         if place + 1 == len(groups) or not all(self.done[node] for node in groups[place]):
             return []
@@ -300,7 +392,7 @@ class _Walk:
 
     def _start(self, node: int) -> int:
         """The first of its group."""
-        groups = self._queues[self._of[node]]
+        groups = self.queues[self._of[node]]
         return next(group[0] for group in groups if node in group)
 
     def _message_cause(self, node: int, here: str) -> tuple[int, str]:
@@ -319,6 +411,10 @@ class _Walk:
         if other not in group:
             before = next(entry for entry in group if not self.done[entry])
             return before, f"{here} waits for {self.graph.nodes[other]}, which queues behind"
+        if self.grouped == "whole":
+            held = next((each for each in self._together(node) if not self._can_go(each)), other)
+            if held not in (node, other):
+                return held, f"{here} goes with"
         return other, f"{here} waits for"
 
     def grid(self) -> str:

@@ -67,6 +67,7 @@ def read_flags(text: str, asked: Asked, *, name: str) -> Theirs:
             f"{flags.where('pipeline-model-parallel-layout')}: the layout has {sum(layers)} "
             f"decoder layers (t), and --num-layers is {total}."
         )
+    _check_layers(flags, pp, chunks, total, layers)
     check_size(2 * pp * chunks * count, name)
     notes = (f"{replicas} replicas ({how}), so {count} microbatches of {micro}",)
     if chunks == 1:
@@ -114,6 +115,28 @@ def _chunks(flags: _Flags, asked: Asked, pp: int, stages: tuple[str, ...] | None
             f"--num-layers {-(-total // (pp * per_chunk)) * pp * per_chunk}."
         )
     return total // (pp * per_chunk)
+
+
+def _check_layers(
+    flags: _Flags, pp: int, chunks: int, total: int, layers: tuple[int, ...] | None
+) -> None:
+    """Whether every layer has a stage; with equal stages Megatron drops what is left over."""
+    uneven = (
+        "decoder-first-pipeline-num-layers",
+        "decoder-last-pipeline-num-layers",
+        "account-for-embedding-in-pipeline-split",
+        "account-for-loss-in-pipeline-split",
+    )
+    if layers is not None or not total or any(flag in flags.found for flag in uneven):
+        return
+    if total % (pp * chunks):
+        fit = -(-total // (pp * chunks)) * pp * chunks
+        raise PlanError(
+            f"{flags.where('num-layers')}: --num-layers {total} is no multiple of {pp} ranks"
+            f"{f' times {chunks} chunks' if chunks > 1 else ''}: equal stages leave "
+            f"{total % (pp * chunks)} out. Try --num-layers {fit}, or a "
+            "--pipeline-model-parallel-layout."
+        )
 
 
 def _group(flags: _Flags, pp: int, count: int) -> int:

@@ -7,7 +7,8 @@ warms up with 2 (P - r - 1) + (V - 1) N forwards; the last rank hands a chunk's 
 one, which takes it P - 1 steps after its own.
 
 Without overlap the exchange of a step stands behind its forward *and* its backward and is one
-group. With overlap (Megatron's default) forwards and backwards exchange by themselves, ungrouped:
+group; with two ranks both neighbours are one, and what is sent to the one is received from the
+other. With overlap (Megatron's default) forwards and backwards exchange by themselves, ungrouped:
 even ranks send first, odd ranks receive first.
 
 Written after ``forward_backward_pipelining_with_interleaving`` of Megatron Core.
@@ -122,11 +123,12 @@ def _row(steps: _Steps, warm: int, *, overlap: bool) -> list[str]:
         row.append(steps.compute(forward, forward=True))
         if overlap:
             row += steps.exchange(sent, received)
-            sent, received = [], []
         row.append(steps.compute(k, forward=False))
-        sent = [*sent, *steps.send(k, forward=False)]
-        received = [*received, *steps.receive(k, forward=False)]
-        row += steps.exchange(sent, received)
+        grad_sent, grad_received = steps.send(k, forward=False), steps.receive(k, forward=False)
+        if overlap:
+            row += steps.exchange(grad_sent, grad_received)
+        else:  # As they stand in its batch: to and from the rank before, then the one behind.
+            row += [*grad_sent, *received, *sent, *grad_received]
     if not left:
         row += steps.first(forward=False)
     for k in range(left, total):

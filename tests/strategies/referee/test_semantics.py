@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 
 from strategies.compiler import compile_plan
+from strategies.costs.uniform import UniformCosts
 from strategies.errors import DeadlockError, PlanError
 from strategies.ir.graph import build_needs
 from strategies.ir.kinds import MESSAGE_KINDS, Kind
 from strategies.ir.program import Program
 from strategies.plan import Plan
-from strategies.referee import SEMANTICS, Semantics, judge
+from strategies.referee import SEMANTICS, Semantics, judge, repair, time_messages
 from strategies.schedules import SCHEDULES
+from strategies.simulator.engine import simulate
 from tests.strategies.referee.orders import CROSSED, FACING, RING, order, torch_orders
 
 
@@ -84,6 +86,42 @@ def test_no_order_of_torch_is_called_wrong():
 @pytest.mark.filterwarnings("ignore")
 def test_no_order_of_torch_is_called_wrong_however_long():
     assert _torch((2, 4, 8), (2, 4, 8, 16, 32)) >= 69
+
+
+def test_a_whole_group_waits_for_all_of_its_members():
+    # Rank 0 sends and receives in one call; rank 1 receives first and sends after its computations.
+    program = order("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    assert judge(program, "one_queue", grouped=True).runs
+    verdict = judge(program, "one_queue", grouped="whole")
+    assert verdict.cycle == (
+        "1SEND_B0>0 on rank 1 queues behind 1RECV_F0<0",
+        "1RECV_F0<0 on rank 1 goes with 1SEND_B0>0",
+    )
+    assert repair(program, "one_queue", grouped="whole").ungrouped
+
+
+def test_where_messages_stand_is_priced():
+    costs = UniformCosts(forward=1.0, backward=2.0, p2p=0.5)
+    # Two ranks, one microbatch: F, message, F, B, message, B.
+    one = order("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    for semantics in SEMANTICS:
+        assert time_messages(one, costs, semantics) == pytest.approx(7.0)
+    # The gradient of microbatch 0 stands in rank 0's queue before its second activation.
+    late = order(
+        "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0RECV_B1,0B1\n"
+        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
+    )
+    apart, queued = time_messages(late, costs, "per_edge"), time_messages(late, costs, "one_queue")
+    assert (apart, queued) == (pytest.approx(10.0), pytest.approx(11.0))
+    assert time_messages(order(FACING), costs, "one_queue") is None
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v", "interleaved_1f1b"])
+def test_messages_of_our_lowering_cost_nothing_where_edges_are_apart(name: str):
+    costs = UniformCosts(forward=1.0, backward=2.0, p2p=0.1)
+    program = compile_plan(Plan(name, 3, 6, costs=costs)).train
+    took = time_messages(program, costs, "per_edge")
+    assert took == pytest.approx(simulate(program, costs).makespan, rel=0.02)
 
 
 # ------------------------------------------------------------------------- against the definitions
