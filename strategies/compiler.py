@@ -26,6 +26,7 @@ from strategies.ir.program import Boundary, Program, chain
 from strategies.ir.verify import verify
 from strategies.lowering.rendezvous_order import order_messages
 from strategies.lowering.send_recv import add_messages
+from strategies.lowering.stream import Calls, add_updates, lower_stream
 from strategies.passes.group_choice import GroupChoice, choose_group, group_candidates
 from strategies.passes.recompute.add_recompute import add_recompute
 from strategies.passes.split_backward import split_backward
@@ -53,14 +54,25 @@ class Programs:
     Simulations, plans and pictures need the first; the others are made when they are asked for.
 
     Attributes:
-        train: With reductions and optimizer steps.
+        train: With reductions and optimizer steps; of a schedule without a flush a few batches,
+            from an empty pipeline to an empty one.
         choice: How the group of microbatches was chosen, where the plan left it to us.
+        calls: Without a flush, what each training step runs; None with one.
     """
 
     train: Program
     choice: GroupChoice | None
     _updates: Program  # ``train`` before it was lowered.
     _costs: Costs | None
+    calls: Calls | None = None
+
+    @cached_property
+    def alone(self) -> Program:
+        """One batch by itself, from an empty pipeline to an empty one, with its update."""
+        if self.calls is None:
+            return self.train
+        with no_collection():
+            return verify(_lower(self._updates, self._costs))
 
     @cached_property
     def accumulate(self) -> Program:
@@ -97,6 +109,8 @@ def compile_plan(plan: Plan) -> Programs:
         if schedule_of(plan).chooses_group and plan.group is None:
             choice = _choose_group(plan)
             plan = replace(plan, group=choice.group)
+        if not schedule_of(plan).synchronous:
+            return _streamed(plan)
         return replace(_programs(compile_compute(plan), plan), choice=choice)
 
 
@@ -178,6 +192,7 @@ def resolve_shape(plan: Plan) -> Shape:
         num_microbatches=plan.num_microbatches,
         stages_per_rank=plan.stages_per_rank,
         group=plan.group,
+        vertical_sync=plan.vertical_sync,
     )
 
 
@@ -194,6 +209,7 @@ def compile_program(
     costs: Costs | None = None,
     file: ScheduleFile | None = None,
     recompute: Recompute = NO_RECOMPUTE,
+    vertical_sync: bool = False,
 ) -> Program:
     """The training program of a plan given by keywords.
 
@@ -217,6 +233,7 @@ def compile_program(
         costs=costs,
         file=file,
         recompute=recompute,
+        vertical_sync=vertical_sync,
     )
     return compile_plan(plan).train
 
@@ -299,6 +316,47 @@ def _programs(compute: Program, plan: Plan) -> Programs:
     lowered = verify(_lower(train, plan.costs))
     _ = lowered.walk  # Derived once, here: replaying it is what searches do in a loop.
     return Programs(lowered, None, train, plan.costs)
+
+
+def _streamed(plan: Plan) -> Programs:
+    """Of a schedule without a flush: as many batches as show how it begins, goes on and ends."""
+    schedule, shape = schedule_of(plan), resolve_shape(plan)
+    assert schedule.lateness is not None
+    _refuse_stream(plan, schedule.name)
+    lateness = schedule.lateness(shape)
+    batch = compile_compute(plan)
+    updates = _train(batch, plan)
+    whole = Calls.count(lateness, shape.pp, shape.num_microbatches)
+    compute = compile_compute(replace(plan, num_microbatches=whole * shape.num_microbatches))
+    buckets = plan.stage_buckets(batch.placement.num_stages)
+    stream = add_updates(compute, lateness, buckets, overlap=plan.overlap != "none")
+    calls = Calls(stream, lateness, shape.num_microbatches)
+    return Programs(lower_stream(stream, lateness), None, updates, plan.costs, calls)
+
+
+def _refuse_stream(plan: Plan, name: str) -> None:
+    """What cannot be had without a flush."""
+    if plan.overlap == "zero1":
+        raise PlanError(
+            f"overlap=zero1 with schedule={name}: the weights would be gathered while microbatches "
+            "under way still use the version before. Try overlap=grad_reduce."
+        )
+    if plan.loss_over == "batch":
+        raise PlanError(
+            f"loss_over=batch with schedule={name}: one loss of the whole batch needs all of its "
+            "forwards before the first backward, which is a flush. Try schedule=1f1b, or "
+            "loss_over=microbatch."
+        )
+    if plan.split_backward:
+        raise PlanError(
+            f"schedule.split_backward=true with schedule={name}: there is no bubble for weight "
+            "gradients to fill. Remove schedule.split_backward, or try schedule=zb_h1."
+        )
+    if plan.recompute.policy in ("mario", "optimal"):
+        raise PlanError(
+            f"recompute={plan.recompute.policy} with schedule={name}: it moves recomputation into "
+            "bubbles, and without a flush there is none. Try recompute=full."
+        )
 
 
 def _held(compute: Program, plan: Plan) -> tuple[int | None, ...]:

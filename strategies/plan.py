@@ -192,6 +192,8 @@ class Plan:
         recompute: Which forwards keep their input only.
         loss_over: ``batch`` puts the outputs of all microbatches together before one loss, behind
             all forwards; ``microbatch`` takes one loss of each.
+        vertical_sync: Without a flush, use one version of the weights for a microbatch on all
+            stages, where the schedule would not.
         skips: Pairs of stages that are no neighbours, between which the model sends tensors.
     """
 
@@ -208,6 +210,7 @@ class Plan:
     file: ScheduleFile | None = None
     recompute: Recompute = NO_RECOMPUTE
     loss_over: LossOver = "microbatch"
+    vertical_sync: bool = False
     skips: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:

@@ -82,9 +82,10 @@ class _Resolver:
         self._made: dict[tuple[Kind, int, int], int] = {}
         # (kind, payload, stage, peer, microbatch) of SENDs and RECVs.
         self._messages: dict[tuple[object, ...], int] = {}
-        # Per (rank, stage): what completes its gradient, reductions, the gather and its user.
-        self._last: dict[tuple[int, int], list[int]] = {}
-        self._reduces: dict[tuple[int, int], list[int]] = {}
+        # Per (rank, stage, update): what completes its gradient, and its reductions.
+        self._last: dict[tuple[int, int, int | None], list[int]] = {}
+        self._reduces: dict[tuple[int, int, int | None], list[int]] = {}
+        # Per (rank, stage): the gather and its user.
         self._gathers: dict[tuple[int, int], int] = {}
         self._first: dict[tuple[int, int], int] = {}
         self._losses: dict[int, int] = {}  # by stage
@@ -97,11 +98,12 @@ class _Resolver:
                     assert part.microbatch is not None
                     self._made[part.kind, part.stage, part.microbatch] = number
                     if part.kind in GRADIENT_KINDS:
-                        self._last.setdefault((rank[number], part.stage), []).append(number)
+                        place = (rank[number], part.stage, program.update_of(part.microbatch))
+                        self._last.setdefault(place, []).append(number)
                     elif part.kind is Kind.F:
                         self._first.setdefault((rank[number], part.stage), number)
             elif kind is Kind.REDUCE:
-                self._reduces.setdefault((rank[number], stage), []).append(number)
+                self._reduces.setdefault((rank[number], stage, item.version), []).append(number)
             elif kind is Kind.GATHER:
                 self._gathers[rank[number], stage] = number
             elif kind is Kind.LOSS:
@@ -154,10 +156,10 @@ class _Resolver:
             for number in range(self._program.num_microbatches):
                 found.append(self._producer(item, Kind.F, stage, number))
         elif kind is Kind.REDUCE:
-            found.extend(self._last.get((self._rank[node], stage), ()))
+            found.extend(self._last.get((self._rank[node], stage, item.version), ()))
         elif kind is Kind.STEP:
-            place = (self._rank[node], stage)
-            found.extend(self._reduces.get(place, ()) or self._last.get(place, ()))
+            update = (self._rank[node], stage, item.version)
+            found.extend(self._reduces.get(update, ()) or self._last.get(update, ()))
         return found
 
     def _own(self, item: Instruction, reads: tuple[Kind, ...]) -> list[int]:

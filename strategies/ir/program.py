@@ -60,6 +60,9 @@ class Program:
         lowered: Whether SEND and RECV stand in the lists.
         entry: What is alive before the first instruction.
         exit: What is alive after the last one.
+        per_update: Microbatches per update of the weights, where a program has several: update u
+            takes the gradients of microbatches u * per_update and on, and makes version u + 1.
+            None where all of them make one update, at the end.
     """
 
     schedule: str
@@ -71,6 +74,11 @@ class Program:
     lowered: bool = False
     entry: LoopState = field(default_factory=LoopState)
     exit: LoopState = field(default_factory=LoopState)
+    per_update: int | None = None
+
+    def update_of(self, microbatch: int) -> int | None:
+        """The version that a microbatch's gradient makes; None where there is one update."""
+        return None if self.per_update is None else microbatch // self.per_update + 1
 
     @cached_property
     def graph(self) -> Graph:

@@ -22,6 +22,7 @@ from strategies.ir.kinds import (
     spellings,
 )
 from strategies.ir.program import Program, last_gradients, recomputed_pairs
+from strategies.ir.versions import check_versions
 
 
 def verify(program: Program) -> Program:
@@ -33,8 +34,10 @@ def verify(program: Program) -> Program:
     RECV; a pair that is recomputed has one R, after its F and before its B or I; no deadlock under
     rendezvous semantics; every activation and received buffer is consumed;
     the loss of the whole batch stands once, on the last stage's only rank, before its backwards;
-    reductions follow the stage's last gradient, all owners of a stage reduce the same buckets in
-    the same order, weights are gathered before they are used, and each owner steps each stage once.
+    a backward reads the weights that its forward has read, and of several updates each has its
+    gradients, in turn; reductions follow the stage's last gradient, all owners of a stage reduce
+    the same buckets in the same order, weights are gathered before they are used, and each owner
+    steps each stage once.
 
     Raises:
         ProgramError: The first rule that is broken, with the instruction and its rank.
@@ -51,6 +54,7 @@ def verify(program: Program) -> Program:
     _check_recompute(program)
     _check_loss(program)
     _check_messages(program)
+    check_versions(program)
     # Before the graph, which would call a REDUCE or STEP that stands too early a deadlock.
     _check_updates(program)
     _check_reductions(program)
@@ -101,7 +105,7 @@ def _fuses(item: Instruction) -> bool:
 def _check_once(program: Program) -> None:
     for rank, row in enumerate(program.ranks):
         for item, count in Counter(
-            (i.kind, i.stage, i.microbatch, i.bucket, i.payload, i.peer)
+            (i.kind, i.stage, i.microbatch, i.bucket, i.payload, i.peer, _update(i))
             for whole in row
             for i in whole.parts
         ).items():
@@ -111,6 +115,11 @@ def _check_once(program: Program) -> None:
                     f"{program.schedule}: rank {rank} runs {name} {count} times. "
                     "Every instruction stands once."
                 )
+
+
+def _update(item: Instruction) -> int | None:
+    """What tells the updates of a program apart; compute stands once, whatever it reads."""
+    return item.version if item.kind in UPDATE_KINDS else None
 
 
 def _check_ranks(program: Program) -> None:
@@ -204,6 +213,8 @@ def _check_messages(program: Program) -> None:
 
 def _check_updates(program: Program) -> None:
     """REDUCE after the last gradient of its stage in list order; one STEP per owned stage."""
+    if program.per_update is not None:
+        return  # Several updates have rules of their own: ``versions``.
     # A compute program has no updates yet; a lowered one is final.
     any_step = any(item.kind is Kind.STEP for row in program.ranks for item in row)
     any_step = any_step or (program.lowered and program.role == "train")
@@ -252,8 +263,9 @@ def _check_reductions(program: Program) -> None:
     reduced = [[item for item in row if item.kind is Kind.REDUCE] for row in collectives]
     for rank, row in enumerate(reduced):
         for stage in placement.stages_of(rank) if row else ():
-            buckets = sorted(item.bucket or 0 for item in row if item.stage == stage)
-            if buckets != list(range(len(buckets))):
+            found = Counter(item.bucket or 0 for item in row if item.stage == stage)
+            buckets = sorted(found)
+            if buckets != list(range(len(buckets))) or len(set(found.values())) > 1:
                 raise ProgramError(
                     f"{program.schedule}: rank {rank} reduces buckets {buckets} of stage {stage}. "
                     "Buckets count from 0 without a gap."

@@ -62,7 +62,7 @@ def flatten(program: Program) -> Walk:
     row = {kind: index * num_stages for index, kind in enumerate(DURATION_ROWS)}
     boundary = {(b.source, b.target): index for index, b in enumerate(program.boundaries)}
     outgoing: dict[int, list[Message]] = {}
-    buckets: dict[tuple[int, int], int] = {}
+    buckets: dict[tuple[int, int, int | None], int] = {}
     for node, item in enumerate(graph.nodes):
         if item.kind is Kind.SEND:
             assert item.peer is not None
@@ -72,7 +72,7 @@ def flatten(program: Program) -> Walk:
             message = Message(node, recv, link, boundary[min(ends), max(ends)])
             outgoing.setdefault(graph.needs[node][0], []).append(message)
         elif item.kind is Kind.REDUCE:
-            place = (graph.rank[node], item.stage)
+            place = (graph.rank[node], item.stage, item.version)
             buckets[place] = buckets.get(place, 0) + 1
     steps: list[Compute | Channel] = []
     fused: dict[tuple[int, int], int] = {}
@@ -89,7 +89,7 @@ def flatten(program: Program) -> Walk:
         elif item.kind in CHANNEL_KINDS:
             bucket = -1 if item.bucket is None else item.bucket
             inside = item.kind is Kind.REDUCE and not item.after and bool(needs)
-            fraction = (bucket + 1) / buckets.get((rank, item.stage), 1)
+            fraction = (bucket + 1) / buckets.get((rank, item.stage, item.version), 1)
             released_by = max(needs) if inside else -1
             steps.append(Channel(node, rank, item.stage, bucket, released_by, fraction, needs))
     return Walk(tuple(steps), len(graph.nodes), tuple(fused))

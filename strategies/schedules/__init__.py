@@ -26,6 +26,8 @@ from strategies.schedules.interleaved_zb import INTERLEAVED_ZB
 from strategies.schedules.looped_bfs import LOOPED_BFS
 from strategies.schedules.naive import NAIVE
 from strategies.schedules.one_f_one_b import ONE_F_ONE_B
+from strategies.schedules.pipedream import PIPEDREAM
+from strategies.schedules.pipedream_2bw import PIPEDREAM_2BW
 from strategies.schedules.schedule import Durations, Rows, Schedule, Shape
 from strategies.schedules.synonym import meant_schedule
 from strategies.schedules.v_half import V_HALF
@@ -59,6 +61,8 @@ SCHEDULES: dict[str, Schedule] = {
         CHIMERA,
         DUALPIPE,
         DUALPIPE_V,
+        PIPEDREAM,
+        PIPEDREAM_2BW,
     )
 }
 

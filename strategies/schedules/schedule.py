@@ -47,6 +47,8 @@ class Shape:
             the schedule has no groups.
         durations: For schedules that look at costs, one figure per stage of the placement; None
             for F = I = W on every stage.
+        vertical_sync: Whether, without a flush, a microbatch is to use one version of the weights
+            on all stages.
     """
 
     pp: int
@@ -54,6 +56,21 @@ class Shape:
     stages_per_rank: int
     group: int | None = None
     durations: Durations | None = None
+    vertical_sync: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """When a schedule without a flush updates the weights.
+
+    Attributes:
+        per_update: Microbatches whose gradients make one update.
+        updates: Per stage, by how many updates the weights that a microbatch uses are older than
+            those that training without a pipeline would use.
+    """
+
+    per_update: int
+    updates: tuple[int, ...]
 
 
 def given_group(group: int | str | None, schedule: Schedule) -> int | None:
@@ -85,7 +102,6 @@ class Schedule:
         virtual_stages: Whether V may differ from the default.
         grouped: Whether ``schedule.group`` means something.
         weight_copies: 2 for bidirectional schedules.
-        synchronous: Whether the pipeline drains at the optimizer step.
         chooses_group: Whether a group that is not given is chosen by simulation.
         cost_aware: Whether ``order`` looks at ``Shape.durations``.
         splits_backward: Whether ``order`` emits I and W (for all or some of the backwards).
@@ -93,6 +109,8 @@ class Schedule:
             repeats what is in the middle: what ranks hold at their worst moment stays the same.
         num_microbatches: M, where the order exists for one number only; None for any.
         rule: What the schedule demands of P, M, V beyond the above; raises PlanError.
+        lateness: For a schedule without a flush, when it updates the weights; ``order`` is then
+            that of any number of batches behind each other, 1F1B.
     """
 
     name: str
@@ -102,16 +120,27 @@ class Schedule:
     virtual_stages: bool = False
     grouped: bool = False
     weight_copies: int = 1
-    synchronous: bool = True
     chooses_group: bool = False
     cost_aware: bool = False
     splits_backward: bool = False
     repeats: bool = False
     num_microbatches: int | None = None
     rule: Callable[[Shape], None] | None = None
+    lateness: Callable[[Shape], Lateness] | None = None
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the pipeline drains at the optimizer step."""
+        return self.lateness is None
 
     def resolve(
-        self, *, pp: int, num_microbatches: int, stages_per_rank: int | None, group: int | None
+        self,
+        *,
+        pp: int,
+        num_microbatches: int,
+        stages_per_rank: int | None,
+        group: int | None,
+        vertical_sync: bool = False,
     ) -> Shape:
         """Fills defaults and checks what was asked against the schedule's rules.
 
@@ -137,13 +166,20 @@ class Schedule:
                 f"rank. Try schedule.stages_per_rank={self.stages_per_rank}, or "
                 f"schedule=interleaved_1f1b schedule.stages_per_rank={stages}."
             )
+        if vertical_sync and self.name != "pipedream":
+            raise PlanError(
+                f"schedule.vertical_sync=true: {self.name} uses one version of the weights for a "
+                "microbatch on all stages anyway. Remove schedule.vertical_sync, or try "
+                "schedule=pipedream."
+            )
         if not self.grouped:
             if group is not None:
                 raise PlanError(
                     f"schedule.group={group}: {self.name} has no groups of microbatches. "
                     "Remove schedule.group, or try schedule=interleaved_1f1b."
                 )
-            return self._ruled(Shape(pp, num_microbatches, stages))
+            shape = Shape(pp, num_microbatches, stages, vertical_sync=vertical_sync)
+            return self._ruled(shape)
         if group is None:
             group = _full_groups(pp, num_microbatches)
         elif group < min(pp, num_microbatches) or group > max(pp, num_microbatches):

@@ -53,6 +53,7 @@ class Keywords(TypedDict, total=False):
     stages_per_rank: int | None
     group: int | Literal["auto"] | None
     split_backward: bool
+    vertical_sync: bool
     recompute: Recompute | Policy
     costs: Costs | None
     memory_bytes: int | None

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
 from strategies.analysis.timeline import Timeline
+from strategies.compiler import schedule_of
 from strategies.errors import ModelError, NotFiniteError, PlanError
 from strategies.heartbeat import Heartbeat
 from strategies.models.collectives import LocalGroup, default_group, gather
@@ -59,6 +60,7 @@ from strategies.runtime.lightning.refusals import (
 )
 from strategies.runtime.lightning.request import Keywords, plan_and_options
 from strategies.runtime.lightning.stock_file import serve_folders
+from strategies.runtime.lightning.stream_loop import StreamLoop, refuse_stream
 from strategies.runtime.lightning.user_module import RowsTold, stage_model_of
 from strategies.runtime.lightning.whole_state import WholeModule, look_at_whole, refuse_cut
 from strategies.runtime.messages import fingerprint
@@ -126,6 +128,7 @@ class PipelineStrategy(CheckpointingStrategy):
         stages_per_rank: V; None for the schedule's default.
         group: N microbatches per round; None for the schedule's default.
         split_backward: Split every backward of a schedule that does not split by itself.
+        vertical_sync: For ``pipedream``: a microbatch uses one version of the weights on all ranks.
         recompute: Which forwards keep only their input, to be run again before their backward;
             ``selective`` recomputes inside the layers.
         costs: What instructions take (``UniformCosts``), for orders that depend on it.
@@ -206,6 +209,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self._accumulating = False
         self._repeating = False  # the log calls of a step
         self._manual: ManualOptimization | None = None
+        self._loop: StreamLoop | None = None  # of a schedule without a flush
         self._last_norm: Tensor | None = None
         self._own_sampler = True
         self._looked = Looked()
@@ -231,6 +235,9 @@ class PipelineStrategy(CheckpointingStrategy):
         assert module is not None
         self.accelerator.setup(trainer)
         refuse_module(trainer, module, self._plan, compiled=self._options.compile)
+        fits_stream = trainer.state.fn == TrainerFn.FITTING
+        if fits_stream and not schedule_of(self._plan).synchronous:
+            refuse_stream(trainer, module, self._plan)
         self._take_over_sampling(trainer)
         self.model = self.precision_plugin.convert_module(module)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -337,6 +344,8 @@ class PipelineStrategy(CheckpointingStrategy):
         self.model_to_device()
         self._synchronise(module)
         self._note_cut()
+        stream = self._engine.stream
+        self._loop = None if stream is None else StreamLoop(self, self._engine)
         self._hooks = None
         if self.coordinates.pp > 1 and self._engine.model.table is not None:
             self._hooks = ParameterHooks(
@@ -424,7 +433,26 @@ class PipelineStrategy(CheckpointingStrategy):
             complete = WholeWeights(lambda: self.engine.mains.complete(), watched=watched)
             callbacks.insert(0, complete)
 
+    def drain(self) -> None:
+        """Brings what is under way to its end, where a schedule has no flush; collective.
+
+        Behind it every batch that has entered has made its update.
+        """
+        if self._loop is not None:
+            with self._away():
+                self._loop.drain()
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """As Lightning does; a batch that does not fit behind those under way drains first."""
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self._loop is not None and self._trainer.training:
+            self._loop.arrives(moved, self._loaders)
+        return moved
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.drain()
         self.engine.mirror.share()  # A checkpoint is of what all ranks have.
         with self._away():
             return super().lightning_module_state_dict()
@@ -516,6 +544,19 @@ class PipelineStrategy(CheckpointingStrategy):
             # Its number stays on the device: get_scale() would wait for the update before.
             scale = self._scaler.scale(torch.ones((), device=self.root_device))
         factor = 1.0 if self._own_backward is None else self._own_backward.factor()
+        if self._loop is not None and not self._loop.alone:
+            with self.precision_plugin.train_step_context():
+                heard, loss = self._loop.train(
+                    batch,
+                    batch_idx=batch_idx,
+                    step=trainer.fit_loop.total_batch_idx,
+                    factor=factor,
+                    loaders=self._loaders,
+                )
+            for result in heard:
+                self._repeat_logs(result, batch)
+            output = heard[-1].output if heard else None
+            return loss if output is None else {**output, "loss": loss}
         self._rows_told.before(self.engine.whole.layers())
         with self.precision_plugin.train_step_context():
             result = self.engine.train_pass(
@@ -593,6 +634,17 @@ class PipelineStrategy(CheckpointingStrategy):
         **kwargs: Any,
     ) -> Any:
         """The flush: this rank's reductions end, then its stages are updated."""
+        if self._loop is None or self._loop.alone:
+            return self._apply_update(optimizer, closure, model, **kwargs)
+        return self._loop.step(optimizer, closure, self._apply_update)
+
+    def _apply_update(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
         result: Any = None
 
         def flushed() -> Any:
@@ -811,8 +863,14 @@ class PipelineStrategy(CheckpointingStrategy):
         self._restore_random_state()
         self._looked.forget()
 
+    def on_validation_start(self) -> None:
+        self.drain()
+
+    on_test_start = on_predict_start = on_validation_start
+
     def on_train_end(self) -> None:
         """Ends all sends, so that no peer is left without its message, and the last save."""
+        self.drain()
         self.engine.drain()
         self.saver.finish()
 

@@ -9,6 +9,8 @@ price of one small asynchronous all-gather.
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,33 +27,49 @@ class Bulletin:
         self._group = group
         self._size = size
         self._capacity = _START_BYTES
-        self._pending: tuple[dist.Work, list[Tensor], bytes] | None = None
-        self._alone: Any = None
+        self._pending: deque[tuple[dist.Work, list[Tensor], bytes]] = deque()
+        self._alone: deque[Any] = deque()
 
     def post(self, payload: Any) -> None:
         """Contributes; returns at once."""
         if self._group is None:
-            self._alone = payload
+            self._alone.append(payload)
             return
         data = json.dumps(payload).encode()
-        self._pending = (*self._gather(data), data)
+        self._pending.append((*self._gather(data), data))
 
     def read(self) -> list[Any]:
-        """All ranks' contributions, by pipeline rank."""
+        """All ranks' contributions, by pipeline rank; of the first post that nobody has read."""
         if self._group is None:
-            return [self._alone]
-        assert self._pending is not None
-        work, gathered, data = self._pending
-        self._pending = None
+            return [self._alone.popleft()]
+        work, gathered, data = self._pending.popleft()
         work.wait()
         longest = max(int.from_bytes(_raw(item[:8]), "little") for item in gathered)
-        if longest + 8 > self._capacity:
+        if longest + 8 > gathered[0].numel():
             # Everybody sees the same lengths, so everybody repeats it with more room.
             while longest + 8 > self._capacity:
                 self._capacity *= 2
             work, gathered = self._gather(data)
             work.wait()
         return [_decode(item) for item in gathered]
+
+    def peek(self, count: int) -> Callable[[], list[list[Any]]]:
+        """What the last post says, to be looked at whenever somebody likes, or never.
+
+        It waits for it then, alone, and leaves it to be read. Of each list that was contributed it
+        has the first ``count`` entries, which are numbers or null.
+        """
+        if self._group is None:
+            last = self._alone[-1]
+            return lambda: [last[:count]]
+        work, gathered, _ = self._pending[-1]
+
+        def look() -> list[list[Any]]:
+            work.wait()
+            texts = [_raw(item[8:]).lstrip(b"[").split(b",", count)[:count] for item in gathered]
+            return [[json.loads(word) for word in text] for text in texts]
+
+        return look
 
     def _gather(self, data: bytes) -> tuple[dist.Work, list[Tensor]]:
         framed = len(data).to_bytes(8, "little") + data

@@ -8,7 +8,7 @@ whose shapes change while the batch's do not is refused, never received into the
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,7 @@ class Mailbox:
         self._program: Program | None = None
         self._boundaries: dict[tuple[int, int], int] = {}
         self._numbers: dict[tuple[str, _Signature], int] = {}
-        self._shapes: tuple[int, ...] = ()
+        self._shapes: dict[int, int] = {}  # microbatch -> number of its mode and signature
         self._known: frozenset[_Key] = frozenset()
         self.bytes_sent = 0
 
@@ -89,17 +89,21 @@ class Mailbox:
         """Whether messages are matched by order, so that none may be posted ahead."""
         return self._transport is not None and self._transport.ordered
 
-    def begin(self, program: Program, mode: str, signatures: Sequence[_Signature]) -> None:
+    def begin(self, program: Program, mode: str, signatures: Mapping[int, _Signature]) -> None:
+        """Begins a list; ``signatures`` are those of the microbatches whose forwards it runs."""
+        self.go_on(program)
+        role = f"{mode}:{program.role == 'forward'}"
+        # Hashed here, once per pass: keys are looked up several times per instruction.
+        for microbatch, signature in signatures.items():
+            number = self._numbers.setdefault((role, tuple(signature)), len(self._numbers))
+            self._shapes[microbatch] = number
+
+    def go_on(self, program: Program) -> None:
+        """Begins a list that lets no new microbatch in."""
         if self._program is None or program.boundaries is not self._program.boundaries:
             ends = ((b.source, b.target) for b in program.boundaries)
             self._boundaries = {pair: number for number, pair in enumerate(ends)}
         self._program = program
-        role = f"{mode}:{program.role == 'forward'}"
-        # Hashed here, once per pass: keys are looked up several times per instruction.
-        self._shapes = tuple(
-            self._numbers.setdefault((role, tuple(signature)), len(self._numbers))
-            for signature in signatures
-        )
         self._known = frozenset(self._specs)
 
     def describe(

@@ -36,6 +36,11 @@ class BoundaryValues:
         self._places: dict[Instruction, int] = {}
         self._releasable: dict[Instruction, list[Instruction]] = {}
 
+    def continue_with(self, program: Program) -> None:
+        """Goes on with another program of the same stages, keeping what is here."""
+        assert program.placement == self._placement
+        self._places.clear()
+
     def passed(self, receive: Instruction, place: int, released: Iterable[Instruction]) -> None:
         """Notes that the list has come past a RECV, and which SENDs its arrival lets go."""
         self._places[receive] = place

@@ -23,7 +23,13 @@ from strategies.models.nested import tensors as tensors_in
 from strategies.runtime.step.boundary_values import BoundaryValues
 from strategies.runtime.step.microbatch import Microbatch
 from strategies.runtime.step.rank_parts import RankParts
-from strategies.runtime.step.stage_compute import PassOptions, StageCompute, StepResult
+from strategies.runtime.step.stage_compute import (
+    PassOptions,
+    StageCompute,
+    StepResult,
+    UnderWay,
+)
+from strategies.runtime.step.stream import Stream
 
 _RECEIVE_AHEAD = 4
 
@@ -45,13 +51,25 @@ class Executor:
         *,
         step: int,
         forwards_done: Callable[[StepResult], None],
+        stream: Stream | None = None,
     ) -> StepResult:
-        """Executes a lowered list up to its optimizer steps; says when its forwards are done."""
+        """Executes a lowered list up to its optimizer steps; says when its forwards are done.
+
+        In a ``stream`` it goes on where the last one of the stream has ended, and the microbatches
+        are those that enter with this one.
+        """
         parts = self._parts
         mailbox = parts.mailbox
         route = self._route_of(program)
-        values = BoundaryValues(program, mailbox, parts.pulse)
-        compute = StageCompute(parts, values, program, microbatches, options, route.recomputed)
+        if stream is None:
+            values, under_way = BoundaryValues(program, mailbox, parts.pulse), UnderWay()
+            numbered = dict(enumerate(microbatches))
+        else:
+            values, under_way = stream.values(program, parts), stream.under_way
+            numbered = dict(zip(stream.labels(), microbatches, strict=False))
+        compute = StageCompute(
+            parts, values, program, numbered, options, route.recomputed, under_way
+        )
         record = parts.recorder.begin(step, program)
         self._places = {
             (item.stage, item.bucket): place
@@ -60,9 +78,11 @@ class Executor:
         }
         stamp = parts.recorder.stamp
         start, end = record.start, record.end
-        mailbox.begin(
-            program, options.step_of(microbatches[0].data), [m.signature for m in microbatches]
-        )
+        if microbatches:
+            step_of = options.step_of(microbatches[0].data)
+            mailbox.begin(program, step_of, {n: m.signature for n, m in numbered.items()})
+        else:
+            mailbox.go_on(program)
         if parts.activations is not None:
             parts.activations.begin(len(route.row), tensors_in([m.data for m in microbatches]))
         posted = 0
@@ -83,6 +103,8 @@ class Executor:
                     mailbox.post(route.row[ahead])
                     start[ahead] = stamp()
                     posted += 1
+            if stream is not None:
+                stream.turn_to(item)
             if kind in MICROBATCH_KINDS:
                 # A fused pair waits for the inputs of both halves, then runs them in turn.
                 inputs = [values.collect(part, record, stamp) for part in item.parts]
@@ -120,7 +142,8 @@ class Executor:
             elif kind is Kind.REDUCE:
                 # Mostly under way: autograd's hooks started it inside the last backward.
                 assert item.bucket is not None
-                parts.gradients[item.stage].reduce(item.bucket)
+                held = parts.gradients[item.stage] if stream is None else stream.gradients_of(item)
+                held.reduce(item.bucket)
             elif kind is Kind.GATHER:
                 parts.mains.gather(item.stage, self.gather_started)
             else:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,9 @@ from torch.utils._pytree import TreeSpec
 from strategies.compiler import compile_plan, compile_short, resolve_shape, schedule_of
 from strategies.errors import DataError, ModelError
 from strategies.heartbeat import Heartbeat, Phase
+from strategies.ir.kinds import Kind
 from strategies.ir.placement import Placement
+from strategies.ir.program import Program
 from strategies.models.collectives import LocalGroup, default_group
 from strategies.models.expert_parallel import ExpertRanks
 from strategies.models.logs import LogEntry, join_replicas, start_packing, unpack_logs
@@ -53,6 +57,7 @@ from strategies.runtime.step.recompute import Recomputation
 from strategies.runtime.step.recorder import RankStep, Recorder, StepRecord, StepStats, joined_stats
 from strategies.runtime.step.stage_compute import PassOptions, StepResult
 from strategies.runtime.step.step_mirror import StepMirror
+from strategies.runtime.step.stream import Stream
 from strategies.runtime.step.whole_batch import Whole, WholeBatch
 from strategies.runtime.step.whole_draws import WholeDraws
 from strategies.runtime.update.flush import Flush
@@ -60,6 +65,7 @@ from strategies.runtime.update.grad_sync import StageGradients, clip_, main_dtyp
 from strategies.runtime.update.main_weights import AllMainWeights, refuse_freezing
 from strategies.runtime.update.nan_guard import Finding, NanWatch
 from strategies.runtime.update.rank_gradients import OwnedWeights, RankGradients
+from strategies.runtime.update.weight_versions import WeightVersions
 from strategies.sharding_plan import FoundPlan, plan_from_json
 
 _SAVING_S = 3600.0
@@ -187,6 +193,8 @@ class Engine:
             coordinates,
             self.communicators,
         )
+        calls = self.programs.calls
+        self.stream = None if calls is None else Stream(calls, coordinates.pp_rank, self._parts)
         self._trained: tuple[bool, ...] = ()
         self._compared = False
         self._joined_steps: set[str] = set()  # whose rows are known
@@ -339,14 +347,33 @@ class Engine:
                 f"model's are in {', '.join(sorted(map(str, others)))}. Use precision='bf16-true', "
                 "or sum_dtype='fp32'."
             )
-        self._gradients.build(
-            buckets=self.plan.stage_buckets(self.placement.num_stages),
-            sharded=self.plan.overlap == "zero1",
-            wire=self._wire,
-            narrow=self._narrow,
-            launched=self._executor.reduction_started,
-            noted=None if watch is None else watch.note_bucket,
-        )
+        sums = [self._gradients]
+        if self.stream is not None:
+            make = partial(
+                RankGradients, self._weights, self.placement, self.coordinates, self.communicators
+            )
+            sums += [make() for _ in range(1, self.stream.num_sums)]
+        for gradients in sums:
+            gradients.build(
+                buckets=self.plan.stage_buckets(self.placement.num_stages),
+                sharded=self.plan.overlap == "zero1",
+                wire=self._wire,
+                narrow=self._narrow,
+                launched=self._executor.reduction_started,
+                noted=None if watch is None else watch.note_bucket,
+            )
+            gradients.left_alone = self._gradients.left_alone
+        if self.stream is not None:
+            if self.mains:
+                raise ModelError(
+                    f"16-bit weights with schedule={self.plan.schedule}: versions of the weights "
+                    "that microbatches under way use are kept of 32-bit weights only. Use "
+                    "trainer.precision=bf16-mixed, or schedule=1f1b."
+                )
+            versions = WeightVersions(
+                {stage: tuple(named.values()) for stage, named in self._weights.by_stage.items()}
+            )
+            self.stream.keep(sums, versions)
         if self.plan.overlap != "none" and not self._asynchronous:
             self._gradients.check_asynchronous(self.device)
             self._asynchronous = True
@@ -356,15 +383,21 @@ class Engine:
         groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
         known = {id(parameter) for group in groups for parameter in group}
         named = self.named_parameters().items()
-        self._gradients.left_alone = frozenset(
-            name for name, p in named if p.requires_grad and id(p) not in known
-        )
+        left_alone = frozenset(n for n, p in named if p.requires_grad and id(p) not in known)
+        for gradients in self._all_sums():
+            gradients.left_alone = left_alone
+
+    def _all_sums(self) -> Sequence[RankGradients]:
+        """All buffers of gradients: one set, or one per update that is under way."""
+        return [self._gradients] if self.stream is None else self.stream.sums
 
     def add_hooks(self) -> None:
-        self._gradients.add_hooks()
+        if self.stream is None:  # which follows one set of buffers at a time
+            self._gradients.add_hooks()
 
     def remove_hooks(self) -> None:
-        self._gradients.remove_hooks()
+        for gradients in self._all_sums():
+            gradients.remove_hooks()
 
     def _follow_freezing(self) -> None:
         """Lays the buffers out anew when a callback has frozen or unfrozen parameters."""
@@ -434,6 +467,10 @@ class Engine:
                 between ``flush`` and the optimizer's update; None for 1.
             loaders: Where the batch has the batches of several loaders; None for one loader.
         """
+        if self.stream is not None:
+            self._gradients.add_hooks()  # This batch runs by itself.
+            self._parts.gradients = self._gradients.stages
+            self._flush.take(self._gradients)
         # The same rule by which Lightning clears gradients, and as often as it calls the closure.
         fresh = batch_idx % accumulation == 0
         if fresh:
@@ -457,6 +494,101 @@ class Engine:
         self._gradients.detach()
         return result
 
+    # ---------------------------------------------------------------- training without a flush
+
+    def streams(self, batch: Any, loaders: TreeSpec | None) -> bool:
+        """Whether a batch may enter behind those that are under way.
+
+        One that gives fewer microbatches than a batch of the program, or others than those under
+        way, runs by itself: from an empty pipeline to an empty one, with its own update.
+        """
+        return self.stream is not None and self.stream.takes(self._signature(batch, loaders))
+
+    def _signature(self, batch: Any, loaders: TreeSpec | None) -> Any:
+        return [m.signature for m in split_batch(batch, self.plan.num_microbatches, loaders)]
+
+    def stream_pass(
+        self,
+        batch: Any,
+        *,
+        batch_idx: int,
+        step: int,
+        wait: bool,
+        factor: float = 1.0,
+        loaders: TreeSpec | None = None,
+    ) -> tuple[list[PassResult], Callable[[], float | None]]:
+        """Lets a batch in, and runs what else is to run before the next one.
+
+        Returns:
+            What earlier calls have said and, with ``wait``, this one; and this one's loss, to be
+            looked at by whoever likes to wait for it.
+        """
+        stream = self.stream
+        assert stream is not None
+        if stream.empty:
+            self._follow_freezing()
+        elif self._weights.trained() != self._trained:
+            raise ModelError(
+                "parameters were frozen or unfrozen while microbatches are under way "
+                f"(schedule={self.plan.schedule}). Do it at the beginning of an epoch."
+            )
+        if self._parts.watch is not None:
+            self._parts.watch.turn()
+        self._flush.expect(None)
+        scale = factor / self.coordinates.dp
+        options = PassOptions(
+            batch_idx, "train", scale, None, self.seed_of(step), None, batch=batch
+        )
+        first = stream.empty
+        program = stream.enter(self._signature(batch, loaders))
+        stream.continue_sum()
+        update = any(item.kind is Kind.STEP for row in program.ranks for item in row)
+        hear = self._begin_pass(
+            batch, options, program, step=step, update=update, loaders=loaders, stream=stream
+        )
+        stream.pause_sum()
+        joins = self.coordinates.dp > 1
+        look = (self._world_bulletin if joins else self._bulletin).peek(2)
+        stream.unread.append(hear)
+        wait = wait or first or stream.waits or "train" in self.whole.carried
+        heard = self.hear(later=0 if wait else 1)
+        return heard, lambda: self._mean_loss(self._by_replica(look(), joins))
+
+    def hear(self, *, later: int = 0) -> list[PassResult]:
+        """What calls have said that nobody has heard yet, but for the last ``later``; collective.
+
+        Other ranks may still be at their last forwards: who hears all of it waits for them.
+        """
+        assert self.stream is not None
+        unread, heard = self.stream.unread, []
+        while len(unread) > later:
+            heard.append(unread.popleft()())
+        return heard
+
+    def run_drain(self, program: Program) -> None:
+        """One of the lists that empty the pipeline, up to its update."""
+        stream = self.stream
+        assert stream is not None
+        stream.begin_drain(program)
+        self._flush.expect(None)
+        stream.continue_sum()
+        options = PassOptions(0, "train", 1.0, None, None, None)
+        with kept_generators():
+            self._executor.run(
+                program, (), options, step=-1, forwards_done=lambda _: None, stream=stream
+            )
+        stream.pause_sum()
+
+    def make_room(self) -> None:
+        """Right before an optimizer's step: it writes no weights that microbatches still need."""
+        if self._parts.versions is not None:
+            self._parts.versions.make_room()
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Around an optimizer's step."""
+        versions = self._parts.versions
+        return nullcontext() if versions is None else versions.updated()
+
     def seed_of(self, step: int) -> int:
         """From which a pass draws, on all ranks of this replica."""
         return (self.seed * 1_000_003 + step) * 1021 + self.coordinates.dp_rank
@@ -470,6 +602,7 @@ class Engine:
         dataloader_idx: int | None = None,
         loaders: TreeSpec | None = None,
     ) -> PassResult:
+        assert self.stream is None or self.stream.empty
         self.mains.complete()
         options = PassOptions(batch_idx, mode, 1.0, None, None, dataloader_idx, batch=batch)
         return self._run(batch, options, step=batch_idx, update=False, loaders=loaders)
@@ -595,13 +728,32 @@ class Engine:
         loaders: TreeSpec | None,
         backward: bool = True,
     ) -> PassResult:
-        train = options.mode == "train"
-        microbatches = split_batch(batch, self.plan.num_microbatches, loaders)
-        count = len(microbatches)
+        count = len(split_batch(batch, self.plan.num_microbatches, loaders))
         if self.coordinates.exchanges_across:
             self._refuse_other_counts(count)
         full = count == self.plan.num_microbatches
         programs = self.programs if full else compile_short(self.plan, count)
+        if options.mode != "train" or not backward:
+            program = programs.forward
+        else:
+            program = programs.alone if update else programs.accumulate
+        hear = self._begin_pass(batch, options, program, step=step, update=update, loaders=loaders)
+        return hear()
+
+    def _begin_pass(
+        self,
+        batch: Any,
+        options: PassOptions,
+        program: Program,
+        *,
+        step: int,
+        update: bool,
+        loaders: TreeSpec | None,
+        stream: Stream | None = None,
+    ) -> Callable[[], PassResult]:
+        """Runs a list; what it returns waits for what the other ranks say, and puts it together."""
+        train = options.mode == "train"
+        microbatches = split_batch(batch, self.plan.num_microbatches, loaders)
         if train and not self._compared and self.coordinates.world_size > 1:
             self._compared = True
             self._compare_shapes(microbatches)
@@ -612,10 +764,6 @@ class Engine:
             )  # fmt: skip
         if self.plan.loss_over == "batch":
             self._compare_rows(batch, microbatches, options, loaders)
-        if not train or not backward:
-            program = programs.forward
-        else:
-            program = programs.train if update else programs.accumulate
         marks = self.options.check_batches and self.control_group is not None
         mark = start_checksum(batch) if marks else lambda: 0
         previous = self.recorder.kept[-1] if self.recorder.kept else None
@@ -660,30 +808,41 @@ class Engine:
             )  # fmt: skip
         with kept_generators():
             result = self._executor.run(
-                program, microbatches, options, step=step, forwards_done=share_later
+                program,
+                microbatches,
+                options,
+                step=step,
+                forwards_done=share_later,
+                stream=stream,
             )
         if drawn is not None:
             drawn.put_back()
         for share in shares:
             share()
-        self.pulse.phase(Phase.SHARING)
-        replicas = self._by_replica(bulletin.read(), joins)
-        answers = replicas[self.coordinates.dp_rank if joins else 0]
-        self.pulse.phase(Phase.UPDATING if train and update else Phase.BETWEEN)
-        if not (train and update):
-            # Without an optimizer step the pass ends here; only training steps are kept.
-            self.recorder.finish(keep=False)
-        self._check_same([answer[0] for answer in answers])
-        self._note([answer[3] for answer in answers])
-        said = next((answer[4] for answer in answers if answer[4] is not None), None)
-        self.mirror.take(said)
-        self.mirror.share(now=True)
-        if options.mode in self.mirrored:
-            self.mirror.share()
-        joined = self._joined(replicas, result, rows=joins)
-        if carries:
-            joined.output = self.mirror.carry(said, whole.result)
-        return joined
+
+        def hear() -> PassResult:
+            self.pulse.phase(Phase.SHARING)
+            replicas = self._by_replica(bulletin.read(), joins)
+            answers = replicas[self.coordinates.dp_rank if joins else 0]
+            self.pulse.phase(Phase.UPDATING if train and update else Phase.BETWEEN)
+            if not (train and update) and stream is None:
+                # Without an optimizer step the pass ends here; only training steps are kept.
+                self.recorder.finish(keep=False)
+            self._check_same([answer[0] for answer in answers])
+            self._note([answer[3] for answer in answers])
+            said = next((answer[4] for answer in answers if answer[4] is not None), None)
+            self.mirror.take(said)
+            self.mirror.share(now=True)
+            if options.mode in self.mirrored:
+                self.mirror.share()
+            if stream is not None and said is not None:
+                stream.waits = True  # The step changes what other stages may read in the next one.
+            joined = self._joined(replicas, result, rows=joins)
+            if carries:
+                joined.output = self.mirror.carry(said, whole.result)
+            return joined
+
+        return hear
 
     def _refuse_other_counts(self, count: int) -> None:
         """Replicas that exchange tokens do so in every microbatch."""
@@ -764,18 +923,23 @@ class Engine:
         where = self.coordinates
         # All sharers of a stage know the same.
         pipelines = [answers[where.tp_rank :: where.tp] for answers in replicas]
-        losses = [
-            sum(answer[1] for answer in answers if answer[1] is not None)
-            for answers in pipelines
-            if any(answer[1] is not None for answer in answers)
-        ]
+        loss = self._mean_loss(replicas)
         logs = [unpack_logs([answer[2] for answer in answers]) for answers in pipelines]
-        loss = sum(losses) / len(losses) if losses else None
         results = [result.results[key] for key in sorted(result.results)]
         if not rows:
             return PassResult(loss, logs[0], results)
         total = sum(answers[0][5] for answers in pipelines)
         return PassResult(loss, join_replicas(logs, where.dp_rank), results, rows=total)
+
+    def _mean_loss(self, replicas: list[list[list[Any]]]) -> float | None:
+        where = self.coordinates
+        pipelines = [answers[where.tp_rank :: where.tp] for answers in replicas]
+        losses = [
+            sum(answer[1] for answer in answers if answer[1] is not None)
+            for answers in pipelines
+            if any(answer[1] is not None for answer in answers)
+        ]
+        return sum(losses) / len(losses) if losses else None
 
     def _check_same(self, marks: list[int]) -> None:
         if len(set(marks)) > 1:
@@ -823,10 +987,21 @@ class Engine:
 
     def restore_gradients(self) -> None:
         """Puts the accumulated gradients back where optimizers look for them."""
-        self._gradients.attach(zero=False)
+        gradients = self._due_sums()
+        if gradients is not None:
+            gradients.attach(zero=False)
+
+    def _due_sums(self) -> RankGradients | None:
+        """The sums that the optimizer is to apply; None where this rank has none yet."""
+        if self.stream is None or self.stream.empty:
+            return self._gradients
+        return self.stream.due
 
     def flush(self) -> None:
-        self._flush.run()
+        gradients = self._due_sums()
+        if gradients is not None:
+            self._flush.take(gradients)
+            self._flush.run()
 
     def leaves_out(self) -> bool:
         return self._flush.leaves_out()
@@ -836,12 +1011,19 @@ class Engine:
 
     def left_out(self) -> None:
         """Ends a step whose update nobody has made."""
+        self._end_step()
+
+    def _end_step(self) -> None:
+        if self.stream is not None:
+            if self.stream.empty:
+                self._gradients.remove_hooks()
+            self.stream.applied()
         self._flush.end_step()
 
     def stepped(self) -> None:
         """Notes that the optimizer has updated the stages: the STEPs of the program have ended."""
         self.mains.updated()
-        self._flush.end_step()
+        self._end_step()
 
     def gradient_norm(self) -> Tensor:
         return self._flush.gradient_norm()

@@ -17,6 +17,7 @@ from strategies.runtime.step.whole_batch import WholeBatch
 from strategies.runtime.update.grad_sync import StageGradients
 from strategies.runtime.update.main_weights import AllMainWeights
 from strategies.runtime.update.nan_guard import NanWatch
+from strategies.runtime.update.weight_versions import WeightVersions
 
 
 @dataclass
@@ -34,6 +35,7 @@ class RankParts:
     tensor_ranks: TensorRanks | None = None
     watch: NanWatch | None = None  # of what is not finite
     activations: ActivationBytes | None = None
+    versions: WeightVersions | None = None  # of the weights, where updates come between F and B
     replicas: dist.ProcessGroup | None = None  # what a step sees as all processes
     # Stages whose first operation changes its input, found while running.
     begins_in_place: set[int] = field(default_factory=set)

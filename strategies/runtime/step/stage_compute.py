@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +66,20 @@ class _Graph:
     loss: Tensor | None
 
 
+@dataclass
+class UnderWay:
+    """What instructions leave for later ones, under stage and microbatch.
+
+    It outlives a pass where the next one begins before this one's backwards have ended.
+    """
+
+    graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
+    kept: dict[tuple[int, int], KeptForward] = field(default_factory=dict)
+    pending: dict[tuple[int, int], PendingWeights] = field(default_factory=dict)
+    # What the pass that ran the forward was given.
+    origins: dict[tuple[int, int], tuple[PassOptions, Microbatch]] = field(default_factory=dict)
+
+
 class StageCompute:
     """Runs the compute instructions of one pass, and keeps what they leave for each other."""
 
@@ -74,9 +88,10 @@ class StageCompute:
         parts: RankParts,
         values: BoundaryValues,
         program: Program,
-        microbatches: Sequence[Microbatch],
+        microbatches: Mapping[int, Microbatch],
         options: PassOptions,
         recomputed: frozenset[tuple[int, int | None]],
+        under_way: UnderWay,
     ) -> None:
         self.result = StepResult()
         self._parts = parts
@@ -87,9 +102,10 @@ class StageCompute:
         self._copies = program.placement.weight_copies
         self._learns = program.role != "forward"
         self._recomputed = recomputed
-        self._kept: dict[tuple[int, int], KeptForward] = {}
-        self._graphs: dict[tuple[int, int], _Graph] = {}
-        self._pending: dict[tuple[int, int], PendingWeights] = {}
+        self._kept = under_way.kept
+        self._graphs = under_way.graphs
+        self._pending = under_way.pending
+        self._origins = under_way.origins
         # For a loss of the whole batch: what the last stage gave, and later the gradients of that.
         self._one_loss = any(item.kind is Kind.LOSS for row in program.ranks for item in row)
         self._given: dict[int, tuple[Tensor, ...]] = {}
@@ -100,8 +116,13 @@ class StageCompute:
         The ``final`` one completes its stage's gradient, so that ready buckets may go. All
         processes are the replicas to the user's code in it, also where a backward calls it.
         """
+        versions = self._parts.versions
         with default_group(self._parts.replicas):
-            self._run(item, inputs, final=final)
+            if versions is None:
+                self._run(item, inputs, final=final)
+                return
+            with versions.read_by(item):
+                self._run(item, inputs, final=final)
 
     def _run(self, item: Instruction, inputs: tuple[Tensor, ...], *, final: bool) -> None:
         if item.kind is Kind.F:
@@ -127,7 +148,7 @@ class StageCompute:
             with torch.set_grad_enabled(self._learns), self._parts.whole.once():
                 output = self._parts.model.loss(
                     [self._given[place] for place in range(len(self._microbatches))],
-                    [microbatch.share for microbatch in self._microbatches],
+                    [microbatch.share for microbatch in self._microbatches.values()],
                     batch=self._options.batch,
                     batch_idx=self._options.batch_idx,
                     mode=self._options.mode,
@@ -167,6 +188,7 @@ class StageCompute:
         else:
             leaves = inputs
         here = (item.stage, item.microbatch)
+        self._origins[here] = (self._options, microbatch)
         whole = self._parts.whole
         with whole.around(item.stage):
             if here in self._recomputed:
@@ -221,7 +243,7 @@ class StageCompute:
         """Runs the stage; one that begins in place gets copies, which autograd lets it change."""
         assert item.microbatch is not None
         copied = self._parts.begins_in_place
-        options = self._options
+        options, _ = self._origins[item.stage, item.microbatch]
         seed = None if options.seed is None else options.seed * 8191 + item.microbatch
         while True:
             inputs = leaves
@@ -313,8 +335,8 @@ class StageCompute:
             assert graph.loss is not None
             if not graph.loss.requires_grad:
                 return graph, [], []
-            share = self._microbatches[item.microbatch].share
-            return graph, [graph.loss], [self._seed(graph.loss, share)]
+            _, microbatch = self._origins[item.stage, item.microbatch]
+            return graph, [graph.loss], [self._seed(graph.loss, microbatch.share)]
         outputs = [tensor for tensor in graph.outputs if tensor.requires_grad]
         assert len(outputs) == len(gradients)
         return graph, outputs, list(gradients)

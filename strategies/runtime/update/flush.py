@@ -50,6 +50,10 @@ class Flush:
         # What clipping costs, per step: the only synchronisation between the ranks of a pipeline.
         self.norm_waits_s: deque[float] = deque(maxlen=1024)
 
+    def take(self, gradients: RankGradients) -> None:
+        """Goes on with other sums: those of the update that is applied next."""
+        self._gradients = gradients
+
     def expect(self, loss_scale: Tensor | None) -> None:
         """A pass begins, whose gradients are multiplied by ``loss_scale``; None for 1."""
         self._done = False

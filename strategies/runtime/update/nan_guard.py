@@ -73,8 +73,16 @@ class NanWatch:
     _outputs: list[tuple[int, int, Tensor]] = field(default_factory=list)
     _losses: list[tuple[int, int, Tensor]] = field(default_factory=list)
     _buckets: list[tuple[int, Tensor]] = field(default_factory=list)
+    _seen: tuple[int, int, int] = (0, 0, 0)  # notes from before the last turn
+
+    def turn(self) -> None:
+        """Another batch enters while the one before is not decided: notes of both are kept."""
+        outputs, losses, buckets = self._seen
+        del self._outputs[:outputs], self._losses[:losses], self._buckets[:buckets]
+        self._seen = (len(self._outputs), len(self._losses), len(self._buckets))
 
     def begin(self) -> None:
+        self._seen = (0, 0, 0)
         self.loss = None
         self._outputs.clear()
         self._losses.clear()

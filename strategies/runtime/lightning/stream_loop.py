@@ -1,0 +1,285 @@
+"""Lightning's loop around a pipeline that is not drained between two batches.
+
+A call of ``training_step`` lets one batch in, and ``optimizer_step`` applies the update that is due
+then, that of an earlier batch, with the learning rate and the other settings that were there when
+its batch entered. So a schedule of learning rates means what it means elsewhere, and N batches that
+have entered and left have made N updates.
+
+Whatever looks at weights from outside drains first: what is under way is brought to its end and
+every update is applied, by the same path through Lightning (hooks before the step, clipping, the
+verdict on what is not finite). Behind an empty pipeline training goes on as at its beginning.
+
+The loss that a call returns is that of its batch. It is known when the last stage has got there,
+for which a rank does not wait: the tensor waits when somebody looks into it. What the step has
+logged is repeated one call later, but in the same call where loggers write it, so each row has its
+own batch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from strategies.errors import ModelError
+from strategies.plan import Plan
+from strategies.runtime.step.rank_engine import Engine, PassResult
+
+if TYPE_CHECKING:
+    from strategies.runtime.lightning.strategy import PipelineStrategy
+
+# Of an optimizer's group, what a learning-rate schedule, or somebody's callback, changes.
+_Settings = list[dict[str, Any]]
+
+
+class AwaitedLoss(Tensor):
+    """A number that is waited for when somebody looks at it; a scalar, float64."""
+
+    _look: Callable[[], float]
+    _place: torch.device
+
+    @staticmethod
+    def of(look: Callable[[], float], device: torch.device) -> AwaitedLoss:
+        made = torch.zeros((), dtype=torch.float64, device=device).as_subclass(AwaitedLoss)
+        made._look = look
+        made._place = device
+        return made
+
+    def known(self) -> Tensor:
+        """The same as a plain tensor; waits."""
+        return torch.full((), self._look(), dtype=torch.float64, device=self._place)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Whatever is asked of it waits, but for what Lightning does with every loss."""
+        first = args[0] if args else None
+        if isinstance(first, AwaitedLoss):
+            if func in (Tensor.detach, Tensor.clone) and len(args) == 1 and not kwargs:
+                return AwaitedLoss.of(first._look, first._place)
+            if func in _DIVISIONS and len(args) == 2 and args[1] == 1:
+                return AwaitedLoss.of(first._look, first._place)
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, AwaitedLoss):
+                return value.known()
+            if isinstance(value, list | tuple):
+                return type(value)(map(plain, value))
+            return value
+
+        named = {name: plain(value) for name, value in (kwargs or {}).items()}
+        return func(*map(plain, args), **named)
+
+
+_DIVISIONS = (Tensor.div, Tensor.__truediv__, Tensor.true_divide, torch.div, operator.truediv)
+
+
+class StreamLoop:
+    """What a strategy keeps between the calls of Lightning's loop."""
+
+    def __init__(self, strategy: PipelineStrategy, engine: Engine) -> None:
+        assert engine.stream is not None
+        self._strategy = strategy
+        self._engine = engine
+        self._stream = engine.stream
+        self._settings: dict[int, _Settings] = {}  # by update: as they were when its batch entered
+        self._late: list[PassResult] = []  # heard where nothing can be logged
+        self._draining = False
+        self.alone = False  # whether the batch that is here runs by itself
+
+    # ---------------------------------------------------------------- batches
+
+    def arrives(self, batch: Any, loaders: Any) -> None:
+        """A batch is here, and nothing of its step has run; collective where it does not fit."""
+        if not self._engine.streams(batch, loaders):
+            self.drain()
+        self.alone = not self._engine.streams(batch, loaders)
+
+    def train(self, batch: Any, **options: Any) -> tuple[list[PassResult], Tensor]:
+        """Runs a call; what has been heard, to be logged now, and the loss."""
+        heard, look = self._engine.stream_pass(batch, wait=self._logs_now, **options)
+
+        def loss() -> float:
+            value = look()
+            if value is None:
+                raise ModelError(
+                    "training_step returned no loss; skipping a step is not supported. Return a "
+                    "loss multiplied by zero to skip."
+                )
+            return value
+
+        heard = [*self._late, *heard]
+        self._late = []
+        if any(result.loss is None for result in heard):
+            loss()
+        return heard, AwaitedLoss.of(loss, self._strategy.root_device)
+
+    @property
+    def _logs_now(self) -> bool:
+        """Whether loggers write behind this call, or the pipeline is drained in it."""
+        connector: Any = self._strategy._trainer._logger_connector
+        return bool(connector.should_update_logs) or self.ends_now
+
+    @property
+    def ends_now(self) -> bool:
+        """Whether something follows this call that looks at weights or at the epoch's logs."""
+        trainer: Any = self._strategy._trainer
+        loop = trainer.fit_loop
+        last = loop.epoch_loop.batch_progress.is_last_batch or (
+            0 < loop.max_steps <= trainer.global_step + 1
+        )
+        if last or trainer.should_stop or trainer.received_sigterm:
+            return True
+        # By the clock ranks would decide each by itself: validation then drains when it begins.
+        by_time = getattr(trainer, "_val_check_time_interval", None) is not None
+        return not by_time and bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+    # ---------------------------------------------------------------- updates
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], apply: _Apply) -> Any:
+        """Lets a batch in by ``closure`` and makes the update that is due, if there is one.
+
+        ``apply`` is Lightning's way through a step: closure, hooks, clipping, update.
+        """
+        updates = self._stream.updates_next
+        entered = _settings_of(optimizer)
+
+        def enter() -> Any:
+            result = closure()
+            self._settings[self._stream.newest_update] = entered
+            return result
+
+        if updates:
+            result = self._apply(optimizer, enter, apply)
+        else:
+            result = enter()
+            self._engine.left_out()
+            # Torch's schedules warn where they step before their optimizer: the first settings
+            # would be lost, but here the update will be made with them.
+            getattr(optimizer, "optimizer", optimizer)._opt_called = True
+        if self.ends_now:
+            self.drain()
+        return result
+
+    def drain(self) -> None:
+        """Empties the pipeline and applies all updates; collective, and nothing where it is."""
+        if self._stream.empty or self._draining:
+            return
+        self._draining = True
+        try:
+            (optimizer,) = self._strategy.optimizers
+            for program in self._stream.drains():
+
+                def run(program: Any = program) -> None:
+                    self._engine.run_drain(program)
+                    self._engine.restore_gradients()
+
+                self._apply(optimizer, run, self._strategy._apply_update)
+            self._late += self._engine.hear()
+            self._engine.drain()
+            self._stream.drained()
+            self._settings.clear()
+        finally:
+            self._draining = False
+
+    def _apply(self, optimizer: Optimizer, closure: Callable[[], Any], apply: _Apply) -> Any:
+        now: _Settings | None = None
+        then: _Settings | None = None
+
+        def run() -> Any:
+            nonlocal now, then
+            result = closure()
+            update = self._stream.due_update
+            then = None if update is None else self._settings.pop(update, None)
+            if then is not None:
+                now = _settings_of(optimizer)
+                _set(optimizer, then, where=now)
+            self._engine.make_room()
+            return result
+
+        with self._engine.updating():
+            output = apply(optimizer, run)
+        if now is not None and then is not None:
+            _set(optimizer, now, where=then)
+        return output
+
+
+_Apply = Callable[[Optimizer, Callable[[], Any]], Any]
+
+
+def _settings_of(optimizer: Optimizer) -> _Settings:
+    return [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _set(optimizer: Optimizer, values: _Settings, *, where: _Settings) -> None:
+    """Puts settings in place of others; what is no longer like those the optimizer has changed."""
+    for group, new, old in zip(optimizer.param_groups, values, where, strict=True):
+        for name, value in new.items():
+            if name in group and name in old and _same(group[name], old[name]):
+                if isinstance(group[name], Tensor):
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        both = isinstance(first, Tensor) and isinstance(second, Tensor)
+        return both and torch.equal(first, second)
+    return bool(first == second)
+
+
+def refuse_stream(trainer: Any, module: Any, plan: Plan) -> None:
+    """Refuses what contradicts training without a flush, before anything runs.
+
+    Raises:
+        ModelError: The trainer accumulates over batches, or the module steps by itself or keeps
+            statistics that a forward changes.
+    """
+    name = plan.schedule
+    count = trainer.accumulate_grad_batches
+    scheduled = any(type(c).__name__ == "GradientAccumulationScheduler" for c in trainer.callbacks)
+    if count > 1 or scheduled:
+        amount = plan.num_microbatches * max(count, 2)
+        fix = f"num_microbatches={amount} and a batch {max(count, 2)} times as large"
+        if name == "pipedream":
+            fix = "schedule=pipedream_2bw, which adds gradients up"
+        raise ModelError(
+            f"accumulate_grad_batches={count} with schedule={name}: without a flush every batch "
+            f"that enters makes an update of its own. Try accumulate_grad_batches=1 with {fix}."
+        )
+    if not module.automatic_optimization:
+        raise ModelError(
+            f"automatic_optimization=False with schedule={name}: the step decides when weights are "
+            "updated, and without a flush the program does. Try schedule=1f1b."
+        )
+    if name == "pipedream" and plan.num_microbatches > 1:
+        raise ModelError(
+            f"num_microbatches={plan.num_microbatches} with schedule=pipedream: it updates the "
+            "weights behind every microbatch, and Lightning behind every batch. Try "
+            f"num_microbatches=1 with batches {plan.num_microbatches} times smaller, or "
+            "schedule=pipedream_2bw, which makes one update per batch."
+        )
+    for path, child in module.named_modules():
+        if getattr(child, "track_running_stats", False):
+            raise ModelError(
+                f"{path} keeps running statistics, and without a flush (schedule={name}) a "
+                "microbatch's backward would find those of later forwards. Try schedule=1f1b, a "
+                "norm without them (GroupNorm, LayerNorm), or track_running_stats=False."
+            )

@@ -1,0 +1,45 @@
+"""PipeDream-2BW: 1F1B without a flush, two versions of the weights, one update per batch.
+
+Double-buffered weight updates. Narayanan et al., 2021, https://arxiv.org/abs/2006.09503.
+
+TIMELINE
+Every rank goes on with the next batch while the gradients of the one before come back. The
+gradients of a batch are added up (coalesced) and make one update, which is applied when the next
+batch has passed: batch n, counted from 0, uses version max(n - 1, 0) on all stages, forwards and
+backwards alike, so that
+
+    W(n + 1) = W(n) - step(gradient of batch n at W(max(n - 1, 0)))
+
+In the paper's words microbatch k, counted from 1, uses version max(floor((k - 1) / M) - 1, 0). The
+gradient is one update late, whatever P is; behind an empty pipeline (at the beginning, and wherever
+it was drained) the first batch is not late.
+
+In steady state a rank never waits: bubble 0 from M = P on, a period of M (F + B). Filling and
+draining take (P-1) (F + B) together, once. Rank r holds P-r activations, like 1F1B, at most 2
+versions of its weights (1 on the last rank, which has no microbatch under way when it updates) and
+2 sums of gradients: that of the batch before, which is reduced over the replicas meanwhile, under
+all of this batch's compute, and this one's. M >= P.
+"""
+
+from __future__ import annotations
+
+from strategies.errors import PlanError
+from strategies.schedules.one_f_one_b import order
+from strategies.schedules.schedule import Lateness, Schedule, Shape
+
+
+def _lateness(shape: Shape) -> Lateness:
+    """One update, on every stage."""
+    return Lateness(shape.num_microbatches, (1,) * shape.pp)
+
+
+def _rule(shape: Shape) -> None:
+    if shape.num_microbatches < shape.pp:
+        raise PlanError(
+            f"num_microbatches={shape.num_microbatches}: pipedream_2bw keeps two versions of the "
+            f"weights, and with fewer microbatches per update than ranks (pp={shape.pp}) those "
+            f"under way would need more. Try num_microbatches={shape.pp}, or schedule=pipedream."
+        )
+
+
+PIPEDREAM_2BW = Schedule("pipedream_2bw", order, repeats=True, rule=_rule, lateness=_lateness)

@@ -1,0 +1,223 @@
+"""Training without a flush, against one process that is written from the definition alone.
+
+Weights have a history: version v is there when v batches have made their updates. A parameter whose
+stage is late by k updates takes the gradient of batch b at version max(b - k, d), where d batches
+had left when the pipeline was last empty; the gradient is applied to version b and makes b + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from strategies.runtime.lightning.strategy import PipelineStrategy
+from tests.distributed.pool import Ranks
+
+pytestmark = pytest.mark.distributed
+
+WIDTH, UPDATES = 6, 20
+
+
+class Net(pl.LightningModule):
+    """Ordinary layers in 64 bits; one loss per row, so that microbatches and batches agree."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(5)]
+        with torch.no_grad():
+            for parameter in (p for layer in layers for p in layer.parameters()):
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+        self.layers = nn.ModuleList(layers)
+        self.name = optimizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = functional.mse_loss(self(batch[0]), batch[1])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", functional.mse_loss(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        made = optimizer_of(self.name, self.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0 / (1 + step))
+        return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
+    if name == "SGD":
+        return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
+
+
+@dataclass(frozen=True)
+class Case:
+    schedule: str
+    pp: int
+    dp: int = 1
+    optimizer: str = "AdamW"
+    microbatches: int = 4
+    clip: float | None = None
+    vertical_sync: bool = False
+    overlap: str = "grad_reduce"
+    recompute: str = "none"
+    backend: str = "auto"
+    check_every: int | None = None  # batches between validations
+    rows: int = 8  # of a replica's batch
+    updates: int = UPDATES
+    short_last: int = 0  # rows of a replica's last batch, if others
+
+    @property
+    def late(self) -> list[int]:
+        """Per stage, by how many updates."""
+        if self.schedule == "pipedream_2bw":
+            return [1] * self.pp
+        last = self.pp - 1
+        return [last if self.vertical_sync else last - stage for stage in range(self.pp)]
+
+
+def rows_of(case: Case) -> tuple[Tensor, Tensor]:
+    count = case.dp * case.rows * case.updates
+    if case.short_last:
+        count -= case.dp * (case.rows - case.short_last)
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(count, WIDTH, generator=generator, dtype=torch.float64)
+    return x, torch.tanh(2 * torch.randn(count, WIDTH, generator=generator, dtype=torch.float64))
+
+
+def oracle(case: Case, stage_of: dict[str, int]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses by batch, and the weights in the end."""
+    net = Net(case.optimizer).double()
+    named = dict(net.named_parameters())
+    made = net.configure_optimizers()
+    optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    versions = [{name: p.detach().clone() for name, p in named.items()}]
+    x, y = rows_of(case)
+    size = case.dp * case.rows
+    losses, empty = [], 0
+    for number in range(case.updates):
+        rows = slice(number * size, (number + 1) * size)
+        if len(x[rows]) < size:
+            empty = number  # It runs by itself.
+        for name, parameter in named.items():
+            version = max(number - case.late[stage_of[name]], empty)
+            parameter.data = versions[version][name].clone()
+        optimizer.zero_grad()
+        loss = functional.mse_loss(net(x[rows]), y[rows])
+        loss.backward()
+        losses.append(float(loss.detach()))
+        for name, parameter in named.items():
+            parameter.data = versions[number][name].clone()
+        if case.clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), case.clip)
+        optimizer.step()
+        schedule.step()
+        versions.append({name: p.detach().clone() for name, p in named.items()})
+        if case.check_every is not None and (number + 1) % case.check_every == 0:
+            empty = number + 1
+    return losses, versions[-1]
+
+
+class _Losses(Callback):
+    """What each call has returned, looked at only in the end or at once."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
+        self.kept: list[Tensor] = []
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        if self._at_once:
+            self.losses.append(float(outputs["loss"]))
+
+
+def train(case: Case, at_once: bool = False, **more: Any) -> dict[str, Any]:
+    losses = _Losses(at_once=at_once)
+    strategy = PipelineStrategy(
+        pp=case.pp,
+        dp=case.dp,
+        schedule=case.schedule,
+        num_microbatches=case.microbatches,
+        overlap=case.overlap,  # type: ignore[arg-type]
+        recompute=case.recompute,  # type: ignore[arg-type]
+        backend=case.backend,  # type: ignore[arg-type]
+        vertical_sync=case.vertical_sync,
+        timeout_s=60,
+        seed=0,
+        whole_after=False,
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=case.pp * case.dp,
+        strategy=strategy,
+        precision="64-true",
+        max_epochs=1,
+        gradient_clip_val=case.clip,
+        val_check_interval=case.check_every,
+        limit_val_batches=1 if case.check_every else 0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1000,
+        callbacks=[losses],
+    )
+    module = Net(case.optimizer)
+    x, y = rows_of(case)
+    loader = DataLoader(TensorDataset(x, y), batch_size=case.rows, shuffle=False)
+    trainer.fit(module, loader, loader if case.check_every else None)
+    versions = strategy.engine._parts.versions
+    return {
+        "stages": {
+            name: stage
+            for stage, named in strategy.engine._weights.by_stage.items()
+            for name in named
+        },
+        "weights": {n: p.detach().clone() for n, p in strategy.engine.named_parameters().items()},
+        "losses": losses.losses,
+        "steps": trainer.global_step,
+        "epoch": float(trainer.callback_metrics["train_loss_epoch"]),
+        "memory": None if versions is None else versions.most,
+    }
+
+
+def compare(case: Case, ranks: Callable[[int], Ranks], *, at_once: bool = False) -> list[Any]:
+    found = ranks(case.pp * case.dp).run(train, case=case, at_once=at_once)
+    stage_of = {name: stage for rank in found for name, stage in rank["stages"].items()}
+    losses, weights = oracle(case, stage_of)
+    for rank in found:
+        for name, value in rank["weights"].items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-10)
+        assert rank["steps"] == case.updates
+        if at_once:
+            assert rank["losses"] == pytest.approx(losses, rel=0, abs=1e-10)
+    assert len(stage_of) == len(weights)
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("pipedream_2bw", 2),
+        Case("pipedream_2bw", 4, optimizer="SGD", clip=0.02),
+        Case("pipedream", 4, microbatches=1),
+        Case("pipedream", 4, microbatches=1, vertical_sync=True, clip=0.02, optimizer="SGD"),
+    ],
+)
+def test_twenty_updates_are_those_of_one_process_with_late_gradients(case, ranks):
+    compare(case, ranks)
