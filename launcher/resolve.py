@@ -187,6 +187,7 @@ def resolve(
         overlap=config.overlap.name,
         buckets=_buckets(config, dp, loads, asked.placement, opaque=opaque),
         split_backward=config.schedule.split_backward,
+        vertical_sync=config.schedule.vertical_sync,
         costs=costs,
         memory_bytes=None if assumed else int(config.hardware.memory_gb * 1e9),
         file=asked.file,

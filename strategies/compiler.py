@@ -329,7 +329,13 @@ def _streamed(plan: Plan) -> Programs:
     whole = Calls.count(lateness, shape.pp, shape.num_microbatches)
     compute = compile_compute(replace(plan, num_microbatches=whole * shape.num_microbatches))
     buckets = plan.stage_buckets(batch.placement.num_stages)
-    stream = add_updates(compute, lateness, buckets, overlap=plan.overlap != "none")
+    stream = add_updates(
+        compute,
+        lateness,
+        buckets,
+        per_batch=shape.num_microbatches,
+        overlap=plan.overlap != "none",
+    )
     calls = Calls(stream, lateness, shape.num_microbatches)
     return Programs(lower_stream(stream, lateness), None, updates, plan.costs, calls)
 
@@ -351,11 +357,6 @@ def _refuse_stream(plan: Plan, name: str) -> None:
         raise PlanError(
             f"schedule.split_backward=true with schedule={name}: there is no bubble for weight "
             "gradients to fill. Remove schedule.split_backward, or try schedule=zb_h1."
-        )
-    if plan.recompute.policy in ("mario", "optimal"):
-        raise PlanError(
-            f"recompute={plan.recompute.policy} with schedule={name}: it moves recomputation into "
-            "bubbles, and without a flush there is none. Try recompute=full."
         )
 
 

@@ -59,16 +59,18 @@ def asked_schedule(config: LaunchConfig, dp: int | None, file: ScheduleFile | No
     own_order(config)
     schedule = find_schedule(asked.name, file=file, pp=config.pp)
     fixed = schedule.num_microbatches
+    default = fixed or (1 if schedule.name == "pipedream" else 2 * config.pp)
     if dp is None and config.data.global_batch_size is not None:
-        count, rows = fixed or 2 * config.pp, 0  # Their number waits for that of the replicas.
+        count, rows = default, 0  # Their number waits for that of the replicas.
     else:
-        count, rows = _plan_batches(config, dp or 1, fixed)
+        count, rows = _plan_batches(config, dp or 1, fixed, default)
     group = given_group(asked.group, schedule)
     shape = schedule.resolve(
         pp=config.pp,
         num_microbatches=count,
         stages_per_rank=asked.stages_per_rank,
         group=group,
+        vertical_sync=asked.vertical_sync,
     )
     return Asked(schedule, file, count, rows, group, shape, schedule.place(shape))
 
@@ -85,13 +87,16 @@ def own_order(config: LaunchConfig) -> None:
         load_schedule(config.schedule.path)
 
 
-def _plan_batches(config: LaunchConfig, dp: int, fixed: int | None) -> tuple[int, int]:
+def _plan_batches(
+    config: LaunchConfig, dp: int, fixed: int | None, default: int
+) -> tuple[int, int]:
     """Microbatches per step and replica, and sequences per step and replica.
 
     ``data.global_batch_size`` over dp is cut into microbatches of ``data.microbatch_size``, of
     which the last may be smaller; ``num_microbatches``, if given, must be their number.
 
-    ``fixed``: the number of microbatches that the schedule's file has; None where any number goes.
+    ``fixed``: the number of microbatches that the schedule's file has; None where any number goes,
+    and ``default`` is taken for ``auto``.
 
     Raises:
         PlanError: The keys contradict each other.
@@ -104,7 +109,7 @@ def _plan_batches(config: LaunchConfig, dp: int, fixed: int | None) -> tuple[int
             f"Try num_microbatches={fixed}, or num_microbatches=auto."
         )
     if total is None:
-        count = (fixed or 2 * config.pp) if asked == "auto" else int(asked)
+        count = default if asked == "auto" else int(asked)
         return count, count * size
     if total % dp:
         fit = max(dp, round(total / dp) * dp)

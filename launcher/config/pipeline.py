@@ -32,6 +32,10 @@ class ScheduleConfig:
         "Split every backward into input and weight gradients; for schedules with none of their "
         "own.",
     )
+    vertical_sync: bool = key(
+        False,
+        "pipedream: a microbatch uses one version of the weights on all ranks, that of the first.",
+    )
     layers_per_stage: tuple[int, ...] | None = key(
         None,
         "Layers of each of the pp * stages_per_rank stages, by hand; null = balanced by cost.",

@@ -174,7 +174,8 @@ def _figure_items(panel: Panel) -> Iterator[tuple[str, str]]:
         yield "lower bound", f"{bound} ({metrics.binding_bound})"
         yield "LB1, time", f"{format_duration(metrics.lb1, unit)} (rank {metrics.lb1_rank})"
         yield "LB2, memory", f"{format_duration(metrics.lb2, unit)} (rank {metrics.lb2_rank})"
-        yield "above the bound", format_percent(timeline.makespan / metrics.lower_bound - 1.0)
+        took = timeline.makespan if metrics.synchronous else timeline.period
+        yield "above the bound", format_percent(took / metrics.lower_bound - 1.0)
     yield "exposed reduction", format_duration(timeline.exposed_grad_reduce, unit)
     peaks = peak_activations(timeline.program) if metrics is None else metrics.peak_activations
     yield "peak activations", f"{max(peaks):.4g} microbatches (rank {peaks.index(max(peaks))})"

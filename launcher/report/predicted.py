@@ -171,7 +171,7 @@ def schedule_text(timeline: Timeline, metrics: Metrics) -> str:
     peaks = " ".join(f"{peak:.4g}" for peak in metrics.peak_activations)
     lines = [
         f"# {program.schedule}: {placement.num_ranks} ranks, {placement.num_stages} stages "
-        f"({placement.name}), {program.num_microbatches} microbatches",
+        f"({placement.name}), {_microbatches(program)}",
         f"# {timeline.origin}, {metrics.costs} costs: makespan "
         f"{format_duration(timeline.makespan, unit)}, period "
         f"{format_duration(timeline.period, unit)}, bubble ratio "
@@ -189,6 +189,13 @@ def schedule_text(timeline: Timeline, metrics: Metrics) -> str:
                 f"LB2 {format_duration(metrics.lb2, unit)} (rank {metrics.lb2_rank}); "
                 f"{metrics.recomputed} forwards run again"
             )
+    if not metrics.synchronous:
+        lines.append(
+            "# without a flush, figures of the steady state; versions of the weights per rank "
+            f"{_spaced(metrics.weight_versions)}, sums of gradients "
+            f"{_spaced(metrics.gradient_sums)}, updates by which stages are late "
+            f"{_spaced(metrics.staleness)}"
+        )
     lines += [
         f"# peak activations per rank, in microbatches: {peaks}",
         f"# {legend(timeline)}",
@@ -196,6 +203,17 @@ def schedule_text(timeline: Timeline, metrics: Metrics) -> str:
         draw(timeline),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _microbatches(program: Program) -> str:
+    if program.per_batch is None:
+        return f"{program.num_microbatches} microbatches"
+    batches = program.num_microbatches // program.per_batch
+    return f"{batches} batches of {program.per_batch} microbatches"
+
+
+def _spaced(values: Sequence[int]) -> str:
+    return " ".join(map(str, values))
 
 
 def compute_csv(program: Program) -> str:

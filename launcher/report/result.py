@@ -16,6 +16,7 @@ from strategies.analysis.metrics import Metrics
 
 REPORT = "report.txt"  # of a training run: its figures, for people
 _BESIDE = ("lb1", "lb1_rank", "lb2", "lb2_rank", "recomputed")
+_STALE = ("weight_versions", "gradient_sums", "staleness")  # of schedules without a flush
 _DISTRIBUTIONS = ("foldpipe", "torch", "lightning", "hydra-core")
 
 
@@ -42,7 +43,7 @@ def metrics_mapping(metrics: Metrics) -> dict[str, object]:
     """
     mapping: dict[str, object] = {}
     for item in fields(metrics):
-        if item.name in _BESIDE:
+        if item.name in _BESIDE or (metrics.synchronous and item.name in _STALE):
             continue
         value = getattr(metrics, item.name)
         mapping[item.name] = list(value) if isinstance(value, tuple) else value

@@ -16,6 +16,7 @@ from strategies.costs.table import CostTable, StageMemory
 from strategies.ir.instruction import Instruction, forward
 from strategies.ir.kinds import KINDS, MICROBATCH_KINDS, Amounts, Kind, Purpose
 from strategies.ir.program import Program, recomputed_pairs
+from strategies.ir.versions import gradient_sums, weight_versions
 
 _Number = TypeVar("_Number", int, float)
 # One unit: what a microbatch holds for each purpose, per stage; of what is left out, nothing.
@@ -248,9 +249,11 @@ def peak_saved(program: Program, memory: StageMemory) -> tuple[int, ...]:
 
 def _state(program: Program, memory: StageMemory, rank: int) -> RankMemory:
     stages = program.placement.stages_of(rank)
+    # Versions of weights, and sums of gradients of updates that wait, where there is no flush.
+    versions, sums = weight_versions(program)[rank], gradient_sums(program)[rank]
     return RankMemory(
-        parameters=sum(memory.parameters[stage] for stage in stages),
-        gradients=sum(memory.gradients[stage] for stage in stages),
+        parameters=versions * sum(memory.parameters[stage] for stage in stages),
+        gradients=sums * sum(memory.gradients[stage] for stage in stages),
         optimizer=sum(memory.optimizer[stage] for stage in stages),
     )
 

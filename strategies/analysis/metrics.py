@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strategies.analysis.bounds import lower_bound, memory_bound
+from strategies.analysis.bounds import Bound, lower_bound, memory_bound
 from strategies.analysis.memory import peak_activations, peak_memory_bytes
 from strategies.analysis.timeline import Timeline
 from strategies.costs.table import Costs
 from strategies.ir.kinds import NEEDED_KINDS, Kind
 from strategies.ir.program import recomputed_pairs
+from strategies.ir.versions import gradient_sums, staleness, weight_versions
 
 _SAME = 1e-9
 
@@ -17,6 +18,9 @@ _SAME = 1e-9
 @dataclass(frozen=True, slots=True)
 class Metrics:
     """One step in figures; durations in ``time_unit``.
+
+    Without a flush a step is one batch of the steady state: makespan and period are the time from
+    batch to batch, and the bound is what the busiest rank computes.
 
     Attributes:
         makespan: First start to last end, a barrier at the flush.
@@ -40,6 +44,9 @@ class Metrics:
         num_messages: What one replica's ranks send each other in a step.
         weight_copies: Ranks that hold each stage.
         synchronous: Whether the pipeline drains at the optimizer step.
+        weight_versions: Per rank, versions of its weights at its worst moment; 1 with a flush.
+        gradient_sums: Per rank, updates whose gradients it holds then; 1 with a flush.
+        staleness: Per stage, by how many updates its gradients are late; 0 with a flush.
         costs: Where the durations come from.
         time_unit: ``F`` or ``s``.
     """
@@ -63,6 +70,9 @@ class Metrics:
     num_messages: int
     weight_copies: int
     synchronous: bool
+    weight_versions: tuple[int, ...]
+    gradient_sums: tuple[int, ...]
+    staleness: tuple[int, ...]
     costs: str
     time_unit: str
 
@@ -76,10 +86,18 @@ def measure(timeline: Timeline, costs: Costs, *, cap: float | None = None) -> Me
     table = costs.table(program)
     full = peak_activations(program)
     caps = full if cap is None else tuple(max(cap, peak) for peak in full)
-    lb1, lb2 = lower_bound(program, table), memory_bound(program, table, caps)
+    batches = 1.0
+    if program.per_batch is None:
+        lb1, lb2 = lower_bound(program, table), memory_bound(program, table, caps)
+    else:
+        # Behind each other without a flush, batches take what the busiest rank computes.
+        batches = program.num_microbatches / program.per_batch
+        busy = [timeline.busy(rank) / batches for rank in range(len(program.ranks))]
+        rank = max(range(len(busy)), key=lambda each: (busy[each], -each))
+        lb1 = lb2 = Bound(busy[rank], f"LB1 rank {rank}")
     # Equal up to rounding, LB1 is named: it needs no word about memory.
     bound = lb2 if lb2.value > lb1.value * (1 + _SAME) else lb1
-    makespan = timeline.makespan
+    makespan = timeline.makespan if program.per_batch is None else timeline.period
     ranks = range(len(program.ranks))
     needed = sum(
         event.end - event.start
@@ -87,7 +105,7 @@ def measure(timeline: Timeline, costs: Costs, *, cap: float | None = None) -> Me
         for event in timeline.events(rank)
         if event.instruction.kind in NEEDED_KINDS
     )
-    ideal = needed / len(ranks)
+    ideal = needed / len(ranks) / batches
     return Metrics(
         makespan=makespan,
         period=timeline.period,
@@ -102,12 +120,17 @@ def measure(timeline: Timeline, costs: Costs, *, cap: float | None = None) -> Me
         gap_to_ideal=makespan / ideal - 1.0,
         peak_activations=peak_activations(program, table),
         peak_memory_bytes=peak_memory_bytes(program, table),
-        recomputed=len(recomputed_pairs(program)),
+        recomputed=int(len(recomputed_pairs(program)) / batches),
         exposed_grad_reduce=timeline.exposed_grad_reduce,
-        throughput=program.num_microbatches / makespan,
-        num_messages=sum(item.kind is Kind.SEND for row in program.ranks for item in row),
+        throughput=program.num_microbatches / batches / makespan,
+        num_messages=int(
+            sum(item.kind is Kind.SEND for row in program.ranks for item in row) / batches
+        ),
         weight_copies=program.placement.weight_copies,
-        synchronous=not program.exit.in_flight,
+        synchronous=not program.exit.in_flight and program.per_update is None,
+        weight_versions=weight_versions(program),
+        gradient_sums=gradient_sums(program),
+        staleness=staleness(program),
         costs=table.name,
         time_unit=table.time_unit,
     )

@@ -44,7 +44,10 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end over all ranks: a step with a barrier at its end."""
+        """From the first start to the last end over all ranks: a step with a barrier at its end.
+
+        Of a program without a flush, all of its batches and the time to fill and to drain.
+        """
         return max(max(row, default=0.0) for row in self.end) - self.origin_time
 
     @property
@@ -57,8 +60,22 @@ class Timeline:
         """Max over ranks of (end - start): a step where nobody waits at a barrier.
 
         Messages do not count: one that is on its way to a rank does not keep it from the last step.
+        Of a program without a flush: from one batch to the next, in steady state.
         """
+        if self.program.per_batch is not None:
+            return max(map(self._steady_period, range(len(self.program.ranks))), default=0.0)
         return max(map(self._span, range(len(self.program.ranks))), default=0.0)
+
+    def _steady_period(self, rank: int) -> float:
+        """Between the entrances of the last two batches, behind which the pipeline drains."""
+        size, count = self.program.per_batch, self.program.num_microbatches
+        assert size is not None
+        starts = {
+            event.instruction.microbatch: event.start
+            for event in self.events(rank)
+            if event.instruction.kind is Kind.F
+        }
+        return starts[count - size] - starts[count - 2 * size]
 
     def _span(self, rank: int) -> float:
         own = [e for e in self.events(rank) if e.instruction.kind not in MESSAGE_KINDS]
@@ -83,17 +100,37 @@ class Timeline:
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle time over P * makespan."""
+        """Idle time over P * makespan; without a flush over P * period, in steady state."""
         ranks = range(len(self.program.ranks))
-        whole = len(ranks) * self.makespan
+        size = self.program.per_batch
+        batches = 1.0 if size is None else self.program.num_microbatches / size
+        whole = len(ranks) * (self.makespan if size is None else self.period * batches)
         return 1.0 - sum(map(self.busy, ranks)) / whole if whole else 0.0
 
     @property
     def exposed_grad_reduce(self) -> float:
-        """How long the last reduction outlasts the last compute of all ranks; 0 when hidden."""
+        """How long the last reduction outlasts the last compute of all ranks; 0 when hidden.
+
+        Without a flush, the most that a rank waits for reductions before an update.
+        """
+        if self.program.per_batch is not None:
+            return max(map(self._waits_for_reduction, range(len(self.program.ranks))), default=0.0)
         events = [event for rank in range(len(self.program.ranks)) for event in self.events(rank)]
         reduced = [e.end for e in events if e.instruction.kind is Kind.REDUCE]
         computed = [e.end for e in events if e.instruction.kind in MICROBATCH_KINDS]
         if not reduced or not computed:
             return 0.0
         return max(0.0, max(reduced) - max(computed))
+
+    def _waits_for_reduction(self, rank: int) -> float:
+        """The longest that a STEP of the rank waits behind its last compute, before the drain."""
+        events = list(self.events(rank))
+        while events and events[-1].instruction.kind is not Kind.F:
+            events.pop()
+        free, longest = 0.0, 0.0
+        for event in events:
+            if event.instruction.kind is Kind.STEP:
+                longest = max(longest, event.start - free)
+            if event.instruction.kind in COMPUTE_KINDS:
+                free = max(free, event.end)
+        return longest

@@ -63,6 +63,8 @@ class Program:
         per_update: Microbatches per update of the weights, where a program has several: update u
             takes the gradients of microbatches u * per_update and on, and makes version u + 1.
             None where all of them make one update, at the end.
+        per_batch: Microbatches of one batch, where a program has several: a step of the training
+            loop is as many, whatever an update takes.
     """
 
     schedule: str
@@ -75,6 +77,7 @@ class Program:
     entry: LoopState = field(default_factory=LoopState)
     exit: LoopState = field(default_factory=LoopState)
     per_update: int | None = None
+    per_batch: int | None = None
 
     def update_of(self, microbatch: int) -> int | None:
         """The version that a microbatch's gradient makes; None where there is one update."""

@@ -34,7 +34,12 @@ from strategies.schedules.schedule import Lateness
 
 
 def add_updates(
-    compute: Program, lateness: Lateness, buckets: tuple[int, ...], *, overlap: bool
+    compute: Program,
+    lateness: Lateness,
+    buckets: tuple[int, ...],
+    *,
+    per_batch: int,
+    overlap: bool,
 ) -> Program:
     """A stream of F and B with versions, reductions and optimizer steps; verified.
 
@@ -43,7 +48,7 @@ def add_updates(
     Raises:
         ProgramError: The order is not that of 1F1B without a flush.
     """
-    program = replace(compute, per_update=lateness.per_update)
+    program = replace(compute, per_update=lateness.per_update, per_batch=per_batch)
     clock = _Clock(program, lateness)
     rows = []
     for rank, row in enumerate(program.ranks):

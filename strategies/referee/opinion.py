@@ -131,7 +131,7 @@ def _others(program: Program, costs: Costs) -> Iterator[Program]:
     pp, stages = len(program.ranks), program.placement.num_stages
     copies = program.placement.weight_copies
     for name in SCHEDULES:
-        if name == NAME:
+        if name == NAME or not SCHEDULES[name].synchronous:
             continue
         per_rank = None if stages == pp else stages // pp
         for chosen in dict.fromkeys((per_rank, None)):

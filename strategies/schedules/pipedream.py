@@ -3,7 +3,6 @@
 Narayanan et al., 2019, https://arxiv.org/abs/1806.03377. What is called a minibatch there is a
 microbatch here.
 
-TIMELINE
 Every rank updates its weights behind every backward. So that the backward of a microbatch reads the
 weights of its forward, rank r keeps (stashes) the P-r versions that microbatches under way use. The
 weights of rank r have seen P-1-r microbatches less than those of training on one device: with g

@@ -2,7 +2,6 @@
 
 Double-buffered weight updates. Narayanan et al., 2021, https://arxiv.org/abs/2006.09503.
 
-TIMELINE
 Every rank goes on with the next batch while the gradients of the one before come back. The
 gradients of a batch are added up (coalesced) and make one update, which is applied when the next
 batch has passed: batch n, counted from 0, uses version max(n - 1, 0) on all stages, forwards and
@@ -17,8 +16,8 @@ it was drained) the first batch is not late.
 In steady state a rank never waits: bubble 0 from M = P on, a period of M (F + B). Filling and
 draining take (P-1) (F + B) together, once. Rank r holds P-r activations, like 1F1B, at most 2
 versions of its weights (1 on the last rank, which has no microbatch under way when it updates) and
-2 sums of gradients: that of the batch before, which is reduced over the replicas meanwhile, under
-all of this batch's compute, and this one's. M >= P.
+2 sums of gradients: that of the batch before, which is reduced over the replicas meanwhile, and
+this one's. The reduction has r + M-P+1 microbatches of compute to run under on rank r. M >= P.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import yaml
 
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.timeline import Timeline
+from strategies.ir.versions import staleness, weight_versions
 from strategies.schedules import SCHEDULES, Schedule
 from strategies.schedules import custom as custom_module
 from strategies.schedules.synonym import SYNONYMS
@@ -94,6 +95,14 @@ ADVICE = {
         "below their sum): communication of the one travels under compute of the other. Measure "
         "that gain first; without it `zb_v` does nearly as well with one copy."
     ),
+    "pipedream_2bw": (
+        "When a step's bubble costs more than gradients that are one update late: no bubble at any "
+        "number of microbatches from pp on. Another training than with a flush: compare losses."
+    ),
+    "pipedream": (
+        "For what was trained with it: an update per microbatch, on the first stage pp-1 updates "
+        "late. `pipedream_2bw` is one update late anywhere."
+    ),
     "dualpipe_v": "As `dualpipe` with one copy of the weights: half the ranks, in a V.",
 }
 
@@ -123,9 +132,19 @@ def schedule_table() -> str:
             f"| [`{name}`]({name}.md) | {figure.step:g} "
             f"| {difference(figure.step / base.step - 1)} | {percent(figure.bubble)} "
             f"| {figure.peak:g} | {figure.stages} "
-            f"| {'twice' if figure.copies == 2 else 'once'} |"
+            f"| {_weights(SCHEDULES[name], figure.copies)} |"
         )
     return "\n".join(rows)
+
+
+def _weights(schedule: Schedule, copies: int) -> str:
+    """How often a rank holds them, at most."""
+    if schedule.synchronous:
+        return "twice" if copies == 2 else "once"
+    program = compile_program(schedule=schedule.name, pp=PP, num_microbatches=PP)
+    late = max(staleness(program))
+    updates = "update" if late == 1 else "updates"
+    return f"{max(weight_versions(program))} versions, {late} {updates} late"
 
 
 def synonym_table() -> str:
@@ -155,7 +174,11 @@ def timeline(name: str, num_microbatches: int = PICTURED) -> Timeline:
 
 def _picture(name: str) -> str:
     found = timeline(name)
-    heading = f"{name}, {PP} ranks, {PICTURED} microbatches: a step takes {found.makespan:g}"
+    flushed = SCHEDULES[name].synchronous
+    step = found.makespan if flushed else found.period
+    heading = f"{name}, {PP} ranks, {PICTURED} microbatches: a step takes {step:g}"
+    if not flushed:
+        heading += ", filled once and drained once"
     return svg([(heading, found)], title=heading)
 
 
@@ -194,7 +217,8 @@ def _page(name: str) -> str:
         "## Try it",
         f"    python -m launcher mode=simulate costs=uniform schedule={name} pp={PP} "
         f"num_microbatches={PICTURED}\n"
-        f"    python -m launcher schedule={name} pp=2 num_microbatches=8",
+        f"    python -m launcher schedule={name} pp=2 "
+        f"num_microbatches={1 if name == 'pipedream' else 8}",
         "The first draws the picture above and says how far it is from the bound; the second "
         "trains the default model with it on this machine.",
         "## How it is ordered",
@@ -252,6 +276,8 @@ def _traits(schedule: Schedule) -> str:
     assert figure is not None
     any_v = ", or any other number (`schedule.stages_per_rank`)" if schedule.virtual_stages else ""
     facts = [f"stages per rank: {figure.stages}{any_v}", f"copies of the weights: {figure.copies}"]
+    if not schedule.synchronous:
+        facts[1] = f"weights: {_weights(schedule, 1)}"
     facts.append("splits backwards by itself" if figure.splits else "splits no backward")
     if schedule.grouped:
         facts.append("takes `schedule.group`")

@@ -322,7 +322,7 @@ def sibling_orders(program: Program, *, every: bool) -> list[Program]:
     found: dict[tuple[tuple[Instruction, ...], ...], Program] = {}
     for name in _ALL if every else _LEAN:
         schedule = SCHEDULES.get(name)
-        if schedule is None or name == program.schedule:
+        if schedule is None or not schedule.synchronous or name == program.schedule:
             continue
         rows = _sibling_rows(schedule, program)
         if rows is None or rows == program.ranks or rows in found:

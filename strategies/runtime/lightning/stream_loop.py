@@ -165,7 +165,8 @@ class StreamLoop:
             self._engine.left_out()
             # Torch's schedules warn where they step before their optimizer: the first settings
             # would be lost, but here the update will be made with them.
-            getattr(optimizer, "optimizer", optimizer)._opt_called = True
+            own: Any = getattr(optimizer, "optimizer", optimizer)
+            own._opt_called = True
         if self.ends_now:
             self.drain()
         return result

@@ -24,7 +24,11 @@ from strategies.schedules import SCHEDULES
 from strategies.simulator.engine import simulate
 from tests.strategies.planner.models import MACHINE
 
-SINGLE = sorted(name for name, schedule in SCHEDULES.items() if schedule.weight_copies == 1)
+SINGLE = sorted(
+    name
+    for name, schedule in SCHEDULES.items()
+    if schedule.weight_copies == 1 and schedule.synchronous
+)
 CASES: tuple[tuple[int, int, int, Overlap, str], ...] = (
     (4, 8, 1, "grad_reduce", "none"),
     (3, 7, 2, "grad_reduce", "full"),

@@ -17,7 +17,7 @@ from strategies.ir.text import format_rows
 from strategies.plan import Plan, ScheduleFile, read_schedule_file
 from strategies.schedules import SCHEDULES, find_schedule
 from strategies.schedules.custom import custom_schedule, from_file
-from tests.strategies.programs import compute_texts
+from tests.strategies.programs import ALL_SCHEDULES, compute_texts
 
 PLAIN = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
@@ -50,13 +50,13 @@ def allowed(name, pp, microbatches):
 
 CASES = [
     pytest.param(name, pp, microbatches, id=f"{name}-pp{pp}-m{microbatches}")
-    for name in SCHEDULES
+    for name in ALL_SCHEDULES
     for pp, microbatches in ((1, 2), (2, 4), (2, 5), (4, 3), (4, 8), (4, 11))
     if allowed(name, pp, microbatches)
 ]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ALL_SCHEDULES)
 def test_some_degrees_are_tried_for_every_schedule(name):
     assert any(case.values[0] == name for case in CASES)
 

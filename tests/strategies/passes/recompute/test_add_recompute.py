@@ -26,8 +26,8 @@ def test_full_recomputes_every_pair():
 
 @pytest.mark.parametrize("policy", ["mario", "optimal"])
 def test_an_asynchronous_schedule_has_nothing_to_hide_in(policy, monkeypatch):
-    monkeypatch.setitem(SCHEDULES, "endless", replace(SCHEDULES["1f1b"], name="endless",
-                                                      synchronous=False))  # fmt: skip
+    endless = replace(SCHEDULES["pipedream_2bw"], name="endless", rule=None)
+    monkeypatch.setitem(SCHEDULES, "endless", endless)
     cap = 1.0 if policy == "optimal" else None
     with pytest.raises(PlanError, match=rf"recompute={policy}: endless never drains"):
         compile_program(

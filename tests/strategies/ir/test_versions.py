@@ -1,0 +1,55 @@
+import pytest
+
+from strategies.errors import ProgramError
+from strategies.ir.placement import loop
+from strategies.ir.program import Program, chain
+from strategies.ir.text import parse_rows
+from strategies.ir.verify import verify
+
+SOUND = """
+0F0#0 0F1#0 0B0#0 0STEP#1 0F2#1 0B1#0 0STEP#2 0B2#1 0STEP#3
+1F0#0 1B0#0 1STEP#1 1F1#1 1B1#1 1STEP#2 1F2#2 1B2#2 1STEP#3
+""".strip()
+
+
+def stashed(text, per_update=1):
+    rows = parse_rows(text + "\n")
+    return Program("mine", loop(2, 1), 3, rows, chain(2), per_update=per_update)
+
+
+def test_every_microbatch_may_have_an_update_of_its_own():
+    program = stashed(SOUND)
+    assert verify(program) is program
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        # PipeDream without stashing: the backward finds what an update has made meanwhile.
+        ("0B1#0", "0B1#1", r"rank 0, step 5: 0B1#1 reads version 1 of the weights, but its forward "
+         r"0F1 has read version 0"),
+        ("1F1#1 1B1#1", "1F1#0 1B1#0", "1F1#0 reads version 0 of the weights, but the newest .* 1"),
+        ("0B0#0 0STEP#1 0F2#1", "0STEP#1 0B0#0 0F2#1", "0STEP#1: .* has gradients to come"),
+        ("0B2#1 0STEP#3", "0B2#1", "rank 0 has gradients of the updates 3, which it never applies"),
+        ("0B1#0 0STEP#2 0B2#1 0STEP#3", "0B1#0 0B2#1 0STEP#3 0STEP#2", "0STEP#3 makes version 3"),
+        ("1B2#2 1STEP#3", "1B2#2 1STEP#3 1STEP#4", "1STEP#4: .* has no gradient"),
+        ("1B2#2 1STEP#3", "1B2#2 1STEP#3 1STEP#3", "rank 1 runs 1STEP 2 times"),
+    ],
+)  # fmt: skip
+def test_a_wrong_version_is_refused_with_its_place(old, new, message):
+    assert old in SOUND
+    with pytest.raises(ProgramError, match=message):
+        verify(stashed(SOUND.replace(old, new)))
+
+
+def test_the_step_is_marked_in_the_lists():
+    with pytest.raises(ProgramError) as error:
+        verify(stashed(SOUND.replace("0B1#0", "0B1#1")))
+    assert "rank 0 | ... 0F1#0 0B0#0 0STEP#1 0F2#1 [0B1#1] 0STEP#2 0B2#1 0STEP#3  <-- here" in str(
+        error.value
+    )
+
+
+def test_also_a_program_with_one_update_has_backwards_of_their_forwards_version():
+    with pytest.raises(ProgramError, match="0B1#1 reads version 1"):
+        verify(stashed("0F0 0F1#0 0F2 0B0 0B1#1 0B2\n1F0 1F1 1F2 1B0 1B1 1B2", per_update=None))

@@ -1,0 +1,119 @@
+import pytest
+
+from strategies import UniformCosts, compile_program, simulate
+from strategies.analysis.metrics import measure
+from strategies.compiler import compile_plan
+from strategies.errors import PlanError
+from strategies.ir.kinds import Kind
+from strategies.ir.text import format_rows
+from strategies.ir.versions import gradient_sums, staleness, weight_versions
+from strategies.plan import Plan
+from tests.strategies.programs import lines
+from tests.strategies.schedules.figures import picture
+
+
+def test_the_papers_figure_without_the_pauses(golden):
+    golden("schedules/pipedream_2bw", "\n".join(picture("pipedream_2bw", 4, 4)) + "\n")
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_microbatch_k_uses_the_version_of_the_paper(pp, more):
+    microbatches = pp + more
+    program = compile_program(schedule="pipedream_2bw", pp=pp, num_microbatches=microbatches)
+    for row in program.ranks:
+        for item in row:
+            if item.kind in (Kind.F, Kind.B):
+                k = item.microbatch + 1
+                assert item.version == max((k - 1) // microbatches - 1, 0)
+    assert staleness(program) == (1,) * pp
+    assert weight_versions(program) == (2,) * (pp - 1) + (1,)
+    assert gradient_sums(program) == (2,) * pp
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("backward", [1.0, 2.0, 3.0])
+def test_in_steady_state_nobody_waits_from_as_many_microbatches_as_ranks_on(pp, backward):
+    costs = UniformCosts(backward=backward)
+    program = compile_program(schedule="pipedream_2bw", pp=pp, num_microbatches=pp)
+    timeline = simulate(program, costs)
+    figures = measure(timeline, costs)
+    assert figures.period == figures.makespan == figures.lower_bound == pp * (1 + backward)
+    assert figures.bubble_ratio == pytest.approx(0, abs=1e-9)
+    assert figures.peak_activations == tuple(range(pp, 0, -1))
+    assert not figures.synchronous
+    # What it takes to fill and to drain the pipeline is there once.
+    batches = program.num_microbatches // pp
+    assert timeline.makespan == (batches * pp + pp - 1) * (1 + backward)
+
+
+def test_a_step_takes_what_zero_bubbles_promise_and_no_flush_gets():
+    def period(schedule):
+        program = compile_program(schedule=schedule, pp=4, num_microbatches=4)
+        return measure(simulate(program, UniformCosts()), UniformCosts()).period
+
+    assert [period(name) for name in ("pipedream_2bw", "1f1b", "zb_v")] == [12, 21, 13.5]
+
+
+def test_reductions_run_under_the_next_batch():
+    costs = UniformCosts(grad_reduce=9.0)
+    late = compile_program(schedule="pipedream_2bw", pp=4, num_microbatches=6)
+    assert measure(simulate(late, costs), costs).exposed_grad_reduce == 0
+    assert measure(simulate(late, costs), costs).period == 18
+    flushed = compile_program(schedule="1f1b", pp=4, num_microbatches=6)
+    assert measure(simulate(flushed, costs), costs).exposed_grad_reduce > 0
+
+
+def test_fewer_microbatches_than_ranks_are_refused():
+    with pytest.raises(PlanError, match=r"num_microbatches=3: pipedream_2bw .* num_microbatches=4"):
+        compile_program(schedule="pipedream_2bw", pp=4, num_microbatches=3)
+
+
+def test_a_call_lets_a_batch_in_and_applies_the_update_of_the_one_before():
+    calls = compile_plan(Plan("pipedream_2bw", 2, 2)).calls
+    assert format_rows(calls.call(0).ranks).splitlines() == lines(
+        """
+        0F0 0SEND_F0>1 0F1 0RECV_B0<1 0SEND_F1>1 0B0
+        1RECV_F0<0 1F0 1B0 1SEND_B0>0 1RECV_F1<0 1F1 1B1 1SEND_B1>0 1REDUCE0#1
+        """
+    )
+    assert format_rows(calls.call(1).ranks).splitlines() == lines(
+        """
+        0F2 0RECV_B1<1 0SEND_F2>1 0B1 0REDUCE0#0 0F3 0RECV_B2<1 0SEND_F3>1 0B2 0STEP#0
+        1RECV_F2<0 1F2 1B2 1SEND_B2>0 1RECV_F3<0 1F3 1B3 1SEND_B3>0 1REDUCE0#1 1STEP#0
+        """
+    )
+    assert calls.call(1) is calls.call(3)
+    (end,) = calls.drain(2)
+    assert format_rows(end.ranks) == "0RECV_B3<1 0B3 0REDUCE0#0 0STEP#0\n1STEP#0\n"
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (2, 3), (4, 4), (4, 9)])
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
+def test_calls_behind_each_other_and_a_drain_are_the_stream(name, pp, microbatches):
+    """Each rank's lists, put together, run every forward, backward and update once, in order."""
+    calls = compile_plan(Plan(name, pp, microbatches)).calls
+    for batches in (1, 2, 5):
+        programs = [calls.call(n) for n in range(batches)] + list(calls.drain(batches))
+        for rank in range(pp):
+            row = [item for program in programs for item in program.ranks[rank]]
+            for kind in (Kind.F, Kind.B):
+                found = [item.microbatch for item in row if item.kind is kind]
+                count = range(batches * microbatches)
+                assert found == [number % calls.num_labels for number in count]
+            steps = sum(item.kind is Kind.STEP for item in row)
+            assert steps == batches * microbatches // calls.lateness.per_update
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"overlap": "zero1"}, "overlap=zero1 with schedule=pipedream_2bw"),
+        ({"split_backward": True}, "schedule.split_backward=true with schedule=pipedream_2bw"),
+        ({"loss_over": "batch"}, "loss_over=batch with schedule=pipedream_2bw"),
+        ({"vertical_sync": True}, "schedule.vertical_sync=true: pipedream_2bw uses one version"),
+    ],
+)
+def test_what_needs_a_flush_is_refused(more, message):
+    with pytest.raises(PlanError, match=message):
+        compile_plan(Plan("pipedream_2bw", 2, 4, **more))
