@@ -173,6 +173,8 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(wide))
         self.down = nn.Parameter(torch.empty(narrow))
 
+    # A compiler would make code for every size of a group that it meets.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows ``[any, hidden]`` in groups of ``counts`` ``[experts]`` to rows of the same shape.
 

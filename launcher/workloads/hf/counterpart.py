@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from launcher.config import LaunchConfig
-from launcher.workloads.transformer_shape import TransformerShape
+from launcher.config.key import spell
+from launcher.workloads.transformer_shape import TransformerShape, shape_keys
 from strategies.errors import ModelError, PlanError
 
-Counterpart = Literal["llama", "gpt2"]
+Counterpart = Literal["llama", "gpt2", "mixtral"]
 ExportFormat = Literal["huggingface", "safetensors", "ckpt"]
 
 _EPSILON = 1e-5  # of every norm of the built-in transformer
@@ -19,6 +21,9 @@ _PARTS: dict[Counterpart, dict[str, str]] = {
     "gpt2": {"norm": "layernorm", "activation": "gelu", "position": "learned"},
 }
 _TITLE: dict[Counterpart, str] = {"llama": "Llama", "gpt2": "GPT-2"}
+# What a Mixtral is, as fields of a MoeShape.
+_MIXTRAL = {"shared": 0, "first_dense": 0, "every": 1, "scores": "softmax", "normalised": True,
+            "scale": 1.0, "steering": 0.0}  # fmt: skip
 
 
 def counterpart(shape: TransformerShape) -> Counterpart:
@@ -28,10 +33,7 @@ def counterpart(shape: TransformerShape) -> Counterpart:
         ModelError: None does; the message says what stands in the way.
     """
     if shape.moe is not None:
-        raise ModelError(
-            f"mode=export: model.experts={shape.moe.experts} is exported as a file of weights, not "
-            "as a folder for the transformers library. Try export.format=safetensors."
-        )
+        return _with_experts(shape)
     wrong = {family: _differences(shape, family) for family in _PARTS}
     family = min(wrong, key=lambda name: len(wrong[name]))
     if wrong[family]:
@@ -44,6 +46,21 @@ def counterpart(shape: TransformerShape) -> Counterpart:
             f"Try {' '.join(fixes)}, and train anew."
         )
     return family
+
+
+def _with_experts(shape: TransformerShape) -> Counterpart:
+    """A Mixtral is a Llama with experts in every layer."""
+    wanted = shape_keys({**_PARTS["llama"], "moe": _MIXTRAL})
+    own = shape_keys(asdict(shape))
+    wrong = {name: value for name, value in wanted.items() if own[name] != value}
+    if wrong:
+        asked = " ".join(f"model.{name}={spell(own[name])}" for name in wrong)
+        fix = " ".join(f"model.{name}={spell(value)}" for name, value in wrong.items())
+        raise ModelError(
+            f"mode=export: {asked} has no counterpart in the transformers library, where models "
+            f"with experts are exported as Mixtral ({fix}). Try export.format=safetensors."
+        )
+    return "mixtral"
 
 
 def config_of(shape: TransformerShape, dtype: str) -> dict[str, Any]:
@@ -73,23 +90,40 @@ def config_of(shape: TransformerShape, dtype: str) -> dict[str, Any]:
             "resid_pdrop": shape.dropout,
             "attn_pdrop": 0.0,
         }
-    return common | {
+    moe = shape.moe
+    own: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_size,
-        "max_position_embeddings": shape.sequence,
-        "hidden_act": "silu",
-        "rms_norm_eps": _EPSILON,
-        "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_BASE},
-        "rope_theta": _ROPE_BASE,  # for versions of the library before 5
-        "attention_bias": False,
         "mlp_bias": False,
-        "attention_dropout": 0.0,
     }
+    if moe is not None:
+        own = {
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": moe.experts,
+            "num_experts_per_tok": moe.per_token,
+            "output_router_logits": moe.balance_loss > 0,
+            # Of one loss of all layers, per_token when balanced; ours are 1 in each layer.
+            "router_aux_loss_coef": moe.balance_loss * shape.layers / moe.per_token,
+            "sliding_window": None,
+        }
+    return (
+        common
+        | own
+        | {
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.ffn if moe is None else moe.ffn,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_size,
+            "max_position_embeddings": shape.sequence,
+            "hidden_act": "silu",
+            "rms_norm_eps": _EPSILON,
+            "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_BASE},
+            "rope_theta": _ROPE_BASE,  # for versions of the library before 5
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+        }
+    )
 
 
 def _differences(shape: TransformerShape, family: Counterpart) -> list[tuple[str, str]]:

@@ -151,7 +151,20 @@ def _llama(shape: TransformerShape, own: Mapping[str, Tensor]) -> dict[str, Tens
     }
     for index in range(shape.layers):
         for ours, theirs in _LLAMA_LAYER.items():
-            found[f"model.layers.{index}.{theirs}"] = own[f"layers.{index}.{ours}"]
+            if shape.moe is None or not theirs.startswith("mlp."):
+                found[f"model.layers.{index}.{theirs}"] = own[f"layers.{index}.{ours}"]
+        if shape.moe is not None:
+            found |= _mixtral_experts(f"layers.{index}.", own)
+    return found
+
+
+def _mixtral_experts(layer: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The hub has a matrix per expert."""
+    mixture, block = f"{layer}mlp.mixture.", f"model.{layer}block_sparse_moe."
+    found = {f"{block}gate.weight": own[f"{mixture}router.weight"]}
+    for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
+        for expert, matrix in enumerate(own[f"{mixture}experts.{ours}"]):
+            found[f"{block}experts.{expert}.{theirs}.weight"] = matrix
     return found
 
 
