@@ -194,6 +194,7 @@ def resolve(
         recompute=recompute,
         loss_over=config.loss_over,
         skips=skips(handed),
+        pairs=config.overlap.exchange,
     )
     programs = compile_plan(plan)
     if config.mode not in ("simulate", "plan"):

@@ -19,7 +19,7 @@ from typing import Literal
 from strategies.analysis.memory import peak_memory_bytes
 from strategies.costs.table import Costs, CostTable
 from strategies.costs.uniform import UniformCosts
-from strategies.errors import PlanError, ProgramError
+from strategies.errors import DeadlockError, PlanError, ProgramError
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import MICROBATCH_KINDS
 from strategies.ir.program import Boundary, Program, chain
@@ -39,6 +39,7 @@ from strategies.passes.updates import (
     first_microbatches,
     forward_only,
     forwards_first,
+    fuse_pairs,
     separate_pairs,
 )
 from strategies.plan import NO_RECOMPUTE, Overlap, Plan, Recompute, ScheduleFile
@@ -167,6 +168,8 @@ def order_compute(plan: Plan) -> Program:
     """
     with no_collection():
         compute, _ = _ordered(plan)
+        if plan.pairs:
+            return fuse_pairs(compute)
         pairs = any(item.halves for row in compute.ranks for item in row)
         return separate_pairs(compute) if pairs and not _pairs_gain(plan, compute) else compute
 
@@ -301,7 +304,17 @@ def _train(compute: Program, plan: Plan) -> Program:
 
 
 def _paired(compute: Program, plan: Plan) -> Program:
-    """Fused pairs stay where fusing gains something."""
+    """Fused pairs are made where that is asked for; else they stay where it gains something."""
+    if plan.pairs:
+        try:
+            return verify(fuse_pairs(compute))
+        except DeadlockError as error:
+            raise PlanError(
+                f"overlap.exchange=true: in {plan.schedule} with pp={plan.pp} and "
+                f"num_microbatches={plan.num_microbatches} a backward has to end before the "
+                "forward behind it can begin, so the two cannot run as one. Try "
+                "schedule=eager_1f1b, interleaved_1f1b, zb_v or dualpipe."
+            ) from error
     if any(item.halves for row in compute.ranks for item in row) and not _pairs_gain(plan, compute):
         return verify(separate_pairs(compute))
     return compute

@@ -195,6 +195,8 @@ class Plan:
         vertical_sync: Without a flush, use one version of the weights for a microbatch on all
             stages, where the schedule would not.
         skips: Pairs of stages that are no neighbours, between which the model sends tensors.
+        pairs: Run each backward that a forward follows directly as one with it, so that the
+            exchange of experts' tokens of either runs under the compute of the other.
     """
 
     schedule: str = "1f1b"
@@ -212,8 +214,15 @@ class Plan:
     loss_over: LossOver = "microbatch"
     vertical_sync: bool = False
     skips: tuple[tuple[int, int], ...] = ()
+    pairs: bool = False
 
     def __post_init__(self) -> None:
+        if self.pairs and self.loss_over == "batch":
+            raise PlanError(
+                "overlap.exchange=true runs a forward with the backward of another microbatch, and "
+                "with loss_over=batch all forwards come first. Try overlap.exchange=false, or "
+                "loss_over=microbatch."
+            )
         if self.loss_over not in LOSS_OVER:
             raise PlanError(
                 f"loss_over={self.loss_over} is unknown. Try loss_over="

@@ -108,6 +108,11 @@ def _check_sharing(config: LaunchConfig, shape: TransformerShape) -> None:
     if not uniform and config.model.name != "hf" and not brings_own("model", config.model.name):
         check_transformer_tp(shape, config.tp, sequence_parallel=config.sequence_parallel)
         check_ep(shape, config.ep)
+    if config.overlap.exchange and config.ep == 1 and not _leaves_open(config):
+        raise PlanError(
+            "overlap.exchange=true runs the exchange of tokens under other compute, and ep=1 has "
+            "none. Try ep=2 with a model that has experts, or overlap.exchange=false."
+        )
     if config.dp != "auto" and int(config.dp) * config.tp % config.ep and not _leaves_open(config):
         raise PlanError(indivisible(config.ep, dp=int(config.dp), tp=config.tp))
 

@@ -126,6 +126,11 @@ class OverlapConfig:
         "Type in which gradients of bf16 weights are summed over microbatches and replicas; bf16 = "
         "half the memory, and sums that lose what is small beside them.",
     )
+    exchange: bool = key(
+        False,
+        "With ep > 1: run a forward and the backward before it as one, so that tokens of either "
+        "travel to their experts while the other one computes.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

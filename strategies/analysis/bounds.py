@@ -178,11 +178,16 @@ def _lanes(program: Program, table: CostTable) -> list[list[_Lane]]:
     placement = program.placement
     items = [part for row in program.ranks for item in row for part in item.parts]
     split = {part.stage for part in items if part.kind is Kind.I}
-    fused = table.fused if any(item.halves for row in program.ranks for item in row) else 1.0
-    scale = min(1.0, fused)
+    paired = any(item.halves for row in program.ranks for item in row)
+    scale = min(1.0, table.fused if paired else 1.0)
     stages = range(placement.num_stages)
-    forward = [scale * table.forward[s] for s in stages]
-    inputs = [scale * (table.backward_input if s in split else table.backward)[s] for s in stages]
+    # What may run under the other half of a pair.
+    away = table.exchange if paired and table.exchange else (0.0,) * len(stages)
+    forward = [scale * (table.forward[s] - away[s]) for s in stages]
+    inputs = [
+        scale * ((table.backward_input if s in split else table.backward)[s] - away[s])
+        for s in stages
+    ]
     weights = [scale * table.backward_weight[s] if s in split else 0.0 for s in stages]
     lanes: list[list[_Lane]] = [[] for _ in program.ranks]
     for copy, ranks in enumerate(placement.copies):

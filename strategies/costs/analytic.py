@@ -262,6 +262,7 @@ class AnalyticCosts:
             ),
             transport=self.transport,
             one_link=self.one_link,
+            exchange=self._hidden(),
             activation_bytes=tuple(self._saved(load) * sizes.activation for load in self.stages),
             stage_input=self._stage_inputs(program),
             state_bytes=tuple(self._state_bytes(program, s, sharded=s in gathered) for s in stages),
@@ -444,6 +445,19 @@ class AnalyticCosts:
             if self.tp > 1:
                 took += half_round(hardware, sharers(hardware, self.tp), size * element)
         return took
+
+    def _hidden(self) -> tuple[float, ...]:
+        """What of a stage's exchange is on its way while others may compute; () for nothing."""
+        if self.ep == 1:
+            return ()
+        group, element = exchangers(self.hardware, self.ep), self._sizes.activation
+        return tuple(
+            sum(
+                2 * all_to_all(self.hardware, group, size * element / self.tp * self.imbalance)
+                for size in load.exchanged
+            )
+            for load in self.stages
+        )
 
     def _waiting(self, load: Load) -> float:
         """What the rank with most tokens takes longer than the mean, in each third of a step."""

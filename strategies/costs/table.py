@@ -33,6 +33,8 @@ class CostTable:
         activation_bytes: Per stage, what one microbatch keeps from F to B; None if unknown.
         state_bytes: Per stage, weights, gradients and optimizer state; None if unknown.
         fused: What a fused F/B pair takes, over the sum of its halves.
+        exchange: Per stage, how much of a forward, and as much of a backward, is an exchange of
+            tokens that runs under the compute of the other half of a fused pair; () for nothing.
         stage_input: Per stage, the share of its full activation that a checkpointed forward keeps;
             () for nothing.
         gather: Per stage, the all-gather of its updated weights; () if they are not sharded.
@@ -62,6 +64,7 @@ class CostTable:
     memory: StageMemory | None = None
     loss: tuple[float, ...] = ()
     one_link: bool = False
+    exchange: tuple[float, ...] = ()
 
     @property
     def hops(self) -> tuple[float, ...]:
@@ -77,9 +80,21 @@ class CostTable:
     def of(self, item: Instruction) -> float:
         """How long an instruction occupies its rank."""
         if item.halves:
-            return self.fused * sum(map(self.of, item.halves))
+            first, second = item.halves
+            took = self.of(first), self.of(second)
+            return self.pair(took, (first.stage, second.stage))
         column = self._column(item.kind)
         return column[item.stage] if column else 0.0
+
+    def pair(self, took: tuple[float, float], stages: tuple[int, int]) -> float:
+        """How long a fused pair of halves that take so long by themselves occupies its rank.
+
+        Both compute in turn; either may have to wait for its own tokens at the end.
+        """
+        if not self.exchange:
+            return self.fused * sum(took)
+        away = self.exchange[stages[0]] + self.exchange[stages[1]]
+        return self.fused * max(sum(took) - away, away, *took)
 
     def flat(self) -> list[float]:
         """What occupies a rank, in the order of ``DURATION_ROWS``: row * S + stage."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from strategies.errors import PlanError
-from strategies.ir.instruction import Instruction
+from strategies.ir.instruction import Instruction, overlap
 from strategies.ir.kinds import UPDATE_KINDS, Kind
 from strategies.ir.program import LoopState, Program, last_gradients
 
@@ -156,6 +156,38 @@ def _kept(item: Instruction, count: int) -> tuple[Instruction, ...]:
 #
 # A pair waits for the inputs of both its halves and hands on both results at its end. That pays
 # only if the pair is faster than the halves (communication of one under compute of the other).
+
+
+def fuse_pairs(program: Program) -> Program:
+    """Each backward that is followed by a forward becomes a pair with it, before any Ws between.
+
+    No other order changes, but a forward may begin before that backward has ended: its rank holds
+    one more activation there. Where ranks warm up for two forwards more than their successors
+    (``eager_1f1b``, interleaved ones), pairs pass from rank to rank without a wait; with one more
+    (``1f1b``) each waits for its neighbours' pairs.
+    """
+    rows = []
+    for row in program.ranks:
+        parts: list[Instruction] = []
+        for item in row:
+            place = len(parts) - 1
+            while place >= 0 and parts[place].kind is Kind.W and _bare(parts[place]):
+                place -= 1
+            before = parts[place] if place >= 0 else None
+            if item.kind is Kind.F and before is not None and _pairs(item, before):
+                parts[place] = overlap(item, before)
+            else:
+                parts.append(item)
+        rows.append(tuple(parts))
+    return program.with_ranks(tuple(rows))
+
+
+def _pairs(item: Instruction, before: Instruction) -> bool:
+    return before.kind in (Kind.B, Kind.I) and _bare(item) and _bare(before)
+
+
+def _bare(item: Instruction) -> bool:
+    return not item.after and item.version is None
 
 
 def separate_pairs(program: Program) -> Program:

@@ -235,8 +235,11 @@ def _items(program: Program, table: CostTable) -> Sequence[Item]:
 
 def flat_durations(table: CostTable, fused: Iterable[tuple[int, int]] = ()) -> list[float]:
     """The table in the order of ``DURATION_ROWS``: row * S + stage; fused pairs at the end."""
-    single = table.flat()
-    return single + [table.fused * (single[first] + single[second]) for first, second in fused]
+    single, count = table.flat(), len(table.forward)
+    return single + [
+        table.pair((single[first], single[second]), (first % count, second % count))
+        for first, second in fused
+    ]
 
 
 def _timeline(

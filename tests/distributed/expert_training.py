@@ -130,6 +130,7 @@ class ExpertCase:
     clip: float | None = 0.05
     overlap: str = "grad_reduce"
     split_backward: bool = False
+    pairs: bool = False
     recompute: Recompute = field(default_factory=Recompute)
     precision: str = "64-true"
 
@@ -158,6 +159,7 @@ def train_experts(
         overlap=case.overlap,  # type: ignore[arg-type]
         bucket_mb=0.001,
         split_backward=case.split_backward,
+        pairs=case.pairs,
         recompute=case.recompute,
         timeout_s=60,
         seed=0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -50,23 +51,30 @@ def check(case: ExpertCase, ranks: Callable[[int], Ranks]) -> list[dict[str, Any
 FULL = pytest.mark.full
 
 
+def _name(case: ExpertCase | Case) -> str:
+    degrees = f"pp{case.pp}-dp{case.dp}-tp{case.tp}-ep{case.ep}"
+    return f"{case.schedule}-{degrees}-{case.overlap}-{case.recompute.policy}"
+
+
+# A module of one's own; the built-in model has the rest.
+OWN = [
+    ExpertCase(dp=2, ep=2, accumulation=2, steps=4),
+    ExpertCase(tp=2, ep=2, dp=2, steps=4, overlap="zero1"),
+    ExpertCase("foldx_fifo", pp=2, dp=2, ep=2, microbatches=4, steps=4, one=True,
+               recompute=Recompute("optimal", max_full_activations=1.0)),
+]  # fmt: skip
+LONG = [
+    ExpertCase(pp=2, dp=2, ep=2),
+    ExpertCase("zb_v", dp=2, ep=2, pp=2, tied=True),
+    ExpertCase("dualpipe", pp=2, dp=2, ep=2, microbatches=4),
+    ExpertCase(dp=4, ep=2, overlap="zero1", one=True),
+    ExpertCase(tp=2),
+]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        ExpertCase(dp=2, ep=2, accumulation=2, steps=4),
-        ExpertCase(pp=2, dp=2, ep=2),
-        ExpertCase("zb_v", dp=2, ep=2, pp=2, steps=4, tied=True),
-        ExpertCase("dualpipe", pp=2, dp=2, ep=2, microbatches=4, steps=4),
-        ExpertCase(tp=2, ep=2, dp=2, steps=4, overlap="zero1"),
-        ExpertCase(dp=4, ep=2, steps=4, overlap="zero1", one=True),
-        ExpertCase(
-            "foldx_fifo", pp=2, dp=2, ep=2, microbatches=4, steps=4,
-            recompute=Recompute("optimal", max_full_activations=1.0), one=True,
-        ),
-        ExpertCase(tp=2, steps=4),
-    ],
-    ids=lambda case: f"{case.schedule}-{case.pp}{case.dp}{case.tp}-ep{case.ep}",
-)  # fmt: skip
+    "case", [*OWN, *(pytest.param(case, marks=FULL) for case in LONG)], ids=_name
+)
 def test_training_equals_a_single_process(case: ExpertCase, ranks: Callable[[int], Ranks]) -> None:
     check(case, ranks)
 
@@ -74,9 +82,13 @@ def test_training_equals_a_single_process(case: ExpertCase, ranks: Callable[[int
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (ExpertCase(pp=2, dp=2, ep=2), ExpertCase(tp=2, dp=2, ep=4)),
+        pytest.param(ExpertCase(pp=2, dp=2, ep=2), ExpertCase(tp=2, dp=2, ep=4), marks=FULL),
         (ExpertCase(dp=4, ep=2, overlap="zero1"), ExpertCase("dualpipe", pp=2, microbatches=4)),
-        (ExpertCase("zb_v", pp=2, tp=2, ep=2, overlap="zero1"), ExpertCase(dp=2, ep=2)),
+        pytest.param(
+            ExpertCase("zb_v", pp=2, tp=2, ep=2, overlap="zero1"),
+            ExpertCase(dp=2, ep=2),
+            marks=FULL,
+        ),
     ],
     ids=["grown", "zero1-to-dense", "tp-to-dp"],
 )
@@ -154,6 +166,37 @@ def check_built_in(case: Case, ranks: Callable[[int], Ranks]) -> None:
     assert all(who == set(range(case.ep)) for name, who in seen.items() if ".experts." in name)
 
 
+PAIRED = {
+    "eager_1f1b": Case("eager_1f1b", pp=2, dp=2, ep=2, shape=SHARED, clip=0.05),
+    "1f1b": Case("1f1b", pp=1, dp=2, ep=2, shape=replace(SPARSE, dropout=0.2), accumulation=2),
+    "interleaved": Case("interleaved_1f1b", pp=2, dp=2, ep=2, shape=SPARSE, overlap="zero1"),
+    "dualpipe": Case("dualpipe", pp=2, dp=2, ep=2, shape=SPARSE, clip=0.05),
+    "zb_v": Case("zb_v", pp=2, tp=2, ep=2, shape=SHARED),
+    "recomputed": Case("eager_1f1b", pp=1, dp=2, ep=2, shape=SHARED, recompute=Recompute("layer")),
+}
+
+
+DAILY = ("eager_1f1b", "zb_v")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if name in DAILY else FULL) for name, case in PAIRED.items()],
+    ids=PAIRED,
+)
+def test_exchanges_under_other_compute_change_no_number(
+    case: Case, ranks: Callable[[int], Ranks]
+) -> None:
+    case = replace(case, steps=3, rows=4, pairs=True)
+    results = ranks(case.pp * case.dp * case.tp).run(train, case=case)
+    assert all(any("OVERLAP" in word for word in result["program"]) for result in results)
+    in_turn = ranks(case.pp * case.dp * case.tp).run(train, case=replace(case, pairs=False))
+    for paired, plain in zip(results, in_turn, strict=True):
+        assert paired["losses"] == pytest.approx(plain["losses"], abs=TOLERANCE)
+        for name, value in paired["parameters"].items():
+            assert (value - plain["parameters"][name]).abs().max().item() < TOLERANCE, name
+
+
 BUILT_IN = {
     "1f1b": Case("1f1b", pp=2, dp=2, ep=2, shape=SHARED, clip=0.05, accumulation=2),
     "zb_v": Case("zb_v", pp=1, dp=2, ep=2, shape=SPARSE, clip=0.05, overlap="zero1"),
@@ -169,4 +212,40 @@ BUILT_IN = {
 
 @pytest.mark.parametrize("case", BUILT_IN.values(), ids=BUILT_IN)
 def test_the_built_in_experts_keep_parity(case: Case, ranks: Callable[[int], Ranks]) -> None:
-    check_built_in(replace(case, steps=4, rows=4), ranks)
+    check_built_in(replace(case, steps=3, rows=4), ranks)
+
+
+def _matrix() -> list[Case]:
+    """ep {1, 2, 4} by pp {1, 2} by dp and tp and schedules; the rest goes round."""
+    cases = []
+    schedules = ("1f1b", "zb_v", "dualpipe", "foldx_fifo")
+    for schedule, pp, (dp, tp) in itertools.product(
+        schedules, (1, 2), ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
+    ):
+        for ep in (1, 2, 4):
+            if dp * tp % ep or (schedule == "dualpipe" and pp == 1):
+                continue
+            turn = len(cases)
+            cases.append(
+                Case(
+                    schedule,
+                    pp=pp,
+                    dp=dp,
+                    tp=tp,
+                    ep=ep,
+                    rows=4,
+                    clip=0.05 if turn % 2 else None,
+                    shape=(SHARED, SPARSE)[turn % 2 if tp == 1 else 0],
+                    overlap=("grad_reduce", "zero1")[turn // 2 % 2],
+                    recompute=Recompute("optimal", max_full_activations=1.0)
+                    if turn % 3 == 0
+                    else Recompute(),
+                )
+            )
+    return cases
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", _matrix(), ids=_name)
+def test_every_layout_keeps_parity(case: Case, ranks: Callable[[int], Ranks]) -> None:
+    check_built_in(case, ranks)

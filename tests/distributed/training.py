@@ -102,6 +102,7 @@ class Case:
     buckets_mb: float = 0.001
     accelerator: str = "cpu"
     split_backward: bool = False
+    pairs: bool = False
     costs: Costs | None = None
     recompute: Recompute = field(default_factory=Recompute)
     optimizer: str = "Adam"
@@ -145,6 +146,7 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
         overlap=case.overlap,  # type: ignore[arg-type]
         bucket_mb=case.buckets_mb,
         split_backward=case.split_backward,
+        pairs=case.pairs,
         costs=case.costs,
         recompute=case.recompute,
         timeout_s=60,

@@ -157,6 +157,7 @@ FIRST_HOUR = [
     ("dp=0", "Try dp=1."),
     ("tp=3", "Try tp=2."),
     ("ep=2", "ep=2 spreads the experts of the built-in transformer over ranks"),
+    ("overlap.exchange=true", "Try ep=2 with a model that has experts"),
     ("model.experts=6 dp=4 ep=4", "does not divide model.experts=6. Try ep=3."),
     ("model.experts=8 dp=3 ep=2", "the 3 ranks that the experts of a stage are spread over"),
     ("model.experts=8 dp=2 ep=2 sequence_parallel=true tp=2", "balance loss"),

@@ -2,5 +2,6 @@
 
 from strategies.models.expert_parallel.expert_ranks import ExpertRanks
 from strategies.models.expert_parallel.expert_shares import ExpertShares, HasExperts
+from strategies.models.expert_parallel.turns import Turns
 
-__all__ = ["ExpertRanks", "ExpertShares", "HasExperts"]
+__all__ = ["ExpertRanks", "ExpertShares", "HasExperts", "Turns"]

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from strategies.models.expert_parallel.turns import Turns
 from strategies.models.tensor_parallel.regions import as_written
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 
@@ -34,6 +35,7 @@ class ExpertRanks:
     Attributes:
         rank: This process among them.
         size: How many they are, ep >= 1.
+        turns: Where a forward and a backward run in turn; else an exchange is waited for at once.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ExpertRanks:
         group: dist.ProcessGroup | None,
         *,
         sharers: TensorRanks | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """``group`` is None for a single process; ``sharers`` share its matrices.
 
@@ -49,6 +52,7 @@ class ExpertRanks:
         self._group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        self.turns = turns
         self._sharers = None if sharers is None or sharers.sequence else sharers
 
     @as_written
@@ -111,7 +115,13 @@ class ExpertRanks:
         # Bytes, because gloo does not know all types of numbers here.
         plain = given.dtype not in (torch.float32, torch.float64)
         sent, received = (t.view(torch.uint8) if plain else t for t in (given, moved))
-        dist.all_to_all_single(received, sent, list(here), list(away), group=self._group)
+        work = dist.all_to_all_single(
+            received, sent, list(here), list(away), group=self._group, async_op=True
+        )
+        assert work is not None
+        if self.turns is not None:
+            self.turns.hand_on()
+        work.wait()
         return moved
 
     def _by_host(self, tensor: Tensor) -> bool:

@@ -60,6 +60,7 @@ class Keywords(TypedDict, total=False):
     file: str | Path | ScheduleFile | None
     units_per_stage: tuple[int, ...] | None
     overlap: Overlap
+    pairs: bool
     bucket_mb: float
     buckets: tuple[int, ...] | None
     grad_dtype: GradientType

@@ -140,6 +140,8 @@ class PipelineStrategy(CheckpointingStrategy):
             the flush; ``zero1`` lets each replica update its share of the weights, for an
             elementwise optimizer, whose state is then spread over the replicas. Behind the backward
             the gradient of such a weight is the optimizer's alone: ``parameter.grad`` is None.
+        pairs: With ep > 1, run each backward that a forward follows as one with it: tokens of
+            either travel to their experts while the other one computes.
         bucket_mb: Upper size of a reduction bucket in MiB; 25 if left out.
         buckets: Buckets per stage, where the program was compiled elsewhere; overrides bucket_mb.
         grad_dtype: ``bf16`` halves what reductions send; ``fp32``, the default, sends gradients as

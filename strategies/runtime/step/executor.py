@@ -106,15 +106,19 @@ class Executor:
             if stream is not None:
                 stream.turn_to(item)
             if kind in MICROBATCH_KINDS:
-                # A fused pair waits for the inputs of both halves, then runs them in turn.
+                # A fused pair waits for the inputs of both halves.
                 inputs = [values.collect(part, record, stamp) for part in item.parts]
                 beat[STATE] = place << 1  # Waiting for a message had its place there.
                 for part in item.parts:
                     if part.kind is Kind.F:
                         parts.mains.wait(part.stage)
                 start[place] = stamp()
-                for part in item.parts:
-                    compute.run(part, inputs.pop(0), final=(place, part.stage) in route.arming)
+                final = [(place, part.stage) in route.arming for part in item.parts]
+                if item.halves and parts.turns is not None:
+                    compute.run_pair(item, inputs, final=(final[0], final[1]), turns=parts.turns)
+                else:
+                    for part, last in zip(item.parts, final, strict=True):
+                        compute.run(part, inputs.pop(0), final=last)
                 end[place] = stamp()
                 if place == route.last_forward:
                     forwards_done(compute.result)

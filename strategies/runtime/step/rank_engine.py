@@ -24,7 +24,7 @@ from strategies.ir.kinds import Kind
 from strategies.ir.placement import Placement
 from strategies.ir.program import Program
 from strategies.models.collectives import LocalGroup, default_group
-from strategies.models.expert_parallel import ExpertRanks
+from strategies.models.expert_parallel import ExpertRanks, Turns
 from strategies.models.logs import LogEntry, join_replicas, start_packing, unpack_logs
 from strategies.models.replay.whole_values import Step
 from strategies.models.selective.policy import Selection
@@ -125,8 +125,21 @@ class Engine:
         self.tensor_ranks = self._tensor_ranks()
         if self.tensor_ranks is not None:
             self._shard(self.tensor_ranks)
+        turns = Turns(device) if plan.pairs else None
         if coordinates.ep > 1 or coordinates.tp > 1:
-            model.spread(self._expert_ranks())
+            model.spread(self._expert_ranks(turns))
+        if model.experts and not schedule_of(plan).synchronous:
+            raise ModelError(
+                f"schedule={plan.schedule} never drains, and experts that ranks share (ep="
+                f"{coordinates.ep}, tp={coordinates.tp}) are updated by all of them together at "
+                "the end of a step. Try schedule=1f1b, or ep=1 and tp=1."
+            )
+        if plan.pairs and not model.experts:
+            raise ModelError(
+                "overlap.exchange=true runs the exchange of experts' tokens under the compute of "
+                "another microbatch, and nothing is exchanged here. Try overlap.exchange=false, or "
+                "ep=2 with a model that has experts."
+            )
         if plan.recompute.inside:
             model.select(Selection.asked(plan.recompute))
         self.stages = self._cut()
@@ -174,6 +187,7 @@ class Engine:
             recomputation=Recomputation(model.module),
             whole=self.whole,
             tensor_ranks=self.tensor_ranks,
+            turns=turns,
             watch=None if options.on_nan == "ignore" else NanWatch(),
             replicas=self._replicas(),
         )
@@ -252,12 +266,12 @@ class Engine:
         assert group is not None
         return TensorRanks(group, sequence=self.options.sequence_parallel)
 
-    def _expert_ranks(self) -> ExpertRanks:
+    def _expert_ranks(self, turns: Turns | None) -> ExpertRanks:
         """Who holds the experts of this rank's stages; needed before the model is cut."""
         where = self.coordinates
         self._create(mesh.exchange_groups(where))
         group = self.communicators.get("exchange", where.exchangers())
-        return ExpertRanks(group, sharers=self.tensor_ranks)
+        return ExpertRanks(group, sharers=self.tensor_ranks, turns=turns)
 
     def _shard(self, ranks: TensorRanks) -> None:
         """Cuts matrices as the first rank has found it, or refuses on all ranks."""
@@ -1066,4 +1080,6 @@ class Engine:
         """Ends all sends and gives the communicators back; the engine is of no use afterwards."""
         self.drain()
         self.remove_hooks()
+        if self._parts.turns is not None:
+            self._parts.turns.close()
         self.communicators.destroy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +15,7 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
 from strategies.models.collectives import default_group
+from strategies.models.expert_parallel import Turns
 from strategies.models.logs import LogEntry
 from strategies.models.nested import structure
 from strategies.models.split_backward.input_step import input_backward
@@ -123,6 +124,25 @@ class StageCompute:
                 return
             with versions.read_by(item):
                 self._run(item, inputs, final=final)
+
+    def run_pair(
+        self,
+        pair: Instruction,
+        inputs: Sequence[tuple[Tensor, ...]],
+        *,
+        final: tuple[bool, bool],
+        turns: Turns,
+    ) -> None:
+        """Runs the halves of a fused pair in turn, one while the other's tokens travel.
+
+        ``inputs`` and ``final`` are those of the forward and of the backward; see ``run``.
+        """
+        first, second = pair.halves
+        with default_group(self._parts.replicas):
+            turns.run(
+                partial(self._run, first, inputs[0], final=final[0]),
+                partial(self._run, second, inputs[1], final=final[1]),
+            )
 
     def _run(self, item: Instruction, inputs: tuple[Tensor, ...], *, final: bool) -> None:
         if item.kind is Kind.F:

@@ -1,0 +1,97 @@
+"""A forward and a backward of one rank in turn, each while the other's tokens travel.
+
+The forward runs in the caller's thread and the backward in another one, of which only one runs at a
+time: whoever has sent its tokens on their way hands the turn on, and waits for them when it has it
+back. So the exchange of one microbatch runs under the compute of the other (as in DualPipe,
+https://arxiv.org/abs/2412.19437), in an order that is the same on all ranks that exchange.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from strategies.models.state import kept_generators
+
+
+class _BrokenOffError(Exception):
+    """The other strand has failed; nobody is going to answer this one's exchanges."""
+
+
+class Turns:
+    """Two strands that take turns; between pairs nobody takes any."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: ThreadPoolExecutor | None = None
+        self._mine = threading.Condition()
+        self._turn = 0  # whose it is: 0 the caller's, 1 the other thread's
+        self._alive = [False, False]
+        self._failed = False
+        self._strand = threading.local()
+
+    def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        """Runs both to their ends, the first one first; what either raises is raised."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="backward")
+        self._alive, self._turn, self._failed = [True, True], 0, False
+        self._strand.number = 0
+        other: Future[None] = self._pool.submit(self._run_other, second)
+        try:
+            first()
+        except _BrokenOffError:
+            pass  # The other one's error is the one to tell.
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            self._end(0)
+            error = other.exception()
+        if error is not None:
+            raise error
+
+    def hand_on(self) -> None:
+        """Lets the other strand run until it hands on or has ended."""
+        number = getattr(self._strand, "number", None)
+        if number is None or not self._alive[1 - number]:
+            return
+        # What a strand draws does not depend on what the other one has drawn meanwhile.
+        with kept_generators(), self._mine:
+            self._turn = 1 - number
+            self._mine.notify_all()
+            self._mine.wait_for(lambda: self._turn == number)
+        if self._failed:
+            raise _BrokenOffError
+
+    def _run_other(self, second: Callable[[], None]) -> None:
+        self._strand.number = 1
+        with self._mine:
+            self._mine.wait_for(lambda: self._turn == 1)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        try:
+            if not self._failed:
+                second()
+        except _BrokenOffError:
+            pass
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            self._end(1)
+
+    def _end(self, number: int) -> None:
+        with self._mine:
+            self._alive[number] = False
+            self._turn = 1 - number
+            self._mine.notify_all()
+        if number == 0:
+            self._strand.number = None
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
