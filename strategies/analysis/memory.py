@@ -210,14 +210,16 @@ def memory_over_time(
     return tuple((moment.place, _with(state, moment)) for moment in moments)
 
 
-def peak_memory(program: Program, table: CostTable) -> tuple[RankMemory, ...] | None:
-    """Each rank at its worst moment; None where the costs know no bytes."""
+def peak_memory(
+    program: Program, table: CostTable, ranks: Sequence[int] | None = None
+) -> tuple[RankMemory, ...] | None:
+    """Each rank, or of ``ranks``, at its worst moment; None where the costs know no bytes."""
     memory = table.memory
     if memory is None:
         return None
     walk = _Walk(program, memory)
     peaks = []
-    for rank in range(len(program.ranks)):
+    for rank in range(len(program.ranks)) if ranks is None else ranks:
         moments = walk.moments(rank)
         worst = max(moments, key=lambda moment: sum(moment[1:]), default=_Moment(0, 0, 0, 0, 0, 0))
         update = step_bytes(memory, program.placement.stages_of(rank))

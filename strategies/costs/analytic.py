@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
 from strategies.costs.kernels import Seconds, Work, memory_bound, unit_seconds
 from strategies.costs.rings import (
+    Group,
     all_to_all,
     exchangers,
     expert_holders,
@@ -155,6 +157,16 @@ def sum_loads(loads: list[Load]) -> Load:
     )
 
 
+class _Takes(NamedTuple):
+    """What a stage's update takes: seconds of a STEP, a bucket, a GATHER, and bytes."""
+
+    step: float
+    reduce: float
+    gather: float
+    state_bytes: int
+    widened_bytes: int
+
+
 def _rebuilt(loads: list[Load]) -> int:
     """The most that a backward makes anew beyond what it has let go of by then: the last first."""
     most = gone = 0
@@ -234,8 +246,9 @@ class AnalyticCosts:
         with ``breakdown`` the table tells what stages hold by what it is for.
         """
         forward, backward, inputs, weights = self._durations()
-        links = [self._link(program, b.source, b.target) for b in program.boundaries]
-        sent, sizes, stages = self._sent(program), self._sizes, range(len(self.stages))
+        links = self._links(program)
+        sent, sizes = self._sent(program), self._sizes
+        takes = self._per_stage(program, buckets, gathered)
         return CostTable(
             name="analytic",
             time_unit="s",
@@ -244,15 +257,11 @@ class AnalyticCosts:
             backward_input=inputs,
             backward_weight=weights,
             recompute=forward,
-            step=tuple(self._step(program, s, sharded=s in gathered) for s in stages),
+            step=tuple(each.step for each in takes),
             reduce=tuple(
-                (self._once_round(program, s, n, sizes.wire) * (1 if s in gathered else 2),) * n
-                for s, n in enumerate(buckets)
+                (each.reduce,) * number for each, number in zip(takes, buckets, strict=True)
             ),
-            gather=tuple(
-                self._once_round(program, s, 1, sizes.weight) if s in gathered else 0
-                for s in stages
-            ),
+            gather=tuple(each.gather for each in takes),
             latency=tuple(
                 latency + self._gather(n) for n, (_, latency) in zip(sent, links, strict=True)
             ),
@@ -265,15 +274,61 @@ class AnalyticCosts:
             exchange=self._hidden(),
             activation_bytes=tuple(self._saved(load) * sizes.activation for load in self.stages),
             stage_input=self._stage_inputs(program),
-            state_bytes=tuple(self._state_bytes(program, s, sharded=s in gathered) for s in stages),
-            memory=self._memory(program, gathered) if breakdown else None,
+            state_bytes=tuple(each.state_bytes for each in takes),
+            memory=self._memory(program, takes) if breakdown else None,
         )
 
-    def _memory(self, program: Program, gathered: frozenset[int]) -> StageMemory:
+    def _per_stage(
+        self, program: Program, buckets: Sequence[int], gathered: frozenset[int]
+    ) -> list[_Takes]:
+        """Of stages that are one object, on owners that lie alike, one is looked at."""
+        owners_of, sizes = program.placement.owners, self._sizes
+        groups: dict[tuple[int, ...], Group] = {}
+        known: dict[object, _Takes] = {}
+        found = []
+        for stage, (load, number) in enumerate(zip(self.stages, buckets, strict=True)):
+            owners, sharded = owners_of(stage), stage in gathered
+            if owners not in groups:
+                groups[owners] = replicas(self.hardware, owners, self.dp, self.tp)
+            # Experts' groups are not those of the rest, and go by the owners themselves.
+            place: object = owners if self.ep > 1 else (groups[owners], len(owners))
+            key = (id(load), place, self._most_stages(program, owners), number, sharded)
+            if key not in known:
+                reduced = self._once_round(program, stage, number, sizes.wire)
+                known[key] = _Takes(
+                    self._step(program, stage, sharded=sharded),
+                    reduced if sharded else 2 * reduced,
+                    self._once_round(program, stage, 1, sizes.weight) if sharded else 0,
+                    self._state_bytes(program, stage, sharded=sharded),
+                    self._widened_bytes(program, stage, sharded=sharded),
+                )
+            found.append(known[key])
+        return found
+
+    def _most_stages(self, program: Program, owners: tuple[int, ...]) -> int:
+        """Of an owner: among so many an optimizer's overhead is shared out."""
+        if not self.hardware.step_overhead_s:
+            return 0
+        return max(len(program.placement.stages_of(owner)) for owner in owners)
+
+    def _links(self, program: Program) -> list[tuple[float, float]]:
+        """(bandwidth, latency) of each boundary."""
+        rank_of, hardware, width = program.placement.rank_of, self.hardware, self.dp * self.tp
+        more, per_node = hardware.message_overhead_s, hardware.gpus_per_node
+        inside = (hardware.intra_bandwidth, hardware.intra_latency_s + more)
+        between = (hardware.inter_bandwidth, hardware.inter_latency_s + more)
+        return [
+            inside
+            if rank_of(b.source, 0) * width // per_node == rank_of(b.target, 0) * width // per_node
+            else between
+            for b in program.boundaries
+        ]
+
+    def _memory(self, program: Program, takes: Sequence[_Takes]) -> StageMemory:
         """What stages hold; temporaries are a stage's result and the gradients at its ends."""
         sizes, count = self._sizes, len(self.stages)
         weights = [self.held(load) for load in self.stages]
-        states = [self._state_bytes(program, s, sharded=s in gathered) for s in range(count)]
+        states = [each.state_bytes for each in takes]
         saved = tuple(self._saved(load) * sizes.activation for load in self.stages)
         cut = self.tp if self.sequence_parallel else 1
         made = [load.output_elements * sizes.activation // cut for load in self.stages]
@@ -301,9 +356,7 @@ class AnalyticCosts:
             backward_temporaries=tuple(
                 e + 3 * g + r for e, g, r in zip(ends, whole, rebuilt, strict=True)
             ),
-            step_temporaries=tuple(
-                self._widened_bytes(program, s, sharded=s in gathered) for s in range(count)
-            ),
+            step_temporaries=tuple(each.widened_bytes for each in takes),
         )
 
     def _saved(self, load: Load) -> int:
@@ -374,8 +427,7 @@ class AnalyticCosts:
         took = memory_bound(self.hardware, moved)
         if not self.hardware.step_overhead_s:
             return took
-        placement = program.placement
-        most = max(len(placement.stages_of(owner)) for owner in placement.owners(stage))
+        most = self._most_stages(program, program.placement.owners(stage))
         return took + self.hardware.step_overhead_s / most
 
     @property
@@ -488,13 +540,6 @@ class AnalyticCosts:
             return 0.0
         group = sharers(self.hardware, self.tp)
         return half_round(self.hardware, group, count * self._sizes.activation)
-
-    def _link(self, program: Program, source: int, target: int) -> tuple[float, float]:
-        placement = program.placement
-        first = placement.rank_of(source, 0) * self.dp * self.tp
-        second = placement.rank_of(target, 0) * self.dp * self.tp
-        bandwidth, latency = self.hardware.link(first, second)
-        return bandwidth, latency + self.hardware.message_overhead_s
 
     def _once_round(self, program: Program, stage: int, parts: int, size: int) -> float:
         """A reduce-scatter, or all-gather, of 1/parts of a stage's elements of a size."""

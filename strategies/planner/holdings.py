@@ -12,7 +12,7 @@ microbatches a few rounds tell it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
@@ -70,13 +70,13 @@ def shortened(plan: Plan) -> Plan:
     return replace(plan, num_microbatches=short, group=shape.group)
 
 
-def build_holdings(plan: Plan) -> Holdings:
-    """What its lists hold.
+def build_holdings(plan: Plan, program: Program | None = None) -> Holdings:
+    """What its lists hold; ``program`` has them where they are known, of the shortened plan.
 
     Raises:
         PlanError: The plan breaks a rule of its schedule.
     """
-    program = lists_of(shortened(plan))
+    program = lists_of(shortened(plan)) if program is None else program
     stages = tuple(map(program.placement.stages_of, range(len(program.ranks))))
     return Holdings(stages, tuple(map(_moments, program.ranks, stages)))
 
@@ -102,13 +102,13 @@ def rank_bytes(holdings: Holdings, table: CostTable) -> tuple[int, ...]:
     return tuple(result)
 
 
-def bytes_between(holdings: Holdings, memory: StageMemory) -> tuple[int, int]:
-    """What the worst rank holds at the least and at the most, messages and temporaries included.
+def bytes_between(holdings: Holdings, memory: StageMemory) -> list[tuple[int, int]]:
+    """What each rank holds at the least and at the most, messages and temporaries included.
 
     Which messages are there when a rank holds most, only its timed lists say: at the most those
     that it has posted receives for, one sent over each link, and some that wait.
     """
-    least = most = 0
+    found = []
     activations, inputs, outputs = memory.activations, memory.inputs, memory.outputs
     fixed = list(map(add, map(add, memory.parameters, memory.gradients), memory.optimizer))
     needs = list(map(max, memory.forward_temporaries, memory.backward_temporaries))
@@ -129,9 +129,9 @@ def bytes_between(holdings: Holdings, memory: StageMemory) -> tuple[int, int]:
             largest = max(largest, ends[stage])
             low, high = min(low, lower[stage]), max(high, needs[stage])
         update = own - held + step_bytes(memory, stages)
-        least = max(least, own + low, update)
-        most = max(most, update, own + high + messages + (RECEIVED_AHEAD + _WAITING) * largest)
-    return least, most
+        most = own + high + messages + (RECEIVED_AHEAD + _WAITING) * largest
+        found.append((max(own + low, update), max(update, most)))
+    return found
 
 
 def _counted(amounts: Amounts) -> tuple[int, int, int] | None:
@@ -196,21 +196,29 @@ def _not_below_another(moments: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 # what they carry is made.
 
 
-def rank_memory(plan: Plan, table: CostTable) -> tuple[RankMemory, ...]:
-    """Each rank at its worst moment, as the compiled program has it.
+def rank_memory(
+    plan: Plan,
+    table: CostTable,
+    ranks: Collection[int] | None = None,
+    program: Program | None = None,
+) -> tuple[RankMemory, ...]:
+    """Each rank at its worst moment, as the compiled program has it; of ``ranks`` alone if given.
 
-    ``table`` is the program's, with what stages hold by what it is for; sends are buffered, and
-    stages hand on to their neighbours only.
+    ``program`` is as for ``build_holdings``. ``table`` is the program's, with what stages hold by
+    what it is for; sends are buffered, and stages hand on to their neighbours only.
 
     Raises:
         PlanError: The plan breaks a rule of its schedule.
     """
-    found = peak_memory(_with_messages(lists_of(shortened(plan)), table), table)
+    program = lists_of(shortened(plan)) if program is None else program
+    wanted = range(len(program.ranks)) if ranks is None else sorted(ranks)
+    found = peak_memory(_with_messages(program, table, frozenset(wanted)), table, wanted)
     assert found is not None
     return found
 
 
-def _with_messages(program: Program, table: CostTable) -> Program:
+def _with_messages(program: Program, table: CostTable, wanted: frozenset[int]) -> Program:
+    """The lists of the ranks that are wanted; others stay empty."""
     structure = flatten(program)
     end = _ends(structure, table)
     placement, rows = program.placement, program.ranks
@@ -221,15 +229,18 @@ def _with_messages(program: Program, table: CostTable) -> Program:
         item = items[node]
         stage, microbatch = item.stage, item.microbatch
         assert microbatch is not None
-        events[rank].append(((end[node], 0, node, 0), on_this_rank(item, placement)))
+        if rank in wanted:
+            events[rank].append(((end[node], 0, node, 0), on_this_rank(item, placement)))
         if messages:
             down = item.kind is Kind.F
             peer, payload = (stage + 1, Kind.F) if down else (stage - 1, Kind.B)
             key = (end[node], 1, place, peer)
-            sent = Instruction(Kind.SEND, stage, microbatch, payload=payload, peer=peer)
-            received = Instruction(Kind.RECV, peer, microbatch, payload=payload, peer=stage)
-            events[rank].append((key, sent))
-            events[rank_of(peer, microbatch)].append((key, received))
+            if rank in wanted:
+                sent = Instruction(Kind.SEND, stage, microbatch, payload=payload, peer=peer)
+                events[rank].append((key, sent))
+            if (other := rank_of(peer, microbatch)) in wanted:
+                received = Instruction(Kind.RECV, peer, microbatch, payload=payload, peer=stage)
+                events[other].append((key, received))
     lists = tuple(
         tuple(item for _, item in sorted(found, key=lambda event: event[0])) for found in events
     )

@@ -19,7 +19,7 @@ from strategies.planner.holdings import (
     shortened,
 )
 from strategies.planner.problem import Candidate, Found, Layout, Order
-from strategies.planner.quick_walk import StepTime, Structure, build_structure, step_time
+from strategies.planner.quick_walk import StepTime, Structure, flatten, lists_of, step_time
 from strategies.planner.unit_graph import skips
 from strategies.schedules import find_schedule
 from strategies.simulator.engine import simulate
@@ -97,18 +97,25 @@ class Evaluator:
             PlanError: recompute=optimal finds no order.
         """
         memory = group.table.memory
-        if memory is not None and not needs_program(group, order):
-            least, most = bytes_between(self.holdings(group, order), memory)
-            if least > limit or most <= limit:
-                return least if least > limit else most
-        return max(held.total for held in full_memory(group, order))
+        if memory is None or needs_program(group, order):
+            return max(held.total for held in full_memory(group, order))
+        bounds = bytes_between(self.holdings(group, order), memory)
+        least = max(low for low, _ in bounds)
+        if least > limit:
+            return least
+        near = [rank for rank, (_, high) in enumerate(bounds) if high > limit]
+        if not near:
+            return max(high for _, high in bounds)
+        plan = shortened(plan_of(group, order))
+        lists = self._lists(group, order, plan)
+        return max(held.total for held in rank_memory(plan, group.table, near, lists))
 
     def holdings(self, group: Group, order: Order) -> Holdings:
         """Of a candidate that needs no program."""
         plan = shortened(plan_of(group, order))
         key = _key(group, order, plan)
         if key not in self.found.holdings:
-            self.found.holdings[key] = build_holdings(plan)
+            self.found.holdings[key] = build_holdings(plan, self._lists(group, order, plan))
         return self.found.holdings[key]
 
     def outcome(self, group: Group, order: Order) -> Outcome:
@@ -134,8 +141,15 @@ class Evaluator:
         plan = plan_of(group, order)
         key = _key(group, order, plan)
         if key not in self.found.structures:
-            self.found.structures[key] = build_structure(plan)
+            self.found.structures[key] = flatten(self._lists(group, order, plan))
         return self.found.structures[key]
+
+    def _lists(self, group: Group, order: Order, plan: Plan) -> Program:
+        """A plan's compute lists; of one candidate several questions are asked in turn."""
+        key = _key(group, order, plan)
+        if not self.found.lists or self.found.lists[0][0] != key:
+            self.found.lists[:] = [(key, lists_of(plan))]
+        return self.found.lists[0][1]
 
 
 def full_memory(group: Group, order: Order) -> tuple[RankMemory, ...]:

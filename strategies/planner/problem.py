@@ -64,6 +64,7 @@ class Found:
     )
     structures: dict[object, Structure] = field(default_factory=dict)
     holdings: dict[object, Holdings] = field(default_factory=dict)
+    lists: list[tuple[object, Program]] = field(default_factory=list)  # the latest of a plan
     # Policies that rerun whole stages share costs, durations and buckets of a cut.
     tables: dict[object, tuple[PlannedCosts, CostTable, tuple[int, ...]]] = field(
         default_factory=dict

@@ -114,7 +114,10 @@ class ListClock:
 
     def _update(self, seeds: set[int]) -> dict[int, float] | None:
         """Times of all that follows; what they were before."""
-        start, rank, rows, place = self.start, self._rank, self.rows, self._place
+        # The innermost loop of a search: ``_ready`` and ``_set`` stand in it.
+        start, took, rank, rows, place = self.start, self.took, self._rank, self.rows, self._place
+        arrivals, users, backward = self.arrivals, self._users, self._backward
+        tolerance, sum_of_starts, updates = self.tolerance, self._backward_starts, self.updates
         waiting = [(start[node], node) for node in seeds]
         heapify(waiting)
         queued = set(seeds)
@@ -123,23 +126,37 @@ class ListClock:
         while waiting:
             left -= 1
             if not left:
+                self._backward_starts, self.updates = sum_of_starts, updates
                 for node, time in before.items():
                     self._set(node, time)
                 return None
             _, node = heappop(waiting)
             queued.discard(node)
-            self.updates += 1
-            time = self._ready(node)
-            if abs(time - start[node]) <= self.tolerance:
+            updates += 1
+            row, index, time = rows[rank[node]], place[node], 0.0
+            if index:
+                previous = row[index - 1]
+                time = start[previous] + took[previous]
+            for need, hop in arrivals[node]:
+                there = start[need] + took[need] + hop
+                if there > time:
+                    time = there
+            moved = time - start[node]
+            if -tolerance <= moved <= tolerance:
                 continue
             before.setdefault(node, start[node])
-            self._set(node, time)
-            row, index = rows[rank[node]], place[node] + 1
-            followers = self._users[node] + row[index : index + 1]
-            for other in followers:
+            if backward[node]:
+                sum_of_starts += moved
+            start[node] = time
+            index += 1
+            if index < len(row) and (other := row[index]) not in queued:
+                queued.add(other)
+                heappush(waiting, (start[other], other))
+            for other in users[node]:
                 if other not in queued:
                     queued.add(other)
                     heappush(waiting, (start[other], other))
+        self._backward_starts, self.updates = sum_of_starts, updates
         return before
 
     def _set(self, node: int, time: float) -> None:
