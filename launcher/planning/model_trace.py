@@ -9,16 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
 
 from launcher.config import LaunchConfig, dump
 from launcher.config.decode import CLASS, brings_own
@@ -35,8 +33,6 @@ from launcher.workloads.traced_shape import TracedShape
 from strategies import errors
 from strategies.costs.trace_file import VERSION, TracedModel, dump_trace, parse_trace
 from strategies.errors import ModelError, PipelineError
-from strategies.planner.shardings.operators import OperatorGraph, parse_graph
-from strategies.small_file import parse_json
 
 _LIBRARIES = ("torch", "lightning", "transformers", "foldpipe")
 _MOST_FILES = 5000
@@ -110,8 +106,7 @@ def _version(name: str) -> str | None:
 # The planner's own process never imports torch; tracing needs it, and the user's package.
 
 TASK, TRACE, PROBLEM = "trace_task.json", "model_trace.json", "trace_problem.json"
-BY_HAND = "plan_by_hand.json"
-_LOG = "trace.log"
+LOG = "trace.log"
 
 
 def needs_trace(config: LaunchConfig, shape: ModelShape) -> bool:
@@ -120,14 +115,24 @@ def needs_trace(config: LaunchConfig, shape: ModelShape) -> bool:
     return own or (isinstance(shape, HfShape) and shape.sizes is None)
 
 
-def traced_shape(config: LaunchConfig, run_dir: Path) -> TracedShape | None:
-    """The model's trace; None for one whose sizes are known. ``run_dir`` gets the child's log."""
+def traced_shape(
+    config: LaunchConfig,
+    run_dir: Path,
+    *,
+    degrees: Sequence[int] = (),
+    keep: Callable[[Path], None] = lambda folder: None,
+) -> TracedShape | None:
+    """The model's trace; None for one whose sizes are known. ``run_dir`` gets the child's log.
+
+    Where a child process has to make it, that looks at operators, too, for ``degrees``: ``keep``
+    gets the folder with both.
+    """
     shape = model_shape(config)
     if not needs_trace(config, shape):
         return None
     trace = read_cached_trace(config, shape)
     if trace is None:
-        trace = _trace(config, run_dir)
+        trace = _trace(config, run_dir, degrees, keep)
         write_cached_trace(config, shape, trace)
     for operation, unit in trace.unknown:
         say(
@@ -158,9 +163,9 @@ def check_buildable(run: Run) -> None:
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        code = _ask(config, folder, stages)
+        code = ask_child(config, folder, stages=stages)
         if code:
-            told = (folder / _LOG).read_text(errors="replace").strip().splitlines()
+            told = (folder / LOG).read_text(errors="replace").strip().splitlines()
             raise ModelError(
                 f"model={config.model.name} could not be built: the process that tried ended with "
                 f"code {code} ({told[-1] if told else 'it said nothing'}). Try mode=train, which "
@@ -168,92 +173,39 @@ def check_buildable(run: Run) -> None:
             )
 
 
-def _trace(config: LaunchConfig, run_dir: Path) -> TracedModel:
+def _trace(
+    config: LaunchConfig, run_dir: Path, degrees: Sequence[int], keep: Callable[[Path], None]
+) -> TracedModel:
     run_dir.mkdir(parents=True, exist_ok=True)
     say(f"tracing model={config.model.name} (once; kept in the user's cache)")
-    code = _ask(config, run_dir, None)
+    code = ask_child(config, run_dir, trace=True, degrees=degrees)
     if code or not (run_dir / TRACE).is_file():
         raise ModelError(
             f"model={config.model.name} could not be traced: the tracing process ended with code "
-            f"{code}; the end of {run_dir / _LOG} says why. Try mode=train with pp= and schedule= "
+            f"{code}; the end of {run_dir / LOG} says why. Try mode=train with pp= and schedule= "
             "by hand."
         )
     trace = parse_trace((run_dir / TRACE).read_text())
     (run_dir / TRACE).unlink()
+    keep(run_dir)
     return trace
 
 
-class TracedOperators(NamedTuple):
-    """A model's operators for one number of ranks, and its own plan: style by layer, or None."""
-
-    graph: OperatorGraph
-    by_hand: dict[str, str] | None
-
-
-def traced_operators(
-    config: LaunchConfig, run_dir: Path, degrees: Sequence[int]
-) -> dict[int, TracedOperators]:
-    """By number of ranks; what is not in the cache comes from one child process.
-
-    Raises:
-        ModelError: The step cannot run on shapes, or the model cannot be built.
-    """
-    shape = model_shape(config)
-    folder = user_cache() / "operators" / fingerprint(config, shape)
-    found = {tp: known for tp in degrees if (known := _read_operators(folder, tp)) is not None}
-    missing = [tp for tp in degrees if tp not in found]
-    if not missing:
-        return found
-    say(f"looking at the operators of model={config.model.name} (once; kept in the user's cache)")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as name:
-        made = Path(name)
-        code = _ask(config, made, None, missing)
-        if code:
-            shutil.copy(made / _LOG, run_dir / _LOG)
-            raise ModelError(
-                f"the operators of model={config.model.name} could not be found: the process that "
-                f"tried ended with code {code}; the end of {run_dir / _LOG} says why. Try "
-                "planner.explain without tp."
-            )
-        for tp in missing:
-            known = _read_operators(made, tp)
-            assert known is not None
-            found[tp] = known
-        with suppress(OSError):
-            for file in (*(operators_file(tp) for tp in missing), BY_HAND):
-                write_atomically(folder / file, (made / file).read_text())
-    return found
-
-
-def operators_file(tp: int) -> str:
-    return f"operators_tp{tp}.json"
-
-
-def _read_operators(folder: Path, tp: int) -> TracedOperators | None:
-    try:
-        graph = parse_graph((folder / operators_file(tp)).read_text(encoding="utf-8"))
-        by_hand = parse_json((folder / BY_HAND).read_text(encoding="utf-8"))
-    except (OSError, ValueError, ModelError):
-        return None
-    if by_hand is not None:
-        by_hand = {str(name): str(style) for name, style in by_hand.items()}
-    return TracedOperators(graph, by_hand) if graph.tp == tp else None
-
-
-def _ask(
+def ask_child(
     config: LaunchConfig,
     folder: Path,
-    stages: Mapping[str, object] | None,
+    *,
+    stages: Mapping[str, object] | None = None,
+    trace: bool = False,
     degrees: Sequence[int] = (),
 ) -> int:
-    """Runs the child in a folder, for a trace, for a cut into ``stages``, or for operators.
+    """Runs the child in a folder: for a cut into ``stages``, for a trace, for operators.
 
     It leaves what it found, or what is wrong, which is raised.
     """
-    task = {"config": dump(config), "stages": stages, "degrees": list(degrees)}
+    task = {"config": dump(config), "stages": stages, "trace": trace, "degrees": list(degrees)}
     (folder / TASK).write_text(json.dumps(task))
-    with (folder / _LOG).open("w") as output:
+    with (folder / LOG).open("w") as output:
         code = subprocess.run(
             [sys.executable, "-m", "launcher.rank.trace_job", str(folder)],
             stdout=output,

@@ -14,7 +14,8 @@ from typing import TypeVar
 from launcher.config import LaunchConfig
 from launcher.config.key import keys_of, value_at
 from launcher.config.pipeline import recompute_policy
-from launcher.planning.model_trace import needs_trace, traced_shape
+from launcher.planning.model_trace import needs_trace
+from launcher.planning.operator_cache import planned_shape
 from launcher.planning.profile_check import checked_profile, classes_of
 from launcher.report.summary import format_peak, format_percent
 from launcher.report.typed_command import typed_words
@@ -48,7 +49,7 @@ class Question:
 
 def ask(config: LaunchConfig, run_dir: Path) -> Question:
     _check_costs(config)
-    return question(config, _pinned_keys(config, run_dir), traced_shape(config, run_dir))
+    return question(config, _pinned_keys(config, run_dir), planned_shape(config, run_dir))
 
 
 def question(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config import LaunchConfig
-from launcher.planning.model_trace import traced_operators
+from launcher.planning.operator_cache import traced_operators
 from launcher.report.summary import format_duration
 from launcher.resolve import element_sizes
 from strategies.planner.shardings.operators import OperatorGraph
@@ -56,7 +56,8 @@ def tensor_plan(
         ModelError: Its step cannot run on shapes.
         PlanError: It needs an integer program, and scipy is not installed.
     """
-    graph, styles = traced_operators(config, run_dir, [tp])[tp]
+    traced = traced_operators(config, run_dir, [tp])[tp]
+    graph, styles = traced.graph, traced.by_hand
     prices = Prices(
         config.hardware,
         tp,

@@ -10,18 +10,20 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
 import torch
 
 from launcher.config import LaunchConfig, from_dict
 from launcher.config.pipeline import PlannerConfig
-from launcher.planning.model_trace import BY_HAND, PROBLEM, TASK, TRACE, operators_file
+from launcher.planning.model_trace import PROBLEM, TASK, TRACE
+from launcher.planning.operator_cache import BY_HAND, WRONG, dump_wrong, operators_file
 from launcher.rank.jobs import build_data, build_model
 from launcher.resolve import Run, resolve
 from launcher.workloads.hf.hf_model import HfLanguageModel
@@ -46,10 +48,12 @@ def main(folder: Path) -> int:
         config = from_dict(task["config"])
         if task["stages"] is not None:
             build(config, **task["stages"])
-        elif task["degrees"]:
-            _write_operators(folder, config, task["degrees"])
         else:
-            (folder / TRACE).write_text(dump_trace(trace(config)))
+            subject = _subject(config)
+            if task["trace"]:
+                (folder / TRACE).write_text(dump_trace(_trace(subject)))
+            if task["degrees"]:
+                _write_operators(folder, subject, task["degrees"])
     except PipelineError as error:
         _write_problem(folder, type(error).__name__, str(error))
         return 1
@@ -90,24 +94,39 @@ def build(config: LaunchConfig, *, num_stages: int, units_per_stage: Sequence[in
             sharding.apply(model, name)
 
 
+class _Subject(NamedTuple):
+    """The model without weights, a batch of a few rows, and the types in which steps run."""
+
+    module: pl.LightningModule
+    batch: object
+    autocast: Callable[[], AbstractContextManager[object]]
+
+
 def trace(config: LaunchConfig) -> TracedModel:
-    module, batch, forward_context = _module(config)
+    return _trace(_subject(config))
+
+
+def _trace(subject: _Subject) -> TracedModel:
+    batch = subject.batch
     rows = count_rows(batch)
     halves = [(rows // 2, split_batch(batch, 2)[-1].data)] if rows > 1 else []
-    return trace_model(module, [*halves, (rows, batch)], autocast=forward_context)
+    return trace_model(subject.module, [*halves, (rows, batch)], autocast=subject.autocast)
 
 
-def _write_operators(folder: Path, config: LaunchConfig, degrees: Sequence[int]) -> None:
-    """One graph per number of ranks, and the plan that the model brings."""
-    module, batch, forward_context = _module(config)
-    rows = count_rows(batch)
-    for graph in trace_operators(module, batch, rows, degrees, autocast=forward_context):
+def _write_operators(folder: Path, subject: _Subject, degrees: Sequence[int]) -> None:
+    """One graph per number of ranks, and the plan that the model brings; or why there is none."""
+    module, batch, autocast = subject
+    try:
+        graphs = trace_operators(module, batch, count_rows(batch), degrees, autocast=autocast)
+    except ModelError as error:
+        (folder / WRONG).write_text(dump_wrong(str(error)))
+        return
+    for graph in graphs:
         (folder / operators_file(graph.tp)).write_text(dump_graph(graph))
     (folder / BY_HAND).write_text(json.dumps(styles_by_hand(module)))
 
 
-def _module(config: LaunchConfig) -> tuple[pl.LightningModule, Any, Any]:
-    """The model without weights, a batch of a few rows, and the types in which steps run."""
+def _subject(config: LaunchConfig) -> _Subject:
     run = resolve(_alone(config))
     pl.seed_everything(config.seed, workers=True, verbose=False)
     trainer = pl.Trainer(
@@ -131,7 +150,8 @@ def _module(config: LaunchConfig) -> tuple[pl.LightningModule, Any, Any]:
         )
     module = cast(pl.LightningModule, plugin.convert_module(module))
     module.train()
-    return module, plugin.convert_input(_batch(run, trainer)), plugin.forward_context
+    batch = plugin.convert_input(_batch(run, trainer))
+    return _Subject(module, batch, plugin.forward_context)
 
 
 def _alone(config: LaunchConfig) -> LaunchConfig:

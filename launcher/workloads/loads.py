@@ -40,9 +40,8 @@ def unit_loads(
     last unit (norms and biases count with the matrices); of a trace nobody knows which those are.
     """
     if isinstance(shape, TracedShape):
-        assert tp == 1
         assert not selective
-        return shape.loads(microbatch_size)
+        return shape.loads(microbatch_size, tp)
     units = model_units(shape)
     stream = shape.sequence * shape.hidden * microbatch_size
     loads = tuple(

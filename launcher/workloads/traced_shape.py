@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from launcher.workloads.transformer_shape import UnitSpec
 from strategies.costs.analytic import Load
 from strategies.costs.trace_file import TracedModel, TracedUnit
 from strategies.errors import PlanError
+from strategies.planner.shardings.unit_cuts import UnitCut
 from strategies.planner.unit_graph import Tensor, UnitGraph, handed_on
 
 
@@ -21,6 +22,8 @@ class TracedShape:
     name: str  # of the model, as it was asked for
     sequence: int  # tokens; 1 where rows are no text
     activation_bytes: int  # of an element: the trace counts bytes, costs count elements
+    # What is found for (tp, rows of a microbatch), per unit; raises PlanError where there is none.
+    cuts: Callable[[int, int], tuple[UnitCut, ...]] | None = field(default=None, compare=False)
 
     @property
     def layers(self) -> int:
@@ -51,9 +54,30 @@ class TracedShape:
             for unit, load in zip(self.trace.units, loads, strict=True)
         )
 
-    def loads(self, rows: int) -> tuple[Load, ...]:
-        """One load per unit, for a microbatch of so many sequences."""
-        return tuple(self._load(number, unit, rows) for number, unit in enumerate(self.trace.units))
+    def loads(self, rows: int, tp: int = 1) -> tuple[Load, ...]:
+        """One load per unit, for a microbatch of so many sequences, of one of ``tp`` ranks.
+
+        Raises:
+            PlanError: The model cannot be cut into so many.
+        """
+        whole = tuple(self._load(n, unit, rows) for n, unit in enumerate(self.trace.units))
+        if tp == 1:
+            return whole
+        cuts = self.found_cuts(tp, rows)
+        return tuple(_share(load, cut, cuts, rows) for load, cut in zip(whole, cuts, strict=True))
+
+    def found_cuts(self, tp: int, rows: int) -> tuple[UnitCut, ...]:
+        """What is found for so many ranks.
+
+        Raises:
+            PlanError: Nothing.
+        """
+        if self.cuts is None:
+            raise PlanError(
+                f"tp={tp} with model={self.name}: a trace knows its layers whole, not a rank's "
+                "share of them. Try tp=1."
+            )
+        return self.cuts(tp, rows)
 
     def graph(self, rows: int) -> UnitGraph:
         """What goes from unit to unit, in elements."""
@@ -77,12 +101,24 @@ class TracedShape:
 
 
 def check_traced_tp(shape: TracedShape, tp: int) -> None:
-    """Refuses tensor-parallel ranks: a trace is one of whole layers."""
+    """Refuses tensor-parallel ranks for which no shardings are found."""
     if tp > 1:
-        raise PlanError(
-            f"tp={tp} with model={shape.name}: a trace knows its layers whole, not a rank's share "
-            "of them. Try tp=1."
-        )
+        shape.found_cuts(tp, 1)
+
+
+def _share(load: Load, cut: UnitCut, cuts: Sequence[UnitCut], rows: int) -> Load:
+    """A unit's load on one of the ranks that share it."""
+    both = load.backward_flops
+    return replace(
+        load,
+        forward_flops=load.forward_flops * cut.work,
+        parameters=round(load.parameters * cut.weights),
+        saved_elements=round(load.saved_elements * cut.kept),
+        forward_sums=tuple(round(size * rows) for size in cut.forward_sums),
+        backward_sums=tuple(round(size * rows) for size in cut.backward_sums),
+        backward_flops=None if both is None else (both[0] * cut.work, both[1] * cut.work),
+        tied=tuple((unit, round(n * cuts[unit].weights)) for unit, n in load.tied),
+    )
 
 
 def stage_handing(

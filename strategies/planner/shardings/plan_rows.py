@@ -218,17 +218,16 @@ class Planner:
                         backward_bytes=row.backward_bytes + sent,
                     )
                 single[name] = _joined(single[name], row) if name in single else row
-        names = list(single)
-        groups: dict[tuple[str, LayerShare], list[str]] = {}
-        for name, row in single.items():
-            groups.setdefault((pattern_of(name), _alike(row)), []).append(name)
-        rows: list[LayerShare] = []
-        for (pattern, _), members in groups.items():
-            if all(name in members for name in names if matches(pattern, name)):
-                rows.append(_summed([single[name] for name in members], pattern))
-            else:
-                rows += [single[name] for name in members]
-        return rows
+        left = dict(single)
+        rows: dict[str, LayerShare] = {}
+        for spelled in (pattern_of, _inner_pattern, str):
+            groups: dict[tuple[str, LayerShare], list[str]] = {}
+            for name, row in left.items():
+                groups.setdefault((spelled(name), _alike(row)), []).append(name)
+            for (pattern, _), members in groups.items():
+                if all(name in members for name in single if matches(pattern, name)):
+                    rows[members[0]] = _summed([left.pop(name) for name in members], pattern)
+        return [rows[name] for name in single if name in rows]
 
     def _counted(self) -> set[int]:
         """Operators whose weights nobody before them has."""
@@ -318,6 +317,12 @@ class Planner:
             why.append(f"{words}: {_signed(more)}{_more_weights(weights)}")
         why += [f"{style}: {reason}" for style, reason in operator.excluded]
         return replace(row, why=tuple(why))
+
+
+def _inner_pattern(name: str) -> str:
+    """With stars for numbers, but for one at the end: a place in a Sequential."""
+    front, _, last = name.rpartition(".")
+    return f"{pattern_of(front)}.{last}" if front else name
 
 
 def _first(operator: Operator, words: str) -> Choice:
