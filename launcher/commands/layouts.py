@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launcher.config import LaunchConfig
 from launcher.config.pipeline import HardwareConfig
+from launcher.planning.foreign_files import export_plan
 from launcher.planning.no_plan import refuse
 from launcher.planning.plan_auto import is_one_layout, planned, tune_layout
 from launcher.planning.question import Question, ask, calibration
@@ -76,6 +77,7 @@ def _answer(config: LaunchConfig, run_dir: Path) -> int:
     shardings = _shardings(config, first, run_dir)
     if shardings is not None:
         mapping["tensor_plan"] = shardings.to_json()
+    exported = _export(config, first, run_dir, mapping)
     _write(run_dir, first, mapping, asked.problem.machine.memory_bytes)
     _say_plans(config, asked, mapping)
     if best is not None and best.plans:
@@ -86,6 +88,8 @@ def _answer(config: LaunchConfig, run_dir: Path) -> int:
     found = mapping["rejected"]
     assert isinstance(found, dict)
     say(refused(found))
+    if exported:
+        say(exported)
     _say_end(config, asked, answer, first, run_dir)
     return 0
 
@@ -119,6 +123,7 @@ def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:
         "maximize": config.planner.maximize,
         "reaches": [reach_mapping(reach) for reach in found.reaches],
     }
+    exported = _export(config, first, run_dir, mapping)
     _write(run_dir, first, mapping, limit)
     _say_plans(config, asked, mapping)
     say(_bars(first, limit))
@@ -127,8 +132,24 @@ def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:
         say(reaches_text(found.reaches, key, limit))
     else:
         say(refusals_text(found.answer.refusals, found.answer.plans[0].step_time_s, limit))
+    if exported:
+        say(exported)
     _say_end(config, asked, found.answer, first, run_dir)
     return 0
+
+
+def _export(
+    config: LaunchConfig, first: ListedPlan, run_dir: Path, mapping: dict[str, object]
+) -> str:
+    """Plan 1 for another framework, where asked for; what there is to say of it."""
+    target = config.planner.export
+    if target is None:
+        return ""
+    exported = export_plan(target, first)
+    exported.write(run_dir)
+    mapping["export"] = {"target": target, "files": sorted(exported.files)}
+    files = ", ".join(str(run_dir / name) for name in sorted(exported.files))
+    return "\n".join([f"plan 1 for {target}: {files}", *exported.notes])
 
 
 def _write(run_dir: Path, first: ListedPlan, mapping: dict[str, object], limit: float) -> None:

@@ -514,6 +514,11 @@ def _check_planner(config: LaunchConfig) -> None:
             "orders do not. Try plan=manual with a schedule of your own, or loss_over=microbatch."
         )
     planner = config.planner
+    if planner.export is not None and config.mode != "plan":
+        raise PlanError(
+            f"planner.export={planner.export} writes what mode=plan has found, and mode="
+            f"{config.mode} writes no plans. Try mode=plan."
+        )
     if planner.partition != "ilp" and planner.balance_ratio != PlannerConfig().balance_ratio:
         raise PlanError(
             f"planner.balance_ratio={planner.balance_ratio:g} belongs to planner.partition=ilp. "

@@ -10,6 +10,8 @@ from strategies.costs.hardware import Hardware
 from strategies.errors import PlanError
 from strategies.plan import FAMILIES, NUM_PASSES, Family, Recompute
 
+ExportTarget = Literal["torchtitan", "megatron", "automodel"]
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
@@ -431,6 +433,12 @@ class PlannerConfig:
         high=100,
     )
     top_k: int = key(5, "Plans that are listed.", low=1, high=100)
+    export: ExportTarget | None = key(
+        None,
+        "mode=plan: write plan 1 for another framework, too, into the run's folder: flags or "
+        "configuration, CSV and layout string.",
+        example="torchtitan",
+    )
     maximize: Literal["throughput", "sequence_length", "model_size"] = key(
         "throughput",
         "With pp, dp, tp and schedule pinned: the fastest recompute policy and microbatch size, "
