@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed.pool import Ranks
-from tests.distributed.unannotated import STEPS, Module, build
+from tests.distributed.unannotated import MODULES, STEPS, Module, build
 
 TOLERANCE = 1e-10
 
@@ -81,7 +81,13 @@ def compare(alone: dict[str, Any], results: list[dict[str, Any]]) -> None:
     assert any(result["shards"] for result in results)
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+EVERYDAY = ("mlp", "gpt", "resnet")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.full) for n in MODULES],
+)
 def test_a_module_that_declares_nothing_keeps_parity(
     name: str, ranks: Callable[[int], Ranks]
 ) -> None:

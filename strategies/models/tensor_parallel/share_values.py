@@ -377,6 +377,26 @@ def _group_norm(
     return values.left(out, 1, input.shape[1])
 
 
+def _instance_norm(
+    values: ShareValues,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if _cut_of(input) != 1 or input.dim() < 3 or running_mean is not None:
+        return NotImplemented
+    own = [None if each is None else values.own(each, 0) for each in (weight, bias)]
+    out = functional.instance_norm(
+        values.own(input, 1), None, None, own[0], own[1], use_input_stats, momentum, eps
+    )
+    return values.left(out, 1, input.shape[1])
+
+
 def _channel_by_channel(function: Function) -> Callable[..., Any]:
     def run(values: ShareValues, input: Any, *args: Any, **kwargs: Any) -> Any:
         others = _any_share(args) or _any_share(kwargs.values())
@@ -431,7 +451,6 @@ _CHANNELS = (
     functional.adaptive_max_pool1d,
     functional.adaptive_max_pool2d,
     functional.adaptive_max_pool3d,
-    functional.instance_norm,
 )
 
 _BY_SHARE: dict[Any, Callable[..., Any]] = {
@@ -440,6 +459,7 @@ _BY_SHARE: dict[Any, Callable[..., Any]] = {
     functional.scaled_dot_product_attention: _attention,
     functional.batch_norm: _batch_norm,
     functional.group_norm: _group_norm,
+    functional.instance_norm: _instance_norm,
     functional.cross_entropy: _cross_entropy,
     **{function: _channel_by_channel(function) for function in _CHANNELS},
 }
