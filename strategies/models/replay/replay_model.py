@@ -225,6 +225,17 @@ class ReplayModel(StageModel):
 
         assert self._example is not None and plan is not None
         self._sharding = cut_layers(self._module, self._example, plan, ranks)
+        for unit in self._modules:
+            self._sharding.values.look_after(unit)
+
+    def compile_units(self) -> None:
+        if self._sharding is not None:
+            raise ModelError(
+                f"compile=true with tp={self._sharding.values.ranks.size}: the layers of "
+                f"{type(self._module).__name__} are cut as it was found, and torch.compile does "
+                "not follow what lies cut between them. Use compile=false, or tp=1."
+            )
+        super().compile_units()
 
     @property
     def shards(self) -> Mapping[str, Shard]:

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from strategies.errors import ModelError
 from strategies.models.nested import rebuild
@@ -80,6 +80,24 @@ class ShareValues:
             self._entered -= 1
             for entrance in self._entrances:
                 entrance.forget()
+
+    def look_after(self, layer: nn.Module) -> None:
+        """Lets a layer's forward run ``between_layers`` wherever it is called: in a backward, too.
+
+        A backward that computes a forward again calls it, and no function mode reaches there.
+        """
+        kind: Any = type(layer)
+
+        def forward(this: Any, *args: Any, **kwargs: Any) -> Any:
+            modes: Any = _get_current_function_mode_stack  # Untyped in torch.
+            if any(isinstance(mode, _BetweenLayers) for mode in modes()):
+                return kind.forward(this, *args, **kwargs)
+            with self.between_layers():
+                return kind.forward(this, *args, **kwargs)
+
+        looked_after = type(kind.__name__, (kind,), {"forward": forward})
+        looked_after.__module__, looked_after.__qualname__ = kind.__module__, kind.__qualname__
+        layer.__class__ = looked_after
 
     @property
     def allowed(self) -> bool:
