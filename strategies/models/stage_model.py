@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 Mode = Literal["train", "validate", "test", "predict"]
+Search = Callable[[nn.Module, Any], "FoundPlan"]
 
 STEP_NAMES: dict[Mode, str] = {
     "train": "training_step",
@@ -307,8 +308,11 @@ class StageModel(ABC):
         """Takes out again what ``restore`` has put back."""
         raise ModelError(f"{type(self).__name__} has not been made whole.")
 
-    def sharding_plan(self, tp: int) -> FoundPlan | None:
-        """How layers are to be cut, where that is found; None where the module says so itself."""
+    def sharding_plan(self, tp: int, search: Search) -> FoundPlan | None:
+        """How layers are to be cut, where ``search`` is asked; None where units say so themselves.
+
+        ``search`` takes a module and a microbatch.
+        """
         return None
 
     def shard(self, ranks: TensorRanks, plan: FoundPlan | None = None) -> None:

@@ -26,10 +26,11 @@ from strategies.sharding_plan import FoundPlan
 
 if TYPE_CHECKING:
     from strategies.models.replay.replay_model import Example
+    from strategies.models.stage_model import Search
 
 
-def found_plan(module: LightningModule, example: Example, tp: int) -> FoundPlan:
-    """The module's own plan, or the one that is found for it.
+def found_plan(module: LightningModule, example: Example, tp: int, search: Search) -> FoundPlan:
+    """The module's own plan, or the one that ``search`` finds for it.
 
     Raises:
         ModelError: It has no weights yet, or its own plan names nothing.
@@ -43,9 +44,10 @@ def found_plan(module: LightningModule, example: Example, tp: int) -> FoundPlan:
     by_hand = plan_by_hand(module, tp)
     if by_hand is not None:
         return by_hand
-    from strategies.models.tensor_parallel.simple_plan import simple_plan
-
-    return simple_plan(module, tp)
+    logs = LogCapture(lambda value: False)
+    gates = gated(module, (), logs.log, logs.log_dict)
+    with example.around(), unchanged(module), gates, as_written():
+        return search(module, example.batch)
 
 
 def cut_layers(

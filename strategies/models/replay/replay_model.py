@@ -51,7 +51,15 @@ from strategies.models.replay.whole_values import (
     Values,
     Where,
 )
-from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput, Unit
+from strategies.models.stage_model import (
+    STEP_NAMES,
+    LogCall,
+    Mode,
+    Search,
+    StageModel,
+    StageOutput,
+    Unit,
+)
 from strategies.models.state import Generators, kept_generators
 from strategies.models.step_state import join_parts
 
@@ -213,11 +221,11 @@ class ReplayModel(StageModel):
         self._table.free(name for name in self._table.names if name not in kept)
         self._example = None
 
-    def sharding_plan(self, tp: int) -> FoundPlan | None:
+    def sharding_plan(self, tp: int, search: Search) -> FoundPlan | None:
         from strategies.models.replay.layer_cut import found_plan
 
         assert self._example is not None
-        return found_plan(self._module, self._example, tp)
+        return found_plan(self._module, self._example, tp, search)
 
     def shard(self, ranks: TensorRanks, plan: FoundPlan | None = None) -> None:
         # DTensor takes half a second to import.

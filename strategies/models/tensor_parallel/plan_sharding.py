@@ -198,9 +198,10 @@ def _convolution(layer: nn.Module, row: LayerShare, parts: int) -> _Turned:
 
 def _transposed(layer: nn.Module, row: LayerShare, parts: int) -> _Turned:
     assert isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
-    if row.style != "column" or layer.groups > 1:
-        return "a transposed convolution is cut by outputs alone, and without groups"
-    return BY_OUTPUTS[next(kind for kind in BY_OUTPUTS if isinstance(layer, kind))], 1
+    if layer.groups > 1:
+        return "a transposed convolution in groups is not cut"
+    kind = next(kind for kind in BY_OUTPUTS if isinstance(layer, kind))
+    return (BY_INPUTS[kind], 0) if row.style == "row" else (BY_OUTPUTS[kind], 1)
 
 
 _HOW: tuple[tuple[type[nn.Module], Callable[[nn.Module, LayerShare, int], _Turned]], ...] = (

@@ -243,9 +243,34 @@ class _TransposedByOutputs:
         share = self.share
         if share.is_by_shape(self):
             return share.by_shape(input, output_size)
-        kind: Any = type(self).__mro__[2]  # torch's
+        kind: Any = next(kind for kind in type(self).__mro__ if kind in TRANSPOSED)
         local: Tensor = kind.forward(self, share.enter(input), output_size)
         return share.leave_cut(local, local.dim() - (self.weight.dim() - 1))
+
+
+class _TransposedByInputs:
+    """A transposed convolution of which each rank has some channels of the input."""
+
+    share: CutLayer
+
+    def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Any:
+        share = self.share
+        if share.is_by_shape(self):
+            return share.by_shape(input, output_size)
+        channels = self.weight.dim() - 1
+        own = share.own(input, input.dim() - channels)
+        if share.held != self.weight.shape[0]:
+            own = functional.pad(
+                own, (0, 0) * (channels - 1) + (0, self.weight.shape[0] - share.held)
+            )
+        kind: Any = next(kind for kind in type(self).__mro__ if kind in TRANSPOSED)
+        bias, self._parameters["bias"] = self.bias, None
+        try:
+            partial = kind.forward(self, own, output_size)
+        finally:
+            self._parameters["bias"] = bias
+        total = leave(partial, share.values.ranks)
+        return total if bias is None else total + bias.view(-1, *(1,) * (channels - 1))
 
 
 def _kinds(how: type[Any], *kinds: type[nn.Module]) -> dict[type[nn.Module], type[Any]]:
@@ -256,6 +281,7 @@ def _kinds(how: type[Any], *kinds: type[nn.Module]) -> dict[type[nn.Module], typ
 BY_OUTPUTS = _kinds(_ConvolutionByOutputs, *CONVOLUTIONS)
 BY_OUTPUTS |= _kinds(_TransposedByOutputs, *TRANSPOSED)
 BY_INPUTS = _kinds(_ConvolutionByInputs, *CONVOLUTIONS)
+BY_INPUTS |= _kinds(_TransposedByInputs, *TRANSPOSED)
 
 
 def _without_data(layer: nn.Module) -> nn.Module:

@@ -51,6 +51,7 @@ from strategies.runtime.step.microbatch import (
     split_batch,
     start_checksum,
 )
+from strategies.runtime.step.plan_choice import chosen_plan
 from strategies.runtime.step.pulse import Pulse
 from strategies.runtime.step.rank_parts import RankParts
 from strategies.runtime.step.recompute import Recomputation
@@ -278,7 +279,14 @@ class Engine:
         plan: FoundPlan | None = None
         refused: ModelError | None = None
         try:
-            plan = self.model.sharding_plan(ranks.size)
+            search = partial(
+                chosen_plan,
+                tp=ranks.size,
+                device=self.device,
+                costs=self.plan.costs,
+                num_microbatches=self.plan.num_microbatches,
+            )
+            plan = self.model.sharding_plan(ranks.size, search)
         except ModelError as error:
             refused = error
         said = everybody().first_says(None if plan is None else plan.to_json())
