@@ -20,6 +20,8 @@ pytestmark = pytest.mark.distributed
 
 
 class _Losses(Callback):
+    reads_weights = False
+
     def __init__(self, save: str | None) -> None:
         self.values: list[float] = []
         self._save = save
