@@ -1,7 +1,4 @@
-"""python examples/resnet.py: a ResNet with one's own data module, metric and callbacks.
-
-Nothing of it knows of ranks. BatchNorm would see a microbatch at a time: its norm is GroupNorm.
-"""
+"""python examples/resnet.py: a ResNet with a data module, metric and callbacks that know no ranks."""
 
 import lightning.pytorch as pl
 import torch
@@ -39,6 +36,7 @@ class ResNet(pl.LightningModule):
         self.accuracy, self.net = MulticlassAccuracy(4), nn.Sequential(nn.Conv2d(1, width, 3, 2))
         for _ in range(blocks):
             conv = nn.Conv2d(width, width, 3, padding=1)
+            # BatchNorm would see a microbatch at a time.
             self.net.append(Block(conv, nn.GroupNorm(4, width), nn.ReLU()))
         self.net.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 4)])
 
@@ -53,6 +51,7 @@ class ResNet(pl.LightningModule):
 
 
 if __name__ == "__main__":
+    pl.seed_everything(0)
     calls = [EarlyStopping("accuracy", mode="max"), ModelCheckpoint()]
     strategy = PipelineStrategy(pp=2, schedule="zb_h1", num_microbatches=4)
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_epochs=4, callbacks=calls)

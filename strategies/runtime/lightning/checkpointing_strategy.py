@@ -375,7 +375,9 @@ class CheckpointingStrategy(RanksStrategy):
         problems = [said for said in exchange.everyone(problem) if said is not None]
         if problems:
             raise CheckpointError(problems[0])
-        ranks = found.pop(stock_file.OWN, {}).get("ranks", {})
+        own = found.pop(stock_file.OWN, {})
+        found = stock_file.with_loaders(found, own.get("loaders", []))
+        ranks = own.get("ranks", {})
         if ranks:
             where = self.coordinates
             old = ranks[0]["layout"]
@@ -418,6 +420,10 @@ class CheckpointingStrategy(RanksStrategy):
         self._checkpoints.discard(Path(filepath).absolute())
         if self.is_global_zero:
             self.saver.remove(Path(filepath))
+
+    def _repeat_random_state(self) -> None:
+        if self._random_state is not None:
+            set_random_state(self._random_state)
 
     def _restore_random_state(self) -> None:
         if self._random_state is not None:

@@ -2,7 +2,8 @@
 
 Lightning's own injection gives each process a share, and shuffles a training loader that was not
 to be shuffled. Here the share is the replica's, the loader's own choice of order is kept, and after
-a restart inside an epoch the batches that were seen are left out.
+a restart inside an epoch the batches that were seen are left out. One replica shuffles as stock
+Lightning does on one device, several as it does under DDP.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -20,7 +22,16 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from strategies.errors import DataError
@@ -40,20 +51,152 @@ class ReplicaSampler(DistributedSampler[int]):
         seed: int,
         epoch: int = 0,
         skip: int = 0,
+        drawn: RandomSampler | None = None,
     ) -> None:
+        """``drawn``: who draws some of the indices, or some of them twice; None for each once."""
         super().__init__(
-            range(length),  # type: ignore[arg-type]  # only its length is used
+            range(length if drawn is None else len(drawn)),  # type: ignore[arg-type]  # its length
             num_replicas=num_replicas,
             rank=replica,
-            shuffle=shuffle,
+            shuffle=shuffle and drawn is None,
             seed=seed,
         )
         self.epoch = epoch
+        self._length = length
+        self._drawn = drawn
         self._skip = {epoch: skip}
 
     def __iter__(self) -> Iterator[int]:
         indices = list(super().__iter__())
+        if self._drawn is not None:
+            source = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = list(_drawing(self._drawn, source))
+            indices = [order[place] for place in indices]
         yield from indices[self._skip.get(self.epoch, 0) :]
+
+
+def _drawing(sampler: RandomSampler, source: torch.Generator) -> Iterator[int]:
+    """What it draws from a generator."""
+    return iter(
+        RandomSampler(
+            sampler.data_source,
+            replacement=sampler.replacement,
+            num_samples=sampler.num_samples,
+            generator=source,
+        )
+    )
+
+
+class DeviceOrder(Sampler[int]):
+    """The order in which stock Lightning shuffles a training loader on one device.
+
+    It is drawn when the epoch begins, from the sampler's own generator or from torch's. Ranks whose
+    generators stand elsewhere would draw other orders; they take that of ``otherwise``, for the
+    epoch. A resumed run goes on with the order that was saved, and with the ones behind it.
+
+    Args:
+        given: The user's.
+        loader: What the loader draws from when it is iterated; None for torch's own generator.
+        otherwise: A function of the epoch.
+        epoch: That is about to begin, or has begun.
+        skip: How many of its indices were seen before a restart.
+        agree: Whether a number is the same on all ranks that read this data.
+        saved: What ``state_dict`` gave for a checkpoint that is gone on with; None for none.
+        restore: Puts torch's generator where it stood when that was written.
+    """
+
+    def __init__(
+        self,
+        given: RandomSampler,
+        loader: torch.Generator | None,
+        *,
+        otherwise: ReplicaSampler,
+        epoch: int,
+        skip: int,
+        agree: Callable[[int], bool],
+        saved: Mapping[str, Any] | None,
+        restore: Callable[[], None],
+    ) -> None:
+        self._given = given
+        self._loader = loader
+        self._otherwise = otherwise
+        self._agree = agree
+        self._epoch = epoch
+        self._skip = {epoch: skip}
+        # Of the epoch: what its order was drawn from, a seed or where the generator stood.
+        self._source: int | str | None = None
+        self._saved = saved
+        # Between two epochs: the loader is about to draw, and torch's generator is put back again.
+        self._behind = saved is not None and not skip
+        if saved is not None and not skip:
+            restore()
+            if given.generator is not None and saved["own"] is not None:
+                given.generator.set_state(_state(saved["own"]))
+        self._alike = self._stands_alike()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Before an epoch, on all ranks."""
+        self._otherwise.set_epoch(epoch)
+        if epoch != self._epoch:
+            self._epoch, self._source = epoch, None
+            self._alike = self._stands_alike()
+
+    def _stands_alike(self) -> bool:
+        own = self._given.generator
+        state = torch.get_rng_state() if own is None else own.get_state()
+        return self._agree(zlib.crc32(state.numpy().tobytes()))
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __iter__(self) -> Iterator[int]:
+        skip = self._skip.get(self._epoch, 0)
+        saved, self._saved = self._saved, None
+        own = self._given.generator
+        if skip and saved is not None and saved["epoch"] == self._epoch:
+            self._source = saved["source"]
+        elif skip or not self._alike:
+            self._source = None
+        elif own is None:
+            self._source = int(torch.empty((), dtype=torch.int64).random_().item())
+        else:
+            self._source = own.get_state().numpy().tobytes().hex()
+        if self._source is None:
+            return iter(self._otherwise)
+        if own is None:
+            order = _drawing(self._given, torch.Generator().manual_seed(int(self._source)))
+        else:
+            order = _drawing(self._given, own)
+            if skip:  # Past what this epoch draws; its order comes from where it has begun.
+                assert saved is not None
+                own.set_state(_state(saved["own"]))
+                begun = torch.Generator()
+                begun.set_state(_state(str(self._source)))
+                order = _drawing(self._given, begun)
+        return islice(order, skip, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the epoch that was begun last."""
+        own = self._given.generator
+        now = None if own is None else own.get_state().numpy().tobytes().hex()
+        return {"epoch": self._epoch, "source": self._source, "own": now}
+
+    def catch_up(self) -> None:
+        """Draws what a loader that was resumed between two epochs has drawn, once more."""
+        if self._behind and self._loader is None:
+            torch.empty((), dtype=torch.int64).random_()
+        if self._behind and self._given.generator is None and self._source is not None:
+            torch.empty((), dtype=torch.int64).random_()
+        self._behind = False
+
+
+def is_order(state: Mapping[str, Any]) -> bool:
+    """Whether a loader's state is that of a ``DeviceOrder``."""
+    return state.keys() == {"epoch", "source", "own"}
+
+
+def _state(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def shard(
@@ -65,11 +208,13 @@ def shard(
     seed: int,
     epoch: int,
     batches_done: int,
+    on_device: Callable[..., DeviceOrder] | None = None,
 ) -> Any:
     """The loader with this replica's share.
 
     A sampler of the user's own is dealt out to the replicas; it must draw the same order on every
-    rank, which is checked at every step inside a pipeline. What is no DataLoader is left alone.
+    rank, which is checked at every step inside a pipeline. ``on_device`` makes the order of a
+    single replica's training. What is no DataLoader is left alone.
 
     Raises:
         DataError: Several replicas would train on the same data.
@@ -94,25 +239,36 @@ def shard(
             sampler, num_replicas=num_replicas, rank=replica, shuffle=False
         )
         return _update_dataloader(loader, dealt)
+    length = len(loader.dataset)  # type: ignore[arg-type]  # map-style: checked above
+    random = sampler if isinstance(sampler, RandomSampler) else None
+    whole = random is None or (not random.replacement and random.num_samples == length)
+    skip = batches_done * loader.batch_size
     own = ReplicaSampler(
-        len(loader.dataset),  # type: ignore[arg-type]  # map-style: checked above
+        length,
         num_replicas=num_replicas,
         replica=replica,
-        shuffle=isinstance(sampler, RandomSampler),
+        shuffle=random is not None,
         seed=seed,
         epoch=epoch,
-        skip=batches_done * loader.batch_size,
+        skip=skip,
+        drawn=None if whole else random,
     )
-    resumable: Any = _update_dataloader(loader, own)
     # Lightning takes a loader with these two methods for resumable. This one is, by the batches
     # that the loop has counted (``skip``), so it has no state of its own to add.
-    resumable.state_dict = dict
+    if random is None or not training or num_replicas > 1 or on_device is None:
+        resumable: Any = _update_dataloader(loader, own)
+        resumable.state_dict = dict
+        resumable.load_state_dict = _nothing_to_load
+        return resumable
+    order = on_device(random, loader.generator, otherwise=own, epoch=epoch, skip=skip)
+    resumable = _update_dataloader(loader, order)
+    resumable.state_dict = order.state_dict
     resumable.load_state_dict = _nothing_to_load
     return resumable
 
 
 def _nothing_to_load(state: dict[str, Any]) -> None:
-    assert not state
+    """What was kept of an order is known when the loader is made."""
 
 
 # -- a look at the data before training ------------------------------------------------------------
@@ -159,11 +315,14 @@ class Looked:
     """Loaders of which a batch was taken before the loop: what they began is gone on with.
 
     A stream can be read once, and a sampler of the user's may count how often it was asked. So the
-    loop's first iteration gives the batches that were taken, and then those of the same iterator.
+    loop's first iteration gives the batches that were taken, and then those of the same iterator;
+    the generators then go to where this has left them, unless something has drawn meanwhile. What
+    torch's own samplers choose from is asked again.
     """
 
     def __init__(self) -> None:
         self._begun: dict[int, _Begun] = {}
+        self._drawn: Callable[[], None] = _nothing
 
     def first_batch(self, combined: CombinedLoader) -> tuple[Any, int]:
         """The first batch as the loop will have it, and the index of its loader.
@@ -183,29 +342,45 @@ class Looked:
                 "on one. Give them at least one batch."
             ) from None
         finally:
+            behind = Generators.now()
+            moved = [(g, before, g.get_state()) for g, before in own]
             states.put_back()
             for generator, state in own:
                 generator.set_state(state)
+
+        def draw() -> None:
+            if states.are_now():
+                behind.put_back()
+            for generator, before, after in moved:
+                if torch.equal(generator.get_state(), before):
+                    generator.set_state(after)
+
+        self._drawn = draw
         self._begun = {id(item.loader): item for item in begun if item.rest is not None}
         return batch, index
 
     def resumed(self, loader: Any) -> Any:
         """The loader, which once gives again what was taken."""
         begun = self._begun.pop(id(loader), None)
-        if begun is None:
+        if begun is None or (isinstance(loader, DataLoader) and _can_be_asked_again(loader)):
             return loader
         if not isinstance(loader, DataLoader):
-            return begun.again() if begun.rest is loader else loader
+            return self._again(begun) if begun.rest is loader else loader
         if loader.persistent_workers:
             return loader
         make = "_get_iterator"  # what its __iter__ asks
 
         def once() -> Iterator[Any]:
             delattr(loader, make)
-            return begun.again()
+            return self._again(begun)
 
         setattr(loader, make, once)
         return loader
+
+    def _again(self, begun: _Begun) -> Iterator[Any]:
+        drawn, self._drawn = self._drawn, _nothing
+        drawn()
+        return begun.again()
 
     def forget(self) -> None:
         """Lets iterators that nobody goes on with end, and their workers."""
@@ -229,6 +404,25 @@ class _Begun:
     def again(self) -> Iterator[Any]:
         assert self.rest is not None
         return chain(self._taken, self.rest)
+
+
+def _nothing() -> None:
+    pass
+
+
+_OF_TORCH = (
+    RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, BatchSampler,
+    DistributedSampler,
+)  # fmt: skip
+
+
+def _can_be_asked_again(loader: DataLoader[Any]) -> bool:
+    """Whether nothing but generators is behind the loader's order."""
+    if isinstance(loader.dataset, IterableDataset):
+        return False
+    inner = loader.batch_sampler
+    samplers = (loader.sampler, inner, getattr(inner, "sampler", None))
+    return all(type(sampler) in _OF_TORCH for sampler in samplers if sampler is not None)
 
 
 def _generators(loader: Any) -> Iterator[torch.Generator]:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from strategies.errors import PlanError, by_host
 from strategies.heartbeat import Heartbeat, Phase
+from strategies.models.state import Generators
 from strategies.plan import Backend, Options, Plan, indivisible
 from strategies.runtime.lightning.last_words import Voices, speak_once
 from strategies.runtime.messages.exchange import everybody
@@ -158,7 +159,6 @@ class RanksStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Joins the processes; runs before the module's own ``setup``."""
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         if self.world_size > 1:
             assert self.cluster_environment is not None
@@ -183,6 +183,9 @@ class RanksStrategy(ParallelStrategy):
                 self._speak(store)
             self._heartbeat.phase(Phase.SETTING_UP)
             self._world = dist.group.WORLD
+            # As under stock Lightning on one device, unless ranks would draw different numbers.
+            if len({*everybody().everyone(Generators.now().mark())}) > 1:
+                reset_seed()
 
     def _speak(self, store: Store) -> None:
         """What nobody catches is told by one rank, unless a launcher does that."""

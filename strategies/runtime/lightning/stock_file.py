@@ -29,6 +29,7 @@ from torch import Tensor
 from strategies.errors import CheckpointError, RunError
 from strategies.manifest import MANIFEST, UNFINISHED, committed, find_damage, read_manifest
 from strategies.models.state import kept_generators
+from strategies.runtime.lightning.data_order import is_order
 from strategies.runtime.lightning.whole_state import bring_together
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.storage.commit import remove
@@ -119,17 +120,28 @@ def _joined(
                 entries, checkpoint["optimizer_states"], orders, strict=True
             )
         ]
-    return _without_loaders(whole) | {OWN: {"ranks": random}}
+    whole, loaders = _without_loaders(whole)
+    return whole | {OWN: {"ranks": random, "loaders": loaders}}
 
 
-def _without_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Without the states of our loaders, which are empty: stock Lightning's have none at all."""
+def _without_loaders(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """Without the states of our loaders, and these: those of stock Lightning have none at all."""
     loops = checkpoint.get("loops", {})
     fit = loops.get("fit_loop", {})
     state = dict(fit.get("state_dict", {}))
-    if any(state.get("combined_loader", [1])):
+    loaders = state.pop("combined_loader", [])
+    if any(kept and not is_order(kept) for kept in loaders):
+        return checkpoint, []
+    return checkpoint | {"loops": {**loops, "fit_loop": {**fit, "state_dict": state}}}, loaders
+
+
+def with_loaders(checkpoint: dict[str, Any], loaders: list[Any]) -> dict[str, Any]:
+    """With the states of our loaders where Lightning keeps those of others."""
+    loops = checkpoint.get("loops", {})
+    fit = loops.get("fit_loop", {})
+    if not loaders or "state_dict" not in fit:
         return checkpoint
-    del state["combined_loader"]
+    state = {**fit["state_dict"], "combined_loader": loaders}
     return checkpoint | {"loops": {**loops, "fit_loop": {**fit, "state_dict": state}}}
 
 

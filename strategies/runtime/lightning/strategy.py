@@ -36,7 +36,13 @@ from strategies.models.replay.gate import takes_batch_idx
 from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.plan import Options, Plan
 from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStrategy
-from strategies.runtime.lightning.data_order import Looked, shard, undisturbed
+from strategies.runtime.lightning.data_order import (
+    DeviceOrder,
+    Looked,
+    is_order,
+    shard,
+    undisturbed,
+)
 from strategies.runtime.lightning.hook_state import (
     ALIKE,
     EPOCH,
@@ -215,6 +221,8 @@ class PipelineStrategy(CheckpointingStrategy):
         self._last_norm: Tensor | None = None
         self._own_sampler = True
         self._looked = Looked()
+        self._shuffled: list[DeviceOrder] = []  # in which loaders shuffle
+        self._saved_orders: list[Mapping[str, Any]] | None = None
         self._hooks: ParameterHooks | None = None
         self._own_backward: OwnBackward | None = None
 
@@ -515,8 +523,26 @@ class PipelineStrategy(CheckpointingStrategy):
             seed=self.engine.seed,
             epoch=epochs.processed if training else 0,
             batches_done=batches.processed if inside else 0,
+            on_device=None if self._options.seed is not None else self._device_order,
         )
         return self._looked.resumed(dataloader) if given is dataloader else given
+
+    def _device_order(self, *given: Any, **options: Any) -> DeviceOrder:
+        if self._random_state is not None and self._saved_orders is None:
+            kept = self._trainer.fit_loop._combined_loader_states_to_load
+            self._saved_orders = [state for state in kept if is_order(state)]
+        order = DeviceOrder(
+            *given,
+            **options,
+            agree=self._is_everywhere,
+            saved=self._saved_orders.pop(0) if self._saved_orders else None,
+            restore=self._repeat_random_state,
+        )
+        self._shuffled.append(order)
+        return order
+
+    def _is_everywhere(self, number: int) -> bool:
+        return self.world_size == 1 or len({*everybody().everyone(number)}) == 1
 
     # ------------------------------------------------------------- training
 
@@ -863,6 +889,9 @@ class PipelineStrategy(CheckpointingStrategy):
         Runs after ``on_train_start`` of callbacks and module, which had theirs before it was saved.
         """
         self._restore_random_state()
+        for order in self._shuffled:
+            order.catch_up()
+        self._shuffled, self._saved_orders = [], None
         self._looked.forget()
 
     def on_validation_start(self) -> None:
