@@ -93,6 +93,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "The Trainer and the strategy": (
         "runtime/lightning/ranks_strategy.py",
         "runtime/lightning/strategy.py",
+        "runtime/lightning/stream_loop.py",
         "runtime/lightning/request.py",
         "runtime/messages/mesh.py",
     ),

@@ -418,7 +418,7 @@ class PipelineStrategy(CheckpointingStrategy):
         where = self.coordinates
         if where.tp > 1 and self.engine.model.shards:
             for optimizer in self.optimizers:
-                check_elementwise(optimizer, parts=f"tp={where.tp}", instead="Use tp=1")
+                check_elementwise(optimizer, parts=f"tp={where.tp}", instead="tp=1")
         compare(
             fingerprint.optimizers_print(
                 self.optimizers, pp_rank=where.pp_rank, tp_rank=where.tp_rank

@@ -254,7 +254,7 @@ def with_sparse_gradients(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def check_elementwise(
-    optimizer: Optimizer, *, parts: str = "overlap=zero1", instead: str = "Use overlap=grad_reduce"
+    optimizer: Optimizer, *, parts: str = "overlap=zero1", instead: str = "overlap=grad_reduce"
 ) -> None:
     """Refuses one that parts will not do for: ``parts`` gives them, not ``instead``."""
     kind = type(optimizer)
@@ -263,7 +263,7 @@ def check_elementwise(
     if not (known or getattr(kind, "elementwise", False)):
         raise ModelError(
             f"{parts} gives the optimizer a part of each weight, and {kind.__name__} is not "
-            f"known to treat every element by itself. {instead}; or, if it does, say "
+            f"known to treat every element by itself. Use {instead}; or, if it does, say "
             f"so with {kind.__name__}.elementwise = True."
         )
     for number, group in enumerate(optimizer.param_groups):
@@ -272,7 +272,7 @@ def check_elementwise(
                 raise ModelError(
                     f"{name} of the optimizer's group {number} has {value.numel()} elements: it is "
                     f"made for whole weights, and {parts} gives the optimizer parts of them. "
-                    f"{instead}."
+                    f"Use {instead}."
                 )
 
 
