@@ -1,4 +1,4 @@
-"""python examples/resnet.py: a ResNet with a data module, metric and callbacks that know no ranks."""
+"""python examples/resnet.py: a ResNet; its data, metric and callbacks know nothing of ranks."""
 
 import lightning.pytorch as pl
 import torch
