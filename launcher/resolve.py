@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from launcher.config import LaunchConfig
 from launcher.config.decode import brings_own
@@ -30,6 +31,7 @@ from launcher.workloads.model_share import (
     vocabulary_note,
 )
 from launcher.workloads.traced_shape import TracedShape, stage_handing
+from strategies.analysis.verdict import keeping_updates, pays
 from strategies.compiler import Programs, compile_plan
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
 from strategies.costs.hardware import ElementSizes
@@ -48,6 +50,7 @@ from strategies.plan import (
 from strategies.planner.cut import balance, by_counts
 from strategies.planner.problem import handing
 from strategies.planner.unit_graph import skips
+from strategies.simulator.engine import simulate
 
 ELEMENT_BYTES = {
     "32-true": ElementSizes.all(4),
@@ -200,6 +203,10 @@ def resolve(
     if config.mode not in ("simulate", "plan"):
         _ = programs.every  # What ranks may come to run is proven before one of them starts.
     by_hand = config.schedule.units_per_stage or config.schedule.layers_per_stage
+    late = _post_validation(config, programs, costs, opaque=opaque)
+    if late is True:
+        costs = keeping_updates(costs)
+    options = _options(config, dp, by_hand if own_model else tuple(map(len, stages)))
     return Run(
         config=config,
         dp=dp,
@@ -209,7 +216,7 @@ def resolve(
         stages=stages,
         group=asked.shape.group if programs.choice is None else programs.choice.group,
         plan=plan,
-        options=_options(config, dp, by_hand if own_model else tuple(map(len, stages))),
+        options=replace(options, post_validation=late),
         programs=programs,
         costs=costs,
         num_parameters=None if own_model and traced is None else sized.num_parameters,
@@ -217,6 +224,26 @@ def resolve(
         own_data=brings_own("data", config.data.name),
         traced=traced,
     )
+
+
+def _post_validation(
+    config: LaunchConfig, programs: Programs, costs: Costs, *, opaque: bool
+) -> bool | Literal["auto"]:
+    """Whether ranks update before the verdict; of a model that they alone know, they decide."""
+    trainer, asked = config.trainer, config.trainer.post_validation
+    by_norm = trainer.gradient_clip_val is None or trainer.gradient_clip_algorithm == "norm"
+    if not trainer.waits_at_flush or not by_norm or trainer.precision == "16-mixed":
+        return False
+    if config.pp == 1 or config.ep > 1 or asked is False or programs.calls is not None:
+        return False
+    if asked is True:
+        return True
+    if config.mode not in ("train", "validate"):
+        return False  # A prediction is of what was asked for.
+    if opaque:
+        return "auto"
+    limit = None if config.costs.name == "uniform" else int(config.hardware.memory_gb * 1e9)
+    return pays(simulate(programs.train, costs), costs, memory_bytes=limit)
 
 
 def stage_layers(shape: PlannedShape, stages: Sequence[range]) -> tuple[float, ...]:

@@ -275,6 +275,7 @@ class Options:
     on_nan: OnNan = "stop"
     checkpoints: CheckpointFormat = "auto"
     whole_after: bool | Literal["auto"] = "auto"
+    post_validation: bool | Literal["auto"] = "auto"
 
 
 def indivisible(ep: int, *, dp: int, tp: int) -> str:

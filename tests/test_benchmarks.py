@@ -63,8 +63,8 @@ ALONE = {
 ON_TWO_RANKS = {
     "example_figures": ("resnet.py", r"\n\| `resnet` \| `\w+` \| \d+ \| \d+\.\d \| \d+\.\d % \|"),
     "flush_period": (
-        "--ranks 2 --schedules 1f1b zb_v --microbatches 2 --steps 2 --forward-ms 1",
-        r"1f1b +\d+ +\d+ \| +\d+ +\d+ \| +\d+ +\d+\nzb_v ",
+        "--ranks 2 --schedules 1f1b zb_v --microbatches 2 --steps 2 --rounds 1 --forward-ms 1",
+        r"1f1b( +\d+){2} \|( +[\d.]+){2} \|( +[-+.\d]+%?){3} \|( +[-+.\d]+%?){3}\nzb_v ",
     ),
     "prediction": (
         f"--quick --ranks 2 {SMALL_MODEL}",

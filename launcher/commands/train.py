@@ -140,7 +140,8 @@ def _measured(plan: Plan, rows: dict[str, Any] | None) -> Timeline | None:
 def _beside(run: Run, predicted: Metrics, measured: Timeline | None) -> dict[str, object]:
     """Measured figures under their own names, next to what was predicted for them."""
     seconds = predicted.time_unit == "s"
-    steady = predicted.makespan if run.config.trainer.waits_at_flush else predicted.period
+    waits = run.config.trainer.waits_at_flush and run.options.post_validation is not True
+    steady = predicted.makespan if waits else predicted.period
     accumulation = run.config.trainer.accumulate_grad_batches
     return {
         "num_active_parameters": run.num_active_parameters or run.num_parameters,

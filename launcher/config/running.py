@@ -114,6 +114,12 @@ class TrainerConfig:
         "NaN or infinity in the loss or a gradient of any rank: no rank applies the step, and the "
         "run stops or goes on; ignore = not looked for.",
     )
+    post_validation: Literal["auto"] | bool = key(
+        "auto",
+        "Update before clipping's norm, or the word that all is finite, is in, and undo that bit "
+        "for bit where it says otherwise; weights and optimizer state are kept twice. auto = where "
+        "steps get shorter (zb_h2, zb_v) and the memory is there.",
+    )
     enable_progress_bar: bool = key(True, "Show a progress bar.")
     enable_model_summary: bool = key(False, "Print the layers before training.")
 

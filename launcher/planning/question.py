@@ -61,6 +61,7 @@ def question(
     if traced is not None:
         _check_traced(config, frozenset(pinned))
     memory_gb = config.planner.memory_gb or config.hardware.memory_gb
+    late = config.trainer.post_validation is True
     machine = Machine(
         # What recompute=optimal and the group of foldx fill is the planner's limit.
         hardware=replace(config.hardware, memory_gb=memory_gb),
@@ -71,7 +72,8 @@ def question(
         sequence_parallel=config.sequence_parallel,
         transport=config.costs.transport,
         # As a training run's prediction: clipping's norm is the one synchronisation.
-        waits_at_flush=config.trainer.waits_at_flush,
+        waits_at_flush=config.trainer.waits_at_flush and not late,
+        keeps_updates=config.trainer.waits_at_flush and late,
         number_format=config.trainer.number_format,
     )
     asked = recompute_policy(config.recompute)

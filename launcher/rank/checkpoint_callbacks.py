@@ -68,6 +68,8 @@ class RegularCheckpoints(Checkpoint):
         monitor: Name of a logged figure of the validation.
     """
 
+    reads_weights: ClassVar[bool] = False  # The checkpoint itself makes them whole.
+
     def __init__(
         self,
         folder: Path,

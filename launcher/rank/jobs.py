@@ -270,6 +270,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         "num_parameters": num_parameters,
         "steps": trainer.global_step,
         "skipped_steps": len(pipeline(trainer).skipped_steps),
+        "flush_repairs": pipeline(trainer).flush_repairs,
         "loss_first": progress.losses[0] if progress.losses else None,
         "loss_last": progress.losses[-1] if progress.losses else None,
         "val_loss": progress.val_loss,

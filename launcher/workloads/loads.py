@@ -64,6 +64,10 @@ def unit_loads(
             zip(units, model_shares(shape, tp, sequence_parallel=sequence_parallel), strict=True)
         )
     )
+    # Experts are tensors of three dimensions, which are no matrices.
+    loads = tuple(
+        replace(load, lean_parameters=max(0, load.lean_parameters - load.experts)) for load in loads
+    )
     if not isinstance(shape, HfShape) or shape.sizes is not None:
         different = unit_works(
             shape, tp, microbatch_size, sequence_parallel=sequence_parallel, attention=attention

@@ -38,6 +38,8 @@ class Muon(Optimizer):
         others: Groups of any parameters, with AdamW's.
     """
 
+    repeatable = True  # from the same weights, gradients and state the same update
+
     def __init__(self, matrices: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
         self._muon = torch.optim.Muon(matrices)
         self._adamw = torch.optim.AdamW(others)

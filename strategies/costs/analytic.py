@@ -195,6 +195,7 @@ class AnalyticCosts:
         number_format: Of matrix products; the machine's peak is that of it.
         ep: Ranks that the experts of a stage are spread over.
         imbalance: What the fullest of them has to compute, over the mean; counts for ep > 1.
+        keeps_updates: Whether what an update changes is kept, to undo it.
     """
 
     stages: tuple[Load, ...]
@@ -208,6 +209,7 @@ class AnalyticCosts:
     sequence_parallel: bool = False
     one_link: bool = False
     handed: tuple[tuple[int, int, int], ...] = ()
+    keeps_updates: bool = False
     number_format: NumberFormat = "fp32"
     ep: int = 1
     imbalance: float = 1.0
@@ -404,10 +406,13 @@ class AnalyticCosts:
         """Weights, gradients and optimizer state, which alone is spread over the replicas."""
         sizes, load = self._sizes, self.stages[stage]
         element = sizes.main + sizes.moment * self.optimizer_elements
+        # What is kept to undo an update: state, and the weights that it changes.
+        kept = (sizes.main or sizes.weight) + sizes.moment * self.optimizer_elements
+        element += kept if self.keeps_updates else 0
         shares, of_experts = self._sharers(program, stage) if sharded else (1, 1)
         experts = -(-load.experts // self.ep)
         spread = (load.parameters - load.experts) * element
-        spread -= load.lean_parameters * sizes.moment
+        spread -= load.lean_parameters * sizes.moment * (2 if self.keeps_updates else 1)
         held = self.held(load) * (sizes.weight + sizes.gradient)
         return held + -(-spread // shares) + -(-experts * element // of_experts)
 

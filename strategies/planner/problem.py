@@ -41,6 +41,7 @@ class Machine:
         transport: Whether sends wait for their receives.
         waits_at_flush: Whether the step ends with a barrier: the makespan counts then, else the
             period.
+        keeps_updates: Whether ranks keep what an update changes.
         number_format: What matrix products are computed in.
     """
 
@@ -52,6 +53,7 @@ class Machine:
     sequence_parallel: bool = False
     transport: Transport = "buffered"
     waits_at_flush: bool = False
+    keeps_updates: bool = False
     number_format: NumberFormat = "fp32"
 
 
@@ -200,6 +202,7 @@ class Problem:
             transport=machine.transport,
             tp=layout.tp,
             sequence_parallel=machine.sequence_parallel,
+            keeps_updates=machine.keeps_updates,
             number_format=machine.number_format,
             ep=layout.ep,
             imbalance=self.imbalance,

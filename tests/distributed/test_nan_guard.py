@@ -87,7 +87,7 @@ class Schedule(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         if trainer.fit_loop._should_accumulate():
             return
-        trainer.strategy.engine.mains.complete()
+        trainer.strategy.engine.complete()
         owned = trainer.strategy.engine.named_parameters()
         self.weights.append({n: p.detach().clone() for n, p in owned.items()})
 
@@ -137,7 +137,7 @@ def train(*, fault: Fault, on_nan: str) -> dict[str, Any]:
     except NotFiniteError as raised:
         error = str(raised)
     engine = strategy.engine
-    engine.mains.complete()
+    engine.complete()
     found = {
         "error": error,
         "skipped": strategy.skipped_steps,

@@ -58,7 +58,7 @@ class Scales(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         scaler = trainer.strategy.precision_plugin.scaler
         self.scales.append(scaler.get_scale())
-        trainer.strategy.engine.mains.complete()
+        trainer.strategy.engine.complete()
         self.weights.append(torch.cat([p.detach().flatten() for p in module.parameters()]).clone())
 
 

@@ -32,7 +32,7 @@ TRAINED = (
     "measured_peak_memory_bytes", "measured_memory_kind", "checkpoint", "measured_makespan_s",
     "measured_period_s",
     "measured_norm_sync_s",
-    "model_flops_per_step", "skipped_steps", "restarts",
+    "model_flops_per_step", "skipped_steps", "flush_repairs", "restarts",
     "peak_flops", "peak_format",
 )  # fmt: skip
 PICTURES = ("schedule.txt", "schedule.csv", "timeline.html", "trace.json")

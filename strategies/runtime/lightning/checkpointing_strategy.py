@@ -119,7 +119,7 @@ class CheckpointingStrategy(RanksStrategy):
 
     def _own(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Without what is another rank's; collective."""
-        self.engine.mains.complete()
+        self.engine.complete()
         where = self.coordinates
         own = owned_state(
             state,

@@ -317,7 +317,7 @@ class ParameterHooks:
         return {"buffers": changed, "gradients": graded}
 
     def _bring_weights(self, said: Sequence[Mapping[str, Any]], label: str) -> None:
-        self._engine.mains.complete()
+        self._engine.complete()
         wanted = {
             name: (owner, self._table.spec(name).shape, self._table.spec(name).dtype)
             for name, owner in self._owners.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -176,7 +176,7 @@ class WholeWeights(pl.Callback):
         self._each_batch = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        readers = [] if self._watched else _weight_readers(trainer, pl_module)
+        readers = [] if self._watched else weight_readers(trainer, pl_module)
         self._each_batch = bool(readers)
         if readers:
             rank_zero_warn(
@@ -196,20 +196,24 @@ class WholeWeights(pl.Callback):
     on_sanity_check_start = on_validation_start = _now
 
 
-def _weight_readers(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
+def weight_readers(
+    trainer: pl.Trainer, module: pl.LightningModule, *, more: Sequence[str] = ()
+) -> list[str]:
     """Names of callbacks and modules whose hooks between two batches may read weights.
 
-    Lightning's own do not, those of others unless they say ``reads_weights = False``.
+    Lightning's own do not, those of others unless they say ``reads_weights = False``. ``more`` are
+    further hooks that count.
     """
+    hooks = (*_BETWEEN, *more)
     found = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         known = type(callback).__module__.startswith("lightning.") or isinstance(
             callback, WholeWeights
         )
-        looks = any(is_overridden(hook, callback, pl.Callback) for hook in _BETWEEN)
+        looks = any(is_overridden(hook, callback, pl.Callback) for hook in hooks)
         if looks and not known and getattr(callback, "reads_weights", True):
             found.append(type(callback).__name__)
-    if any(is_overridden(hook, module) for hook in _BETWEEN) and getattr(
+    if any(is_overridden(hook, module) for hook in hooks) and getattr(
         module, "reads_weights", True
     ):
         found.append(type(module).__name__)

@@ -75,6 +75,7 @@ class Keywords(TypedDict, total=False):
     on_nan: OnNan
     checkpoints: CheckpointFormat
     whole_after: bool | Literal["auto"]
+    post_validation: bool | Literal["auto"]
 
 
 # What a number must be at least; those that are not here may be any.

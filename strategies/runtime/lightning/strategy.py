@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -52,6 +53,7 @@ from strategies.runtime.lightning.hook_state import (
 )
 from strategies.runtime.lightning.hook_watch import OwnBackward
 from strategies.runtime.lightning.last_words import speak_once
+from strategies.runtime.lightning.late_flush import ConfirmedWeights, why_it_waits
 from strategies.runtime.lightning.manual_optimization import (
     ManualOptimization,
     looks_after_backward,
@@ -184,6 +186,12 @@ class PipelineStrategy(CheckpointingStrategy):
             so that ``state_dict()``, ``forward()`` and other Trainers find what stock Lightning
             leaves. ``auto``, the default, does so where it fits into half of a host's free
             memory. Where it stays cut, ``full_state_dict()`` brings the weights to rank 0.
+        post_validation: Whether ranks update before clipping's norm, or the word that all is
+            finite, is in, and undo that bit for bit where it says otherwise (``flush_repairs``
+            counts how often); weights and optimizer state are kept twice for that. ``auto``, the
+            default, does so where the schedule's steps get shorter by it (``zb_h2``, ``zb_v``);
+            only of modules that declare their units, and where no hook looks at weights between
+            two steps.
     """
 
     def __init__(
@@ -219,6 +227,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self._manual: ManualOptimization | None = None
         self._loop: StreamLoop | None = None  # of a schedule without a flush
         self._last_norm: Tensor | None = None
+        self._late = False  # whether updates are made before their verdict
         self._own_sampler = True
         self._looked = Looked()
         self._shuffled: list[DeviceOrder] = []  # in which loaders shuffle
@@ -440,8 +449,31 @@ class PipelineStrategy(CheckpointingStrategy):
             refuse_freezing(mains)
         if mains.sharded and not any(isinstance(c, WholeWeights) for c in callbacks):
             watched = self._hooks is not None
-            complete = WholeWeights(lambda: self.engine.mains.complete(), watched=watched)
+            complete = WholeWeights(lambda: self.engine.complete(), watched=watched)
             callbacks.insert(0, complete)
+        self._late = self._goes_on_late(trainer)
+        if self._late and not any(isinstance(c, ConfirmedWeights) for c in callbacks):
+            callbacks.insert(0, ConfirmedWeights(lambda: self.engine.complete()))
+        self.engine.late.left_out = self._leave_out_late
+
+    def _goes_on_late(self, trainer: pl.Trainer) -> bool:
+        """Whether updates are made before their verdict; the same on all ranks."""
+        asked, module = self._options.post_validation, self.lightning_module
+        if asked is False or self.engine.alone or self._scaler is not None:
+            return False
+        if self.engine.stream is not None:
+            return False  # Nobody waits for a flush that there is none of.
+        if self._options.ep > 1:
+            return False  # Experts' tokens travel inside the forwards that would be thrown away.
+        assert module is not None
+        if not (self._looks or trainer.gradient_clip_val):
+            return False  # Nobody waits for anything.
+        if len(self.optimizers) != 1:
+            return False
+        why_not = why_it_waits(trainer, module, self.optimizers[0])
+        if asked is True and why_not:
+            rank_zero_warn(f"post_validation=true: ranks wait at the flush, because {why_not}.")
+        return not why_not and (asked is True or self.engine.gains_at_flush)
 
     def drain(self) -> None:
         """Brings what is under way to its end, where a schedule has no flush; collective.
@@ -682,8 +714,8 @@ class PipelineStrategy(CheckpointingStrategy):
             if self._manual is not None:
                 self.engine.settle()
             self.engine.flush()
-            if self._looks and not self._clips_by_norm and self.engine.leaves_out():
-                raise NotFiniteStep
+            if self._looks and not self._clips_by_norm:
+                self._find_not_finite(optimizer)
             shown.callback(with_sparse_gradients(optimizer))
             return result
 
@@ -699,6 +731,16 @@ class PipelineStrategy(CheckpointingStrategy):
             return output
         self.engine.stepped()
         return output
+
+    def _find_not_finite(self, optimizer: Optimizer) -> None:
+        engine = self.engine
+        if self._late and engine.may_go_on:
+            engine.go_on(optimizer, limit=None, step=int(self._trainer.global_step))
+            return
+        struck = engine.leaves_out()
+        engine.late.waited(struck=struck)
+        if struck:
+            raise NotFiniteStep
 
     @property
     def _looks(self) -> bool:
@@ -717,19 +759,33 @@ class PipelineStrategy(CheckpointingStrategy):
         )
 
     def _leave_out(self) -> None:
-        """All ranks are here, and none has updated; collective.
+        """All ranks are here, and none has updated; collective."""
+        self._tell_not_finite(self.engine.findings(), int(self._trainer.global_step))
+        self.engine.left_out()
+
+    def _leave_out_late(self, step: int) -> None:
+        """The same when the next step has begun: the update of ``step`` has been undone."""
+        findings = self.engine.late_findings()
+        progress = self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
+        done = progress.optimizer.step
+        try:
+            self._tell_not_finite(findings, step)
+        except NotFiniteError:
+            done.total.completed -= 1  # Whoever looks at the step now sees the one that it is.
+            done.current.completed -= 1
+            raise
+
+    def _tell_not_finite(self, own: list[Finding], step: int) -> None:
+        """Names the cause on all ranks; collective.
 
         Raises:
             NotFiniteError: With ``on_nan="stop"``.
         """
-        own = self.engine.findings()
         gathered: list[list[Finding]] = everybody().everyone(own)
-        step = int(self._trainer.global_step)
         cause = first_finding(item for items in gathered for item in items).sentence()
         message = f"step {step + 1}: {cause}. No rank has applied this step."
         if self._options.on_nan == "stop":
             raise NotFiniteError(f"{message} {self._last_checkpoint()}")
-        self.engine.left_out()
         self.skipped_steps.append(step)
         if self.is_global_zero:
             _log.warning("%s %d skipped so far.", message, len(self.skipped_steps))
@@ -747,7 +803,13 @@ class PipelineStrategy(CheckpointingStrategy):
                 self._manual.clip_by_norm(optimizer, float(clip_val))
             return
         with self._away():
+            late = self.engine.late
+            if self._late and self._clips_by_norm and self.engine.may_go_on:
+                step = int(self._trainer.global_step)
+                self.engine.go_on(optimizer, limit=float(clip_val), step=step)
+                return
             norm = self.gradient_norm()
+            late.waited(struck=not bool(norm <= float(clip_val)))
             if self._looks and self._clips_by_norm and not bool(torch.isfinite(norm)):
                 raise NotFiniteStep  # All ranks have the same norm.
             clip_(self.engine.updated_parameters(), norm, float(clip_val))
@@ -868,6 +930,11 @@ class PipelineStrategy(CheckpointingStrategy):
         Of the last few training steps the one of median duration, or the last one.
         """
         return gather_timeline(self.engine, median=median)
+
+    @property
+    def flush_repairs(self) -> int:
+        """Updates that were made before their verdict, and undone."""
+        return 0 if self._engine is None else self._engine.late.repairs
 
     @property
     def stats(self) -> StepStats | None:

@@ -71,6 +71,7 @@ class Mailbox:
         self._announced: set[tuple[_Key, int]] = set()  # headers sent, by peer
         self._awaited: set[tuple[_Key, int]] = set()  # headers received or being received
         self._incoming: dict[Instruction, _Incoming] = {}
+        self._taken: set[Instruction] = set()  # RECVs of this pass whose message has been used
         self._sent: dict[Instruction, list[tuple[Handle, Tensor]]] = {}
         self._previous: list[tuple[Handle, Tensor]] = []
         self._program: Program | None = None
@@ -105,6 +106,7 @@ class Mailbox:
             self._boundaries = {pair: number for number, pair in enumerate(ends)}
         self._program = program
         self._known = frozenset(self._specs)
+        self._taken.clear()
 
     def describe(
         self, stage: int, target: int, microbatch: int, tensors: tuple[Tensor, ...]
@@ -139,6 +141,8 @@ class Mailbox:
     def post(self, item: Instruction) -> None:
         """Starts the RECV (and ends it where the backend matches by order and blocks)."""
         assert self._transport is not None
+        if item in self._incoming:
+            return  # It has been, by a list that was given up before its message left.
         key, peer, tag = self._address(item)
         incoming = _Incoming(key, peer, tag)
         self._incoming[item] = incoming
@@ -169,7 +173,13 @@ class Mailbox:
         for handle in incoming.handles:
             handle.wait()
         assert incoming.tensors is not None
+        self._taken.add(item)
         return incoming.tensors
+
+    def discard(self, item: Instruction) -> None:
+        """Receives what a list that is given up does not use, unless it has used it already."""
+        if item not in self._taken:
+            self.wait(item)
 
     def send(self, item: Instruction, tensors: tuple[Tensor, ...]) -> None:
         """Starts the SEND; the tensors are kept until it has ended."""

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from strategies.analysis.verdict import crossing_receives, verdict_places
 from strategies.heartbeat import PHASE, STATE, WAITING, Phase
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import CHANNEL_KINDS, GRADIENT_KINDS, MICROBATCH_KINDS, Kind
@@ -52,11 +54,16 @@ class Executor:
         step: int,
         forwards_done: Callable[[StepResult], None],
         stream: Stream | None = None,
+        verdict: Callable[[], None] | None = None,
     ) -> StepResult:
         """Executes a lowered list up to its optimizer steps; says when its forwards are done.
 
         In a ``stream`` it goes on where the last one of the stream has ended, and the microbatches
         are those that enter with this one.
+
+        ``verdict`` is asked at the program's cut (``analysis/verdict.py``) whether the weights
+        that the forwards before it have used are confirmed; it raises where they are not, and
+        ``abandon`` clears up what has been run.
         """
         parts = self._parts
         mailbox = parts.mailbox
@@ -90,8 +97,11 @@ class Executor:
         parts.pulse.begin(program)
         beat = parts.pulse.words
         blocks = mailbox.ordered  # Then messages are waited for at their place.
+        cut = -1 if verdict is None else route.cut
         for place, item in enumerate(route.row):
             kind = item.kind
+            if place == cut and verdict is not None:
+                verdict()
             if kind is Kind.STEP:
                 break  # Lightning's optimizer_step carries them out.
             beat[STATE] = place << 1
@@ -158,6 +168,13 @@ class Executor:
         mailbox.finish()
         return compute.result
 
+    def abandon(self, program: Program) -> None:
+        """Takes in and forgets what has been sent to this rank before all stopped at their cut."""
+        mailbox = self._parts.mailbox
+        for item in crossing_receives(program, self._rank):
+            mailbox.discard(item)
+        mailbox.finish()
+
     def reduction_started(self, stage: int, bucket: int, work: Any) -> None:
         """Stamps a REDUCE when it starts and, from the backend's thread, when it ends."""
         self._stamp_channel(self._places.get((stage, bucket)), work)
@@ -193,6 +210,13 @@ class _Route:
     arming: frozenset[tuple[int, int]]  # (place, stage) of last gradients, where REDUCE overlaps
     last_forward: int  # place of the last F, or of the loss behind it; -1 without one
     recomputed: frozenset[tuple[int, int | None]]  # (stage, microbatch) that keep their input only
+    program: Program
+    rank: int
+
+    @cached_property
+    def cut(self) -> int:
+        """Before which place the verdict on the update before must be in."""
+        return verdict_places(self.program)[self.rank]
 
     @classmethod
     def of(cls, program: Program, rank: int) -> _Route:
@@ -215,4 +239,6 @@ class _Route:
             arming=frozenset((p, stage) for stage, p in last.items() if stage in overlapped),
             last_forward=last_forward,
             recomputed=frozenset((i.stage, i.microbatch) for i in row if i.kind is Kind.R),
+            program=program,
+            rank=rank,
         )

@@ -5,6 +5,7 @@ Knows no Lightning; ``strategy.py`` calls it from Lightning's hooks, tests call 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
+from strategies.analysis.verdict import shortens_step
 from strategies.compiler import compile_plan, compile_short, resolve_shape, schedule_of
+from strategies.costs.uniform import UniformCosts
 from strategies.errors import DataError, ModelError
 from strategies.heartbeat import Heartbeat, Phase
 from strategies.ir.kinds import Kind
@@ -65,9 +68,11 @@ from strategies.runtime.update.flush import Flush
 from strategies.runtime.update.grad_sync import StageGradients, clip_, main_dtype
 from strategies.runtime.update.main_weights import AllMainWeights, refuse_freezing
 from strategies.runtime.update.nan_guard import Finding, NanWatch
+from strategies.runtime.update.post_validation import PostValidation, UpdateUndone
 from strategies.runtime.update.rank_gradients import OwnedWeights, RankGradients
 from strategies.runtime.update.weight_versions import WeightVersions
 from strategies.sharding_plan import FoundPlan, plan_from_json
+from strategies.simulator.engine import simulate
 
 _SAVING_S = 3600.0
 
@@ -210,6 +215,12 @@ class Engine:
         )
         calls = self.programs.calls
         self.stream = None if calls is None else Stream(calls, coordinates.pp_rank, self._parts)
+        self.late = PostValidation(
+            mains=lambda: self.mains,
+            updated=self.updated_parameters,
+            looks=options.on_nan != "ignore",
+            device_type=device.type,
+        )
         self._trained: tuple[bool, ...] = ()
         self._compared = False
         self._joined_steps: set[str] = set()  # whose rows are known
@@ -496,16 +507,19 @@ class Engine:
         # The same rule by which Lightning clears gradients, and as often as it calls the closure.
         fresh = batch_idx % accumulation == 0
         if fresh:
+            if self._weights.trained() != self._trained:
+                self.late.settle()
             self._follow_freezing()
             self.mains.relink()
             if self._parts.watch is not None:
-                self._parts.watch.begin()
+                self._parts.watch.begin(keep=self.late.open)
         elif self._weights.trained() != self._trained:
             raise ModelError(
                 "parameters were frozen or unfrozen between two batches of one optimizer step "
                 f"(accumulate_grad_batches={accumulation}). Do it at the beginning of an epoch."
             )
-        self._gradients.attach(zero=fresh)
+        if not self.late.open:
+            self._gradients.attach(zero=fresh)  # else when the update before is confirmed
         self._flush.expect(loss_scale)
         scale = factor / (accumulation * self.coordinates.dp)
         options = PassOptions(
@@ -625,7 +639,7 @@ class Engine:
         loaders: TreeSpec | None = None,
     ) -> PassResult:
         assert self.stream is None or self.stream.empty
-        self.mains.complete()
+        self.complete()
         options = PassOptions(batch_idx, mode, 1.0, None, None, dataloader_idx, batch=batch)
         return self._run(batch, options, step=batch_idx, update=False, loaders=loaders)
 
@@ -828,15 +842,24 @@ class Engine:
                 batch, microbatches, options, loaders,
                 seed=self.seed_of(step), state=self.whole.state,
             )  # fmt: skip
-        with kept_generators():
-            result = self._executor.run(
-                program,
-                microbatches,
-                options,
-                step=step,
-                forwards_done=share_later,
-                stream=stream,
-            )
+        while True:
+            try:
+                with kept_generators():
+                    result = self._executor.run(
+                        program,
+                        microbatches,
+                        options,
+                        step=step,
+                        forwards_done=share_later,
+                        stream=stream,
+                        verdict=self._confirm if self.late.open else None,
+                    )
+                break
+            except UpdateUndone:
+                self._executor.abandon(program)
+                self.late.repair()
+                self._gradients.attach(zero=True)
+                self.whole.begin(batch, microbatches, options)
         if drawn is not None:
             drawn.put_back()
         for share in shares:
@@ -1025,11 +1048,55 @@ class Engine:
             self._flush.take(gradients)
             self._flush.run()
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank has a part of this one's model or update."""
+        return self._flush.alone
+
+    @property
+    def gains_at_flush(self) -> bool:
+        """Whether steps are shorter where ranks do not wait for each other at the flush."""
+        costs = self.plan.costs or UniformCosts(1.0, 2.0)
+        return shortens_step(simulate(self.programs.train, costs))
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the update may be made before its verdict: somebody is asked, and all is calm."""
+        return self.late.calm and not self._flush.alone
+
+    def go_on(self, optimizer: torch.optim.Optimizer, *, limit: float | None, step: int) -> None:
+        """Asks for the verdict on the update that the caller makes now; collective, nobody waits.
+
+        Args:
+            optimizer: What makes it.
+            limit: What the norm is to be clipped to; None to leave out only what is not finite.
+            step: Its number, for ``late.left_out``.
+        """
+        self.late.begin(self._flush.ask(limit), optimizer, step=step)
+
+    def _confirm(self) -> None:
+        """At the cut: the weights are right, or nobody goes on."""
+        asked = time.perf_counter()
+        struck = self.late.strikes()
+        self._flush.norm_waits_s.append(time.perf_counter() - asked)
+        if struck:
+            raise UpdateUndone
+        self._gradients.attach(zero=True)
+
+    def complete(self) -> None:
+        """Makes the weights right, and whole, now; collective. Of no cost if they are."""
+        self.late.settle()
+        self.mains.complete()
+
     def leaves_out(self) -> bool:
         return self._flush.leaves_out()
 
     def findings(self) -> list[Finding]:
         return self._flush.findings()
+
+    def late_findings(self) -> list[Finding]:
+        """What is not finite in the step whose update has just been undone."""
+        return self._flush.findings(kept=True)
 
     def left_out(self) -> None:
         """Ends a step whose update nobody has made."""

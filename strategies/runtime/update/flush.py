@@ -19,6 +19,7 @@ from strategies.models.state import Fetch
 from strategies.runtime.messages.mesh import Communicators, Coordinates
 from strategies.runtime.step.rank_parts import RankParts
 from strategies.runtime.update.nan_guard import Finding, all_finite
+from strategies.runtime.update.post_validation import Question
 from strategies.runtime.update.rank_gradients import OwnedWeights, RankGradients
 
 
@@ -129,6 +130,28 @@ class Flush:
             self.norm_waits_s.append(time.perf_counter() - asked)
         return total.sqrt()
 
+    def ask(self, limit: float | None) -> Question:
+        """Starts to put the norm together, or the flag of ``leaves_out`` without a limit.
+
+        Collective as they are; nobody waits here. There is somebody to ask.
+        """
+        group = self._update_group()
+        assert group is not None
+        if limit is None:
+            value, op = torch.tensor(float(self._not_finite)), dist.ReduceOp.MAX
+        else:
+            value, op = self._local_squared_norm(), dist.ReduceOp.SUM
+            value = torch.full_like(value, math.nan) if self._not_finite else value
+        value = value.cpu()
+        work = dist.all_reduce(value, op=op, group=group, async_op=True)
+        self._flushed_at = self._parts.recorder.stamp()
+        return Question(value, work, limit)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank knows the whole norm by itself."""
+        return self._update_group() is None
+
     def _update_group(self) -> dist.ProcessGroup | None:
         """Who together holds the gradient of a whole model once."""
         if self._gradients.differs:
@@ -168,12 +191,16 @@ class Flush:
             self._flushed_at = self._parts.recorder.stamp()  # The update begins after that wait.
         return bool(flag)
 
-    def findings(self) -> list[Finding]:
-        """What is not finite on this rank, for the message; after ``leaves_out``."""
+    def findings(self, *, kept: bool = False) -> list[Finding]:
+        """What is not finite on this rank, for the message; after ``leaves_out``.
+
+        Of the step before where that is what is ``kept``: the next one has begun.
+        """
         assert self._parts.watch is not None
         stages = self._weights.by_stage
         reduced = self._gradients.reduced()
-        return self._parts.watch.findings(self._where, stages=stages, gradients=reduced)
+        watch = self._parts.watch.before if kept else self._parts.watch
+        return (watch or self._parts.watch).findings(self._where, stages=stages, gradients=reduced)
 
     def end_step(self) -> None:
         """The optimizer has updated this rank's stages, or nobody's: the STEPs have ended."""

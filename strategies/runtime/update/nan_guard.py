@@ -74,6 +74,7 @@ class NanWatch:
     _losses: list[tuple[int, int, Tensor]] = field(default_factory=list)
     _buckets: list[tuple[int, Tensor]] = field(default_factory=list)
     _seen: tuple[int, int, int] = (0, 0, 0)  # notes from before the last turn
+    before: NanWatch | None = None  # of the step before, where its verdict is not in yet
 
     def turn(self) -> None:
         """Another batch enters while the one before is not decided: notes of both are kept."""
@@ -81,12 +82,13 @@ class NanWatch:
         del self._outputs[:outputs], self._losses[:losses], self._buckets[:buckets]
         self._seen = (len(self._outputs), len(self._losses), len(self._buckets))
 
-    def begin(self) -> None:
+    def begin(self, *, keep: bool = False) -> None:
+        """A step begins; ``keep`` what was noted of the one before."""
+        old = NanWatch(self.loss, self._outputs, self._losses, self._buckets)
+        self.before = old if keep else None
         self._seen = (0, 0, 0)
         self.loss = None
-        self._outputs.clear()
-        self._losses.clear()
-        self._buckets.clear()
+        self._outputs, self._losses, self._buckets = [], [], []
 
     def note_output(self, stage: int, microbatch: int, tensors: Iterable[Tensor]) -> None:
         """Of a forward that other stages go on with."""

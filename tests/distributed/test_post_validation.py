@@ -1,0 +1,222 @@
+"""Updates before their verdict: the same bits as where ranks wait for it, struck or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from launcher.config.workload import OptimizerConfig
+from launcher.workloads.optimizer import build_scheduler
+from strategies.errors import NotFiniteError
+from strategies.runtime.lightning.strategy import PipelineStrategy
+from tests.distributed.pool import Ranks
+from tests.distributed.training import Case, Learner, Sentences, bare_optimizer
+
+pytestmark = pytest.mark.distributed
+
+CASE = Case("zb_v", pp=2, microbatches=6, rows=6, steps=8, clip=1.0)
+
+
+class Model(Learner):
+    """With rates that change from step to step, and a loss that is NaN where it is told."""
+
+    bad_steps: tuple[int, ...] = ()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = bare_optimizer(self._optimizer, self)
+        options = OptimizerConfig(warmup_steps=5)
+        scheduler = build_scheduler(optimizer, options, total_steps=20)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def pipeline_result(self, tensors: Any, batch: Any, batch_idx: int, mode: Any) -> Any:
+        loss = super().pipeline_result(tensors, batch, batch_idx, mode)
+        return loss * math.nan if batch_idx in self.bad_steps and mode == "train" else loss
+
+
+class Notes(Callback):
+    reads_weights = False
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self.losses: list[float] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        if self._path is not None and trainer.global_step == 3:
+            trainer.save_checkpoint(self._path)
+
+
+def train(
+    case: Case,
+    *,
+    late: bool,
+    bad_steps: tuple[int, ...] = (),
+    on_nan: Any = "stop",
+    path: str | None = None,
+    resume: str | None = None,
+    precision: Any = "64-true",
+    val: bool = False,
+) -> dict[str, Any]:
+    model = Model(case.shape, case.optimizer)
+    model.bad_steps = bad_steps
+    strategy = PipelineStrategy(
+        pp=case.pp,
+        dp=case.dp,
+        schedule=case.schedule,
+        num_microbatches=case.microbatches,
+        overlap=case.overlap,  # type: ignore[arg-type]
+        bucket_mb=case.buckets_mb,
+        backend=case.backend,  # type: ignore[arg-type]
+        timeout_s=60,
+        seed=0,
+        on_nan=on_nan,
+        post_validation=late,
+    )
+    notes = Notes(path)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        precision=precision,
+        accumulate_grad_batches=case.accumulation,
+        gradient_clip_val=case.clip,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        val_check_interval=2 if val else 1.0,
+        num_sanity_val_steps=0,
+        callbacks=[notes],
+        max_steps=case.steps,
+    )
+    loader = DataLoader(Sentences(case.count), batch_size=case.rows)
+    error = ""
+    try:
+        trainer.fit(model, loader, loader if val else None, ckpt_path=resume)
+    except NotFiniteError as raised:
+        error = str(raised)
+    engine = strategy.engine
+    engine.complete()
+    optimizer = trainer.optimizers[0]
+    state = [
+        value
+        for group in optimizer.param_groups
+        for p in group["params"]
+        for _, value in sorted(optimizer.state[p].items())
+        if isinstance(value, Tensor)
+    ]
+    found = {
+        "losses": notes.losses,
+        "rates": notes.rates,
+        "weights": {n: p.detach().clone() for n, p in engine.named_parameters().items()},
+        "state": [value.clone() for value in state],
+        "repairs": strategy.flush_repairs,
+        "waits": len(engine.norm_waits_s),
+        "skipped": strategy.skipped_steps,
+        "step": trainer.global_step,
+        "error": error.split(" The last")[0],
+        "kept_bytes": engine.late.kept.num_bytes,
+        "val": float(trainer.callback_metrics.get("val_loss", 0.0)),
+    }
+    engine.close()
+    return found
+
+
+ALL = ("losses", "rates", "skipped", "step", "error", "val")
+
+
+def check_same(
+    ranks: Ranks, case: Case, compared: tuple[str, ...] = ALL, **options: Any
+) -> list[dict[str, Any]]:
+    """Both ways on all ranks; what came of the late one."""
+    found = ranks.run(train, case=case, late=True, **options)
+    for late, waited in zip(found, ranks.run(train, case=case, late=False, **options), strict=True):
+        for key in compared:
+            assert repr(late[key]) == repr(waited[key]), key
+        for name, weight in waited["weights"].items():
+            assert torch.equal(late["weights"][name], weight), name
+        for mine, other in zip(late["state"], waited["state"], strict=True):
+            assert mine.dtype == other.dtype
+            assert torch.equal(mine, other)
+        assert waited["repairs"] == waited["kept_bytes"] == 0
+    assert len({result["repairs"] for result in found}) == 1
+    return found
+
+
+# The norms of these steps lie on both sides of their limits.
+STRUCK = [
+    pytest.param(replace(CASE, clip=1e9), 0, id="never"),
+    pytest.param(replace(CASE, clip=15.0, steps=16), 2, id="sometimes"),
+    pytest.param(replace(CASE, clip=1e-3), 1, id="always"),
+    pytest.param(replace(CASE, schedule="zb_h2", pp=4, clip=1e-3), 1, id="zb_h2-pp4"),
+    pytest.param(replace(CASE, clip=1e-3, dp=2, overlap="zero1", rows=6), 1, id="zero1"),
+    pytest.param(replace(CASE, clip=1e-3, backend="strict"), 1, id="in order"),
+    pytest.param(replace(CASE, clip=1e-3, accumulation=2), 1, id="accumulation"),
+    pytest.param(replace(CASE, clip=1e-3, optimizer="Muon"), 1, id="muon"),
+]
+
+
+@pytest.mark.parametrize(("case", "repairs"), STRUCK)
+def test_the_bits_are_those_of_waiting(
+    case: Case, repairs: int, ranks: Callable[[int], Ranks]
+) -> None:
+    found = check_same(ranks(case.pp * case.dp), case)
+    assert found[0]["repairs"] == repairs
+    assert all(result["kept_bytes"] > 0 for result in found)
+
+
+@pytest.mark.parametrize("clip", [None, 1e9])
+def test_a_step_that_is_not_finite_is_left_out_late(
+    clip: float | None, ranks: Callable[[int], Ranks]
+) -> None:
+    case = replace(CASE, clip=clip)
+    found = check_same(ranks(2), case, bad_steps=(1, 2, 7), on_nan="skip")
+    assert found[0]["skipped"] == [1, 2, 7]
+    assert found[0]["repairs"] == 2  # The step behind one that was undone waits.
+
+
+@pytest.mark.parametrize("clip", [None, 1e9])
+def test_a_stop_is_told_of_the_step_that_it_was(
+    clip: float | None, ranks: Callable[[int], Ranks]
+) -> None:
+    # The hooks behind that batch have run when the word comes; nothing else tells the two apart.
+    same = ("skipped", "step", "error")
+    found = check_same(ranks(2), replace(CASE, clip=clip), same, bad_steps=(2,))
+    assert found[0]["error"].startswith("step 3: the loss of microbatch 0 is nan")
+    assert found[0]["step"] == 2
+
+
+def test_checkpoints_and_validations_see_confirmed_weights(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    case = replace(CASE, clip=1e-3)
+    paths = {late: str(tmp_path / f"{late}.ckpt") for late in (True, False)}
+    runs = {
+        late: ranks(2).run(train, case=case, late=late, path=paths[late], val=True)
+        for late in (True, False)
+    }
+    assert runs[True][0]["val"] == runs[False][0]["val"]
+    for late, other in ((True, False), (False, True)):
+        resumed = ranks(2).run(train, case=case, late=late, resume=paths[other])
+        for result, through in zip(resumed, runs[late], strict=True):
+            for name, weight in through["weights"].items():
+                assert torch.equal(result["weights"][name], weight), name
+
+
+def test_16_bit_weights_are_undone_with_their_copies(ranks: Callable[[int], Ranks]) -> None:
+    found = check_same(ranks(2), replace(CASE, clip=1e-3), precision="bf16-true")
+    assert found[0]["repairs"] == 1
