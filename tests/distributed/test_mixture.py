@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 from launcher.workloads.transformer_shape import MoeShape
 from strategies.plan import Recompute
 from tests.distributed.pool import Ranks
-from tests.distributed.test_parity import SHORT, check
+from tests.distributed.test_parity import NAMES, SHORT, _degrees, _microbatches, check
 from tests.distributed.training import Case, small_shape
 
 pytestmark = pytest.mark.distributed
@@ -40,3 +41,24 @@ QUICK = {
 @pytest.mark.parametrize("case", QUICK.values(), ids=QUICK)
 def test_experts_and_their_losses_keep_parity(case: Case, ranks: Callable[[int], Ranks]) -> None:
     check(replace(case, steps=SHORT), ranks)
+
+
+def _everywhere() -> dict[str, Case]:
+    shapes = {"sparse": SPARSE, "shared": SHARED, "steered": STEERED}
+    found = {}
+    for (number, name), (kind, shape) in itertools.product(enumerate(NAMES), shapes.items()):
+        for pp in _degrees(name)[1:]:
+            policy = ("none", "full", "layer")[number % 3]
+            case = Case(name, pp, shape=shape, recompute=Recompute(policy), clip=0.05)
+            found[f"{name}-{kind}-pp{pp}-{policy}"] = replace(
+                case, microbatches=_microbatches(name, pp, 4)
+            )
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", _everywhere().values(), ids=_everywhere())
+def test_experts_keep_parity_under_every_schedule(
+    case: Case, ranks: Callable[[int], Ranks]
+) -> None:
+    check(case, ranks)
