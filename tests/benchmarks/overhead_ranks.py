@@ -18,6 +18,7 @@ from tests.benchmarks.overhead_engine import Engine, Task
 ENGINES = {
     "ours": ("tests.benchmarks.overhead_ours", "Ours"),
     "torch": ("tests.benchmarks.overhead_torch", "Torch"),
+    "torch_ours": ("tests.benchmarks.overhead_torch", "TorchOurs"),
     "bare": ("tests.benchmarks.overhead_bare", "Bare"),
     "autograd": ("tests.benchmarks.overhead_bare", "Autograd"),
 }

@@ -1,11 +1,17 @@
-"""torch.distributed.pipelining on the same sleeping stages."""
+"""torch.distributed.pipelining on the same sleeping stages, with its schedules and with ours."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
 import torch
 import torch.distributed.pipelining as pipelining
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineScheduleRuntime
 
+from strategies.compiler import compile_program
+from strategies.referee import notation
 from strategies.schedules import find_schedule
 from tests.benchmarks.overhead_emulation import TOKENS, SleepingStage, loss_of
 from tests.benchmarks.overhead_engine import Engine, Task
@@ -48,15 +54,18 @@ class Torch(Engine):
                     output_args=boundary,
                 )
             )
+        self._schedule = self._made(task)
+        self._batch = torch.zeros(task.num_microbatches, TOKENS)
+        self._target = torch.zeros(task.num_microbatches, 1)
+
+    def _made(self, task: Task) -> Any:
         made = SCHEDULES[task.schedule]
         several = issubclass(made, PipelineScheduleMulti)
-        self._schedule = made(
+        return made(
             self._stages if several else self._stages[0],
             n_microbatches=task.num_microbatches,
             loss_fn=loss_of,
         )
-        self._batch = torch.zeros(task.num_microbatches, TOKENS)
-        self._target = torch.zeros(task.num_microbatches, 1)
 
     def step(self) -> None:
         for stage in self._stages:
@@ -76,3 +85,33 @@ class Torch(Engine):
             ",".join("" if action is None else str(action) for action in rows[rank]) + "\n"
             for rank in sorted(rows)
         )
+
+
+class TorchOurs(Torch):
+    """torch's pipeline runtime on our lowered program: our order, our places of messages."""
+
+    def _made(self, task: Task) -> Any:
+        program = compile_program(
+            schedule=task.schedule, pp=task.ranks, num_microbatches=task.num_microbatches, buckets=0
+        )
+        bare = program.with_ranks(program.compute_rows())
+        self._order = notation(bare)
+        made: Any = _PipelineScheduleRuntime
+        runtime = made(self._stages, n_microbatches=task.num_microbatches, loss_fn=loss_of)
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "order.csv"
+            file.write_text(notation(program))
+            runtime._load_csv(str(file), format="compute_comms")
+        return runtime
+
+    def order(self) -> str:
+        return self._order
+
+
+def runs_ours(schedule: str, *, pp: int, num_microbatches: int) -> bool:
+    """Whether torch's runtime takes our order: every stage on one rank, a flush at the end."""
+    found = find_schedule(schedule)
+    shape = found.resolve(
+        pp=pp, num_microbatches=num_microbatches, stages_per_rank=None, group=None
+    )
+    return found.place(shape).weight_copies == 1 and found.synchronous

@@ -5,7 +5,8 @@
 
 Gloo ranks on this machine; F takes 10 ms per rank and microbatch, I and W 10 ms each (a virtual
 stage its share), activations and their gradients 1 MB. Engines: this runtime, the same schedule of
-torch.distributed.pipelining on the same modules, and as floors the least that can walk our
+torch.distributed.pipelining on the same modules, torch's pipeline runtime on our own program with
+its messages (``torch_ours``), and as floors the least that can walk our
 program's lists, without (``bare``) and with autograd (``autograd``). They take turns step by step
 in the same processes. A cell is the median over the repetitions of the slowest rank's step, between
 barriers, over the simulated makespan of that engine's own order with free messages.
@@ -30,6 +31,7 @@ from strategies.schedules import SCHEDULES, find_schedule
 from tests.benchmarks import overhead_ranks
 from tests.benchmarks.overhead_emulation import Emulation
 from tests.benchmarks.overhead_paths import critical_path
+from tests.benchmarks.overhead_torch import runs_ours
 from tests.distributed.pool import Ranks
 
 SHARED = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zb", "zb_v")
@@ -44,7 +46,7 @@ class Cell:
     Attributes:
         schedule: Our name.
         num_microbatches: M.
-        engine: ``ours``, ``torch``, ``bare`` or ``autograd``.
+        engine: ``ours``, ``torch``, ``torch_ours``, ``bare`` or ``autograd``.
         step_ms: Median step.
         path_ms: Its order's critical path.
         ratio: The one over the other.
@@ -85,6 +87,8 @@ def measure(
             )
             share = forward_ms / 1e3 / find_schedule(schedule).place(shape).stages_per_microbatch
             chosen = tuple(e for e in engines if e != "torch" or schedule in SHARED)
+            if not runs_ours(schedule, pp=ranks.world_size, num_microbatches=count):
+                chosen = tuple(e for e in chosen if e != "torch_ours")
             found = ranks.run(
                 overhead_ranks.run_task,
                 schedule=schedule,

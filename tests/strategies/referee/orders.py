@@ -46,16 +46,16 @@ def torch_orders(
         "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble",
         "DualPipeV",
     ):  # fmt: skip
-        stages = 1 if name == "GPipe" else 2
+        stages = 1 if name == "GPipe" else 2  # Fewer, it refuses, for all but 1F1B.
         for pp in degrees:
             for count in counts:
                 try:
                     rows = visualizer.get_schedule_ops(
-                        name, pp, count, stages, with_comms=stages > 1
+                        name, pp, count, stages, with_comms=name != "GPipe"
                     )
                 except ValueError:
-                    continue  # Fewer microbatches than the schedule takes.
-                if stages == 1:
+                    continue  # Fewer microbatches than the schedule takes, or stages.
+                if name == "GPipe":
                     bare = {
                         rank: [cell for cell in row if cell is not None and cell.is_compute_op]
                         for rank, row in enumerate(rows)
