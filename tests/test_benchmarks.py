@@ -51,6 +51,7 @@ ALONE = {
         "--schedules 1f1b zb_v --latencies 0.05",
         r"(1f1b .*%\n){3}(zb_v .*%\n){3}mean at p2p=0.05F: \S+% by producer, \S+% as chosen",
     ),
+    "sharding_time": ("small --tp 2", r"small +\d+ +\S+ +\S+ +\S+  O2 .*\nsmall .*  O3 "),
     "plan_speed": (
         "13B-on-64-chimera",
         r"13B-on-64-chimera .* s CPU  search .* s, \d+/\d+  step \d+\.\d+ s\n +pp=\d+ tp=\d+ dp=",

@@ -1,4 +1,4 @@
-"""``find_plan``: a module, a microbatch and a machine to a plan of shardings; and plans by hand."""
+"""``find_shardings``: a module, a microbatch and a machine to a plan of shardings; and plans by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from strategies.sharding_plan import FoundPlan
 from strategies.tracing.operator_trace import trace_operators
 
 
-def find_plan(
+def find_shardings(
     module: nn.Module,
     batch: Any,
     rows: int,

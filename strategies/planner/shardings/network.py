@@ -183,13 +183,20 @@ class Cones:
 
 
 def _roots(graph: OperatorGraph) -> list[int]:
-    """The root of each operator's cone."""
+    """The root of each operator's cone.
+
+    What reads a value that others read, too, is a root: combinations of their states would multiply.
+    """
     producer: dict[int, int] = {}
+    readers: dict[int, int] = {}
+    for operator in graph.operators:
+        for value in set(operator.inputs):
+            readers[value] = readers.get(value, 0) + 1
     found: list[int] = []
     for number, operator in enumerate(graph.operators):
         root = number
         read = set(operator.inputs)
-        if operator.kind is None and len(read) == 1:
+        if operator.kind is None and len(read) == 1 and readers[next(iter(read))] == 1:
             above = producer.get(next(iter(read)))
             if above is not None:
                 root = found[above]

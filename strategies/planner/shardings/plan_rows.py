@@ -59,6 +59,11 @@ class Planner:
         self.level = level
         self._search = Search(graph, self.prices, level=level)
 
+    @property
+    def num_segments(self) -> int:
+        """Into which the graph was cut; 0 where one program covers it."""
+        return self._search.num_segments
+
     def found(self, bans: Sequence[Ban] = ()) -> FoundPlan:
         """The best plan without what is banned."""
         return self.solved(bans).plan

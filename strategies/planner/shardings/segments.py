@@ -70,6 +70,10 @@ class Search:
         self._segments: list[_Segment] | None = None
         self._solved: dict[object, dict[States, _Way]] = {}
 
+    @property
+    def num_segments(self) -> int:
+        return len(self._segments or ())
+
     def best(self, banned: Collection[tuple[int, int]] = ()) -> Found:
         """The cheapest plan without the (operator, choice) that are banned.
 
