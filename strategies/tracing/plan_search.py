@@ -1,4 +1,4 @@
-"""``find_shardings``: a module, a microbatch and a machine to a plan of shardings; and plans by hand."""
+"""``find_shardings``: a module, a microbatch and a machine to a plan; and plans by hand."""
 
 from __future__ import annotations
 

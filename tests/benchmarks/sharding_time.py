@@ -2,22 +2,23 @@
 
     python -m tests.benchmarks.sharding_time [--tp 8] [--levels O2 O3] [NAME ...]
 
-Per model: its operators, CPU seconds of the trace (once per model, then kept), of reading the file,
-and of the search at each level; and what the plan comes to, over the time of one rank alone. The
-U-Net is one of diffusion: residual blocks of GroupNorm, SiLU and convolutions with a time embedding,
-attention where images are small, and a skip from each block down to one up.
+Per model: its operators, CPU seconds of the trace (once per model, then kept), of reading the
+file, and of the search at each level; and what the plan comes to, over the time of one rank alone.
+The U-Net is one of diffusion: residual blocks of GroupNorm, SiLU and convolutions with a time
+embedding, attention where images are small, and a skip from each block down to one up.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -59,8 +60,8 @@ class ResidualBlock(nn.Module):
         inner = self.conv1(functional.silu(self.norm1(images)))
         inner = inner + self.time(functional.silu(when))[:, :, None, None]
         inner = self.conv2(functional.silu(self.norm2(inner)))
-        short: Tensor = self.short(images)
-        return short + inner
+        outer: Tensor = self.short(images) + inner
+        return outer
 
 
 class Attention(nn.Module):
@@ -77,7 +78,8 @@ class Attention(nn.Module):
         q, k, v = (p.view(rows, high * wide, self.heads, -1).transpose(1, 2) for p in parts)
         made = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         back = self.output(made.reshape(rows, high * wide, channels))
-        return images + back.transpose(1, 2).view(rows, channels, high, wide)
+        inner: Tensor = back.transpose(1, 2).view(rows, channels, high, wide)
+        return images + inner
 
 
 class UNet(nn.Module):
@@ -129,7 +131,7 @@ class UNet(nn.Module):
 
 def built_in(name: str) -> Subject:
     """A model of ``conf/model``."""
-    sizes = yaml.safe_load((_MODELS / f"{name}.yaml").read_text())
+    sizes = OmegaConf.to_container(OmegaConf.load(_MODELS / f"{name}.yaml"))
     config = from_dict({"mode": "plan", "model": sizes})
     with empty_weights():
         module = build_model(resolve(config))
@@ -160,7 +162,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--levels", nargs="+", default=["O2", "O3"], choices=["O2", "O3"])
     asked = parser.parse_args()
-    print("model        operators   trace s    read s  search s          of tp=1  segments")
+    _say("model        operators   trace s    read s  search s          of tp=1  segments")
     for name in asked.names or [name for name in SUBJECTS if name != "small"]:
         subject = SUBJECTS[name]()
         started = time.process_time()
@@ -172,9 +174,9 @@ def main() -> None:
         read = time.process_time() - started
         for level in asked.levels:
             took, share, segments = _search(graph, asked.tp, level)
-            print(
-                f"{name:12} {len(graph.operators):9} {traced:9.2f} {read:9.2f} {took:9.2f}  {level} "
-                f"{share:12.1%} {segments:9}"
+            _say(
+                f"{name:12} {len(graph.operators):9} {traced:9.2f} {read:9.2f} {took:9.2f}  "
+                f"{level} {share:12.1%} {segments:9}"
             )
 
 
@@ -183,6 +185,10 @@ def _search(graph: Any, tp: int, level: Level) -> tuple[float, float, int]:
     planner = Planner(graph, Prices(A100, tp, number_format="bf16"), level=level)
     plan = planner.found()
     return time.process_time() - started, plan.seconds / plan.seconds_whole, planner.num_segments
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
 
 
 if __name__ == "__main__":

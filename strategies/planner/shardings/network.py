@@ -185,7 +185,7 @@ class Cones:
 def _roots(graph: OperatorGraph) -> list[int]:
     """The root of each operator's cone.
 
-    What reads a value that others read, too, is a root: combinations of their states would multiply.
+    What reads a value that others read, too, is a root: their states would multiply.
     """
     producer: dict[int, int] = {}
     readers: dict[int, int] = {}
