@@ -69,7 +69,7 @@ def chosen_plan(
         num_microbatches: Of a step.
     """
     # Needed by nobody else on a rank, and heavy.
-    from strategies.tracing.plan_search import find_plan
+    from strategies.tracing.plan_search import find_shardings
 
     hardware = getattr(costs, "hardware", None)
     if not isinstance(hardware, Hardware):
@@ -81,7 +81,7 @@ def chosen_plan(
         number_format = next(iter(hardware.named_peaks()))
 
     def find(machine: Hardware) -> FoundPlan:
-        return find_plan(
+        return find_shardings(
             module,
             batch,
             count_rows(batch),
