@@ -392,6 +392,7 @@ def _loads(
         sequence_parallel=config.sequence_parallel,
         selective=recompute.inside,
         whole_layers=recompute.policy == "layer",
+        gpu_element=gpu_element(config),
         layers=recompute.layers,
         attention=config.costs.attention,
         momentum_only=config.optimizer.name == "muon",
@@ -421,6 +422,11 @@ def _buckets(
 def _spreads(config: LaunchConfig, dp: int) -> bool:
     """Whether tensor-parallel ranks alone have the same experts."""
     return config.model.experts is not None and dp * config.tp > config.ep
+
+
+def gpu_element(config: LaunchConfig) -> int | None:
+    """Bytes of an activation on a GPU whose kernels are known; None on other machines."""
+    return None if config.hardware.num_sms is None else element_sizes(config).activation
 
 
 def element_sizes(config: LaunchConfig) -> ElementSizes:

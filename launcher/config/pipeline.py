@@ -303,6 +303,15 @@ class HardwareConfig(Hardware):
     attention_efficiency: float = key(
         1.0, "num_sms: share of the peak that a fused attention core reaches.", above=0, high=1
     )
+    context_gb: float = key(
+        0.0,
+        "Memory of one rank, in GB, that its process takes before it has a model: context, "
+        "libraries, communicators.",
+        low=0,
+    )
+    allocator_loss: float = key(
+        0.0, "What an allocator reserves beyond what it hands out, as a share of that.", low=0
+    )
     kernel_overhead_s: float = key(0.0, "num_sms: seconds that starting a kernel takes.", low=0)
     message_overhead_s: float = key(
         0.0, "Seconds of a message between stages beside its link's latency.", low=0
@@ -397,7 +406,8 @@ class PlannerConfig:
 
     num_gpus: int | None = key(
         None,
-        "tp * pp * dp; null = the GPUs of this machine, or its CPU cores where it has none.",
+        "tp * pp * dp; null = those of pinned degrees, where these are all or more than this "
+        "machine has, else its GPUs, or its CPU cores where it has none.",
         low=1,
         high=65536,
         example=64,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,9 +18,18 @@ from launcher.config.pipeline import recompute_policy
 from launcher.planning.model_trace import needs_trace
 from launcher.planning.operator_cache import planned_shape
 from launcher.planning.profile_check import checked_profile, classes_of
+from launcher.processes.nodes import asked_world
 from launcher.report.summary import format_peak, format_percent
 from launcher.report.typed_command import typed_words
-from launcher.resolve import MOMENTS, element_sizes, layer_units, model_shape, num_places, uses_gpu
+from launcher.resolve import (
+    MOMENTS,
+    element_sizes,
+    gpu_element,
+    layer_units,
+    model_shape,
+    num_places,
+    uses_gpu,
+)
 from launcher.workloads.loads import unit_loads
 from launcher.workloads.model_share import ModelShape, PlannedShape, check_tp
 from launcher.workloads.traced_shape import TracedShape
@@ -87,6 +97,7 @@ def question(
             sequence_parallel=cut,
             selective=selective,
             whole_layers=asked.policy == "layer",
+            gpu_element=gpu_element(config),
             layers=asked.layers,
             attention=config.costs.attention,
             momentum_only=config.optimizer.name == "muon",
@@ -229,10 +240,15 @@ def _batch(config: LaunchConfig) -> int:
 
 
 def _num_gpus(config: LaunchConfig, pinned: frozenset[str]) -> int:
-    """Those of a pinned layout, else those that are here."""
-    if {"pp", "tp", "dp"} <= pinned and config.dp != "auto":
-        return config.pp * config.tp * int(config.dp)
-    return num_places(config)
+    """Those of a pinned layout, else those that are here; or that pinned degrees fill alone."""
+    degrees = {"pp": config.pp, "tp": config.tp}
+    if config.dp != "auto":
+        degrees["dp"] = int(config.dp)
+    asked = [degrees[name] for name in pinned & degrees.keys()]
+    if len(asked) == 3:
+        return prod(asked)
+    places = num_places(config)
+    return prod(asked) if asked_world(config) is None and places % prod(asked) else places
 
 
 def with_memory(asked: Question, memory_bytes: int) -> Question:

@@ -31,6 +31,7 @@ def unit_loads(
     layers: Layers = (),
     attention: Attention = "fused",
     momentum_only: bool = False,
+    gpu_element: int | None = None,
 ) -> tuple[Load, ...]:
     """One load per unit, in execution order.
 
@@ -38,6 +39,7 @@ def unit_loads(
     with ``whole_layers``, too, all of it from their input.
     With ``momentum_only`` the optimizer keeps one element per parameter between the first and the
     last unit (norms and biases count with the matrices); of a trace nobody knows which those are.
+    ``gpu_element``: bytes of an activation on a GPU, whose kernels keep less than those of a CPU.
     """
     if isinstance(shape, TracedShape):
         assert not selective
@@ -68,6 +70,8 @@ def unit_loads(
     loads = tuple(
         replace(load, lean_parameters=max(0, load.lean_parameters - load.experts)) for load in loads
     )
+    if gpu_element is not None and isinstance(shape, TransformerShape):
+        loads = _as_gpus_keep(shape, loads, tp, stream, gpu_element, cut=sequence_parallel)
     if not isinstance(shape, HfShape) or shape.sizes is not None:
         different = unit_works(
             shape, tp, microbatch_size, sequence_parallel=sequence_parallel, attention=attention
@@ -84,6 +88,27 @@ def unit_loads(
     shares = selective_shares(shape, tp, sequence_parallel=sequence_parallel, layers=layers)
     return tuple(
         _again(load, share, microbatch_size) for load, share in zip(loads, shares, strict=True)
+    )
+
+
+def _as_gpus_keep(
+    shape: TransformerShape, loads: Sequence[Load], tp: int, stream: int, size: int, *, cut: bool
+) -> tuple[Load, ...]:
+    """RMSNorm is one kernel that keeps its input alone; dropout keeps a mask of bytes.
+
+    Where the stream is cut over ranks, a mask is a share of a larger one, of whole elements.
+    """
+    copy = stream // (tp if cut else 1) if shape.norm == "rmsnorm" else 0
+    mask = stream * (size - 1) // size if shape.dropout and not cut else 0
+    last = len(loads) - 1
+    return tuple(
+        replace(
+            load,
+            saved_elements=load.saved_elements
+            - (copy if number else 0)
+            - (mask if number < last else 0),
+        )
+        for number, load in enumerate(loads)
     )
 
 

@@ -103,7 +103,7 @@ def _verdicts(predictions: Sequence[Prediction]) -> str:
     right = sum(p.fits == p.run.fits for p in told)
     wrong = [
         f"- {p.run.name}: {'ran' if p.run.fits else 'did not fit'}, predicted "
-        f"{p.memory_bytes / 1e9:.1f} of {p.limit_bytes / 1e9:.1f} GB"
+        f"{p.taken_bytes / 1e9:.1f} of {p.limit_bytes / 1e9:.1f} GB"
         for p in told
         if p.fits != p.run.fits
     ]

@@ -24,6 +24,7 @@ from launcher.compose.session import compose_checked, search_path
 from launcher.report.predicted import rank_memory, step_flops
 from launcher.resolve import Run, resolve
 from strategies.costs.analytic import AnalyticCosts
+from strategies.costs.hardware import Hardware
 from strategies.errors import PipelineError
 from strategies.simulator.engine import simulate
 
@@ -98,7 +99,8 @@ class Prediction:
 
     Attributes:
         step_s: Predicted seconds.
-        memory_bytes: Of the fullest rank.
+        memory_bytes: Of the fullest rank, as ``mem_what`` says that it was measured.
+        taken_bytes: What its device shows as taken.
         limit_bytes: What a rank has.
         flops: Model FLOPs of a step, of all ranks.
         missing: Why it cannot be predicted; None if it can.
@@ -107,6 +109,7 @@ class Prediction:
     run: PublishedRun
     step_s: float = 0.0
     memory_bytes: float = 0.0
+    taken_bytes: float = 0.0
     limit_bytes: float = 0.0
     flops: float = 0.0
     missing: str | None = None
@@ -124,7 +127,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        return self.memory_bytes <= self.limit_bytes
+        return self.taken_bytes <= self.limit_bytes
 
     def speeds(self) -> tuple[float, float]:
         """(predicted, measured) FLOP/s of one rank."""
@@ -273,13 +276,23 @@ def predict_run(run: PublishedRun) -> Prediction:
     flops = step_flops(resolved)
     assert memory is not None
     assert flops is not None
+    held = max(rank.total for rank in memory)
     return Prediction(
         run,
         step_s=timeline.makespan if config.trainer.waits_at_flush else timeline.period,
-        memory_bytes=max(rank.total for rank in memory),
+        memory_bytes=_as_measured(run, held, config.hardware),
+        taken_bytes=config.hardware.reserved_bytes(held),
         limit_bytes=config.hardware.memory_gb * 1e9,
         flops=flops,
     )
+
+
+def _as_measured(run: PublishedRun, held: float, hardware: Hardware) -> float:
+    """What was read: of the device, of what torch's allocator reserved, or of what it gave out."""
+    what = run.row.get("mem_what", "").lower()
+    if "nvidia-smi" in what:
+        return hardware.reserved_bytes(held)
+    return held * (1.0 + hardware.allocator_loss) if "reserved" in what else held
 
 
 def _to_the_end(run: Run) -> Run:

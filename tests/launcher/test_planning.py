@@ -214,3 +214,22 @@ def test_the_questions_of_the_guide_can_be_asked(tmp_path, monkeypatch):
         done = run_here(command.split(), tmp_path / str(number), monkeypatch)
         assert done.code == 0, done.errors
         assert done.calls[0].config.mode == "plan"
+
+
+@pytest.mark.parametrize(
+    ("degrees", "pinned", "expected"),
+    [
+        ({"pp": 4, "dp": 2, "tp": 1}, ("pp", "dp", "tp"), 8),
+        ({"pp": 8}, ("pp",), 8),  # more than two cores hold
+        ({"pp": 4, "dp": 3}, ("pp", "dp"), 12),
+        ({"pp": 2}, ("pp",), 2),
+        ({"pp": 1, "tp": 1}, ("pp", "tp"), 2),
+        ({}, (), 2),
+    ],
+)
+def test_without_a_number_pinned_degrees_or_this_machine_give_it(
+    degrees, pinned, expected, monkeypatch
+):
+    monkeypatch.setattr("launcher.planning.question.num_places", lambda _: 2)
+    config = config_of(**degrees, planner={"global_batch_size": 24}, model={"vocab": 512})
+    assert question(config, pinned).space.num_gpus == expected

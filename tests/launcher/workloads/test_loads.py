@@ -302,3 +302,16 @@ def test_experts_are_a_part_of_their_layers_and_tensor_ranks_share_their_tokens(
     assert shared[sparse].experts == load.experts
     assert shared[sparse].expert_flops == load.expert_flops / 2
     assert shared[sparse].forward_flops == pytest.approx(load.forward_flops - load.expert_flops / 2)
+
+
+def test_gpus_keep_masks_of_bytes_and_norms_once():
+    shape = replace(LLAMA, dropout=0.1)
+    plain, lean = unit_loads(shape, 1, 2), unit_loads(shape, 1, 2, gpu_element=2)
+    stream = 2 * shape.sequence * shape.hidden
+    less = [one.saved_elements - two.saved_elements for one, two in zip(plain, lean, strict=True)]
+    # The embedding has a mask, halves of layers a mask and a norm, the head a norm.
+    assert less == [stream // 2, *[stream + stream // 2] * (2 * shape.layers), stream]
+    gpt = replace(shape, norm="layernorm")
+    saved = [load.saved_elements for load in unit_loads(gpt, 2, 2, sequence_parallel=True)]
+    cut = unit_loads(gpt, 2, 2, sequence_parallel=True, gpu_element=2)
+    assert [load.saved_elements for load in cut] == saved
