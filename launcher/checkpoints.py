@@ -20,7 +20,7 @@ from launcher.report.result import write_atomically
 from launcher.resolve import Run, text_source
 from launcher.terminal import say
 from launcher.workloads.data.identity import tell_other_data
-from launcher.workloads.transformer_shape import TransformerShape, shape_keys
+from launcher.workloads.transformer_shape import MoeShape, TransformerShape, shape_keys
 from strategies.errors import CheckpointError, PlanError
 from strategies.manifest import (
     MANIFEST,
@@ -89,7 +89,10 @@ def check_model(path: Path, shape: TransformerShape) -> None:
         wrong = [key for key in wrong if key in then]
     if wrong:
         asked = ", ".join(f"model.{key}={spell(now[key])}" for key in wrong)
-        changed = wrong + [key for key in then if key not in now and key not in free]
+        beside = shape_keys({"moe": asdict(MoeShape(1, 1, 1))})  # what need not be typed
+        changed = wrong + [
+            key for key in then if key not in (*now, *free) and then[key] != beside.get(key)
+        ]
         fix = " ".join(f"model.{key}={spell(then[key])}" for key in changed)
         raise CheckpointError(f"{path} is a checkpoint of another model than {asked}. Try {fix}.")
 

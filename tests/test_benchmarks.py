@@ -73,6 +73,9 @@ ON_TWO_RANKS = {
     ),
     "plan_ranking": (f"--layouts 1 {SMALL_MODEL}", r"[2-4] layouts: Kendall tau .*; memory within"),
 }
+LAUNCHED = {
+    "dense_twin": ("2", r"\| tiny \| 1,246,848 \| .*\n\| tiny_moe \| 3,907,200 \| 1,252,992 \| "),
+}
 OTHERWISE = {"pipeline_overhead", "fold_on_links", "published"}
 ENGINES = ["ours", "torch", "torch_ours", "bare", "autograd"]
 
@@ -81,7 +84,7 @@ def test_every_benchmark_that_a_document_names_is_run_here():
     pages = [*map(ROOT.joinpath, DOCUMENTS), *(ROOT / "docs").rglob("*.md")]
     text = "".join(page.read_text() for page in pages)
     named = set(re.findall(r"tests\.benchmarks\.(\w+)", text))
-    assert named == {*ALONE, *ON_TWO_RANKS, *OTHERWISE}
+    assert named == {*ALONE, *ON_TWO_RANKS, *LAUNCHED, *OTHERWISE}
 
 
 def run(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +98,16 @@ def test_a_command_of_one_process_prints_its_figures(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     words, printed = ALONE[name]
+    run(name, words, monkeypatch)
+    assert re.search(printed, capsys.readouterr().out)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_a_command_that_launches_others_prints_its_figures(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    words, printed = LAUNCHED[name]
     run(name, words, monkeypatch)
     assert re.search(printed, capsys.readouterr().out)
 

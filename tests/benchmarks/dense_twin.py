@@ -36,7 +36,8 @@ def train(name: str, steps: int, folder: Path) -> tuple[list[dict[str, str]], di
     return rows, json.loads((folder / "result.json").read_text())
 
 
-def main(steps: int = 120) -> dict[str, dict[str, Any]]:
+def main() -> None:
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 120
     found: dict[str, dict[str, Any]] = {}
     for name in NAMES:
         with tempfile.TemporaryDirectory() as folder:
@@ -64,8 +65,7 @@ def main(steps: int = 120) -> dict[str, dict[str, Any]]:
         )
     uneven = found["tiny_moe"]["imbalance"]
     print(f"\nfullest expert over the mean, last steps: {sum(uneven) / len(uneven):.2f}")
-    return found
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

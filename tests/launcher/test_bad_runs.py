@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from launcher.checkpoints import hold
 from launcher.processes.failure import as_full_disk
 from launcher.processes.local import font_cache
+from launcher.workloads.transformer_shape import MoeShape
 from tests.forgery import write_bare
 from tests.launcher.command_line import launch_here, refused_here
 from tests.launcher.runs import MODEL
@@ -166,6 +168,24 @@ def test_a_checkpoint_of_another_model(refused, tmp_path, key, words):
     message = refused([*MODEL, *words, f"{key}={path}"])
     assert "model.hidden=16, model.ffn=24" in message
     assert "Try model.hidden=32 model.ffn=48." in message
+
+
+def test_a_dense_checkpoint_in_a_model_with_experts_and_the_other_way_round(refused, tmp_path):
+    dense = checkpoint_of(tmp_path / "step-00000001.ckpt")
+    experts = ["model.experts=4", "model.expert_ffn=8"]
+    message = refused([*MODEL, *experts, "mode=eval", f"checkpoint={dense}"])
+    assert "of another model than model.experts=4. Try model.experts=null." in message
+    moe = MoeShape(experts=4, per_token=2, ffn=8, shared=1, balance_loss=0.01)
+    sparse = checkpoint_of(tmp_path / "step-00000002.ckpt", moe=asdict(moe))
+    message = refused([*MODEL, "mode=eval", f"checkpoint={sparse}"])
+    assert "another model than model.experts=null. Try model.experts=4 model." in message
+    words = "model.expert_ffn=8 model.experts=4 model.experts_per_token=2 model.shared_experts=1"
+    assert sorted(message.partition(" Try ")[2].rstrip(".\n").split()) == words.split()
+    message = refused([*MODEL, *experts, "mode=eval", f"checkpoint={sparse}"])
+    assert "than model.shared_experts=0. Try model.shared_experts=1." in message
+    # Losses change no weight: what is refused next is the checkpoint's missing content.
+    words = [*MODEL, *experts, "model.shared_experts=1", "model.aux_loss=0.5", "mode=eval"]
+    assert "another model" not in refused([*words, f"checkpoint={sparse}"])
 
 
 def test_a_vocabulary_smaller_than_that_of_the_data(refused, tmp_path):
