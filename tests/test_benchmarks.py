@@ -186,6 +186,25 @@ def test_the_command_measures_every_engine_and_writes_table_and_json(
     assert rest[-1] == f"python -m tests.benchmarks.pipeline_overhead {' '.join(words)}"
 
 
+@pytest.mark.distributed
+def test_periods_of_steps_behind_each_other_are_measured_beside_the_simulated_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    file = tmp_path / "figures.json"
+    words = "--steady --ranks 2 --schedules 1f1b pipedream_2bw --microbatches 2 --repetitions 2"
+    arguments = [*words.split(), "--forward-ms", "1", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["pipeline_overhead", *arguments])
+    pipeline_overhead.main()
+    cells = json.loads(file.read_text())["cells"]
+    # 1F1B waits for fill and drain in every step, what has no flush never: 2 * (F + B).
+    assert [(cell["schedule"], cell["path_ms"]) for cell in cells] == [
+        ("1f1b", 9.0),
+        ("pipedream_2bw", 6.0),
+    ]
+    assert all(cell["step_ms"] >= 6.0 for cell in cells)
+    assert capsys.readouterr().out.startswith("| m = 2 | ours |")
+
+
 @pytest.mark.parametrize("schedule", pipeline_overhead.SHARED)
 def test_the_path_of_our_own_schedule_is_its_simulated_makespan(schedule: str):
     program = compile_program(schedule=schedule, pp=4, num_microbatches=8, buckets=0)

@@ -98,6 +98,9 @@ class Ours(Engine):
     def step(self, *, clip: bool = False, late: bool = False) -> None:
         """``late``: the update does not wait for clipping's norm."""
         runtime = self._runtime
+        if runtime.stream is not None:
+            self._call()
+            return
         runtime.train_pass(self._batch, batch_idx=0, step=self._steps, accumulation=1, update=True)
         runtime.restore_gradients()
         runtime.flush()
@@ -111,6 +114,16 @@ class Ours(Engine):
         runtime.stepped()
         self._steps += 1
 
+    def _call(self) -> None:
+        """A batch enters, without a flush; the update that is due has its gradients then."""
+        runtime = self._runtime
+        runtime.stream_pass(self._batch, batch_idx=0, step=self._steps, wait=False)
+        self._steps += 1
+        runtime.restore_gradients()
+        runtime.flush()
+        runtime.make_room()
+        runtime.stepped()
+
     def last_record(self) -> StepRecord:
         """Stamps of the step that has ended."""
         return self._runtime.recorder.kept[-1]
@@ -120,5 +133,14 @@ class Ours(Engine):
         return tuple(self._runtime.norm_waits_s)
 
     def close(self) -> None:
+        stream = self._runtime.stream
+        for program in () if stream is None else stream.drains():
+            self._runtime.run_drain(program)
+            self._runtime.restore_gradients()
+            self._runtime.flush()
+            self._runtime.make_room()
+            self._runtime.stepped()
+        if stream is not None:
+            self._runtime.hear()
         self._runtime.complete()
         self._runtime.close()

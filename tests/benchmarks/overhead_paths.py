@@ -9,7 +9,7 @@ from strategies.costs.table import CostTable
 from strategies.costs.uniform import UniformCosts
 from strategies.ir.program import Program
 from strategies.plan import Plan, ScheduleFile
-from strategies.simulator.engine import simulate
+from strategies.simulator.engine import simulate, unroll
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +52,14 @@ def critical_path(
         file=ScheduleFile(f"torch's {schedule}", order),
     )
     return simulate(compile_plan(plan).train, _WholeFirstBackward(costs)).makespan
+
+
+def steady_period(schedule: str, *, ranks: int, num_microbatches: int, forward: float) -> float:
+    """From step to step where nobody waits at a barrier, for F = I = W at zero latency."""
+    costs = UniformCosts(forward=forward, backward=2 * forward)
+    plan = Plan(schedule, pp=ranks, num_microbatches=num_microbatches, buckets=0)
+    program = compile_plan(plan).train
+    if program.per_batch is not None:
+        return simulate(program, costs).period
+    *_, before, last = unroll(program, costs, steps=6)
+    return max(max(row) for row in last.end) - max(max(row) for row in before.end)

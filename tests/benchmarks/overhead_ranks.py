@@ -7,6 +7,7 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch.distributed as dist
@@ -75,6 +76,23 @@ def run_task(
     for engine in built.values():
         engine.close()
     return found
+
+
+def run_steady(
+    *, schedule: str, num_microbatches: int, emulation: Emulation, warmups: int, repetitions: int
+) -> list[float]:
+    """Seconds from step to step of this rank, which waits for no other at their ends."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    engine = _build("ours", Task(schedule, ranks, num_microbatches, rank, emulation))
+    ended = []
+    dist.barrier()
+    for repetition in range(warmups + repetitions + 1):
+        engine.step()
+        if repetition >= warmups:
+            ended.append(time.perf_counter())
+    engine.close()
+    dist.barrier()
+    return [after - before for before, after in pairwise(ended)]
 
 
 def _build(name: str, task: Task) -> Engine:

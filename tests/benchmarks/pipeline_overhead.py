@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.pipeline_overhead
     python -m tests.benchmarks.pipeline_overhead --schedules all --engines ours bare --json out.json
+    python -m tests.benchmarks.pipeline_overhead --steady --schedules 1f1b zb_v pipedream_2bw
 
 Gloo ranks on this machine; F takes 10 ms per rank and microbatch, I and W 10 ms each (a virtual
 stage its share), activations and their gradients 1 MB. Engines: this runtime, the same schedule of
@@ -10,6 +11,9 @@ its messages (``torch_ours``), and as floors the least that can walk our
 program's lists, without (``bare``) and with autograd (``autograd``). They take turns step by step
 in the same processes. A cell is the median over the repetitions of the slowest rank's step, between
 barriers, over the simulated makespan of that engine's own order with free messages.
+
+With ``--steady`` this runtime alone runs one step behind the other without a barrier between them:
+a cell is the median period over the simulated one. What has no flush has no bubble there.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from strategies.errors import PlanError
 from strategies.schedules import SCHEDULES, find_schedule
 from tests.benchmarks import overhead_ranks
 from tests.benchmarks.overhead_emulation import Emulation
-from tests.benchmarks.overhead_paths import critical_path
+from tests.benchmarks.overhead_paths import critical_path, steady_period
 from tests.benchmarks.overhead_torch import runs_ours
 from tests.distributed.pool import Ranks
 
@@ -105,6 +109,45 @@ def measure(
     return cells
 
 
+def measure_steady(
+    ranks: Ranks,
+    *,
+    schedules: Sequence[str],
+    microbatches: Sequence[int],
+    repetitions: int,
+    forward_ms: float,
+    elements: int = 2**18,
+    realtime: bool = False,
+) -> list[Cell]:
+    """Periods of our runtime, steps behind each other."""
+    if not all(ranks.run(overhead_ranks.prepare, realtime=realtime)):
+        raise PermissionError("--realtime: this user may not set SCHED_FIFO. Leave it out.")
+    cells = []
+    for schedule in schedules:
+        for count in microbatches:
+            shape = find_schedule(schedule).resolve(
+                pp=ranks.world_size, num_microbatches=count, stages_per_rank=None, group=None
+            )
+            share = forward_ms / 1e3 / find_schedule(schedule).place(shape).stages_per_microbatch
+            found = ranks.run(
+                overhead_ranks.run_steady,
+                schedule=schedule,
+                num_microbatches=count,
+                emulation=Emulation(share, share, share, elements),
+                warmups=WARMUPS,
+                repetitions=repetitions,
+            )
+            steps = [1e3 * max(taken) for taken in zip(*found, strict=True)]
+            median = statistics.median(steps)
+            path = steady_period(
+                schedule, ranks=ranks.world_size, num_microbatches=count, forward=forward_ms
+            )
+            cells.append(
+                Cell(schedule, count, "ours", median, path, median / path, 0.0, tuple(steps))
+            )
+    return cells
+
+
 def _cell(
     schedule: str,
     num_microbatches: int,
@@ -165,15 +208,25 @@ def main() -> None:
     about = machine()
     ranks = Ranks(arguments.ranks)
     try:
-        cells = measure(
-            ranks,
-            schedules=schedules,
-            microbatches=arguments.microbatches,
-            engines=arguments.engines,
-            repetitions=arguments.repetitions,
-            forward_ms=arguments.forward_ms,
-            realtime=arguments.realtime,
-        )
+        if arguments.steady:
+            cells = measure_steady(
+                ranks,
+                schedules=schedules,
+                microbatches=arguments.microbatches,
+                repetitions=arguments.repetitions,
+                forward_ms=arguments.forward_ms,
+                realtime=arguments.realtime,
+            )
+        else:
+            cells = measure(
+                ranks,
+                schedules=schedules,
+                microbatches=arguments.microbatches,
+                engines=arguments.engines,
+                repetitions=arguments.repetitions,
+                forward_ms=arguments.forward_ms,
+                realtime=arguments.realtime,
+            )
     except (PlanError, PermissionError) as error:
         sys.exit(f"pipeline_overhead: {error}")
     finally:
@@ -183,8 +236,9 @@ def main() -> None:
     used = dict.fromkeys(cell.engine for cell in cells)
     busy = {e: max((cell.busy for cell in cells if cell.engine == e), key=abs) for e in used}
     deviations = ", ".join(f"{engine} {value:+.1%}" for engine, value in busy.items())
+    what = "Period over the simulated one" if arguments.steady else "Step over own critical path"
     out.append(
-        f"Step over own critical path (median of {arguments.repetitions} steps after {WARMUPS}); "
+        f"{what} (median of {arguments.repetitions} steps after {WARMUPS}); "
         f"p={arguments.ranks}, F=I=W={arguments.forward_ms:g} ms, 1 MB, gloo.\n"
         f"Emulated compute against what was asked for, on the worst rank: {deviations}.\n"
         f"{about}\n{command}\n"
@@ -211,6 +265,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--forward-ms", type=float, default=10.0, metavar="MS")
     parser.add_argument(
         "--realtime", action="store_true", help="SCHED_FIFO for all ranks (needs the right to)"
+    )
+    parser.add_argument(
+        "--steady", action="store_true", help="periods of ours, steps behind each other"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="all figures, machine-readable")
     return parser

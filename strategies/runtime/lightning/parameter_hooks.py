@@ -58,6 +58,7 @@ class ParameterHooks:
         engine: Of a module whose parameters are known everywhere by name (``StageModel.table``).
         reduced: Whether gradients behind this pass are those of all replicas.
         changed: Called when a hook has ended that had the whole model.
+        settle: Called before weights or gradients are brought; what is under way may end there.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ParameterHooks:
         *,
         reduced: Callable[[], bool],
         changed: Callable[[], None],
+        settle: Callable[[], None],
     ) -> None:
         table = engine.model.table
         assert table is not None
@@ -75,6 +77,7 @@ class ParameterHooks:
         self._table: ParameterTable = table
         self._reduced = reduced
         self._changed = changed
+        self._settle = settle
         self._where = engine.coordinates
         self._patience_s = min(_PATIENCE_S, engine.options.timeout_s)
         engine.create_hook_groups(timeout_s=self._patience_s)
@@ -236,6 +239,8 @@ class ParameterHooks:
         there = self._has_gradients if wanted == _GRADIENTS else self._here
         if not there:
             self._watching = False
+            with self.away():
+                self._settle()
             self._exchange(wanted)
             self._watching = True
 

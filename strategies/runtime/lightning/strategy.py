@@ -68,7 +68,11 @@ from strategies.runtime.lightning.refusals import (
 )
 from strategies.runtime.lightning.request import Keywords, plan_and_options
 from strategies.runtime.lightning.stock_file import serve_folders
-from strategies.runtime.lightning.stream_loop import StreamLoop, refuse_stream
+from strategies.runtime.lightning.stream_loop import (
+    StreamLoop,
+    refuse_engine,
+    refuse_stream,
+)
 from strategies.runtime.lightning.user_module import RowsTold, stage_model_of
 from strategies.runtime.lightning.whole_state import WholeModule, look_at_whole, refuse_cut
 from strategies.runtime.messages import fingerprint
@@ -364,7 +368,11 @@ class PipelineStrategy(CheckpointingStrategy):
         self._synchronise(module)
         self._note_cut()
         stream = self._engine.stream
-        self._loop = None if stream is None else StreamLoop(self, self._engine)
+        self._loop = None
+        if stream is not None and trainer.state.fn == TrainerFn.FITTING:
+            refuse_engine(self._engine, on_nan=self._options.on_nan)
+            self._loop = StreamLoop(self, self._engine)
+            self._loop.listen()
         self._hooks = None
         if self.coordinates.pp > 1 and self._engine.model.table is not None:
             self._hooks = ParameterHooks(
@@ -372,6 +380,7 @@ class PipelineStrategy(CheckpointingStrategy):
                 module,
                 reduced=self._gradients_are_whole,
                 changed=self._weights_changed,
+                settle=self.drain,
             )
 
     def _gradients_are_whole(self) -> bool:

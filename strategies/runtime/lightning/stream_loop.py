@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -93,8 +94,22 @@ class StreamLoop:
         self._stream = engine.stream
         self._settings: dict[int, _Settings] = {}  # by update: as they were when its batch entered
         self._late: list[PassResult] = []  # heard where nothing can be logged
-        self._draining = False
+        self._busy = False  # inside a call or an update, where nothing can be drained
         self.alone = False  # whether the batch that is here runs by itself
+
+    def listen(self) -> None:
+        """Lets ranks hear of a SIGTERM with a call's other news.
+
+        Lightning broadcasts before each batch whether rank 0 has had one, for which the first rank
+        of the pipeline would wait until the last has ended its call: a flush of its own.
+        """
+        loop: Any = self._strategy._trainer.fit_loop.epoch_loop
+
+        def tell() -> None:
+            if self._stream.stops:
+                raise SIGTERMException
+
+        loop._broadcast_sigterm_tensor = tell
 
     # ---------------------------------------------------------------- batches
 
@@ -106,6 +121,7 @@ class StreamLoop:
 
     def train(self, batch: Any, **options: Any) -> tuple[list[PassResult], Tensor]:
         """Runs a call; what has been heard, to be logged now, and the loss."""
+        self._stream.asked_to_stop = bool(self._strategy._trainer.received_sigterm)
         heard, look = self._engine.stream_pass(batch, wait=self._logs_now, **options)
 
         def loss() -> float:
@@ -137,7 +153,7 @@ class StreamLoop:
         last = loop.epoch_loop.batch_progress.is_last_batch or (
             0 < loop.max_steps <= trainer.global_step + 1
         )
-        if last or trainer.should_stop or trainer.received_sigterm:
+        if last or trainer.should_stop or self._stream.stops:
             return True
         # By the clock ranks would decide each by itself: validation then drains when it begins.
         by_time = getattr(trainer, "_val_check_time_interval", None) is not None
@@ -158,10 +174,12 @@ class StreamLoop:
             self._settings[self._stream.newest_update] = entered
             return result
 
-        if updates:
-            result = self._apply(optimizer, enter, apply)
-        else:
-            result = enter()
+        self._busy = True
+        try:
+            result = self._apply(optimizer, enter, apply) if updates else enter()
+        finally:
+            self._busy = False
+        if not updates:
             self._engine.left_out()
             # Torch's schedules warn where they step before their optimizer: the first settings
             # would be lost, but here the update will be made with them.
@@ -173,9 +191,9 @@ class StreamLoop:
 
     def drain(self) -> None:
         """Empties the pipeline and applies all updates; collective, and nothing where it is."""
-        if self._stream.empty or self._draining:
+        if self._stream.empty or self._busy:
             return
-        self._draining = True
+        self._busy = True
         try:
             (optimizer,) = self._strategy.optimizers
             for program in self._stream.drains():
@@ -190,7 +208,7 @@ class StreamLoop:
             self._stream.drained()
             self._settings.clear()
         finally:
-            self._draining = False
+            self._busy = False
 
     def _apply(self, optimizer: Optimizer, closure: Callable[[], Any], apply: _Apply) -> Any:
         now: _Settings | None = None
@@ -265,6 +283,7 @@ def refuse_stream(trainer: Any, module: Any, plan: Plan) -> None:
             f"accumulate_grad_batches={count} with schedule={name}: without a flush every batch "
             f"that enters makes an update of its own. Try accumulate_grad_batches=1 with {fix}."
         )
+    _refuse_sums(trainer, plan)
     if not module.automatic_optimization:
         raise ModelError(
             f"automatic_optimization=False with schedule={name}: the step decides when weights are "
@@ -284,3 +303,57 @@ def refuse_stream(trainer: Any, module: Any, plan: Plan) -> None:
                 "microbatch's backward would find those of later forwards. Try schedule=1f1b, a "
                 "norm without them (GroupNorm, LayerNorm), or track_running_stats=False."
             )
+
+
+def _refuse_sums(trainer: Any, plan: Plan) -> None:
+    """What needs all stages' gradients of a batch at once, or their scale."""
+    name = plan.schedule
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ModelError(
+            f"precision=16-mixed with schedule={name}: its scale of the loss changes with an "
+            "update, and microbatches under way have the one before. Use trainer.precision="
+            "bf16-mixed, or schedule=1f1b."
+        )
+    by_norm = trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, "norm")
+    if by_norm and name == "pipedream" and not plan.vertical_sync and plan.pp > 1:
+        raise ModelError(
+            f"gradient_clip_val={trainer.gradient_clip_val} with schedule=pipedream: the last "
+            f"stage applies a microbatch's gradient {plan.pp - 1} backwards before the first stage "
+            "has its own, so nobody knows the norm of both in time. Try "
+            "schedule.vertical_sync=true, where all apply it together, schedule=pipedream_2bw, or "
+            "gradient_clip_algorithm=value."
+        )
+
+
+def refuse_engine(engine: Engine, *, on_nan: str) -> None:
+    """Refuses what only the cut model shows; all ranks come to the same.
+
+    Raises:
+        ModelError: Ranks would have to apply an update together that they apply one by one.
+    """
+    plan = engine.plan
+    apart = plan.schedule == "pipedream" and not plan.vertical_sync and plan.pp > 1
+    tied = [name for name, stages in engine.model.shared_parameters() if len(stages) > 1]
+    if apart and tied:
+        raise ModelError(
+            f"{tied[0]} is used by several stages, and with schedule=pipedream each stage applies "
+            "its gradient at a time of its own. Try schedule.vertical_sync=true, or "
+            "schedule=pipedream_2bw."
+        )
+    if apart and on_nan == "skip":
+        raise ModelError(
+            "on_nan=skip with schedule=pipedream: the last stage has applied a gradient before "
+            "the first one knows whether its own is finite. Try on_nan=stop, "
+            "schedule.vertical_sync=true, or schedule=pipedream_2bw."
+        )
+    if engine.options.backend == "strict" and plan.pp > 1:
+        raise ModelError(
+            f"backend=strict with schedule={plan.schedule}: a gradient that is sent at the end of "
+            "a call is received in the next one, and this backend waits in its sends, while hooks "
+            "between two calls may need all ranks. Try backend=gloo."
+        )
+    if engine.coordinates.exchanges_across:
+        raise ModelError(
+            f"ep=... with schedule={plan.schedule}: replicas exchange tokens in every forward and "
+            "backward, and would have to run theirs in one order. Try ep=1, or schedule=1f1b."
+        )

@@ -75,7 +75,13 @@ class Executor:
             values, under_way = stream.values(program, parts), stream.under_way
             numbered = dict(zip(stream.labels(), microbatches, strict=False))
         compute = StageCompute(
-            parts, values, program, numbered, options, route.recomputed, under_way
+            parts,
+            values,
+            program,
+            numbered,
+            options,
+            route.recomputed if stream is None else stream.recomputed,
+            under_way,
         )
         record = parts.recorder.begin(step, program)
         self._places = {
@@ -222,7 +228,7 @@ class _Route:
     def of(cls, program: Program, rank: int) -> _Route:
         row = program.ranks[rank]
         last: dict[int, int] = {}
-        overlapped: set[int] = set()
+        arming: set[tuple[int, int]] = set()
         last_forward = -1
         for place, item in enumerate(row):
             for part in item.parts:
@@ -230,13 +236,14 @@ class _Route:
                     last[part.stage] = place
                 elif part.kind in (Kind.F, Kind.LOSS):
                     last_forward = place
-            if item.kind is Kind.REDUCE and not item.after:
-                overlapped.add(item.stage)
+            if item.kind is Kind.REDUCE and not item.after and item.stage in last:
+                # Behind it backwards may follow that add to another update's gradient.
+                arming.add((last[item.stage], item.stage))
         return cls(
             row=row,
             receives=tuple(p for p, item in enumerate(row) if item.kind is Kind.RECV),
             release=release_points(program, rank),
-            arming=frozenset((p, stage) for stage, p in last.items() if stage in overlapped),
+            arming=frozenset(arming),
             last_forward=last_forward,
             recomputed=frozenset((i.stage, i.microbatch) for i in row if i.kind is Kind.R),
             program=program,

@@ -830,7 +830,8 @@ class Engine:
                 value = None if loss is None else float(loss.tensor())
                 said = self.mirror.message(whole, carries=carries, read=read)
                 times = self._times(previous)
-                bulletin.post([mark(), value, logs(), times, said, rows])
+                stops = stream is not None and stream.asked_to_stop
+                bulletin.post([mark(), value, logs(), times, said, rows, stops])
 
             shares.append(share)
             if not self._runs_ahead:
@@ -880,6 +881,8 @@ class Engine:
             self.mirror.share(now=True)
             if options.mode in self.mirrored:
                 self.mirror.share()
+            if stream is not None:
+                stream.stops = stream.stops or any(a[6] for each in replicas for a in each)
             if stream is not None and said is not None:
                 stream.waits = True  # The step changes what other stages may read in the next one.
             joined = self._joined(replicas, result, rows=joins)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import GRADIENT_KINDS, Kind
-from strategies.ir.program import Program
+from strategies.ir.program import Program, recomputed_pairs
 from strategies.ir.versions import gradient_sums
 from strategies.lowering.stream import Calls
 from strategies.runtime.step.boundary_values import BoundaryValues
@@ -39,6 +39,8 @@ class Stream:
         self.under_way = UnderWay()
         self.unread: deque[Callable[[], Any]] = deque()  # what calls have said, oldest first
         self.waits = False  # whether a call is to wait for what it says itself
+        self.asked_to_stop = False  # whether this process has been asked to end
+        self.stops = False  # whether any has, as all have heard in the same call
         self._calls = calls
         self._rank = rank
         self._parts = parts
@@ -49,6 +51,11 @@ class Stream:
         self._adding: int | None = None  # the update that backwards add to
         self._due: int | None = None  # the update that is to be applied
         self._base = 0  # the update that versions in the list that runs are counted from
+        # (stage, label) that keep their input only: their R may stand in the list of a later call.
+        self.recomputed: frozenset[tuple[int, int | None]] = frozenset(
+            (stage, microbatch % calls.num_labels)
+            for stage, microbatch in recomputed_pairs(calls.program)
+        )
         self.num_sums = gradient_sums(calls.program)[rank]
 
     # ---------------------------------------------------------------- calls
