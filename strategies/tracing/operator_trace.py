@@ -8,7 +8,7 @@ follows can take it so, or not. States that nobody takes are dropped in the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -260,16 +260,14 @@ class _Graph:
                 if name is not None
             )
         )
-        if not free:
-            for tensor in event.made if own else ():
-                self.derived[id(tensor)] = own
-            if not own or not any(event.flops or id(t) in self.derived for t in event.made):
-                return
+        if not free and all(id(t) in self.run.names or id(t) in self.derived for t in given):
+            # Made of weights alone: whole, and gradients flow through it to those.
+            self.derived.update(dict.fromkeys((id(t) for t in event.made), own) if own else ())
+            return
+        if not free and not own:
+            return
         inputs = tuple(self.numbers[id(t)] for t in free)
         new = [t for t in event.made if id(t) not in self.numbers]
-        if not free:
-            # Made of weights alone: whole, and of no further interest.
-            return
         choices = self.shardings.choices(
             event.func,
             event.args,
@@ -336,25 +334,78 @@ def _in_place(
 
 
 def _without_dead_ends(operators: Sequence[Operator], ends: set[int]) -> list[Operator]:
-    """Without choices whose outputs nobody takes in that state; what leaves the step is whole."""
+    """Without choices whose outputs nobody takes in that state; what leaves the step is whole.
+
+    Layers whose outputs may not be left cut say what they do not go through.
+    """
     accepted: dict[int, set[str]] = {number: {WHOLE, ENTERED} for number in ends}
+    ways = _Ways()
     found: list[Operator] = []
     for operator in reversed(operators):
-        choices = tuple(
-            choice
-            for choice in operator.choices
-            if all(
-                number not in accepted
-                or state in accepted[number]
-                or (state == WHOLE and ENTERED in accepted[number])
-                for number, state in zip(operator.outputs, choice.outputs, strict=True)
-            )
-        )
+        choices, lost = [], {}
+        for choice in operator.choices:
+            stop = _stop(operator, choice, accepted)
+            if stop is None:
+                choices.append(choice)
+            else:
+                lost[choice] = ways.end(*stop)
         for place, number in enumerate(operator.inputs):
             taken = {choice.inputs[place] for choice in choices}
             accepted[number] = accepted[number] & taken if number in accepted else taken
-        found.append(replace(operator, choices=choices))
+        ways.note(operator, lost)
+        found.append(
+            replace(operator, choices=tuple(choices), excluded=_reasons(operator, choices, lost))
+        )
     return found[::-1]
+
+
+class _Ways:
+    """How far values in given states get."""
+
+    def __init__(self) -> None:
+        self._readers: dict[int, list[tuple[Operator, frozenset[str]]]] = {}
+        self._ends: dict[tuple[int, str], Operator | None] = {}
+
+    def note(self, operator: Operator, lost: Mapping[Choice, Operator | None]) -> None:
+        """An operator, and of the choices that it cannot make, what stops them."""
+        for place, number in enumerate(operator.inputs):
+            taken = frozenset(choice.inputs[place] for choice in operator.choices)
+            self._readers.setdefault(number, []).append((operator, taken))
+            for choice, last in lost.items():
+                self._ends[number, choice.inputs[place]] = last or operator
+
+    def end(self, number: int, state: str) -> Operator | None:
+        """The operator that such a value does not go through; None where it leaves the step."""
+        for operator, taken in reversed(self._readers.get(number, [])):
+            if state not in taken:
+                return operator
+        return self._ends.get((number, state))
+
+
+def _stop(
+    operator: Operator, choice: Choice, accepted: Mapping[int, Collection[str]]
+) -> tuple[int, str] | None:
+    """An output that nobody takes as a choice leaves it."""
+    for number, state in zip(operator.outputs, choice.outputs, strict=True):
+        known = accepted.get(number)
+        if known is None or state in known or (state == WHOLE and ENTERED in known):
+            continue
+        return number, state
+    return None
+
+
+def _reasons(
+    operator: Operator, left: Sequence[Choice], lost: Mapping[Choice, Operator | None]
+) -> tuple[tuple[str, str], ...]:
+    """Of a layer whose outputs cannot stay cut."""
+    if operator.kind is None or any(not choice.whole_output for choice in left):
+        return operator.excluded
+    stop = next((stop for choice, stop in lost.items() if choice.style == "column"), None)
+    if stop is None:
+        return operator.excluded
+    where = f" in {stop.name}" if stop.name else ""
+    reason = f"its outputs, cut, do not go through {stop.operation}{where}"
+    return (*operator.excluded, ("column", reason))
 
 
 def _shared(operators: Sequence[Operator]) -> tuple[Operator, ...]:

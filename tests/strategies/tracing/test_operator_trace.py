@@ -129,6 +129,29 @@ def test_an_attention_whose_heads_do_not_come_out_even_stays_whole():
     assert styles(plan)["layers.*.up"] == "column"
 
 
+def test_what_keeps_a_layer_whole_is_named():
+    model = Language(width=60, heads=3, kv_heads=3)
+    (graph,) = trace_operators(model, tokens(512), 4, [2])
+    query = next(operator for operator in graph.operators if operator.name == "layers.0.query")
+    assert query.excluded == (
+        ("column", "its outputs, cut, do not go through aten.view.default in layers.0"),
+    )
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * 2
+
+
+def test_a_table_that_a_layer_looks_up_by_itself_stays_whole_and_feeds_what_is_cut():
+    model = Language(heads=4, kv_heads=4)
+    model.embedding = Scaled(512, 64)
+    plan = found(model, tokens(512))
+    assert MEGATRON.items() <= styles(plan).items()
+    assert "embedding" not in styles(plan)
+    assert plan.weight_bytes > 512 * 64 * 4
+
+
 def test_few_heads_of_keys_keep_their_attention_whole_and_nothing_else():
     plan = found(Language(heads=4, kv_heads=2), tokens(512), tp=4)
     assert plan.layer("layers.0.key").whole_output
