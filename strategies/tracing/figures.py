@@ -20,7 +20,7 @@ from strategies.models.nested import leaves, rebuild, replaced, tensors
 from strategies.models.replay.gate import KeptObjects
 from strategies.models.replay.hole import Args, Function, Kwargs, Spec
 
-_MOST_MADE_UP = 2_000_000_000  # bytes
+MOST_MADE_UP = 2_000_000_000  # bytes
 # Parts of the names of attributes that number a layer and decide nothing else.
 _NUMBERS = ("idx", "index", "layer_id", "name")
 
@@ -103,7 +103,7 @@ class Tracer:
         except Exception as error:
             reason, first = " ".join(str(error).split())[:200], count.last
             needed = sum(p.numel() * p.element_size() for p in module.parameters()) if module else 0
-            if needed > _MOST_MADE_UP:
+            if needed > MOST_MADE_UP:
                 raise _untraceable(name, first, error, reason) from error
             objects.restore()
             try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from strategies.errors import ModelError
 from strategies.models.flops import FlopCount
@@ -33,7 +33,7 @@ from strategies.planner.shardings.operators import (
     OperatorGraph,
     Value,
 )
-from strategies.tracing.figures import own_weights
+from strategies.tracing.figures import MOST_MADE_UP, own_weights
 from strategies.tracing.layer_shardings import LayerCall, layer_choices, layer_kind, products
 from strategies.tracing.operator_shardings import Shardings
 
@@ -51,6 +51,7 @@ class _Event:
     made: list[Tensor]
     layer: nn.Module | None = None
     flops: float = 0.0
+    opaque: bool = False
 
     @property
     def given(self) -> list[Tensor]:
@@ -99,6 +100,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._boundaries = set(boundaries)
         self._stack: list[str] = [""]
         self._inside = 0
+        self._failed = ""
 
     def __call__(self, batch: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -119,7 +121,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 with self:
                     self.results += tensors(self._step(given))
             except Exception as error:
-                raise _untraceable(self._module, self._stack[-1], error) from error
+                raise _untraceable(self._module, self._failed, error) from error
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -157,14 +159,23 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = layer_kind(child) is not None
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            whole = not self._inside
+            whole, before = not self._inside, len(self.events)
             self._stack.append(name)
             self._inside += known
             try:
                 made = forward(*args, **kwargs)
+            except Exception as error:
+                self._failed = self._failed or name
+                if not whole:
+                    raise
+                made = self._by_values(child, forward, args, kwargs, error)
+                self._failed = ""
+                event = _Event(name, None, args, kwargs, tensors(made), child, opaque=True)
+                self.events[before:] = [event]
+                return made
             finally:
                 self._inside -= known
-            self._stack.pop()
+                self._stack.pop()
             if known and whole:
                 given = (*args, *kwargs.values())[:1]
                 self.events.append(_Event(name, None, given, {}, tensors(made), child))
@@ -173,6 +184,62 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return made
 
         return watched
+
+    def _by_values(
+        self,
+        child: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        error: Exception,
+    ) -> Any:
+        """What a module makes that looks at values: it runs once on made-up ones.
+
+        Raises:
+            Exception: What it has raised on shapes, if it does not run so, either.
+        """
+        fakes = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        fakes += [*child.parameters(), *child.buffers()]
+        if sum(t.numel() * t.element_size() for t in fakes) > MOST_MADE_UP:
+            raise error
+        known: dict[int, Tensor] = {}
+
+        def real(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in known:
+                made = torch.zeros(leaf.shape, dtype=leaf.dtype)
+                known[id(leaf)] = made.normal_(std=0.1) if leaf.is_floating_point() else made
+            return known[id(leaf)]
+
+        self._inside += 1
+        try:
+            with _disable_current_modes(), torch.no_grad(), replaced(_real_weights(child, real)):
+                given, named = rebuild((args, kwargs), real)
+                made = forward(*given, **named)
+        except Exception:
+            raise error from None
+        finally:
+            self._inside -= 1
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            grows = leaf.is_floating_point()
+            return torch.empty(leaf.shape, dtype=leaf.dtype, requires_grad=grows)
+
+        return rebuild(made, fake)
+
+
+def _real_weights(
+    module: nn.Module, real: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    for child in module.modules():
+        tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+        for table in tables:
+            for name, value in list(table.items()):
+                if isinstance(value, Tensor):
+                    yield table, name, real(value)
 
 
 def _untraceable(module: nn.Module, name: str, error: Exception) -> ModelError:
@@ -211,7 +278,10 @@ class _Graph:
         self.scores = bool(functions & set(_LOSSES))
         self.names = {id(p): name for name, p in self.module.named_parameters()}
         for event in self.run.events:
-            if event.layer is not None:
+            if event.opaque:
+                assert event.layer is not None
+                self._opaque(event, event.layer)
+            elif event.layer is not None:
                 self._layer(event, event.layer)
             else:
                 self._operation(event)
@@ -246,6 +316,25 @@ class _Graph:
                 event.module, type(layer).__name__, kind, inputs, (output,), choices,
                 2.0 * rows * columns * inner * batch, (rows, columns, inner, batch),
                 _size(given) + _size(made), own, weights, excluded,
+            )
+        )  # fmt: skip
+
+    def _opaque(self, event: _Event, layer: nn.Module) -> None:
+        """A module that looks at values: whole, whatever it does inside."""
+        free = [t for t in event.given if id(t) in self.numbers]
+        whole = Choice((WHOLE,) * len(free), (WHOLE,) * len(event.made))
+        own = tuple(self.names[id(p)] for p in layer.parameters())
+        inputs = tuple(self.numbers[id(t)] for t in free)
+        outputs = tuple(self._made(t, (whole,), place) for place, t in enumerate(event.made))
+        weights = sum(map(_size, layer.parameters()))
+        rows = event.made[0].numel() // max(1, event.made[0].shape[-1]) if event.made else 0
+        self.unknown.append((type(layer).__name__, event.module, len(self.operators)))
+        self.operators.append(
+            Operator(
+                event.module, type(layer).__name__, None, inputs, outputs, (whole,),
+                # At most: experts, say, of which a token passes a few.
+                2.0 * rows * weights, moved=sum(map(_size, event.made)), parameters=own,
+                weights=weights,
             )
         )  # fmt: skip
 

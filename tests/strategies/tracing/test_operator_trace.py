@@ -240,6 +240,36 @@ def test_shapes_that_depend_on_values_are_refused_by_name():
         found(Chooser(), (torch.zeros(4, 8),))
 
 
+class Experts(nn.Module):
+    """Each row goes to one of two layers, as its content says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        made = torch.zeros_like(x)
+        for expert, chosen in ((self.first, x[:, 0] > 0), (self.second, x[:, 0] <= 0)):
+            rows = torch.nonzero(chosen)[:, 0]
+            made = made.index_add(0, rows, expert(x[rows]))
+        return made
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.experts = nn.Linear(32, 128), nn.Linear(128, 32), Experts()
+
+    def training_step(self, batch, batch_idx):
+        return self.experts(self.down(torch.relu(self.up(batch[0])))).sum()
+
+
+def test_a_module_whose_shapes_depend_on_values_stays_whole_and_the_rest_is_cut():
+    plan = found(Mixture(), (torch.zeros(4, 32),))
+    assert styles(plan) == {"up": "column", "down": "row"}
+    assert plan.unknown[0][:2] == ("Experts", "experts")
+
+
 def test_a_convolution_hands_its_channels_to_the_next_through_norm_and_pooling():
     net = nn.Sequential(
         nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, groups=16),
