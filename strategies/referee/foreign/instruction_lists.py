@@ -175,7 +175,7 @@ class _Buffers:
 
 # ------------------------------------------------------------------------------------- zero-bubble
 
-_NODE = re.compile(r"ScheduledNode\(([^()\n]*(?:<[^>\n]*>[^()\n]*)*)\)")
+_NODE = re.compile(r"ScheduledNode\(([^()\n]*)\)")
 _FIELD = re.compile(r"(\w+)\s*=\s*(?:<[\w.]+:\s*)?['\"]?([\w.-]+)")
 _LINE = re.compile(r"[FBWfbw.\d \t-]+")
 _TIMED = re.compile(r"([FBWfbw])(\d{1,2})-*\1(?![\d])|([.\s]+)")

@@ -30,10 +30,13 @@ from strategies.referee.foreign.their_words import (
 )
 from strategies.referee.foreign.torch_order import one_f_one_b
 
-_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9_-]*)(?:(?:\s*:\s+|=|[ \t]+)(\"[^\"\n]*\"|'[^'\n]*'|(?:\$\(\([^\n]*?\)\)|\$\{[^}\n]*\}|[^\s\"')\\])+))?")  # fmt: skip  # noqa: E501
-_SET = re.compile(r"(?m)^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)=(\"[^\"\n]*\"|'[^'\n]*'|\$\(\([^\n]*?\)\)|[^\s;\"'(]+)")  # fmt: skip  # noqa: E501
-_NAME = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)")
-_SUM = re.compile(r"\$\(\((.*?)\)\)")
+# Every choice begins with another character and every repetition ends soon: no text takes long.
+_VALUE = r"""("[^"\n]*"|'[^'\n]*'|\$\(\([^()\n]{0,200}\)\)|[^\s"'\\]+)"""
+_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9_-]{0,80})(?:(?::[ \t]+|=|[ \t]+)" + _VALUE + ")?")
+_SET = re.compile(r"(?m)^[ \t]{0,80}(?:export[ \t]+)?([A-Za-z_]\w{0,80})=" + _VALUE)
+_NAME = re.compile(r"\$\{(\w{1,80})(?::-([^}\n]{0,200}))?\}|\$(\w{1,80})")
+_SUM = re.compile(r"\$\(\(([^()\n]{0,200})\)\)")
+_LONGEST = 100_000  # of a value with its names filled in
 # What the length of a group in a layout string, or a nesting of names, can come to.
 _MOST_LAYERS = 100_000
 _DEEPEST = 20
@@ -198,6 +201,8 @@ class _Flags:
             self.names[match[1]] = match[2].strip("\"'")
         for match in _FLAG.finditer(bare):
             value = match[2]
+            if value is not None and value[0] not in "\"'" and value.count(")") > value.count("("):
+                value = value.rstrip(")") or None  # It closes a list in the shell.
             if value is not None and value.startswith("-"):
                 value = None
             self.found[match[1].replace("_", "-")] = (value, match.start())
@@ -272,6 +277,8 @@ class _Flags:
         for _ in range(_DEEPEST):
             if "$" not in value:
                 return value
+            if len(value) > _LONGEST:
+                break
             value = _SUM.sub(lambda match: self._total(match[1], flag), value)
             value = _NAME.sub(lambda match: self._name(match, flag), value)
         raise PlanError(f"{self.where(flag)}: --{flag} is {shown(value)}, names that go in a ring.")
@@ -291,7 +298,7 @@ class _Flags:
         for _ in range(_DEEPEST):
             if "$" not in text:
                 break
-            text = _NAME.sub(lambda match: self._name(match, flag), text)
+            text = _NAME.sub(lambda match: self._name(match, flag), text[:_LONGEST])
         try:
             return str(_arithmetic(ast.parse(text.strip()[:200], mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):

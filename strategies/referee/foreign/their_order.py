@@ -20,7 +20,12 @@ from strategies.referee.foreign.instruction_lists import (
 )
 from strategies.referee.foreign.megatron_flags import has_flags, read_flags
 from strategies.referee.foreign.their_words import Asked, Theirs
-from strategies.referee.foreign.torch_config import read_automodel, read_torchtitan
+from strategies.referee.foreign.torch_config import (
+    has_titan_flags,
+    read_automodel,
+    read_titan_flags,
+    read_torchtitan,
+)
 
 __all__ = ["Asked", "Theirs", "read_their_file"]
 
@@ -45,6 +50,8 @@ def read_their_file(path: str, asked: Asked, *, flags: str | None = None) -> The
     file = read_schedule_file(plain, placement=asked.placement)
     where, text = Path(plain), file.text
     ending = where.suffix.lower()
+    if has_titan_flags(text) and not has_flags(text) and ending != ".py":
+        return read_titan_flags(text, asked, path=where, name=path)
     if ending in _SCRIPTS or has_flags(text):
         whole = text if flags is None else f"{text}\n{flags}"
         return read_flags(whole, asked, name=path)

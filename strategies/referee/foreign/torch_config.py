@@ -37,7 +37,46 @@ def read_torchtitan(
         PlanError: It asks for what torch does not have.
         ProgramError: It is no TOML and no Python; the message has line and column.
     """
+    _check_length(text, name)
     values = _python(text, name, chosen) if path.suffix == ".py" else _toml(text, name)
+    return _asked_of_torchtitan(values, asked, path, name)
+
+
+def has_titan_flags(text: str) -> bool:
+    """Whether a script or a command line speaks of a pipeline in torchtitan's words."""
+    return "--parallelism.pipeline_parallel" in text or "--experimental.pipeline_par" in text
+
+
+def read_titan_flags(text: str, asked: Asked, *, path: Path, name: str) -> Theirs:
+    """Torchtitan's flags, from a script or a command line: ``--parallelism.pipeline_... 4``.
+
+    Raises:
+        PlanError: They ask for what torch does not have.
+    """
+    values = {match[1]: (match[2] or "").strip("\"'") for match in _TITAN_FLAG.finditer(text)}
+    return _asked_of_torchtitan(values, asked, path, name)
+
+
+_TITAN_FLAG = re.compile(r"--[a-z_]+\.([a-z_]+)(?:=|[ \t]+)(\"[^\"\n]*\"|'[^'\n]*'|[^\s\"']+)")
+# A configuration; what is longer takes parsers minutes and says no more of a pipeline.
+_MOST_CHARACTERS = 1 << 20
+_LONGEST_LINE = 20_000
+
+
+def _check_length(text: str, name: str) -> None:
+    if len(text) > _MOST_CHARACTERS:
+        raise PlanError(
+            f"{name} has {len(text):,} characters, a configuration at most {_MOST_CHARACTERS:,}."
+        )
+    longest = max(map(len, text.splitlines()), default=0)
+    if longest > _LONGEST_LINE:
+        raise PlanError(
+            f"{name} has a line of {longest:,} characters, a configuration at most "
+            f"{_LONGEST_LINE:,}."
+        )
+
+
+def _asked_of_torchtitan(values: Values, asked: Asked, path: Path, name: str) -> Theirs:
     prefix = "pipeline_parallel_"
     known = {key.removeprefix(prefix): value for key, value in values.items()}
     batch = whole_number(known.get("local_batch_size", 8), "local_batch_size", name)
@@ -65,6 +104,7 @@ def read_automodel(text: str, asked: Asked, *, path: Path, name: str) -> Theirs:
         PlanError: It asks for what torch does not have.
         ProgramError: It is no YAML; the message has line and column.
     """
+    _check_length(text, name)
     values = _yaml(text, name)
     if not any(key in values for key in ("pp_size", "pp_schedule", "pp_schedule_csv")):
         raise PlanError(

@@ -124,6 +124,7 @@ def test_its_nodes_keep_their_messages():
         ("F1 B1\nF1 X1\n", r"line 2, column 4: 'X1'"),
         ("ScheduledNode(type=SEND_ALL, stage=0, microbatch=0)", "line 1, column 1: .*no node"),
         ("ScheduledNode(type=F, stage=1, microbatch=0)", "needs all from 0"),
+        ("ScheduledNode(" + "<a>" * 100_000, "needs all from 0"),
     ],
 )
 def test_what_zero_bubble_never_prints_is_told_with_its_place(text: str, told: str):

@@ -114,6 +114,15 @@ def test_what_megatron_would_not_run_is_told_with_its_place(text, told):
 
 
 @pytest.mark.parametrize(
+    "value",
+    ["$((" * 100_000, "${" * 100_000, "$(( 1 + " * 50_000 + "))" * 50_000, "$A" * 1_000],
+)
+def test_no_value_takes_a_reader_long(value):
+    with pytest.raises(PlanError):
+        _read(f"A={'$A' * 1_000}\n--pipeline-model-parallel-size {value}")
+
+
+@pytest.mark.parametrize(
     ("layout", "told"),
     [
         ("Et|xL", "column 4 of the layout is 'x'"),

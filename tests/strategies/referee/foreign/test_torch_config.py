@@ -111,7 +111,10 @@ def test_a_python_configuration_is_parsed_and_chosen_by_name(tmp_path: Path):
          "no schedule of torch"),
         ("t.toml", "pipeline_parallel_degree = 1000000\nlocal_batch_size = 1000000\n",
          "at most 2,000,000"),
-        ("t.toml", "a = " + "[" * 100_000, "no TOML"),
+        ("t.toml", "a = " + "[" * 10_000, "no TOML"),
+        ("t.toml", "a." * 100_000 + "b = 1", "a line of 200,005 characters"),
+        ("t.yaml", "[" * 10_000, "no YAML"),
+        ("t.yaml", "a: 1\n" * 300_000, "1,500,000 characters"),
         ("t.yaml", "a: [1\nb", "line 2, column"),
         ("t.yaml", "- 1\n", "no mapping"),
         ("t.yaml", "pp_size: ${nowhere.at.all}\n", "points to nothing"),
@@ -124,6 +127,18 @@ def test_a_python_configuration_is_parsed_and_chosen_by_name(tmp_path: Path):
 def test_what_cannot_be_read_is_one_message(name: str, text: str, told: str, tmp_path: Path):
     with pytest.raises(PipelineError, match=told):
         _read(tmp_path, name, text)
+
+
+def test_torchtitans_flags_are_read_from_a_script(tmp_path: Path):
+    script = (
+        "torchrun train.py --parallelism.pipeline_parallel_degree=2 \\\n"
+        "  --parallelism.pipeline_parallel_schedule Interleaved1F1B --training.local_batch_size 4\n"
+    )
+    theirs = _read(tmp_path, "run.sh", script)
+    opinion = examine(theirs.file.text)
+    assert (opinion.program.placement.num_stages, opinion.program.num_microbatches) == (4, 4)
+    with pytest.raises(PipelineError, match="a whole number"):
+        _read(tmp_path, "run.sh", script.replace("degree=2", "degree=$PP"))
 
 
 def test_100_megabytes_are_refused_at_once(tmp_path: Path):
