@@ -100,19 +100,19 @@ class Prediction:
     Attributes:
         step_s: Predicted seconds.
         memory_bytes: Of the fullest rank, as ``mem_what`` says that it was measured.
-        taken_bytes: What its device shows as taken.
         limit_bytes: What a rank has.
         flops: Model FLOPs of a step, of all ranks.
         missing: Why it cannot be predicted; None if it can.
+        taken_bytes: What the device of the fullest rank shows as taken.
     """
 
     run: PublishedRun
     step_s: float = 0.0
     memory_bytes: float = 0.0
-    taken_bytes: float = 0.0
     limit_bytes: float = 0.0
     flops: float = 0.0
     missing: str | None = None
+    taken_bytes: float = 0.0
 
     @property
     def error(self) -> float | None:
