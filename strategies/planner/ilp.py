@@ -57,7 +57,7 @@ def cut_by_ilp(
 def _solve(
     graph: UnitGraph, num_stages: int, limit: float, most_bytes: float, *, in_order: bool
 ) -> tuple[int, ...]:
-    optimize, sparse, numpy = _scipy()
+    optimize, sparse, numpy = load_scipy("planner.partition=ilp", "planner.partition=dp")
     count, boundaries = len(graph.times), num_stages - 1
     tensors = [tensor for tensor in graph.tensors if tensor.consumers]
     offset = count * boundaries
@@ -135,14 +135,22 @@ def _solve(
     )
 
 
-def _scipy() -> tuple[Any, Any, Any]:
-    """scipy.optimize, scipy.sparse and numpy, only where they are asked for."""
+def load_scipy(what: str, instead: str) -> tuple[Any, Any, Any]:
+    """scipy.optimize, scipy.sparse and numpy, only where they are asked for.
+
+    Args:
+        what: What needs them, in front of "needs scipy".
+        instead: What does not.
+
+    Raises:
+        PlanError: scipy is not installed.
+    """
     try:
         names = ("scipy.optimize", "scipy.sparse", "numpy")
         optimize, sparse, numpy = map(importlib.import_module, names)
         return optimize, sparse, numpy
     except ImportError as error:
         raise PlanError(
-            "planner.partition=ilp needs scipy, which is not installed. "
-            "Try pip install foldpipe[plan], or planner.partition=dp."
+            f"{what} needs scipy, which is not installed. "
+            f"Try pip install foldpipe[plan], or {instead}."
         ) from error

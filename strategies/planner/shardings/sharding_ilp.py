@@ -8,9 +8,9 @@ by HiGHS through scipy, which is an extra.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from strategies.errors import PlanError
+from strategies.planner.ilp import load_scipy
 from strategies.planner.shardings.network import Cone, serves
 
 _SECONDS = 60.0
@@ -36,7 +36,9 @@ def solve_ilp(
     Raises:
         PlanError: scipy is not installed, or a minute is not enough.
     """
-    optimize, sparse, numpy = _scipy()
+    optimize, sparse, numpy = load_scipy(
+        "this model's shardings need an integer program, which", "tensor_parallel_plan() by hand"
+    )
     first, count = [], 0
     for cone in cones:
         first.append(count)
@@ -120,18 +122,3 @@ class _Program:
             self.data.append(value)
         self.lows.append(low)
         self.highs.append(high)
-
-
-def _scipy() -> tuple[Any, Any, Any]:
-    """scipy.optimize, scipy.sparse and numpy, only where they are asked for."""
-    import importlib
-
-    try:
-        names = ("scipy.optimize", "scipy.sparse", "numpy")
-        optimize, sparse, numpy = map(importlib.import_module, names)
-        return optimize, sparse, numpy
-    except ImportError as error:
-        raise PlanError(
-            "this model's shardings need an integer program, and scipy is not installed. "
-            "Try pip install foldpipe[plan], or tensor_parallel_plan() by hand."
-        ) from error

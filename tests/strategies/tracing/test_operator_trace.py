@@ -11,7 +11,7 @@ from strategies.costs.hardware import Hardware
 from strategies.errors import ModelError
 from strategies.planner.shardings.plan_rows import Planner
 from strategies.planner.shardings.prices import Prices
-from strategies.sharding_plan import FoundPlan
+from strategies.sharding_plan import FoundPlan, matches
 from strategies.tracing.operator_trace import trace_operators
 from strategies.tracing.trace import empty_weights
 
@@ -157,6 +157,26 @@ def test_few_heads_of_keys_keep_their_attention_whole_and_nothing_else():
     assert plan.layer("layers.0.key").whole_output
     assert styles(plan)["layers.*.up"] == "column"
     assert styles(found(Language(heads=4, kv_heads=2), tokens(512)))["layers.*.key"] == "column"
+
+
+BY_HAND = {pattern: (style,) for pattern, style in MEGATRON.items()} | {
+    "embedding": ("vocabulary",)
+}
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "kv_heads"), [(512, 4), (8192, 2)], ids=["megatrons", "few_heads_large_table"]
+)
+@pytest.mark.parametrize("link", [1e8, 1e10])
+def test_no_plan_by_hand_is_better_than_the_found_one(vocabulary, kv_heads, link):
+    model = Language(vocabulary=vocabulary, heads=4, kv_heads=kv_heads)
+    (graph,) = trace_operators(model, tokens(vocabulary), 4, [2])
+    planner = Planner(graph, Prices(replace(SLOW, intra_bandwidth=link), 2))
+    names = {operator.name for operator in graph.operators if operator.kind is not None}
+    styles = {n: how for n in names for pattern, how in BY_HAND.items() if matches(pattern, n)}
+    by_hand = planner.priced(styles)
+    assert {row.style for row in by_hand.layers} == {"column", "row", "vocabulary", "replicated"}
+    assert planner.found().seconds <= by_hand.seconds * (1 + 1e-9)
 
 
 class Vgg(nn.Module):
