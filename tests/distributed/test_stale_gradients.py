@@ -80,6 +80,8 @@ class Case:
     rows: int = 8  # of a replica's batch
     updates: int = UPDATES
     short_last: int = 0  # rows of a replica's last batch, if others
+    nan_at: int | None = None  # the batch whose loss is not finite
+    looks_at: int | None = None  # the batch behind which a hook looks at weights
 
     @property
     def late(self) -> list[int]:
@@ -96,7 +98,10 @@ def rows_of(case: Case) -> tuple[Tensor, Tensor]:
         count -= case.dp * (case.rows - case.short_last)
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(count, WIDTH, generator=generator, dtype=torch.float64)
-    return x, torch.tanh(2 * torch.randn(count, WIDTH, generator=generator, dtype=torch.float64))
+    y = torch.tanh(2 * torch.randn(count, WIDTH, generator=generator, dtype=torch.float64))
+    if case.nan_at is not None:
+        y[case.nan_at * case.dp * case.rows] = torch.nan
+    return x, y
 
 
 def oracle(case: Case, stage_of: dict[str, int]) -> tuple[list[float], dict[str, Tensor]]:
@@ -122,12 +127,17 @@ def oracle(case: Case, stage_of: dict[str, int]) -> tuple[list[float], dict[str,
         losses.append(float(loss.detach()))
         for name, parameter in named.items():
             parameter.data = versions[number][name].clone()
+        if number == case.nan_at:
+            versions.append(versions[number])
+            schedule.step()
+            continue
         if case.clip is not None:
             nn.utils.clip_grad_norm_(net.parameters(), case.clip)
         optimizer.step()
         schedule.step()
         versions.append({name: p.detach().clone() for name, p in named.items()})
-        if case.check_every is not None and (number + 1) % case.check_every == 0:
+        checked = case.check_every is not None and (number + 1) % case.check_every == 0
+        if checked or number == case.looks_at:
             empty = number + 1
     return losses, versions[-1]
 
@@ -154,7 +164,9 @@ def train(
     resume: str | None = None,
 ) -> dict[str, Any]:
     losses = _Losses(at_once=at_once)
-    saver = [_Saves(folder, save_after)] if save_after else []
+    saver: list[Callback] = [_Saves(folder, save_after)] if save_after else []
+    if case.looks_at is not None:
+        saver.append(_Looks(case.looks_at))
     strategy = PipelineStrategy(
         pp=case.pp,
         dp=case.dp,
@@ -164,6 +176,7 @@ def train(
         recompute=case.recompute,  # type: ignore[arg-type]
         vertical_sync=case.vertical_sync,
         timeout_s=60,
+        on_nan="skip" if case.nan_at is not None else "stop",
         seed=0,
         whole_after=False,
     )
@@ -262,11 +275,35 @@ def test_validation_and_a_short_batch_drain_and_each_loss_is_its_batchs(case, ra
     assert [rank["epoch"] for rank in found] == pytest.approx([mean] * len(found), abs=1e-10)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("pipedream_2bw", 2, updates=8, nan_at=3),
+        Case("pipedream_2bw", 2, updates=8, looks_at=4),
+    ],
+    ids=["a loss that is not finite", "a hook that looks at weights"],
+)
+def test_an_update_is_left_out_and_a_hook_drains(case, ranks):
+    compare(case, ranks)
+
+
 def test_memory_has_as_many_versions_as_the_program_says(ranks):
     found = ranks(4).run(train, case=Case("pipedream", 4, microbatches=1, updates=9))
     assert [rank["memory"] for rank in found] == [4, 3, 2, 1]
     found = ranks(4).run(train, case=Case("pipedream_2bw", 4, updates=5))
     assert [rank["memory"] for rank in found] == [2, 2, 2, 1]
+
+
+class _Looks(Callback):
+    """Looks at the whole model behind one batch, on all ranks."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+        self.norms: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, n: int):
+        if n == self._after:
+            self.norms.append(float(sum(p.detach().square().sum() for p in module.parameters())))
 
 
 class _Saves(Callback):

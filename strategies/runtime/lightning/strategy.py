@@ -282,6 +282,9 @@ class PipelineStrategy(CheckpointingStrategy):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, HookState) for callback in callbacks):
             callbacks.insert(0, HookState(lambda: self.engine))
+        if fitting and self._loop is not None:
+            refuse_engine(self.engine, on_nan=self._options.on_nan)
+            self._loop.listen()
         if fitting:
             self._reset_optimizers_and_schedulers()
             if self.engine.gradients:
@@ -368,11 +371,7 @@ class PipelineStrategy(CheckpointingStrategy):
         self._synchronise(module)
         self._note_cut()
         stream = self._engine.stream
-        self._loop = None
-        if stream is not None and trainer.state.fn == TrainerFn.FITTING:
-            refuse_engine(self._engine, on_nan=self._options.on_nan)
-            self._loop = StreamLoop(self, self._engine)
-            self._loop.listen()
+        self._loop = None if stream is None else StreamLoop(self, self._engine)
         self._hooks = None
         if self.coordinates.pp > 1 and self._engine.model.table is not None:
             self._hooks = ParameterHooks(
