@@ -11,6 +11,7 @@ import pytest
 from launcher.workloads.transformer_shape import MoeShape
 from strategies.plan import Recompute
 from tests.distributed.pool import Ranks
+from tests.distributed.test_expert_parallel import check_built_in
 from tests.distributed.test_parity import NAMES, SHORT, _degrees, _microbatches, check
 from tests.distributed.training import Case, small_shape
 
@@ -62,3 +63,18 @@ def test_experts_keep_parity_under_every_schedule(
     case: Case, ranks: Callable[[int], Ranks]
 ) -> None:
     check(case, ranks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("1f1b", pp=1, dp=2, ep=2, shape=STEERED, overlap="zero1"),
+        Case("1f1b", pp=1, tp=2, ep=2, shape=replace(STEERED, kv_heads=2), clip=0.05),
+    ],
+    ids=["replicas", "sharers"],
+)
+def test_biases_are_steered_by_the_load_of_all_ranks(
+    case: Case, ranks: Callable[[int], Ranks]
+) -> None:
+    check_built_in(replace(case, steps=SHORT), ranks)

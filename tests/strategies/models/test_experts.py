@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from strategies.models.experts import Experts, Mixture, Router
+from strategies.models.experts import SURPLUS, Experts, Mixture, Router
 
 
 def mixture(*, experts=5, per_token=2, hidden=8, inner=6, gated=True, **router):
@@ -116,3 +116,17 @@ def test_a_bias_changes_who_is_chosen_and_not_the_weights():
     assert (routing.ids == 2).any(dim=-1).all()
     scores = (inputs.flatten(0, 1) @ layer.router.weight.T).sigmoid()
     assert torch.allclose(routing.weights, scores.gather(-1, routing.ids))
+
+
+def test_the_gradient_of_a_bias_is_what_its_expert_got_too_much():
+    layer, inputs = mixture(steered=True), tokens()
+    mixed, routing = layer(inputs)
+    (mixed.sum() + 0.3 * routing.losses.sum()).backward()
+    load = routing.load.sum(0)
+    assert load.sum() == 28
+    surplus = layer.router.bias.grad / SURPLUS
+    assert torch.equal(surplus, 5 * load - 28)  # exact, so that counts of any cut add up alike
+    again = mixture(steered=True)
+    for part in inputs.split(1):
+        again(part)[0].sum().backward()
+    assert torch.equal(again.router.bias.grad, layer.router.bias.grad)
