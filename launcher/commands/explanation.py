@@ -118,8 +118,7 @@ def _about(found: Explanation) -> list[str]:
     files = len(measured.traces)
     lines = [
         f"{files} ranks, {program.placement.num_stages} stages, {program.num_microbatches} "
-        f"microbatches; {len(measured.steps)} steps, {_s(min(measured.steps))} to "
-        f"{_s(max(measured.steps))}; the one in the middle is shown"
+        f"microbatches; {_steps(measured.steps)}"
     ]
     if clocks.moved:
         moved = ", ".join(
@@ -144,6 +143,14 @@ def _about(found: Explanation) -> list[str]:
     if measured.traces[0].found_by == "operators":
         lines.append("no marks in the traces: instructions are told by operators and messages")
     return lines
+
+
+def _steps(steps: Sequence[float]) -> str:
+    if len(steps) == 1:
+        return f"one step, {_s(steps[0])}"
+    return (
+        f"{len(steps)} steps, {_s(min(steps))} to {_s(max(steps))}; the one in the middle is shown"
+    )
 
 
 def _slow(found: Explanation) -> list[str]:

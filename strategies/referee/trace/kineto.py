@@ -278,16 +278,17 @@ class _Kept:
         last = [float("-inf")] * len(marks)
         for item in work:
             place = bisect_right(starts, item.called) - 1
-            if place >= 0 and item.called <= marks[place].end:
+            if place >= 0 and item.called <= marks[place].end and not item.slight:
                 first[place] = min(first[place], item.start)
                 last[place] = max(last[place], item.end)
         found: list[Span] = []
         counts: dict[str, int] = defaultdict(int)
         for mark, start, end in zip(marks, first, last, strict=True):
             if end < start:
-                start, end = mark.start, mark.end  # Nothing of it was recorded but itself.
+                # Where others have work it waited, and had nothing to do (torch's I of stage 0).
+                start, end = mark.end if work else mark.start, mark.end
             name = mark.name
-            if name.endswith(("F", "B")):
+            if name in ("?F", "?B"):  # Python's stack does not say which.
                 counts[name] += 1
                 name = f"{name}{counts[name] - 1}"
             found.append(Span(name, start, end))

@@ -92,6 +92,25 @@ def test_damaged_and_hostile_files_are_one_message(tmp_path: Path, name, data, t
         read_trace(path)
 
 
+def test_a_mark_without_work_takes_no_time_and_a_fused_pair_keeps_its_name(tmp_path: Path):
+    def event(name: str, start: float, end: float, cat: str = "user_annotation"):
+        return {"ph": "X", "name": name, "cat": cat, "ts": start, "dur": end - start}
+
+    own = [
+        event("PP:0F0", 0, 100), event("aten::linear", 0, 100, "cpu_op"),
+        event("PP:(0F1;1I0)OVERLAP_F_B", 100, 300), event("aten::detach", 101, 102, "cpu_op"),
+        event("aten::linear", 200, 300, "cpu_op"),
+        event("PP:0I0", 300, 900), event("aten::detach", 301, 302, "cpu_op"),
+        event("PP:0W0", 900, 1000), event("aten::mm", 910, 1000, "cpu_op"),
+    ]  # fmt: skip
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps({"traceEvents": own}))
+    spans = {span.name: (span.start, span.end) for span in read_trace(path).steps[0]}
+    assert spans["(0F1;1I0)OVERLAP_F_B"] == (pytest.approx(200e-6), pytest.approx(300e-6))
+    assert spans["0I0"] == (pytest.approx(900e-6), pytest.approx(900e-6))
+    assert spans["0W0"] == (pytest.approx(910e-6), pytest.approx(1000e-6))
+
+
 def test_events_that_make_no_sense_are_left_out(tmp_path: Path):
     timeline = known("1f1b", 2, 2, EVEN)
     paths = write(tmp_path, timeline)
