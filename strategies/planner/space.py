@@ -137,13 +137,19 @@ def layouts(space: Space, problem: Problem, tp: int, pp: int, dp: int) -> list[L
 
 
 def expert_degrees(space: Space, problem: Problem, places: int) -> list[int]:
-    """Degrees that divide the experts of a layer and the ranks of a stage."""
+    """Degrees that divide the experts of a layer and the ranks of a stage.
+
+    Of these O2 tries none at all, the most ranks of a node, and the most of all: what lies between
+    holds more and exchanges over the same links.
+    """
     most = min(max(problem.num_experts, 1), places)
-    return [
-        ep
-        for ep in range(1, most + 1)
-        if (problem.num_experts or 1) % ep == 0 and places % ep == 0 and space.ep in (None, ep)
-    ]
+    found = [n for n in range(1, most + 1) if (problem.num_experts or 1) % n == places % n == 0]
+    if space.ep is not None:
+        return [space.ep] if space.ep in found else []
+    if space.level == "O3":
+        return found
+    node = problem.machine.hardware.gpus_per_node
+    return sorted({1, max(n for n in found if n <= node), found[-1]})
 
 
 def orders(

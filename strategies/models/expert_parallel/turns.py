@@ -34,13 +34,19 @@ class Turns:
         self._strand = threading.local()
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Runs both to their ends, the first one first; what either raises is raised."""
+        """Runs both to their ends; what either raises is raised.
+
+        The second one, a backward, begins: it comes to its experts' results at once, and so has
+        something on its way under the first piece of the forward, as has the forward at its end
+        under the last piece of the backward.
+        """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="backward")
         self._alive, self._turn, self._failed = [True, True], 0, False
         self._strand.number = 0
         other: Future[None] = self._pool.submit(self._run_other, second)
         try:
+            self.hand_on()
             first()
         except _BrokenOffError:
             pass  # The other one's error is the one to tell.

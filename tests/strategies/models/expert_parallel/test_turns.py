@@ -27,7 +27,7 @@ def test_strands_take_turns_until_one_has_ended(turns):
     for _ in range(2):
         seen = []
         turns.run(strand(turns, "F", seen), strand(turns, "B", seen, 3))
-        assert seen == ["F0", "B0", "F1", "B1", "F ends", "B2", "B ends"]
+        assert seen == ["B0", "F0", "B1", "F1", "B2", "F ends", "B ends"]
 
 
 def test_outside_of_a_pair_nobody_waits(turns):
@@ -35,7 +35,7 @@ def test_outside_of_a_pair_nobody_waits(turns):
     seen = []
     turns.run(strand(turns, "F", seen, 0), strand(turns, "B", seen))
     turns.hand_on()
-    assert seen == ["F ends", "B0", "B1", "B ends"]
+    assert seen == ["B0", "F ends", "B1", "B ends"]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
