@@ -25,6 +25,7 @@ from tests.benchmarks import (
     prediction_emulated,
     prediction_real,
     recompute_cost,
+    step_profile,
 )
 from tests.benchmarks.overhead_paths import critical_path
 from tests.benchmarks.split_backward_cost import Size
@@ -70,6 +71,10 @@ ON_TWO_RANKS = {
     "prediction": (
         f"--quick --ranks 2 {SMALL_MODEL}",
         r"emulated: 3 configurations, step time MAPE .*\n(.*\n)*real: 3 configurations, .*memory",
+    ),
+    "step_profile": (
+        "--steps 2 --microbatches 2",
+        r"2 ranks, 2 microbatches, stages that take no time; rank 1: \d+ instr(.*\n)+autograd .*%",
     ),
     "plan_ranking": (f"--layouts 1 {SMALL_MODEL}", r"[2-4] layouts: Kendall tau .*; memory within"),
 }
@@ -145,7 +150,8 @@ def test_a_command_on_ranks_prints_its_figures(
         return two_ranks
 
     for user in (
-        example_figures, flush_period, plan_ranking, prediction_emulated, prediction_real
+        example_figures, flush_period, plan_ranking, prediction_emulated, prediction_real,
+        step_profile,
     ):  # fmt: skip
         monkeypatch.setattr(user, "Ranks", lend)
     monkeypatch.setenv(SHARED, rank_server_address())  # for those that measure this machine

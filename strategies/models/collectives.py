@@ -9,8 +9,8 @@ Where values are only shapes, a ``LocalGroup`` stands in its place and talks to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -84,22 +84,43 @@ for _name in _ANSWERED.split():
     setattr(LocalGroup, _name, _method(_name))
 
 
-@contextmanager
-def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
+class default_group:  # noqa: N801 - read as the function that it could be
     """Inside, it is torch's default group; None leaves what is there.
 
-    Holds for all threads: autograd runs backwards of custom functions in threads of its own.
+    Holds for all threads: autograd runs backwards of custom functions in threads of its own. Every
+    instruction enters it, so it is no generator.
     """
-    before = dist.group.WORLD
-    if group is None or before is None:
-        yield
-        return
-    with _known(group):
-        try:
-            _set_default(group)
-            yield
-        finally:
-            _set_default(before)
+
+    __slots__ = ("_before", "_fresh", "_group")
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._fresh = False
+        self._before: dist.ProcessGroup | None = None
+
+    def __enter__(self) -> None:
+        group = self._group
+        if group is None:
+            return
+        before = self._before = dist.group.WORLD
+        if before is None:
+            return
+        # A local group is entered into torch's tables, where questions about backends look.
+        if isinstance(group, LocalGroup):
+            world = distributed_c10d._world
+            self._fresh = group not in world.pg_map
+            if self._fresh:
+                world.pg_map[group] = (dist.Backend.GLOO, None)  # type: ignore[assignment]
+                world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+        _set_default(group)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            _set_default(self._before)
+        if self._fresh:
+            assert self._group is not None
+            distributed_c10d._world.pg_map.pop(self._group, None)
+            distributed_c10d._world.pg_group_ranks.pop(self._group, None)
 
 
 class ShapesFirst:
@@ -203,19 +224,3 @@ def refuse_repeated(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, h
 
 def _set_default(group: dist.ProcessGroup | None) -> None:
     dist.group.WORLD = group  # a property of the metaclass, with a setter
-
-
-@contextmanager
-def _known(group: dist.ProcessGroup) -> Iterator[None]:
-    """Enters a local group into torch's tables, where questions about backends look."""
-    world = distributed_c10d._world
-    fresh = isinstance(group, LocalGroup) and group not in world.pg_map
-    if fresh:
-        world.pg_map[group] = (dist.Backend.GLOO, None)  # type: ignore[assignment]
-        world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
-    try:
-        yield
-    finally:
-        if fresh:
-            world.pg_map.pop(group, None)
-            world.pg_group_ranks.pop(group, None)

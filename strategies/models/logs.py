@@ -20,6 +20,7 @@ from strategies.models.stage_model import LogCall
 from strategies.models.state import Fetch
 
 _LOG = inspect.signature(LightningModule.log)
+_LOG_OPTIONS = frozenset(_LOG.parameters) - {"self", "name", "value"}
 _LOG_DICT = inspect.signature(LightningModule.log_dict)
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "sum": sum}
 
@@ -171,7 +172,11 @@ class LogCapture:
         self._kept: list[LogCall] = []
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        bound = _LOG.bind(None, *args, **kwargs).arguments
+        bound: Mapping[str, Any]
+        if len(args) == 2 and kwargs.keys() <= _LOG_OPTIONS:
+            bound = {"self": None, "name": args[0], "value": args[1], **kwargs}
+        else:
+            bound = _LOG.bind(None, *args, **kwargs).arguments  # which says what is wrong
         self._add(bound["name"], bound["value"], _options(bound, "self", "name", "value"))
 
     def log_dict(self, *args: Any, **kwargs: Any) -> None:

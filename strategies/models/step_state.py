@@ -64,6 +64,8 @@ class StepState:
         self._tables: list[tuple[Slot, dict[str, Any]]] = []
         self._of_class: list[tuple[Slot, Any]] = []
         self._before: list[dict[str, Any]] = []
+        self._begun: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
+        self._marks: list[tuple[int, ...]] = []
         self._containers: list[tuple[Slot, Any, Any]] = []
         self._tensors: list[_KeptTensor] = []
         self._stops: bool | None = None
@@ -106,6 +108,10 @@ class StepState:
             {key: value for key, value in table.items() if key not in _BOOKKEEPING}
             for _, table in self._tables
         ]
+        # All that a table holds, bookkeeping included: mostly nothing of it changes in a forward,
+        # and that is seen without looking at one name after the other.
+        self._begun = [(tuple(table), tuple(map(id, table.values()))) for _, table in self._tables]
+        self._marks = [tuple(map(id, before.values())) for before in self._before]
         for (where, table), before in zip(self._tables, self._before, strict=True):
             for key, value in before.items():
                 slot = Slot(where.module, where.kind, key)
@@ -150,8 +156,10 @@ class StepState:
     def marks(self) -> list[Any]:
         """Something that is equal as long as nothing is changed."""
         tables = [
-            tuple(id(v) for k, v in table.items() if k not in _BOOKKEEPING)
-            for _, table in self._tables
+            begun
+            if self._is_as_begun(place, table)
+            else tuple(id(v) for k, v in table.items() if k not in _BOOKKEEPING)
+            for place, ((_, table), begun) in enumerate(zip(self._tables, self._marks, strict=True))
         ]
         containers = [
             (len(c), id(next(reversed(c), None)) if isinstance(c, list | deque) else None)
@@ -167,7 +175,11 @@ class StepState:
     def changed(self) -> set[Slot]:
         """Places whose value is another one than when the pass began, on the surface or inside."""
         found: set[Slot] = set()
-        for (where, table), before in zip(self._tables, self._before, strict=True):
+        for place, ((where, table), before) in enumerate(
+            zip(self._tables, self._before, strict=True)
+        ):
+            if self._is_as_begun(place, table):
+                continue
             for key, value in table.items():
                 if key not in _BOOKKEEPING and not _is_same(value, before.get(key, ABSENT)):
                     found.add(Slot(where.module, where.kind, key))
@@ -186,7 +198,9 @@ class StepState:
         touched = self._stops_now() != self._stops
         if touched:
             self.put(_STOP, self._stops)
-        for (_, table), before in zip(self._tables, self._before, strict=True):
+        for place, ((_, table), before) in enumerate(zip(self._tables, self._before, strict=True)):
+            if self._is_as_begun(place, table):
+                continue
             now = {key: value for key, value in table.items() if key not in _BOOKKEEPING}
             for key, value in now.items():
                 if value is not before.get(key, ABSENT):
@@ -205,6 +219,11 @@ class StepState:
         for kept in self._tensors:
             touched = kept.take_back() or touched
         return touched
+
+    def _is_as_begun(self, place: int, table: dict[str, Any]) -> bool:
+        """Whether a table holds the same objects under the same names; those of then still live."""
+        names, values = self._begun[place]
+        return tuple(map(id, table.values())) == values and tuple(table) == names
 
     def value(self, slot: Slot) -> Any:
         """What is there now; ABSENT if nothing is."""

@@ -33,17 +33,22 @@ class BoundaryValues:
         self._beat = pulse.words
         self._links = _Links.of(program)
         self._values: dict[tuple[Kind, int, int, int], tuple[Tensor, ...]] = {}
-        self._places: dict[Instruction, int] = {}
+        # By what they bring, as values are kept: the RECVs that the list has come past.
+        self._received: dict[tuple[Kind, int, int, int], tuple[int, Instruction]] = {}
         self._releasable: dict[Instruction, list[Instruction]] = {}
 
     def continue_with(self, program: Program) -> None:
         """Goes on with another program of the same stages, keeping what is here."""
         assert program.placement == self._placement
-        self._places.clear()
+        self._received.clear()
 
     def passed(self, receive: Instruction, place: int, released: Iterable[Instruction]) -> None:
         """Notes that the list has come past a RECV, and which SENDs its arrival lets go."""
-        self._places[receive] = place
+        assert receive.payload is not None
+        assert receive.peer is not None
+        assert receive.microbatch is not None
+        here = (receive.payload, receive.peer, receive.stage, receive.microbatch)
+        self._received[here] = place, receive
         for ended in released:
             self._releasable.setdefault(receive, []).append(ended)
 
@@ -75,13 +80,11 @@ class BoundaryValues:
         stamp: Callable[[], Any],
     ) -> tuple[Tensor, ...]:
         assert item.microbatch is not None
-        rank_of = self._placement.rank_of
-        known = self._values.pop((payload, other, item.stage, item.microbatch), None)
+        here = (payload, other, item.stage, item.microbatch)
+        known = self._values.pop(here, None)
         if known is not None:
             return known
-        assert rank_of(other, item.microbatch) != rank_of(item.stage, item.microbatch)
-        receive = Instruction(Kind.RECV, item.stage, item.microbatch, payload=payload, peer=other)
-        place = self._places[receive]
+        place, receive = self._received[here]
         self._beat[STATE] = place << 1 | WAITING
         tensors = self._mailbox.wait(receive)
         record.end[place] = stamp()

@@ -173,16 +173,19 @@ class StageGradients:
                 self._handles.append(handle)
 
     def _hook(self, share: _Share) -> Callable[[Tensor], None]:
+        # Called for every parameter in every backward: what does not change is looked up here.
+        view, widened, place = share.view, share.widened, share.view.data_ptr()
+
         def ready(parameter: Tensor) -> None:
             grad = parameter.grad
-            if share.widened:
+            if widened:
                 if grad is not None:
-                    share.view.add_(grad)
+                    view.add_(grad)
                     parameter.grad = None
-            elif grad is not None and grad.data_ptr() != share.view.data_ptr():
+            elif grad is not None and grad.data_ptr() != place:
                 # Autograd put a tensor of its own there: it holds the old sum and the new gradient.
-                share.view.copy_(grad)
-                parameter.grad = share.view
+                view.copy_(grad)
+                parameter.grad = view
             if not share.touched:
                 share.touched = True
                 share.mark.add_(1)  # a taint stays
