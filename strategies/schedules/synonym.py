@@ -107,6 +107,16 @@ SYNONYMS = (
     Synonym("fold", "foldx", "rounds of schedule.group=N microbatches, or auto"),
     Synonym("sequential model_parallel naive_mp", "naive", "one microbatch at a time"),
     Synonym(
+        "weight_stashing 1f1b_async async_1f1b asynchronous pipedream_async vertical_sync",
+        "pipedream",
+        "1F1B without a flush, with stashed weights",
+    ),
+    Synonym(
+        "2BW double_buffered double_buffered_weight_updates",
+        "pipedream_2bw",
+        "no flush, two versions of the weights",
+    ),
+    Synonym(
         "CSV file PipelineScheduleMulti PipelineScheduleSingle pipeline_parallel_schedule_csv",
         "custom",
         "an order of your own",

@@ -76,6 +76,9 @@ def test_a_name_that_resembles_nothing_gets_all_of_them():
         ("ScheduleInterleavedZeroBubble", "interleaved_zb"),
         ("forward_backward_pipelining_without_interleaving", "1f1b"),
         ("PipelineFThenBPass", "gpipe"),
+        ("PipeDream-2BW", "pipedream_2bw"),
+        ("2BW", "pipedream_2bw"),
+        ("weight_stashing", "pipedream"),
         ("PipelineScheduleMulti", "custom schedule.file=my.csv"),
     ],
 )
