@@ -31,6 +31,7 @@ from launcher.workloads.model_share import (
     vocabulary_note,
 )
 from launcher.workloads.traced_shape import TracedShape, stage_handing
+from strategies.analysis.memory import peak_memory
 from strategies.analysis.verdict import keeping_updates, pays
 from strategies.compiler import Programs, compile_plan
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
@@ -38,6 +39,7 @@ from strategies.costs.hardware import ElementSizes
 from strategies.costs.table import Costs
 from strategies.errors import PlanError
 from strategies.ir.placement import Placement
+from strategies.ir.versions import weight_versions
 from strategies.plan import (
     Options,
     Plan,
@@ -50,6 +52,7 @@ from strategies.plan import (
 from strategies.planner.cut import balance, by_counts
 from strategies.planner.problem import handing
 from strategies.planner.unit_graph import skips
+from strategies.schedules.schedule import Schedule, refuse_training
 from strategies.simulator.engine import simulate
 
 ELEMENT_BYTES = {
@@ -200,6 +203,8 @@ def resolve(
         pairs=config.overlap.exchange,
     )
     programs = compile_plan(plan)
+    if config.mode in ("train", "validate"):
+        _refuse_late(config, asked.schedule, plan, programs)
     if config.mode not in ("simulate", "plan"):
         _ = programs.every  # What ranks may come to run is proven before one of them starts.
     by_hand = config.schedule.units_per_stage or config.schedule.layers_per_stage
@@ -244,6 +249,34 @@ def _post_validation(
         return "auto"
     limit = None if config.costs.name == "uniform" else int(config.hardware.memory_gb * 1e9)
     return pays(simulate(programs.train, costs), costs, memory_bytes=limit)
+
+
+def _refuse_late(config: LaunchConfig, schedule: Schedule, plan: Plan, programs: Programs) -> None:
+    """What a training without a flush cannot be combined with, and versions that do not fit."""
+    trainer = config.trainer
+    by_norm = trainer.gradient_clip_algorithm == "norm"
+    refuse_training(
+        schedule,
+        pp=plan.pp,
+        num_microbatches=plan.num_microbatches,
+        vertical_sync=plan.vertical_sync,
+        accumulation=trainer.accumulate_grad_batches,
+        clip=trainer.gradient_clip_val if by_norm else None,
+        on_nan=trainer.on_nan,
+        precision=trainer.precision,
+    )
+    if schedule.synchronous or plan.costs is None or plan.memory_bytes is None:
+        return
+    held = peak_memory(programs.train, plan.costs.table(programs.train))
+    for rank, memory in enumerate(held or ()):
+        if memory.total > plan.memory_bytes:
+            versions = weight_versions(programs.train)[rank]
+            raise PlanError(
+                f"schedule={schedule.name} holds {memory.total / 1e9:.3g} GB on rank {rank}, of it "
+                f"{memory.parameters / 1e9:.3g} GB for {versions} versions of its weights, and "
+                f"hardware.memory_gb={config.hardware.memory_gb:g}. Try schedule=1f1b, which holds "
+                "one version, more ranks (pp), or another hardware.memory_gb."
+            )
 
 
 def stage_layers(shape: PlannedShape, stages: Sequence[range]) -> tuple[float, ...]:

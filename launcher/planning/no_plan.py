@@ -10,15 +10,22 @@ from strategies.errors import PlanError
 from strategies.planner.layout_search import Answer, search
 from strategies.planner.problem import Candidate, Layout
 from strategies.planner.space import degrees
+from strategies.schedules import find_schedule
 
 _MOST_DOUBLINGS = 10
 _BISECTIONS = 7
 
 
 def refuse(asked: Question, answer: Answer) -> PlanError:
+    space = asked.space
+    if space.schedule is not None and not find_schedule(space.schedule).synchronous:
+        return PlanError(
+            f"schedule={space.schedule} trains without a flush, and the planner compares steps of "
+            "one and the same training, with a flush. Try mode=simulate for its period and its "
+            "memory, or leave schedule= out."
+        )
     if answer.rejected.memory:
         return PlanError(_memory(asked, answer))
-    space = asked.space
     found = list(degrees(space, asked.problem))
     if not found:
         return PlanError(_degrees(asked))

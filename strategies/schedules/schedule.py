@@ -266,3 +266,76 @@ def existing(row: Iterable[Instruction], shape: Shape) -> tuple[Instruction, ...
         for item in row
         if item.microbatch is not None and item.microbatch < shape.num_microbatches
     )
+
+
+# ------------------------------------------------------------------------------------ without flush
+# What training without a flush cannot be combined with, whoever asks for it.
+
+
+def refuse_training(
+    schedule: Schedule,
+    *,
+    pp: int,
+    num_microbatches: int,
+    vertical_sync: bool,
+    accumulation: int,
+    clip: float | None,
+    on_nan: str,
+    precision: str,
+) -> None:
+    """Refuses what contradicts a schedule without a flush; nothing for one with a flush.
+
+    Args:
+        schedule: The one that is to train.
+        pp: P.
+        num_microbatches: M.
+        vertical_sync: As in ``Shape``.
+        accumulation: Batches per optimizer step.
+        clip: The limit of the gradient's norm; None for none.
+        on_nan: What happens where a gradient is not finite.
+        precision: Lightning's word.
+
+    Raises:
+        PlanError: The first thing that cannot be had, with what can.
+    """
+    if schedule.synchronous:
+        return
+    name = schedule.name
+    if accumulation > 1:
+        fix = f"num_microbatches={num_microbatches * accumulation} and a batch as much larger"
+        if name == "pipedream":
+            fix = "schedule=pipedream_2bw, which adds gradients up"
+        raise PlanError(
+            f"accumulate_grad_batches={accumulation} with schedule={name}: without a flush every "
+            f"batch that enters makes an update of its own. Try accumulate_grad_batches=1 with "
+            f"{fix}."
+        )
+    if precision == "16-mixed":
+        raise PlanError(
+            f"precision=16-mixed with schedule={name}: its scale of the loss changes with an "
+            "update, and microbatches under way have the one before. Try trainer.precision="
+            "bf16-mixed, or schedule=1f1b."
+        )
+    if name != "pipedream":
+        return
+    if num_microbatches > 1:
+        raise PlanError(
+            f"num_microbatches={num_microbatches} with schedule=pipedream: it updates the weights "
+            "behind every microbatch, and a training step is one update. Try num_microbatches=1 "
+            f"with batches {num_microbatches} times smaller, or schedule=pipedream_2bw, which "
+            "makes one update per batch."
+        )
+    apart = not vertical_sync and pp > 1
+    if apart and clip:
+        raise PlanError(
+            f"gradient_clip_val={clip:g} with schedule=pipedream: the last stage applies a "
+            f"microbatch's gradient {pp - 1} backwards before the first stage has its own, so "
+            "nobody knows the norm of both in time. Try schedule.vertical_sync=true, where all "
+            "apply it together, schedule=pipedream_2bw, or gradient_clip_algorithm=value."
+        )
+    if apart and on_nan == "skip":
+        raise PlanError(
+            "on_nan=skip with schedule=pipedream: the last stage has applied a gradient before the "
+            "first one knows whether its own is finite. Try on_nan=stop, "
+            "schedule.vertical_sync=true, or schedule=pipedream_2bw."
+        )

@@ -260,7 +260,7 @@ class PipelineStrategy(CheckpointingStrategy):
         refuse_module(trainer, module, self._plan, compiled=self._options.compile)
         fits_stream = trainer.state.fn == TrainerFn.FITTING
         if fits_stream and not schedule_of(self._plan).synchronous:
-            refuse_stream(trainer, module, self._plan)
+            refuse_stream(trainer, module, self._plan, on_nan=self._options.on_nan)
         self._take_over_sampling(trainer)
         self.model = self.precision_plugin.convert_module(module)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -283,7 +283,7 @@ class PipelineStrategy(CheckpointingStrategy):
         if not any(isinstance(callback, HookState) for callback in callbacks):
             callbacks.insert(0, HookState(lambda: self.engine))
         if fitting and self._loop is not None:
-            refuse_engine(self.engine, on_nan=self._options.on_nan)
+            refuse_engine(self.engine)
             self._loop.listen()
         if fitting:
             self._reset_optimizers_and_schedulers()

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
@@ -29,6 +30,8 @@ from torch.optim import Optimizer
 from strategies.errors import ModelError
 from strategies.plan import Plan
 from strategies.runtime.step.rank_engine import Engine, PassResult
+from strategies.schedules import find_schedule
+from strategies.schedules.schedule import refuse_training
 
 if TYPE_CHECKING:
     from strategies.runtime.lightning.strategy import PipelineStrategy
@@ -264,37 +267,31 @@ def _same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def refuse_stream(trainer: Any, module: Any, plan: Plan) -> None:
+def refuse_stream(trainer: Any, module: Any, plan: Plan, *, on_nan: str) -> None:
     """Refuses what contradicts training without a flush, before anything runs.
 
     Raises:
-        ModelError: The trainer accumulates over batches, or the module steps by itself or keeps
-            statistics that a forward changes.
+        PlanError: The trainer accumulates over batches, say.
+        ModelError: The module steps by itself, or keeps statistics that a forward changes.
     """
     name = plan.schedule
-    count = trainer.accumulate_grad_batches
-    scheduled = any(type(c).__name__ == "GradientAccumulationScheduler" for c in trainer.callbacks)
-    if count > 1 or scheduled:
-        amount = plan.num_microbatches * max(count, 2)
-        fix = f"num_microbatches={amount} and a batch {max(count, 2)} times as large"
-        if name == "pipedream":
-            fix = "schedule=pipedream_2bw, which adds gradients up"
-        raise ModelError(
-            f"accumulate_grad_batches={count} with schedule={name}: without a flush every batch "
-            f"that enters makes an update of its own. Try accumulate_grad_batches=1 with {fix}."
-        )
-    _refuse_sums(trainer, plan)
+    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)
+    scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+    by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+    refuse_training(
+        find_schedule(name),
+        pp=plan.pp,
+        num_microbatches=plan.num_microbatches,
+        vertical_sync=plan.vertical_sync,
+        accumulation=max(trainer.accumulate_grad_batches, 2 if scheduled else 1),
+        clip=trainer.gradient_clip_val if by_norm else None,
+        on_nan=on_nan,
+        precision="16-mixed" if scaled else "32-true",
+    )
     if not module.automatic_optimization:
         raise ModelError(
             f"automatic_optimization=False with schedule={name}: the step decides when weights are "
             "updated, and without a flush the program does. Try schedule=1f1b."
-        )
-    if name == "pipedream" and plan.num_microbatches > 1:
-        raise ModelError(
-            f"num_microbatches={plan.num_microbatches} with schedule=pipedream: it updates the "
-            "weights behind every microbatch, and Lightning behind every batch. Try "
-            f"num_microbatches=1 with batches {plan.num_microbatches} times smaller, or "
-            "schedule=pipedream_2bw, which makes one update per batch."
         )
     for path, child in module.named_modules():
         if getattr(child, "track_running_stats", False):
@@ -305,27 +302,7 @@ def refuse_stream(trainer: Any, module: Any, plan: Plan) -> None:
             )
 
 
-def _refuse_sums(trainer: Any, plan: Plan) -> None:
-    """What needs all stages' gradients of a batch at once, or their scale."""
-    name = plan.schedule
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise ModelError(
-            f"precision=16-mixed with schedule={name}: its scale of the loss changes with an "
-            "update, and microbatches under way have the one before. Use trainer.precision="
-            "bf16-mixed, or schedule=1f1b."
-        )
-    by_norm = trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, "norm")
-    if by_norm and name == "pipedream" and not plan.vertical_sync and plan.pp > 1:
-        raise ModelError(
-            f"gradient_clip_val={trainer.gradient_clip_val} with schedule=pipedream: the last "
-            f"stage applies a microbatch's gradient {plan.pp - 1} backwards before the first stage "
-            "has its own, so nobody knows the norm of both in time. Try "
-            "schedule.vertical_sync=true, where all apply it together, schedule=pipedream_2bw, or "
-            "gradient_clip_algorithm=value."
-        )
-
-
-def refuse_engine(engine: Engine, *, on_nan: str) -> None:
+def refuse_engine(engine: Engine) -> None:
     """Refuses what only the cut model shows; all ranks come to the same.
 
     Raises:
@@ -339,12 +316,6 @@ def refuse_engine(engine: Engine, *, on_nan: str) -> None:
             f"{tied[0]} is used by several stages, and with schedule=pipedream each stage applies "
             "its gradient at a time of its own. Try schedule.vertical_sync=true, or "
             "schedule=pipedream_2bw."
-        )
-    if apart and on_nan == "skip":
-        raise ModelError(
-            "on_nan=skip with schedule=pipedream: the last stage has applied a gradient before "
-            "the first one knows whether its own is finite. Try on_nan=stop, "
-            "schedule.vertical_sync=true, or schedule=pipedream_2bw."
         )
     if engine.options.backend == "strict" and plan.pp > 1:
         raise ModelError(
