@@ -117,13 +117,14 @@ def _write_operators(folder: Path, subject: _Subject, degrees: Sequence[int]) ->
     """One graph per number of ranks, and the plan that the model brings; or why there is none."""
     module, batch, autocast = subject
     try:
+        by_hand = styles_by_hand(module)  # where that is refused, so would the ranks be
         graphs = trace_operators(module, batch, count_rows(batch), degrees, autocast=autocast)
     except ModelError as error:
         (folder / WRONG).write_text(dump_wrong(str(error)))
         return
     for graph in graphs:
         (folder / operators_file(graph.tp)).write_text(dump_graph(graph))
-    (folder / BY_HAND).write_text(json.dumps(styles_by_hand(module)))
+    (folder / BY_HAND).write_text(json.dumps(by_hand))
 
 
 def _subject(config: LaunchConfig) -> _Subject:

@@ -25,6 +25,8 @@ from strategies.errors import PlanError
 from strategies.planner.layout_search import search
 from strategies.planner.unit_graph import UnitGraph, crossing_bytes, cut_in_order, skips
 from strategies.simulator.engine import simulate
+from tests.launcher.command_line import launch_here
+from tests.tiny_models import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -260,3 +262,17 @@ def test_what_a_trace_cannot_tell_is_refused():
     assert "Try tp=1" in refused
     measured = replace(config_of(), hardware=HardwareConfig(measured_on="here", fit_error=0.02))
     assert question(measured, (), u_net()).config.hardware.fit_error == 0.02
+
+
+@pytest.mark.full
+def test_a_model_whose_matrices_cannot_be_shared_is_planned_without(tmp_path):
+    """Merged experts: ranks refuse tp=2, and other layouts are left."""
+    write_model(tmp_path / "model", "mixtral")
+    words = [
+        "mode=plan", "model=hf", f"model.path={tmp_path / 'model'}", "model.sequence=12",
+        "hardware=h100", "planner.num_gpus=2", "planner.global_batch_size=8",
+    ]  # fmt: skip
+    done = launch_here(words, tmp_path)
+    assert done.code == 0, done.errors
+    assert "cuts mlp.experts.gate_up_proj of model_type=mixtral" in done.output
+    assert all("tp=1" in plan["overrides"] for plan in done.result["plans"])
