@@ -26,7 +26,8 @@ SIMULATED = (
     "recomputed", "memory_breakdown", "predicted_memory_breakdown", "throughput", "num_messages",
 )  # fmt: skip
 TRAINED = (
-    "world_size", "num_parameters", "steps", "loss_first", "loss_last", "val_loss", "step_time_s",
+    "world_size", "num_parameters", "num_active_parameters", "steps", "loss_first", "loss_last",
+    "val_loss", "step_time_s",
     "tokens_per_s", "mfu", "predicted_step_time_s", "measured_bubble_ratio",
     "measured_exposed_grad_reduce_s", "peak_memory_bytes", "predicted_peak_memory_bytes",
     "measured_peak_memory_bytes", "measured_memory_kind", "checkpoint", "measured_makespan_s",
