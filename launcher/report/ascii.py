@@ -105,6 +105,8 @@ def _legend(timeline: Timeline, rows: Sequence[Row], grid: _Grid) -> str:
     text = f"a slot is {slot}{'' if grid.exact else ', times rounded'}; 2F0: stage 2, forward, "
     text += f"microbatch 0; {_RUNNING}: still running; {_IDLE}: idle"
     text += "; 2F1& 3B0: run as one" if _fuses(timeline) else ""
+    if timeline.program.per_update is not None:
+        text += "; #1: with version 1 of the weights"
     return text + ("; comm: 2.0 reduces stage 2, bucket 0" if channel else "")
 
 
@@ -184,7 +186,11 @@ def _cell_labels(event: Event) -> tuple[str, ...]:
         return (f"{item.stage}.{item.bucket}",)
     if item.microbatch is None:
         return (f"{item.stage}{item.kind.value[0]}",)
-    names = tuple(f"{part.stage}{part.kind.value}{part.microbatch}" for part in item.parts)
+    names = tuple(
+        f"{part.stage}{part.kind.value}{part.microbatch}"
+        + ("" if part.version is None else f"#{part.version}")
+        for part in item.parts
+    )
     return names if len(names) == 1 else (f"{names[0]}&", names[1])
 
 

@@ -13,6 +13,7 @@ from strategies.analysis.memory import Holding
 from strategies.analysis.timeline import Event, Timeline
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import CHANNEL_KINDS, COMPUTE_KINDS, KINDS, Kind
+from strategies.ir.versions import weight_versions
 
 KIND_NAMES = tuple(kind.value for kind in Kind)
 _AXIS = {"F": "time in F (one rank's forward of one microbatch)", "s": "time"}
@@ -104,6 +105,9 @@ def timeline_data(label: str, timeline: Timeline) -> TimelineData:
         "channel": uses_channel(rows),
         "rows": list(_row_data(timeline, rows)),
     }
+    if timeline.program.per_update is not None:
+        # As many shades as there may be versions beside each other, and one more.
+        panel["versions"] = 1 + max(weight_versions(timeline.program))
     return TimelineData(label, panel)
 
 
@@ -155,7 +159,9 @@ def _bar(timeline: Timeline, event: Event, wait: Wait | None) -> list[object]:
     if item.halves:
         half = item.halves[1]
         pair = [KIND_NAMES.index(half.kind.value), half.stage, half.microbatch]
-    return [KIND_NAMES.index(item.kind.value), *where, *span, *waited, pair]
+    bar = [KIND_NAMES.index(item.kind.value), *where, *span, *waited, pair]
+    # Where there are several versions of the weights, the one that it reads, or makes.
+    return bar if item.version is None else [*bar, item.version]
 
 
 def _short(value: float) -> float:

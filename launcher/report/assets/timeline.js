@@ -2,8 +2,8 @@
 // fractions of the longest panel of that unit, so that panels of other units zoom along.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const [KIND, STAGE, NUMBER, START, END, WAIT, WAIT_RANK, HOW, SINCE, PAIR] =
-  [0, 1, 2, 3, 4, 5, 6, 7, 8, 9];
+const [KIND, STAGE, NUMBER, START, END, WAIT, WAIT_RANK, HOW, SINCE, PAIR, VERSION] =
+  [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10];
 // WORDS, NUMBERS (microbatch, bucket or nothing) and COLOURS (hue and saturation; a stage's shade
 // runs from light, the first, to dark, the last) of each kind stand in front of this script:
 // html.py puts them there, from the table of kinds in ir/kinds.py.
@@ -192,7 +192,12 @@ function drawBars(g, panel, band, theme) {
     const kind = DATA.kinds[bar[KIND]];
     const x = toX(panel, bar[START]), w = toX(panel, bar[END]) - x;
     const pair = bar[PAIR];
-    const colour = shade(pair ? "F" : kind, bar[STAGE], panel.data.stages);
+    // Of several versions of the weights the shade tells which; else it tells the stage.
+    const versions = panel.data.versions;
+    const colour =
+      versions && bar.length > VERSION
+        ? shade(kind, bar[VERSION] % versions, versions)
+        : shade(pair ? "F" : kind, bar[STAGE], panel.data.stages);
     g.globalAlpha = selected !== null && !carries(band, bar, kind, selected) ? 0.22 : 1;
     g.fillStyle = pair ? blend(g, x, w, colour.fill, pair, panel.data.stages) : colour.fill;
     // A hairline between neighbours, once they are wide enough to spare it.
@@ -232,7 +237,8 @@ function barText(g, band, bar, kind, room) {
 function label(bar) {
   const pair = bar[PAIR];
   if (pair) return `${bar[STAGE]}F${bar[NUMBER]}&${pair[STAGE]}${DATA.kinds[pair[KIND]]}${pair[NUMBER]}`;
-  return bar[STAGE] + DATA.kinds[bar[KIND]] + (bar[NUMBER] < 0 ? "" : bar[NUMBER]);
+  const version = bar.length > VERSION ? `#${bar[VERSION]}` : "";
+  return bar[STAGE] + DATA.kinds[bar[KIND]] + (bar[NUMBER] < 0 ? "" : bar[NUMBER]) + version;
 }
 
 function drawHeld(g, panel, held, theme) {

@@ -1,5 +1,7 @@
 import pytest
 
+from launcher.report.ascii import legend
+from launcher.report.rows import timeline_data
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.metrics import measure
 from strategies.compiler import compile_plan
@@ -117,3 +119,12 @@ def test_calls_behind_each_other_and_a_drain_are_the_stream(name, pp, microbatch
 def test_what_needs_a_flush_is_refused(more, message):
     with pytest.raises(PlanError, match=message):
         compile_plan(Plan("pipedream_2bw", 2, 4, **more))
+
+
+def test_pictures_tell_the_versions_apart():
+    program = compile_program(schedule="pipedream_2bw", pp=2, num_microbatches=2)
+    panel = timeline_data("predicted", simulate(program, UniformCosts())).panel
+    assert panel["versions"] == 3
+    first = [bar for lane in panel["rows"][0]["compute"] for bar in lane if bar[0] == 0]
+    assert [bar[-1] for bar in first] == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert "#1: with version 1 of the weights" in legend(simulate(program, UniformCosts()))
