@@ -3,6 +3,15 @@
 Narayanan et al., 2019, https://arxiv.org/abs/1806.03377. What is called a minibatch there is a
 microbatch here.
 
+2 ranks, 1 microbatches, B twice as long as F; 5 batches from an empty pipeline to an empty one
+(``#1``: with version 1 of the weights, ``-``: still running, ``.``: idle)::
+
+    rank 0 | 0F0#0 0F1#0   .     .   0B0#0   -   0F2#1 0B1#0   -
+    rank 1 |   .   1F0#0 1B0#0   -   1F1#1 1B1#1   -   1F2#2 1B2#2
+
+    rank 0 | 0F3#2 0B2#1   -   0F4#3 0B3#2   -     .   0B4#3   -
+    rank 1 |   -   1F3#3 1B3#3   -   1F4#4 1B4#4   -     .     .
+
 Every rank updates its weights behind every backward. So that the backward of a microbatch reads the
 weights of its forward, rank r keeps (stashes) the P-r versions that microbatches under way use. The
 weights of rank r have seen P-1-r microbatches less than those of training on one device: with g
@@ -20,8 +29,13 @@ take (P-1) (F + B) together, once. Rank r holds P-r activations, like 1F1B. Any 
 
 from __future__ import annotations
 
-from strategies.schedules.one_f_one_b import order
-from strategies.schedules.schedule import Lateness, Schedule, Shape
+from strategies.schedules import one_f_one_b
+from strategies.schedules.schedule import Lateness, Rows, Schedule, Shape
+
+
+def order(shape: Shape) -> Rows:
+    """1F1B over all batches behind each other."""
+    return one_f_one_b.order(shape)
 
 
 def _lateness(shape: Shape) -> Lateness:

@@ -2,6 +2,15 @@
 
 Double-buffered weight updates. Narayanan et al., 2021, https://arxiv.org/abs/2006.09503.
 
+2 ranks, 2 microbatches, B twice as long as F; 4 batches from an empty pipeline to an empty one
+(``#1``: with version 1 of the weights, ``-``: still running, ``.``: idle)::
+
+    rank 0 | 0F0#0 0F1#0   .     .   0B0#0   -   0F2#0 0B1#0   -   0F3#0 0B2#0   -   0F4#1 0B3#0
+    rank 1 |   .   1F0#0 1B0#0   -   1F1#0 1B1#0   -   1F2#0 1B2#0   -   1F3#0 1B3#0   -   1F4#1
+
+    rank 0 |   -   0F5#1 0B4#1   -   0F6#2 0B5#1   -   0F7#2 0B6#2   -     .   0B7#2   -
+    rank 1 | 1B4#1   -   1F5#1 1B5#1   -   1F6#2 1B6#2   -   1F7#2 1B7#2   -     .     .
+
 Every rank goes on with the next batch while the gradients of the one before come back. The
 gradients of a batch are added up (coalesced) and make one update, which is applied when the next
 batch has passed: batch n, counted from 0, uses version max(n - 1, 0) on all stages, forwards and
@@ -23,8 +32,13 @@ this one's. The reduction has r + M-P+1 microbatches of compute to run under on 
 from __future__ import annotations
 
 from strategies.errors import PlanError
-from strategies.schedules.one_f_one_b import order
-from strategies.schedules.schedule import Lateness, Schedule, Shape
+from strategies.schedules import one_f_one_b
+from strategies.schedules.schedule import Lateness, Rows, Schedule, Shape
+
+
+def order(shape: Shape) -> Rows:
+    """1F1B over all batches behind each other."""
+    return one_f_one_b.order(shape)
 
 
 def _lateness(shape: Shape) -> Lateness:

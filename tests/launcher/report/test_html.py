@@ -173,8 +173,9 @@ def test_the_script_knows_every_kind_and_reason_and_the_order_of_a_bars_fields()
     assert keys("WORDS") == drawn
     assert keys("HOWS") == {"message", "value", "rank", "channel", "release"}
     fields = re.search(r"const \[(KIND, .*?)\] =\s+\[(.*?)\];", script)
-    assert fields.group(1) == "KIND, STAGE, NUMBER, START, END, WAIT, WAIT_RANK, HOW, SINCE, PAIR"
-    assert fields.group(2) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9"
+    names = "KIND, STAGE, NUMBER, START, END, WAIT, WAIT_RANK, HOW, SINCE, PAIR, VERSION"
+    assert fields.group(1) == names
+    assert fields.group(2) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10"
 
 
 def test_32_ranks_with_64_microbatches_stay_a_small_file(tmp_path):
