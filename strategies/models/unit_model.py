@@ -20,9 +20,10 @@ which of their parameters are experts (``strategies.models.expert_parallel.HasEx
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +33,16 @@ from strategies.models.expert_parallel import ExpertRanks, ExpertShares
 from strategies.models.logs import captured_logs
 from strategies.models.selective.policy import Selection
 from strategies.models.selective.region import SelectiveLayer
-from strategies.models.stage_model import Mode, StageModel, StageOutput, Unit, filled
+from strategies.models.stage_model import Mode, Search, StageModel, StageOutput, Unit, filled
 from strategies.models.state import reseed
 from strategies.models.step_state import join_parts
 from strategies.models.tensor_parallel.sharding import Sharding
 from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
 from strategies.plan import FAMILIES
 from strategies.sharding_plan import FoundPlan
+
+if TYPE_CHECKING:
+    from strategies.models.tensor_parallel.unit_sharding import UnitSharding
 
 
 @runtime_checkable
@@ -110,7 +114,8 @@ class UnitModel(StageModel):
                 )
         self._users, self._canonical = _users(declared)
         self._stages: tuple[range, ...] = (range(len(declared)),)
-        self._sharding: Sharding | None = None
+        self._sharding: Sharding | UnitSharding | None = None
+        self._found: UnitSharding | None = None  # the same, where it was found
         self._expert_shares: ExpertShares | None = None
         self._postponed = False
         self._selective: dict[int, SelectiveLayer] = {}
@@ -181,8 +186,22 @@ class UnitModel(StageModel):
         self._selective = selection.layers_of(self._runs)
         self._joined = selection.joined
 
+    def sharding_plan(self, tp: int, search: Search) -> FoundPlan | None:
+        by_hand = getattr(self._module, "tensor_parallel_plan", None)
+        if callable(by_hand) and by_hand() is not None:
+            return None
+        # DTensor takes half a second to import.
+        from strategies.models.tensor_parallel.unit_sharding import UnitSharding
+
+        return UnitSharding.plan(self._module, tp)
+
     def shard(self, ranks: TensorRanks, plan: FoundPlan | None = None) -> None:
-        self._sharding = Sharding(self._module, ranks)
+        if plan is None:
+            self._sharding = Sharding(self._module, ranks)
+            return
+        from strategies.models.tensor_parallel.unit_sharding import UnitSharding
+
+        self._sharding = self._found = UnitSharding(self._module, ranks, plan)
 
     @property
     def shards(self) -> Mapping[str, Shard]:
@@ -226,15 +245,32 @@ class UnitModel(StageModel):
         dataloader_idx: int | None = None,
         at_end: Callable[[], Any] | None = None,
     ) -> StageOutput:
+        with nullcontext() if self._found is None else self._found.around_step():
+            return self._forward(stage, inputs, batch, batch_idx, mode, seed, at_end)
+
+    def _forward(
+        self,
+        stage: int,
+        inputs: tuple[Tensor, ...],
+        batch: Any,
+        batch_idx: int,
+        mode: Mode,
+        seed: int | None,
+        at_end: Callable[[], Any] | None,
+    ) -> StageOutput:
         tensors = self._declared.pipeline_inputs(batch) if stage == 0 else inputs
+        if self._found is not None and torch.is_grad_enabled():
+            named = [(self._units[index].name, self._runs[index]) for index in self._stages[stage]]
+            self._found.check(named, tensors)
         if self._joined:
             for units, joined in self._layers_of(stage):
                 tensors = joined.run(partial(self._run, units, seed), tensors, {})
         else:
             tensors = self._run(self._stages[stage], seed, *tensors)
+        whole = tensors if self._found is None else self._found.whole(tensors)
         if stage + 1 < len(self._stages) or self._postponed:
-            return StageOutput(tensors)
-        ends = tuple(tensor.detach() for tensor in tensors)
+            return StageOutput(whole)
+        ends = tuple(tensor.detach() for tensor in whole)
         marks = None if at_end is None else at_end()
         return self._result(tensors, batch, batch_idx, mode, ends=ends, marks=marks)
 
@@ -328,6 +364,8 @@ class UnitModel(StageModel):
     ) -> StageOutput:
         with captured_logs(self._module) as logs:
             result = self._declared.pipeline_result(tensors, batch, batch_idx, mode)
+        if self._found is not None:
+            result = self._found.whole_of(result)
         loss = result if mode == "train" else None
         if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
             raise ModelError(
@@ -336,6 +374,15 @@ class UnitModel(StageModel):
             )
         calls = logs.calls()
         return StageOutput(loss=loss, result=result, logs=calls, ends=ends, marks=marks)
+
+    def compile_units(self) -> None:
+        if self._found is not None:
+            raise ModelError(
+                f"compile=true with tp={self._found.ranks.size}: {type(self._module).__name__} "
+                "has no tensor_parallel_plan(), and torch.compile does not follow what lies cut "
+                "between layers. Use compile=false, or tp=1."
+            )
+        super().compile_units()
 
     def owned_modules(self) -> Iterator[nn.Module]:
         yield from self._runs.values()

@@ -71,8 +71,11 @@ class HfLanguageModel(LanguageModel):
         mask = batch.get("attention_mask")
         return (batch["tokens"],) if mask is None else (batch["tokens"], mask)
 
-    def tensor_parallel_plan(self) -> dict[str, Style]:
-        """The library's own plan for the layers; embedding and head by token ids."""
+    def tensor_parallel_plan(self) -> dict[str, Style] | None:  # type: ignore[override]
+        """The library's own plan for the layers, embedding and head by token ids; or it is found.
+
+        Found, it is run as the plan of any module (``unit_sharding.py``).
+        """
         return library_plan(self._skeleton, cast(HfShape, self.shape))
 
     def _routing_loss(self, *along: Tensor, tokens: int) -> Tensor:

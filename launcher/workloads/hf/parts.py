@@ -246,16 +246,16 @@ class HfNetwork(nn.Module):
 _LISTED = "layers.*."
 
 
-def library_plan(skeleton: Skeleton, shape: HfShape) -> dict[str, Style]:
-    """Module names of ``HfLanguageModel`` to styles; embedding and head are cut by token ids."""
+def library_plan(skeleton: Skeleton, shape: HfShape) -> dict[str, Style] | None:
+    """Module names of ``HfLanguageModel`` to styles; embedding and head are cut by token ids.
+
+    None where the library has no plan for the family, or one in words that are not known here.
+    """
     config: Any = skeleton.model.config.get_text_config()
     given = getattr(config, "base_model_tp_plan", None)
     own = {key: word for key, word in (given or {}).items() if key.startswith(_LISTED)}
     if not own:
-        raise ModelError(
-            f"model.path={shape.folder}: the transformers library has no tensor-parallel plan for "
-            f"model_type={shape.model_type}. Try tp=1 and a larger pp."
-        )
+        return None
     head = getattr(config, "head_dim", None) or shape.hidden // config.num_attention_heads
     layers = f"{NETWORK}layers.*.{skeleton.layers_path}.*."
     plan: dict[str, Style] = {}
@@ -264,11 +264,7 @@ def library_plan(skeleton: Skeleton, shape: HfShape) -> dict[str, Style]:
         try:
             style = read_style(key, word)
         except ModelError:
-            raise ModelError(
-                f"model.path={shape.folder}: the transformers library cuts {name} of "
-                f"model_type={shape.model_type} over tensor-parallel ranks as {word!r}, which "
-                "model=hf does not. Try tp=1 and a larger pp."
-            ) from None
+            return None
         if ("attn" in name or "attention" in name) and isinstance(style, Column | Row):
             # Heads stay whole.
             style = Column(head, style.gather) if isinstance(style, Column) else Row(head)

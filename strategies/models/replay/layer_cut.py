@@ -70,11 +70,11 @@ def cut_layers(
     _same_batch(example.batch, ranks)
     for tensor in (*module.parameters(), *module.buffers()):
         ranks.broadcast_(tensor.detach())
-    sharding = PlanSharding(plan, ranks)
-    watched = frozenset(name for name, _ in module.named_modules() if name)
     with unchanged(module):
-        whole = _numbers(module, example, watched, None)
-    sharding.apply(module, foreign=whole.foreign)
+        whole = _numbers(module, example, None)
+    sharding = PlanSharding(plan, ranks, module, whole.foreign)
+    sharding.apply()
+    sharding.forget_wholes()
     if not sharding.cut:
         why = [f"{layer}: {reason}" for layer, reason in list(sharding.kept.items())[:3]]
         because = f" ({'; '.join(why)})" if why else ""
@@ -85,7 +85,7 @@ def cut_layers(
     sharding.values.noting = True
     with unchanged(module):
         try:
-            cut = _numbers(module, example, watched, sharding)
+            cut = _numbers(module, example, sharding)
         except ModelError:
             raise
         except Exception as error:
@@ -107,7 +107,6 @@ def cut_layers(
 def _numbers(
     module: LightningModule,
     example: Example,
-    watched: frozenset[str],
     sharding: PlanSharding | None,
 ) -> StepNumbers:
     """One step, forward and backward, of the microbatch that the module was probed with."""
@@ -124,7 +123,6 @@ def _numbers(
         return run_step(
             module,
             step,
-            watched=watched,
             around=nullcontext() if values is None else values.between_layers(),
             whole=(lambda value: value) if values is None else values.whole_of,
             uses=values is None,

@@ -45,7 +45,6 @@ def run_step(
     module: nn.Module,
     step: Callable[[], Any],
     *,
-    watched: frozenset[str],
     around: AbstractContextManager[Any],
     whole: Callable[[Any], Any],
     uses: bool = False,
@@ -55,7 +54,6 @@ def run_step(
     Args:
         module: Its parameters have no gradients; nor afterwards.
         step: Calls it; gives the loss, a dict with it, or something else.
-        watched: Names of modules whose outputs are kept.
         around: Where forward and backward run.
         whole: Makes whole values of shares.
         uses: Whether to note who uses which parameters.
@@ -67,13 +65,8 @@ def run_step(
         parameter.grad = None
     noted = _Uses(module, numbers.foreign)
     torch.manual_seed(_SEED)
-    handles = [
-        child.register_forward_hook(_keeper(numbers, name, whole))
-        for name, child in module.named_modules()
-        if name in watched
-    ]
     try:
-        with around:
+        with around, watched(module, numbers, whole):
             if uses:
                 with noted.watching():
                     result = step()
@@ -89,11 +82,26 @@ def run_step(
             if parameter.grad is not None:
                 numbers.gradients[name] = parameter.grad.detach()
     finally:
-        for handle in handles:
-            handle.remove()
         for name, parameter in parameters.items():
             parameter.grad = before[name]
     return numbers
+
+
+@contextmanager
+def watched(
+    module: nn.Module, numbers: StepNumbers, whole: Callable[[Any], Any], prefix: str = ""
+) -> Iterator[None]:
+    """Keeps the outputs of all layers inside a module, whole ones."""
+    handles = [
+        child.register_forward_hook(_keeper(numbers, name, whole))
+        for name, child in module.named_modules(prefix=prefix)
+        if child is not module
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _keeper(numbers: StepNumbers, name: str, whole: Callable[[Any], Any]) -> Callable[..., None]:

@@ -6,7 +6,9 @@ the plan has it stays whole, which is always right, and is named with its reason
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,36 +52,77 @@ class PlanSharding:
         cut: Names of the layers that are cut, in the module's order.
     """
 
-    def __init__(self, plan: FoundPlan, ranks: TensorRanks) -> None:
+    def __init__(
+        self,
+        plan: FoundPlan,
+        ranks: TensorRanks,
+        module: nn.Module,
+        foreign: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Reads the plan.
+
+        Args:
+            plan: What is to be cut.
+            ranks: Who shares.
+            module: Whole; without weights yet, maybe.
+            foreign: Parameters that other code than their own layer's uses -> where.
+        """
         self.plan = plan
         self.values = ShareValues(ranks)
         self.shards: dict[str, Shard] = {}
         self.kept: dict[str, str] = {}
         self.cut: list[str] = []
-
-    def apply(self, module: nn.Module, *, foreign: Mapping[str, str]) -> None:
-        """Cuts all layers of the plan.
-
-        Args:
-            module: Whole, with its weights.
-            foreign: Parameters that other code than their own layer's uses -> where.
-        """
-        names: dict[int, list[str]] = {}
+        self._module = module
+        self._names: dict[int, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        turned = self._turned(module, names, foreign)
-        entrances: dict[str, Entrance] = {}
-        shares: dict[int, tuple[nn.Parameter, nn.Parameter, Shard]] = {}
-        for name, layer in module.named_modules():
-            if name in turned:
-                entrance = entrances.setdefault(name.rpartition(".")[0], self.values.entrance())
-                self._become(layer, *turned[name], entrance, shares)
-                self.cut.append(name)
-        for whole, _, shard in shares.values():
-            self.shards |= dict.fromkeys(names[id(whole)], shard)
+            self._names.setdefault(id(parameter), []).append(name)
+        self._tied = {name: own for own in self._names.values() for name in own}
+        self._turned = self._read(module, foreign)
+        self._shares: dict[int, tuple[Tensor, nn.Parameter, Shard]] = {}
+        self._layers: dict[str, tuple[nn.Module, type[nn.Module], dict[str, Shard]]] = {}
 
-    def _turned(
-        self, module: nn.Module, names: Mapping[int, list[str]], foreign: Mapping[str, str]
+    def apply(self, within: str = "") -> None:
+        """Cuts the layers of a module of this name, which have their weights; "" is for all."""
+        entrances: dict[str, Entrance] = {}
+        inside = self._module.get_submodule(within) if within else self._module
+        for name, layer in inside.named_modules(prefix=within):
+            if name in self._turned and name not in self._layers:
+                entrance = entrances.setdefault(name.rpartition(".")[0], self.values.entrance())
+                self._become(name, layer, *self._turned[name], entrance)
+                self.cut.append(name)
+
+    def forget_wholes(self) -> None:
+        """Lets go of the whole weights; nothing is cut afterwards."""
+        self._shares.clear()
+
+    @contextmanager
+    def uncut(self, within: str) -> Iterator[dict[str, nn.Parameter]]:
+        """Inside, a module's layers are whole, with the present weights; collective.
+
+        Gives the whole parameters by name.
+        """
+        ranks, found = self.values.ranks, {}
+        back: list[tuple[nn.Module, type[nn.Module], dict[str, nn.Parameter | None]]] = []
+        for name, (layer, kind, parts) in self._layers.items():
+            if not (name == within or name.startswith(f"{within}.")):
+                continue
+            back.append((layer, type(layer), dict(layer._parameters)))
+            for own, shard in parts.items():
+                share = layer._parameters[own]
+                assert share is not None
+                whole = shard.whole(ranks.gather(share.detach()).unbind(0))
+                found[f"{name}.{own}"] = nn.Parameter(whole, requires_grad=share.requires_grad)
+                layer._parameters[own] = found[f"{name}.{own}"]
+            layer.__class__ = kind
+        try:
+            yield found
+        finally:
+            for layer, kind, parameters in back:
+                layer.__class__ = kind
+                layer._parameters.update(parameters)
+
+    def _read(
+        self, module: nn.Module, foreign: Mapping[str, str]
     ) -> dict[str, tuple[type[Any], int, LayerShare]]:
         """What layers become, by name; those of tied weights alike, or not at all."""
         found: dict[str, tuple[type[Any], int, LayerShare]] = {}
@@ -96,7 +139,7 @@ class PlanSharding:
                 self.kept[name] = answer
             else:
                 found[name] = (*answer, row)
-        for own in names.values():
+        for own in self._names.values():
             # A tied weight: all of its layers are cut along the same dimension.
             layers = {name.rpartition(".")[0] for name in own}
             dims = {found[layer][1] if layer in found else None for layer in layers}
@@ -108,17 +151,19 @@ class PlanSharding:
 
     def _become(
         self,
+        name: str,
         layer: nn.Module,
         kind: type[Any],
         dim: int,
         row: LayerShare,
         entrance: Entrance,
-        shares: dict[int, tuple[nn.Parameter, nn.Parameter, Shard]],
     ) -> None:
         ranks = self.values.ranks
         weight = layer._parameters["weight"]
         assert weight is not None
-        size = weight.shape[dim]
+        # A tied weight may be a share by now.
+        known = self._shares.get(id(weight))
+        size = weight.shape[dim] if known is None else known[2].size
         cut = Shard(dim, size, ranks.size)
         gathers = row.style == "column" and row.whole_output
         share = CutLayer(layer, self.values, entrance, cut, gathers=gathers)
@@ -129,11 +174,14 @@ class PlanSharding:
         for own, shard in parts.items():
             whole = layer._parameters[own]
             assert whole is not None
-            if id(whole) not in shares:
+            if id(whole) not in self._shares:
                 local = shard.local(whole.detach(), ranks.rank)
-                share_of = nn.Parameter(local, requires_grad=whole.requires_grad)
-                shares[id(whole)] = whole, share_of, shard
-            layer._parameters[own] = shares[id(whole)][1]
+                part = nn.Parameter(local, requires_grad=whole.requires_grad)
+                # By both, as whoever ties may do so by the whole or by the share.
+                self._shares[id(whole)] = self._shares[id(part)] = (whole, part, shard)
+            layer._parameters[own] = self._shares[id(whole)][1]
+            self.shards |= dict.fromkeys(self._tied[f"{name}.{own}"], shard)
+        self._layers[name] = (layer, type(layer), parts)
         layer.__class__ = kind
         layer.__dict__["share"] = share
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -46,7 +47,18 @@ class ShareValues:
         self.ranks = ranks
         self.wholes: dict[tuple[str, str], int] = {}
         self.noting = False
-        self._meshes: dict[str, DeviceMesh] = {}
+        # Made here: inside a step the default group is another, and a mesh asks it for its place.
+        kinds = ["cuda"] if dist.get_backend(ranks.group) == "nccl" else ["cpu"]
+        if kinds == ["cpu"] and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            kinds.append("cuda")
+        # DTensor keeps what it has worked out for a mesh that is equal to another one, whose groups
+        # may be gone: names make them differ.
+        self._meshes = {
+            kind: DeviceMesh.from_group(
+                ranks.group, kind, mesh_dim_names=(f"tensor{next(_numbers)}",)
+            )
+            for kind in kinds
+        }
         self._entrances: list[Entrance] = []
         self._entered = 0
 
@@ -54,11 +66,6 @@ class ShareValues:
         return self  # Groups cannot be copied; a copy of a model has the same one.
 
     def _mesh_of(self, kind: str) -> DeviceMesh:
-        if kind not in self._meshes:
-            # DTensor keeps what it has worked out for a mesh that is equal to another one, whose
-            # groups may be gone: names make them differ.
-            name = (f"tensor{next(_numbers)}",)
-            self._meshes[kind] = DeviceMesh.from_group(self.ranks.group, kind, mesh_dim_names=name)
         return self._meshes[kind]
 
     def entrance(self) -> Entrance:
