@@ -79,6 +79,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "models/tensor_parallel/plan_sharding.py",
         "models/tensor_parallel/regions.py",
         "models/tensor_parallel/share_values.py",
+        "models/tensor_parallel/unit_sharding.py",
         "models/tensor_parallel/sharding.py",
         "runtime/step/recompute.py",
         "runtime/messages/transport.py",

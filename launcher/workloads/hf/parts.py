@@ -274,5 +274,7 @@ def library_plan(skeleton: Skeleton, shape: HfShape) -> dict[str, Style] | None:
         for name in names:
             part = skeleton.model.get_submodule(name)
             if isinstance(part, kind) and part.weight.shape[0] == shape.vocab:
+                if type(part).forward is not kind.forward:
+                    return None  # A table that scales what it gives, say.
                 plan[f"{unit}.{name}"] = Vocabulary()
     return plan

@@ -166,7 +166,8 @@ class _Uses(TorchFunctionMode):
                         self._foreign.setdefault(f"{path}.{own}" if path else own, user_line())
 
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2}
+# Libraries compute norms and rotary tables in 32 bits whatever the weights are.
+_TOLERANCES = {torch.float64: 2e-6, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2}
 
 
 def compare_steps(
