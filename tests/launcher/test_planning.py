@@ -209,7 +209,7 @@ def test_plan_auto_trains_on_four_ranks_and_says_what_it_chose(tmp_path: Path):
 def test_the_questions_of_the_guide_can_be_asked(tmp_path, monkeypatch):
     page = Path(__file__).resolve().parents[2] / "docs" / "guides" / "planning.md"
     commands = re.findall(r"^    python -m launcher (mode=plan .*)$", page.read_text(), re.M)
-    assert len(commands) == 2
+    assert len(commands) == 3
     for number, command in enumerate(commands):
         done = run_here(command.split(), tmp_path / str(number), monkeypatch)
         assert done.code == 0, done.errors
