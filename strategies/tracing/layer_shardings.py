@@ -26,8 +26,10 @@ _SEGMENTS = (2, 3)
 
 def layer_kind(layer: nn.Module) -> LayerKind | None:
     """What a layer is; None for one that is not known, whose operations are looked at instead."""
+    # A weight that is computed (weight_norm) is no share of anything that could be cut.
+    plain = isinstance(layer._parameters.get("weight"), nn.Parameter)
     for kinds, name in _KINDS:
-        for kind in kinds:
+        for kind in kinds if plain or name == "norm" else ():
             if isinstance(layer, kind) and type(layer).forward is kind.forward:
                 return name
     # The projection of transformers' GPT-2: a Linear whose weight stands the other way round.

@@ -152,6 +152,15 @@ def test_a_table_that_a_layer_looks_up_by_itself_stays_whole_and_feeds_what_is_c
     assert plan.weight_bytes > 512 * 64 * 4
 
 
+def test_a_layer_whose_weight_is_computed_stays_whole():
+    model = Language(heads=4, kv_heads=4)
+    for layer in model.layers:
+        layer.up = nn.utils.parametrizations.weight_norm(layer.up)
+    cut = styles(found(model, tokens(512)))
+    assert "layers.*.up" not in cut
+    assert cut["layers.*.output"] == "row"
+
+
 def test_few_heads_of_keys_keep_their_attention_whole_and_nothing_else():
     plan = found(Language(heads=4, kv_heads=2), tokens(512), tp=4)
     assert plan.layer("layers.0.key").whole_output
