@@ -47,6 +47,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Manual optimization": (
         "runtime/lightning/manual_optimization.py",
         "models/manual/dataflow.py",
+        "models/manual/flow_layout.py",
         "models/manual/doors.py",
         "models/manual/row_check.py",
         "models/manual/segments.py",
@@ -61,7 +62,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "runtime/update/main_weights.py",
     ),
     "Batches and loaders": (
-        "models/replay/whole_values.py",
+        "models/replay/value_plan.py",
         "runtime/step/microbatch.py",
         "runtime/step/rank_engine.py",
         "runtime/lightning/data_order.py",

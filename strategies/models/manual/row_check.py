@@ -18,7 +18,7 @@ from strategies.errors import ModelError
 from strategies.models.manual.dataflow import refuse_gradients
 from strategies.models.replay.hole import Args, Function, Hole, Kwargs, user_line
 from strategies.models.replay.row_scout import RowScout, scout
-from strategies.models.replay.whole_values import Share
+from strategies.models.replay.value_plan import Share
 
 
 class LossScout(RowScout):

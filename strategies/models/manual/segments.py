@@ -23,15 +23,9 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.models.collectives import ShapesFirst, shapes_only
 from strategies.models.logs import LogCapture
-from strategies.models.manual.dataflow import (
-    Cells,
-    Flow,
-    FlowLayout,
-    FlowProbe,
-    homes_of_parameters,
-    lay_out,
-)
+from strategies.models.manual.dataflow import Flow, FlowProbe
 from strategies.models.manual.doors import Doors, Flags, Probing, Stale, StateCheck
+from strategies.models.manual.flow_layout import Cells, FlowLayout, homes_of_parameters, lay_out
 from strategies.models.manual.row_check import LossScout, compare_losses
 from strategies.models.manual.strand import (
     Action,
@@ -58,15 +52,8 @@ from strategies.models.replay.probing import (
 from strategies.models.replay.replay_model import ReplayModel
 from strategies.models.replay.row_scout import RowScout
 from strategies.models.replay.shape_mode import MODULE_TABLES
-from strategies.models.replay.whole_values import (
-    Dealer,
-    Hand,
-    Share,
-    Step,
-    ValuePlan,
-    Values,
-    Where,
-)
+from strategies.models.replay.value_plan import Share, ValuePlan, Values
+from strategies.models.replay.whole_values import Dealer, Hand, Step, Where
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput, Unit
 from strategies.models.state import kept_generators
 

@@ -22,13 +22,13 @@ from strategies.errors import ModelError
 from strategies.models.logs import LogCapture
 from strategies.models.manual.dataflow import (
     BARRIERS,
-    FlowLayout,
     Mark,
     Unknown,
     reads_number,
     refuse_gradients,
     retained,
 )
+from strategies.models.manual.flow_layout import FlowLayout
 from strategies.models.nested import tensors
 from strategies.models.replay.gate import StageDone
 from strategies.models.replay.hole import (
@@ -45,7 +45,8 @@ from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Key, Position
 from strategies.models.replay.shape_mode import ShapeMode
 from strategies.models.replay.stage_run import dense, like_sent
-from strategies.models.replay.whole_values import Hand, ValueRun
+from strategies.models.replay.value_run import ValueRun
+from strategies.models.replay.whole_values import Hand
 from strategies.models.stage_model import LogCall
 from strategies.models.state import reseed
 

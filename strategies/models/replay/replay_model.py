@@ -41,16 +41,9 @@ from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
 from strategies.models.replay.probing import Probed, batch_device, probe_path, probe_units
 from strategies.models.replay.row_scout import RowScout, scout
 from strategies.models.replay.stage_run import StageRun
-from strategies.models.replay.whole_values import (
-    Dealer,
-    Hand,
-    Share,
-    Step,
-    ValuePlan,
-    ValueRun,
-    Values,
-    Where,
-)
+from strategies.models.replay.value_plan import Share, ValuePlan, Values
+from strategies.models.replay.value_run import ValueRun
+from strategies.models.replay.whole_values import Dealer, Hand, Step, Where
 from strategies.models.stage_model import (
     STEP_NAMES,
     LogCall,

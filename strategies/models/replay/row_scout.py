@@ -29,7 +29,8 @@ from strategies.models.replay.hole import (
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Path, Position
 from strategies.models.replay.shape_mode import ShapeMode
-from strategies.models.replay.whole_values import Hand, Share, part_of, ways_of
+from strategies.models.replay.value_plan import Share, part_of, ways_of
+from strategies.models.replay.whole_values import Hand
 from strategies.models.state import kept_generators
 
 Scout = TypeVar("Scout", bound="RowScout")

@@ -23,7 +23,9 @@ from strategies.models.collectives import default_group
 from strategies.models.nested import leaves, rebuild, structure
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.path import Position
-from strategies.models.replay.whole_values import Dealer, Share, Step, ValuePlan, seed_all
+from strategies.models.replay.value_plan import Share, ValuePlan
+from strategies.models.replay.value_run import seed_all
+from strategies.models.replay.whole_values import Dealer, Step
 from strategies.models.state import Generators
 from strategies.models.step_state import Slot, StepState
 from strategies.runtime.messages.mesh import Coordinates

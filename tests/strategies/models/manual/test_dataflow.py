@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from strategies.errors import ModelError
-from strategies.models.manual.dataflow import Unknown, ordered_groups, retained
+from strategies.models.manual.dataflow import Unknown, retained
+from strategies.models.manual.flow_layout import ordered_groups
 
 
 def _names(costs: dict[str, float], edges: set[tuple[str, str]]) -> list[tuple[str, ...]]:
