@@ -18,7 +18,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _KINDS: tuple[tuple[tuple[type[nn.Module], ...], LayerKind], ...] = (
     ((nn.Linear,), "linear"),
     ((*_CONVOLUTIONS, *_TRANSPOSED), "conv"),
-    ((nn.Embedding,), "embedding"),
+    ((nn.Embedding, nn.EmbeddingBag), "embedding"),
     ((*_BATCH_NORMS, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm), "norm"),
 )
 _SEGMENTS = (2, 3)
@@ -122,7 +122,8 @@ def _embedding(call: LayerCall, excluded: list[tuple[str, str]]) -> Iterator[Cho
         return
     size = _size(call.made)
     share = -(-layer.num_embeddings // call.tp) / layer.num_embeddings
-    yield Choice((), (WHOLE,), "vocabulary", 1.0, share, (Message("sum", size),), split_dim=0)
+    if isinstance(layer, nn.Embedding):  # Bags are cut by width alone.
+        yield Choice((), (WHOLE,), "vocabulary", 1.0, share, (Message("sum", size),), split_dim=0)
     width = layer.embedding_dim
     if width % call.tp:
         excluded.append(("column", f"a width of {width} is not divisible by {call.tp}"))

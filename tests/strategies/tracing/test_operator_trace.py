@@ -254,6 +254,26 @@ def test_an_operator_without_known_shardings_is_named_with_its_price():
     assert any("no known shardings" in reason and " us" in reason for reason in plan.reasons)
 
 
+class Recommender(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(5000, 32) for _ in range(3))
+        self.bag = nn.EmbeddingBag(5000, 32, mode="sum")
+        self.scores = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def training_step(self, batch, batch_idx):
+        found = [table(batch[0][:, n]) for n, table in enumerate(self.tables)]
+        scores = self.scores(torch.cat([*found, self.bag(batch[0])], dim=1))[:, 0]
+        return F.binary_cross_entropy_with_logits(scores, batch[1])
+
+
+def test_a_recommenders_tables_are_cut_and_gathered_before_they_are_joined():
+    plan = found(Recommender(), (torch.zeros(64, 3, dtype=torch.long), torch.zeros(64)))
+    assert styles(plan) == {"tables.*": "column", "bag": "column"}
+    assert plan.layer("bag").whole_output
+    assert plan.weight_bytes < 0.55 * plan.weight_bytes_whole
+
+
 class Chooser(nn.Module):
     def __init__(self) -> None:
         super().__init__()
