@@ -72,6 +72,11 @@ _MORE: dict[str, dict[str, Any]] = {
     "llama4_text": {
         **_EXPERTS, "head_dim": 8, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
     },
+    "deepseek_v2": {
+        **_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+        "topk_method": "greedy", "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4,
+    },
     "deepseek_v3": {
         **_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
         "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,

@@ -120,8 +120,8 @@ FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "opt",
     "falcon", "olmo2", "granite", "stablelm", "phi", "bloom", "gpt_neo", "gptj", "cohere",
     "smollm3", "glm4", "starcoder2", "exaone4", "lfm2", "mamba", "llama4_text", "dbrx", "gpt_oss",
-    "gpt_neox", "mixtral", "deepseek_v3", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe",
-    "minimax", "minimax_m2", "ernie4_5_moe", "jamba",
+    "gpt_neox", "mixtral", "deepseek_v2", "deepseek_v3", "qwen2_moe", "qwen3_moe", "olmoe",
+    "granitemoe", "minimax", "minimax_m2", "ernie4_5_moe", "jamba",
 )  # fmt: skip
 EVERYDAY = [("llama", "zb_v"), ("gpt_neox", "1f1b"), ("mixtral", "1f1b"), ("mixtral", "zb_v")]
 # Parts of these (norms, routers, rotary tables) are computed in single precision whatever the
