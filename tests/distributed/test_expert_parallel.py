@@ -206,11 +206,19 @@ BUILT_IN = {
         pp=1, dp=4, ep=4, shape=SPARSE, recompute=Recompute("optimal", max_full_activations=1.0),
         overlap="zero1",
     ),
+    "selective": Case(dp=2, ep=2, shape=SHARED, recompute=Recompute("selective"), clip=0.05),
     "tensor": Case(dp=2, tp=2, ep=4, shape=SHARED, clip=0.05, overlap="zero1"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BUILT_IN.values(), ids=BUILT_IN)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=FULL if name in ("foldx_fifo", "selective") else ())
+        for name, case in BUILT_IN.items()
+    ],
+    ids=BUILT_IN,
+)
 def test_the_built_in_experts_keep_parity(case: Case, ranks: Callable[[int], Ranks]) -> None:
     check_built_in(replace(case, steps=3, rows=4), ranks)
 
