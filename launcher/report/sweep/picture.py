@@ -395,7 +395,11 @@ def timeline_png(panels: Sequence[Panel], *, title: str) -> bytes:
     drawn = []
     for panel in panels:
         timeline = panel.timeline
-        makespan = format_duration(timeline.makespan, timeline.time_unit)
-        facts = f"makespan {makespan}, bubble {format_percent(timeline.bubble_ratio)}"
+        # Without a flush the picture is of several batches, and a step is the time between two.
+        flushed = timeline.program.per_batch is None
+        took = timeline.makespan if flushed else timeline.period
+        step = format_duration(took, timeline.time_unit)
+        word = "makespan" if flushed else "period"
+        facts = f"{word} {step}, bubble {format_percent(timeline.bubble_ratio)}"
         drawn.append(_panel(panel.data, panel.label, facts))
     return sweep_png(drawn, title=title)
