@@ -20,7 +20,8 @@ from strategies.simulator.engine import simulate
 from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.distributed
-FORWARD_S, BACKWARD_S, SLOW = 0.02, 0.04, 2  # asleep, so that other processes do not matter
+# Asleep, and for long: what else the machine does is small beside it.
+FORWARD_S, BACKWARD_S, SLOW = 0.06, 0.12, 2
 PP, COUNT = 2, 4
 
 
