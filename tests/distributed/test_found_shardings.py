@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from strategies.runtime.lightning.strategy import PipelineStrategy
@@ -154,3 +155,50 @@ def test_a_plan_by_hand_wins(ranks: Callable[[int], Ranks]) -> None:
 def test_compiled_layers_are_refused(ranks: Callable[[int], Ranks]) -> None:
     with pytest.raises(AssertionError, match=r"ModelError: compile=true with tp=2: the layers of"):
         ranks(2).run(train, name="mlp", pp=1, tp=2, compile=True)
+
+
+class _Evaluated(Module):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        *inputs, target = batch
+        outputs = self.net(*inputs)
+        self.log("val_loss", self._loss(outputs, target))
+        self.log("right", (outputs.argmax(-1) == target).double().mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(*batch[:-1]).softmax(-1)
+
+    val_dataloader = predict_dataloader = Module.train_dataloader
+
+
+def evaluate(name: str) -> tuple[dict[str, float], torch.Tensor]:
+    given = build(name)
+    module = _Evaluated(given.net, given._make).double()
+    strategy = PipelineStrategy(tp=2, num_microbatches=2, timeout_s=60, seed=0)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    (found,) = trainer.validate(module, verbose=False)
+    chances = torch.cat(trainer.predict(module))
+    strategy.engine.close()
+    return dict(found), chances
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["mlp", "vgg"])
+def test_evaluation_is_that_of_the_whole_module(name: str, ranks: Callable[[int], Ranks]) -> None:
+    module = build(name).eval()
+    losses, chances = [], []
+    with torch.no_grad():
+        for *inputs, target in module.train_dataloader():
+            outputs = module.net(*inputs)
+            losses.append(module._loss(outputs, target))
+            chances.append(outputs.softmax(-1))
+    for found, predicted in ranks(2).run(evaluate, name=name):
+        assert found["val_loss"] == pytest.approx(float(torch.stack(losses).mean()), abs=TOLERANCE)
+        assert (predicted - torch.cat(chances)).abs().max().item() < TOLERANCE
