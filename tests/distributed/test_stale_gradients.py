@@ -30,7 +30,7 @@ WIDTH, UPDATES = 6, 20
 class Net(pl.LightningModule):
     """Ordinary layers in 64 bits; one loss per row, so that microbatches and batches agree."""
 
-    def __init__(self, optimizer: str) -> None:
+    def __init__(self, optimizer: str, *, tied: bool = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(5)]
@@ -38,6 +38,8 @@ class Net(pl.LightningModule):
             for parameter in (p for layer in layers for p in layer.parameters()):
                 parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
         self.layers = nn.ModuleList(layers)
+        if tied:
+            layers[-1].weight = layers[0].weight
         self.name = optimizer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,6 +82,7 @@ class Case:
     rows: int = 8  # of a replica's batch
     updates: int = UPDATES
     short_last: int = 0  # rows of a replica's last batch, if others
+    tied: bool = False  # whether the first and the last layer share a weight
     nan_at: int | None = None  # the batch whose loss is not finite
     looks_at: int | None = None  # the batch behind which a hook looks at weights
 
@@ -106,7 +109,7 @@ def rows_of(case: Case) -> tuple[Tensor, Tensor]:
 
 def oracle(case: Case, stage_of: dict[str, int]) -> tuple[list[float], dict[str, Tensor]]:
     """Losses by batch, and the weights in the end."""
-    net = Net(case.optimizer).double()
+    net = Net(case.optimizer, tied=case.tied).double()
     named = dict(net.named_parameters())
     made = net.configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
@@ -196,7 +199,7 @@ def train(
         log_every_n_steps=1000,
         callbacks=[losses, *saver],
     )
-    module = Net(case.optimizer)
+    module = Net(case.optimizer, tied=case.tied)
     x, y = rows_of(case)
     loader = DataLoader(TensorDataset(x, y), batch_size=case.rows, shuffle=False)
     trainer.fit(module, loader, loader if case.check_every else None, ckpt_path=resume)
@@ -280,10 +283,11 @@ def test_validation_and_a_short_batch_drain_and_each_loss_is_its_batchs(case, ra
     [
         Case("pipedream_2bw", 2, updates=8, nan_at=3),
         Case("pipedream_2bw", 2, updates=8, looks_at=4),
+        Case("pipedream_2bw", 2, updates=8, tied=True, clip=0.02),
     ],
-    ids=["a loss that is not finite", "a hook that looks at weights"],
+    ids=["a loss that is not finite", "a hook that looks at weights", "tied weights"],
 )
-def test_an_update_is_left_out_and_a_hook_drains(case, ranks):
+def test_an_update_is_left_out_a_hook_drains_and_shared_weights_stay_shared(case, ranks):
     compare(case, ranks)
 
 
