@@ -143,7 +143,7 @@ SITUATIONS = (
         clips=False, memory=4,
     ),
     Situation(
-        "the weights fit twice, and twice 1F1B's activations",
+        "the weights fit twice, and one microbatch more than 1F1B holds",
         "two opposed pipes fill each other's bubbles",
         copies=2, memory=8,
     ),
