@@ -31,8 +31,8 @@ from launcher.workloads.model_share import (
     vocabulary_note,
 )
 from launcher.workloads.traced_shape import TracedShape, stage_handing
+from strategies.analysis.late_verdict import keeping_updates, pays
 from strategies.analysis.memory import peak_memory
-from strategies.analysis.verdict import keeping_updates, pays
 from strategies.compiler import Programs, compile_plan
 from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
 from strategies.costs.hardware import ElementSizes

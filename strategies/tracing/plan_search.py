@@ -11,9 +11,9 @@ from torch import nn
 
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
 from strategies.models.tensor_parallel.sharding import Column, Row, Vocabulary, read_style
+from strategies.planner.shardings.critical_values import Level
 from strategies.planner.shardings.plan_rows import Planner
 from strategies.planner.shardings.prices import Prices
-from strategies.planner.shardings.segments import Level
 from strategies.sharding_plan import FoundPlan
 from strategies.tracing.operator_trace import trace_operators
 

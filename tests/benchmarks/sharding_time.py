@@ -26,10 +26,10 @@ from launcher.config.decode import from_dict
 from launcher.rank.jobs import build_model
 from launcher.resolve import resolve
 from strategies.costs.hardware import Hardware
+from strategies.planner.shardings.critical_values import Level
 from strategies.planner.shardings.operators import dump_graph, parse_graph
 from strategies.planner.shardings.plan_rows import Planner
 from strategies.planner.shardings.prices import Prices
-from strategies.planner.shardings.segments import Level
 from strategies.tracing.operator_trace import trace_operators
 from strategies.tracing.trace import empty_weights
 

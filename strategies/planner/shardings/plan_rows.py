@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from strategies.errors import ModelError
+from strategies.planner.shardings.critical_values import Found, Level, Search
 from strategies.planner.shardings.operators import (
     ENTERED,
     Choice,
@@ -14,7 +15,6 @@ from strategies.planner.shardings.operators import (
     OperatorGraph,
 )
 from strategies.planner.shardings.prices import LIGHT_SHARE, Prices, light_operators, pattern_of
-from strategies.planner.shardings.segments import Found, Level, Search
 from strategies.sharding_plan import FoundPlan, LayerShare, matches
 
 # Cutting light layers has to save more than this of a microbatch.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from strategies.analysis.verdict import crossing_receives, verdict_places
+from strategies.analysis.late_verdict import crossing_receives, verdict_places
 from strategies.heartbeat import PHASE, STATE, WAITING, Phase
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import CHANNEL_KINDS, GRADIENT_KINDS, MICROBATCH_KINDS, Kind
@@ -23,6 +23,7 @@ from strategies.ir.program import Program
 from strategies.lowering.send_recv import release_points
 from strategies.models.nested import tensors as tensors_in
 from strategies.runtime.step.boundary_values import BoundaryValues
+from strategies.runtime.step.calls_state import Stream
 from strategies.runtime.step.microbatch import Microbatch
 from strategies.runtime.step.rank_parts import RankParts
 from strategies.runtime.step.stage_compute import (
@@ -31,7 +32,6 @@ from strategies.runtime.step.stage_compute import (
     StepResult,
     UnderWay,
 )
-from strategies.runtime.step.stream import Stream
 
 _RECEIVE_AHEAD = 4
 
@@ -61,7 +61,7 @@ class Executor:
         In a ``stream`` it goes on where the last one of the stream has ended, and the microbatches
         are those that enter with this one.
 
-        ``verdict`` is asked at the program's cut (``analysis/verdict.py``) whether the weights
+        ``verdict`` is asked at the program's cut (``analysis/late_verdict.py``) whether the weights
         that the forwards before it have used are confirmed; it raises where they are not, and
         ``abandon`` clears up what has been run.
         """

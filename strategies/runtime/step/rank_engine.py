@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from strategies.analysis.verdict import shortens_step
+from strategies.analysis.late_verdict import shortens_step
 from strategies.compiler import compile_plan, compile_short, resolve_shape, schedule_of
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import DataError, ModelError
@@ -45,6 +45,7 @@ from strategies.runtime.messages.mailbox import Mailbox
 from strategies.runtime.messages.mesh import Communicators, Coordinates
 from strategies.runtime.messages.transport import chosen_transport
 from strategies.runtime.step.activation_bytes import ActivationBytes, MemoryUse
+from strategies.runtime.step.calls_state import Stream
 from strategies.runtime.step.executor import Executor
 from strategies.runtime.step.microbatch import (
     Microbatch,
@@ -61,7 +62,6 @@ from strategies.runtime.step.recompute import Recomputation
 from strategies.runtime.step.recorder import RankStep, Recorder, StepRecord, StepStats, joined_stats
 from strategies.runtime.step.stage_compute import PassOptions, StepResult
 from strategies.runtime.step.step_mirror import StepMirror
-from strategies.runtime.step.stream import Stream
 from strategies.runtime.step.whole_batch import Whole, WholeBatch
 from strategies.runtime.step.whole_draws import WholeDraws
 from strategies.runtime.update.flush import Flush

@@ -3,14 +3,14 @@ from dataclasses import replace
 import pytest
 
 from strategies import UniformCosts, compile_program, simulate
-from strategies.analysis.memory import peak_memory_bytes
-from strategies.analysis.verdict import (
+from strategies.analysis.late_verdict import (
     crossing_receives,
     keeping_updates,
     pays,
     shortens_step,
     verdict_places,
 )
+from strategies.analysis.memory import peak_memory_bytes
 from strategies.costs.analytic import AnalyticCosts
 from strategies.ir.kinds import GRADIENT_KINDS, Kind
 from tests.strategies.costs.test_analytic import MACHINE, STAGES

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from strategies.costs.hardware import Hardware
+from strategies.planner.shardings.critical_values import Search
 from strategies.planner.shardings.operators import (
     Choice,
     Message,
@@ -16,7 +17,6 @@ from strategies.planner.shardings.operators import (
     parse_graph,
 )
 from strategies.planner.shardings.prices import Prices
-from strategies.planner.shardings.segments import Search
 
 MACHINE = Hardware("test", 1e9, 1.0, 1.0, 1e9, 1e8, 1e-5, 1e8, 1e-5, 8)
 STATES = ("R", "S0", "S1")
@@ -113,7 +113,7 @@ def test_what_is_found_is_the_same_by_programs_where_many_values_are_alive(monke
     graph = graph_of(3, wide=True)
     prices = Prices(MACHINE, 2)
     expected = Search(graph, prices).best().seconds
-    monkeypatch.setattr("strategies.planner.shardings.segments._MOST_STATES", 1)
+    monkeypatch.setattr("strategies.planner.shardings.critical_values._MOST_STATES", 1)
     assert Search(graph, prices).best().seconds == pytest.approx(expected, rel=1e-9)
 
 
