@@ -65,6 +65,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "models/replay/value_plan.py",
         "runtime/step/microbatch.py",
         "runtime/step/rank_engine.py",
+        "runtime/step/rank_weights.py",
         "runtime/lightning/data_order.py",
         "runtime/lightning/hook_state.py",
     ),

@@ -12,7 +12,7 @@ from strategies.models.stage_model import Mode, StageModel, StageOutput, Unit
 from strategies.plan import Options, Plan
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.rank_engine import Engine as Runtime
-from strategies.runtime.step.rank_engine import resolve_placement
+from strategies.runtime.step.rank_weights import resolve_placement
 from strategies.runtime.step.recorder import StepRecord
 from strategies.schedules import find_schedule
 from tests.benchmarks.overhead_emulation import TOKENS, Emulation, SleepingStage, loss_of

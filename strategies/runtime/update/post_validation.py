@@ -1,6 +1,6 @@
 """An update that is made before the norm is known, and made again where the norm says otherwise.
 
-See ``analysis/late_verdict.py`` for what ranks may do meanwhile. Here is the other half: what a rank
+``analysis/late_verdict.py`` has what ranks may do meanwhile. Here is the other half: what a rank
 keeps to undo its update bit for bit (weights and the optimizer's state, in buffers that are made
 once), and who makes it again. The gradients of the step stay where they are until the verdict is
 in; nothing is added to them before, because forwards add nothing.

@@ -1,0 +1,250 @@
+"""What happens to weights when a step ends: clipping, the watch for NaN, the update."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.errors import NotFiniteError
+from strategies.heartbeat import Heartbeat
+from strategies.plan import Options, Plan
+from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStrategy
+from strategies.runtime.lightning.hook_watch import OwnBackward
+from strategies.runtime.lightning.late_flush import why_it_waits
+from strategies.runtime.lightning.manual_optimization import (
+    ManualOptimization,
+    looks_after_backward,
+)
+from strategies.runtime.lightning.parameter_hooks import ParameterHooks
+from strategies.runtime.lightning.refusals import (
+    SharedGradScaler,
+)
+from strategies.runtime.lightning.stream_loop import (
+    StreamLoop,
+)
+from strategies.runtime.messages.exchange import everybody
+from strategies.runtime.update.grad_sync import clip_
+from strategies.runtime.update.main_optimizer import (
+    with_sparse_gradients,
+)
+from strategies.runtime.update.nan_guard import Finding, NotFiniteStep, first_finding
+
+_log = logging.getLogger(__name__)
+
+
+class UpdatingStrategy(CheckpointingStrategy):
+    """Lightning's hooks from a step's backward to its update."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: Options,
+        *,
+        metadata: Mapping[str, Any] | None,
+        heartbeat: Heartbeat | None,
+    ) -> None:
+        super().__init__(plan, options, metadata=metadata, heartbeat=heartbeat)
+        self.skipped_steps: list[int] = []  # optimizer steps, as of Trainer.global_step before them
+        self._accumulating = False
+        self._manual: ManualOptimization | None = None
+        self._loop: StreamLoop | None = None  # of a schedule without a flush
+        self._last_norm: Tensor | None = None
+        self._late = False  # whether updates are made before their verdict
+        self._hooks: ParameterHooks | None = None
+        self._own_backward: OwnBackward | None = None
+
+    def _away(self) -> AbstractContextManager[None]:
+        """Around the pipeline's own work, which people's hooks may have called."""
+        return nullcontext() if self._hooks is None else self._hooks.away()
+
+    def _goes_on_late(self, trainer: pl.Trainer) -> bool:
+        """Whether updates are made before their verdict; the same on all ranks."""
+        asked, module = self._options.post_validation, self.lightning_module
+        if asked is False or self.engine.alone or self._scaler is not None:
+            return False
+        if self.engine.stream is not None:
+            return False  # Nobody waits for a flush that there is none of.
+        if self._options.ep > 1:
+            return False  # Experts' tokens travel inside the forwards that would be thrown away.
+        assert module is not None
+        if not (self._looks or trainer.gradient_clip_val):
+            return False  # Nobody waits for anything.
+        if len(self.optimizers) != 1:
+            return False
+        why_not = why_it_waits(trainer, module, self.optimizers[0])
+        if asked is True and why_not:
+            rank_zero_warn(f"post_validation=true: ranks wait at the flush, because {why_not}.")
+        return not why_not and (asked is True or self.engine.gains_at_flush)
+
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        return getattr(self.precision_plugin, "scaler", None)
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *_: Any, **__: Any
+    ) -> Tensor:
+        """Backwards have run already; what is left is their gradients and Lightning's hooks."""
+        module = self.lightning_module
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if self._own_backward is not None:
+            self._own_backward.call(closure_loss)
+        self.engine.restore_gradients()
+        if self.looks_after_backward and not self._accumulating:
+            self.engine.flush()  # They may read gradients, which are still being reduced.
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @property
+    def looks_after_backward(self) -> bool:
+        """Whether somebody may read gradients behind a backward."""
+        assert self.lightning_module is not None
+        return looks_after_backward(self._trainer, self.lightning_module)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Around all but the last batch of an accumulation: the program without REDUCE and STEP."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The flush: this rank's reductions end, then its stages are updated."""
+        if self._loop is None or self._loop.alone:
+            return self._apply_update(optimizer, closure, model, **kwargs)
+        return self._loop.step(optimizer, closure, self._apply_update)
+
+    def _apply_update(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        result: Any = None
+
+        def flushed() -> Any:
+            nonlocal result
+            result = closure()
+            self._last_norm = None
+            if self._manual is not None:
+                self.engine.settle()
+            self.engine.flush()
+            if self._looks and not self._clips_by_norm:
+                self._find_not_finite(optimizer)
+            shown.callback(with_sparse_gradients(optimizer))
+            return result
+
+        try:
+            with self._away(), ExitStack() as shown:
+                output = super().optimizer_step(optimizer, flushed, model, **kwargs)
+        except NotFiniteStep:
+            self._leave_out()
+            return result
+        scaler = self._scaler
+        if self._looks and isinstance(scaler, SharedGradScaler) and scaler.exhausted:
+            self._leave_out()  # The scaler's own all-reduce has told all ranks.
+            return output
+        self.engine.stepped()
+        return output
+
+    def _find_not_finite(self, optimizer: Optimizer) -> None:
+        engine = self.engine
+        if self._late and engine.may_go_on:
+            engine.go_on(optimizer, limit=None, step=int(self._trainer.global_step))
+            return
+        struck = engine.leaves_out()
+        engine.late.waited(struck=struck)
+        if struck:
+            raise NotFiniteStep
+
+    @property
+    def _looks(self) -> bool:
+        """Whether a step that is not finite is to be found."""
+        return self._options.on_nan != "ignore"
+
+    @property
+    def _clips_by_norm(self) -> bool:
+        """Whether the norm's all-reduce will tell all ranks that a step is to be left out."""
+        trainer: Any = self._trainer
+        return (
+            bool(trainer.gradient_clip_val)
+            and trainer.gradient_clip_algorithm in (None, "norm")
+            and self._scaler is None
+            and not is_overridden("configure_gradient_clipping", self.lightning_module)
+        )
+
+    def _leave_out(self) -> None:
+        """All ranks are here, and none has updated; collective."""
+        self._tell_not_finite(self.engine.findings(), int(self._trainer.global_step))
+        self.engine.left_out()
+
+    def _leave_out_late(self, step: int) -> None:
+        """The same when the next step has begun: the update of ``step`` has been undone."""
+        findings = self.engine.late_findings()
+        progress = self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
+        done = progress.optimizer.step
+        try:
+            self._tell_not_finite(findings, step)
+        except NotFiniteError:
+            done.total.completed -= 1  # Whoever looks at the step now sees the one that it is.
+            done.current.completed -= 1
+            raise
+
+    def _tell_not_finite(self, own: list[Finding], step: int) -> None:
+        """Names the cause on all ranks; collective.
+
+        Raises:
+            NotFiniteError: With ``on_nan="stop"``.
+        """
+        gathered: list[list[Finding]] = everybody().everyone(own)
+        cause = first_finding(item for items in gathered for item in items).sentence()
+        message = f"step {step + 1}: {cause}. No rank has applied this step."
+        if self._options.on_nan == "stop":
+            raise NotFiniteError(f"{message} {self._last_checkpoint()}")
+        self.skipped_steps.append(step)
+        if self.is_global_zero:
+            _log.warning("%s %d skipped so far.", message, len(self.skipped_steps))
+
+    def gradient_norm(self) -> Tensor:
+        """2-norm of the whole model's gradient; collective, once per step however often asked."""
+        if self._last_norm is None:
+            with self._away():
+                self._last_norm = self.engine.gradient_norm()
+        return self._last_norm
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        if self._manual is not None:
+            with self._away():
+                self._manual.clip_by_norm(optimizer, float(clip_val))
+            return
+        with self._away():
+            late = self.engine.late
+            if self._late and self._clips_by_norm and self.engine.may_go_on:
+                step = int(self._trainer.global_step)
+                self.engine.go_on(optimizer, limit=float(clip_val), step=step)
+                return
+            norm = self.gradient_norm()
+            late.waited(struck=not bool(norm <= float(clip_val)))
+            if self._looks and self._clips_by_norm and not bool(torch.isfinite(norm)):
+                raise NotFiniteStep  # All ranks have the same norm.
+            clip_(self.engine.updated_parameters(), norm, float(clip_val))
