@@ -81,7 +81,7 @@ ON_TWO_RANKS = {
 LAUNCHED = {
     "dense_twin": ("2", r"\| tiny \| 1,246,848 \| .*\n\| tiny_moe \| 3,907,200 \| 1,252,992 \| "),
 }
-OTHERWISE = {"pipeline_overhead", "fold_on_links", "published"}
+OTHERWISE = {"pipeline_overhead", "fold_on_links", "exchange_on_links", "published"}
 ENGINES = ["ours", "torch", "torch_ours", "bare", "autograd"]
 
 

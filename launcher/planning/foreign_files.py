@@ -218,7 +218,7 @@ def _torchtitan(run: Run, schedule: str | None) -> str:
     parts = _parts(run, prefix="", first="tok_embeddings", last=("norm", "output"), every=())
     lines = [
         "# For torchtitan: [parallelism] and what goes with it. Newer versions take the same keys",
-        "# as flags, --parallelism.pipeline_parallel_degree 4.",
+        "# as flags, --parallelism.*",
         "[parallelism]",
         f"data_parallel_replicate_degree = {1 if _shards(run) else run.dp}",
         f"data_parallel_shard_degree = {run.dp if _shards(run) else 1}",

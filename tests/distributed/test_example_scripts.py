@@ -153,6 +153,7 @@ def test_the_sweep_has_its_picture_and_the_array_its_container(copy: Path) -> No
 
 
 @pytest.mark.distributed
+@pytest.mark.full
 def test_a_checkpoint_goes_on_elsewhere(copy: Path) -> None:
     for number, words in enumerate(commands(EXAMPLES / "resume_elsewhere.sh"), start=1):
         short = [re.sub(r"(max_steps=.)0", r"\1", word) for word in words]

@@ -227,6 +227,7 @@ def test_other_data_than_those_of_the_checkpoint_are_told(checkpoint: Path, tmp_
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("checkpoint")
+@pytest.mark.full
 def test_where_ranks_find_the_newest_damaged_the_one_before_is_taken(
     trained: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

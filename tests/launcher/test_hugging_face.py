@@ -189,6 +189,7 @@ def test_a_model_of_merged_experts_is_valid_trains_and_is_exported(tmp_path):
     assert not any(report.values()), report
 
 
+@pytest.mark.full
 def test_validating_prints_layers_and_memory(folder, tmp_path):
     done = launch_here((*WORDS, f"model.path={folder}", "mode=validate", "pp=2"), tmp_path)
     assert done.code == 0, done.errors

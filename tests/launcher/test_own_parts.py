@@ -231,6 +231,7 @@ def trained(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.distributed
+@pytest.mark.full
 def test_the_weights_of_a_package_s_model_are_exported_as_a_file(
     site: Path, trained: Path, tmp_path: Path
 ) -> None:

@@ -131,6 +131,7 @@ def launch(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.distributed
+@pytest.mark.full
 def test_a_u_net_of_ones_own_is_planned_once_traced_and_trains_as_it_is_printed(
     site: Path, tmp_path: Path
 ):

@@ -164,7 +164,7 @@ def test_layers_cannot_grow_where_they_are_cut_by_hand():
 
 
 def test_a_schedule_that_never_drains_says_why_nothing_can_be_hidden(monkeypatch):
-    monkeypatch.setitem(SCHEDULES, "1f1b", replace(SCHEDULES["1f1b"], synchronous=False))
+    monkeypatch.setitem(SCHEDULES, "1f1b", SCHEDULES["pipedream_2bw"])
     config, what = asked()
     with pytest.raises(PlanError, match=r"never drains.*another weight version.*schedule=1f1b"):
         is_one_layout(config, what)

@@ -44,6 +44,7 @@ def read_torchtitan(
 
 def has_titan_flags(text: str) -> bool:
     """Whether a script or a command line speaks of a pipeline in torchtitan's words."""
+    text = _COMMENT.sub("", text)
     return "--parallelism.pipeline_parallel" in text or "--experimental.pipeline_par" in text
 
 
@@ -53,10 +54,14 @@ def read_titan_flags(text: str, asked: Asked, *, path: Path, name: str) -> Their
     Raises:
         PlanError: They ask for what torch does not have.
     """
-    values = {match[1]: (match[2] or "").strip("\"'") for match in _TITAN_FLAG.finditer(text)}
+    values = {
+        match[1]: (match[2] or "").strip("\"'")
+        for match in _TITAN_FLAG.finditer(_COMMENT.sub("", text))
+    }
     return _asked_of_torchtitan(values, asked, path, name)
 
 
+_COMMENT = re.compile(r"(?m)^[ \t]*#.*$")
 _TITAN_FLAG = re.compile(r"--[a-z_]+\.([a-z_]+)(?:=|[ \t]+)(\"[^\"\n]*\"|'[^'\n]*'|[^\s\"']+)")
 # A configuration; what is longer takes parsers minutes and says no more of a pipeline.
 _MOST_CHARACTERS = 1 << 20
