@@ -171,7 +171,10 @@ class ShapeMode(TorchFunctionMode):
         return self._twins[key]
 
     def infer(self, func: Function, args: Args, kwargs: Kwargs) -> tuple[Outcome, list[Tensor]]:
-        return infer_operation(func, args, kwargs, twin=self.twin, device=self._device)
+        if not torch.is_inference_mode_enabled():
+            return infer_operation(func, args, kwargs, twin=self.twin, device=self._device)
+        with torch.inference_mode(False), torch.no_grad():  # It counts no versions.
+            return infer_operation(func, args, kwargs, twin=self.twin, device=self._device)
 
     def skip(
         self, index: int, forward: Function, args: Args, kwargs: Kwargs, call: int

@@ -7,10 +7,12 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from strategies.models.replay.replay_model import ReplayModel
+from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.strategies.models.replay.parity import (
     assert_same,
     call,
@@ -517,3 +519,33 @@ def test_a_validation_run_needs_no_training_step():
         )
         torch.testing.assert_close(output.result, module(batches[0][0]))
     assert [log.name for log in output.logs] == ["val_acc", "one"]
+
+
+class Eased(LightningModule):
+    """An operation between layers, in evaluation, where torch counts no versions of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 2))
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.net(batch[0]).mean())
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*(LeafSpec|many workers|num_workers).*")
+def test_one_process_evaluates_what_has_operations_between_its_layers():
+    module, rows = Eased(), torch.ones(8, 4)
+    loader = DataLoader(TensorDataset(rows), batch_size=4)
+    trainer = Trainer(
+        accelerator="cpu", strategy=PipelineStrategy(pp=1, num_microbatches=2), logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    (found,) = trainer.validate(module, loader, verbose=False)
+    expected = module.net.eval()(rows)
+    assert found["loss"] == pytest.approx(expected.mean().item())
+    given = trainer.predict(module, loader)
+    assert given is not None
+    assert torch.allclose(torch.cat(given), expected)
