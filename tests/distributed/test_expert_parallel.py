@@ -214,7 +214,7 @@ BUILT_IN = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=FULL if name in ("foldx_fifo", "selective") else ())
+        pytest.param(case, marks=() if name in ("optimal", "tensor", "zb_v") else FULL)
         for name, case in BUILT_IN.items()
     ],
     ids=BUILT_IN,

@@ -134,13 +134,16 @@ def order(
 
 
 PIPELINE = {"pp": 2, "schedule": "1f1b"}
+SELDOM = (
+    "own generator in the sampler", "some", "weighted by a generator", "a subset",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        "shuffled", "workers", "own generator", "own generator in the sampler", "some",
-        "some twice", "weighted", "weighted by a generator", "a subset", "batches", "two loaders",
+        "shuffled", "workers", "own generator", "some twice", "weighted", "batches", "two loaders",
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in SELDOM),
     ],
 )  # fmt: skip
 def test_a_pipeline_gets_the_rows_of_stock_lightning_in_its_order(
