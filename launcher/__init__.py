@@ -1,1 +1,36 @@
 """Command line, schema, workloads, processes, tracking and reports."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+
+# What the launcher and its ranks import, beside Python's own modules.
+_LIBRARIES = """strategies hydra omegaconf yaml antlr4 torch lightning pytorch_lightning
+    torchmetrics lightning_utilities numpy safetensors tokenizers transformers wandb tensorboard
+    matplotlib scipy
+    optuna psutil rich tqdm packaging typing_extensions"""
+TAKEN_NAMES = frozenset(_LIBRARIES.split()) | sys.stdlib_module_names
+
+
+class _LibrariesFirst:
+    """Finds these elsewhere than in the working directory, which ``python -m`` searches first.
+
+    A ``yaml.py`` or a ``queue.py`` beside somebody's data is not the library, and nobody meant it.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if path is not None or name not in TAKEN_NAMES:
+            return None
+        try:
+            here = {"", os.getcwd()}
+        except OSError:  # a folder that is gone
+            here = {""}
+        # None leaves it to Python's own search: of a checkout in which one stands.
+        return PathFinder.find_spec(name, [place for place in sys.path if place not in here])
+
+
+if sys.argv[:1] == ["-m"]:  # python -m launcher, and no script that imports something of it
+    sys.meta_path.insert(0, _LibrariesFirst)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from launcher.compose.option_groups import (
     find_groups,
     help_text,
     parse_flags,
+    require_node,
 )
 from launcher.compose.overrides import (
     chosen_options,
@@ -37,7 +39,7 @@ from launcher.compose.overrides import (
 from launcher.compose.search import Search, asks_for_trials, check_search, find_space
 from launcher.compose.session import (
     CONFIG_NAME,
-    compose_checked,
+    compose_whole,
     hydra_session,
     search_path,
     show_info,
@@ -47,10 +49,11 @@ from launcher.config import LaunchConfig, Mode
 from launcher.config.check_code import own_code
 from launcher.config.decode import brings_own
 from launcher.processes import torchrun
+from launcher.processes.failure import as_full_disk
 from launcher.processes.guardian import fork_under_guard
 from launcher.report.result import REPORT
 from launcher.secrets import MaskedStream
-from launcher.terminal import say, say_error
+from launcher.terminal import say, say_error, use_lasting_streams, write_anything
 from strategies.errors import PipelineError, PlanError
 
 COMMANDS: dict[Mode, str] = {
@@ -76,6 +79,8 @@ _TOOLS = {
 _FOLDERLESS = {"collect": "launcher.commands.collect", "dashboard": "launcher.commands.dashboard"}
 # What is trained where nothing is asked for: a pipeline, on any machine, as `make run` does.
 _DEFAULT_RUN = ("pp=2",)
+# What ends this process as Ctrl-C does, wherever ranks are not asked to save first.
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Modes whose ranks a cluster can run.
 _ON_CLUSTERS = ("train", "eval", "predict")
 
@@ -90,6 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # output.group_readable says more.
     umask = os.umask(0o077)
     words = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        write_anything()
+        use_lasting_streams()
+    streams = sys.stdout, sys.stderr
+    # What code of the user's own prints here (an order, say), or under torchrun, is as in a log.
+    sys.stdout, sys.stderr = MaskedStream(sys.stdout), MaskedStream(sys.stderr)
     try:
         if words and words[0] in _TOOLS:
             if words[0] == "init":  # its files are the user's, as open as all others
@@ -100,9 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif words and words[0] == "explain":
             words = _explain_words(words[1:])
         if not torchrun.joins(words):
+            if arguments is None:
+                _hear_endings()
             return _main(_parse(words))
-        # What a user's model prints is seen by whoever has started torchrun.
-        sys.stdout, sys.stderr = MaskedStream(sys.stdout), MaskedStream(sys.stderr)
         if arguments is None:  # a process of our own, in which nothing runs yet
             fork_under_guard(torchrun.rank(), torchrun.guarded_store())
         torchrun.leave(_lead(words) if torchrun.rank() == 0 else torchrun.follow())
@@ -112,12 +123,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
-    except BrokenPipeError:
-        # `| head` has closed our output; without this the interpreter complains at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OSError as error:
+        full = as_full_disk(error)
+        if full is None:
+            raise  # a defect
+        say_error(full)
+        return full.exit_code
     finally:
         os.umask(umask)
+        sys.stdout, sys.stderr = streams
+        if arguments is None:
+            _hear_no_more()
+
+
+def _hear_no_more() -> None:
+    """What this process ends with is decided; the interpreter, too, takes time to end."""
+    for number in _ENDINGS:
+        if signal.getsignal(number) is signal.default_int_handler:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _hear_endings() -> None:
+    """Ctrl-C for whoever cannot type: a sweep's table is written, and child processes end."""
+    for number in _ENDINGS:
+        if signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
+            signal.signal(number, signal.default_int_handler)
 
 
 def _check_words(words: Sequence[str]) -> Sequence[str]:
@@ -156,9 +186,19 @@ def _tool(name: str, words: Sequence[str]) -> int:
     if {"-h", "--help"} & {*words}:
         sys.stdout.write((tool.__doc__ or "").replace("``", "").strip() + "\n")
         return 0
+    if name == "demo" and not any(word.startswith("-") for word in words):
+        _compose_only(tool.trained_words(words))
     code = tool.run(words, main) if name == "demo" else tool.run(words)
     assert isinstance(code, int)
     return code
+
+
+def _compose_only(words: Sequence[str]) -> None:
+    """Refuses what the demo would run, before anything of it is shown."""
+    groups = find_groups(None)
+    with hydra_session() as hydra:
+        for job in _jobs(_parse(words), groups, hydra):
+            compose_whole(job)
 
 
 def _parse(words: Sequence[str]) -> Flags:
@@ -221,8 +261,9 @@ def _main(flags: Flags) -> int:
             hydra.shell_completion(config_name=CONFIG_NAME, overrides=list(flags.overrides))
             return 0
         jobs = _jobs(flags, groups, hydra)
-        checked = [compose_checked([*extra, *job]) for job in jobs]
-        config, node = checked[0]
+        checked = [compose_whole([*extra, *job]) for job in jobs]
+        config, composed = checked[0]
+        node = composed.hydra
         words = [*extra, *flags.overrides]
         if flags.help:
             sys.stdout.write(help_text(config, groups))
@@ -231,12 +272,16 @@ def _main(flags: Flags) -> int:
             show_info(hydra, flags.info, words, multirun=flags.multirun)
             return 0
         if flags.cfg is not None:
+            if flags.package is not None:
+                require_node(config, flags.package)
             hydra.show_cfg(CONFIG_NAME, words, flags.cfg, flags.package, flags.resolve)
             return 0
         _check_sweep(config, flags)
         if flags.multirun:
             pool = importlib.import_module("launcher.compose.job_pool")
             pool.check_parallel([config for config, _ in checked])
+            ranks = importlib.import_module("launcher.commands.ranks")
+            ranks.check_named_files([config for config, _ in checked])
         command = partial(run_command, verbose=flags.verbose)
         if config.mode in _FOLDERLESS:
             found = importlib.import_module(_FOLDERLESS[config.mode]).run(config)
@@ -256,7 +301,7 @@ def _main(flags: Flags) -> int:
             tell_closed(folder.path)
         with hold(folder.path):
             if not flags.multirun:
-                return run_one(hydra, words, folder, command)
+                return run_one(hydra, composed, words, folder, command)
             multirun = importlib.import_module("launcher.compose.multirun")
             past = multirun.earlier_jobs(folder.path) if config.sweep.resume else ()
             if asks_for_trials(flags.overrides):

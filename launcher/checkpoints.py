@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launcher.config.key import spell
+from launcher.config.key import spell, typed
 from launcher.report.result import write_atomically
 from launcher.resolve import Run, text_source
 from launcher.terminal import say
@@ -112,7 +112,8 @@ def check_continues(path: Path, run: Run) -> None:
     if step is not None and 0 <= most <= step and not again:
         raise PlanError(
             f"nothing is left to do: {path} is at step {step}, and trainer.max_steps={most}. "
-            f"Try trainer.max_steps={max(2 * step, 1)}, or mode=eval checkpoint={path}."
+            f"Try trainer.max_steps={max(2 * step, 1)}, or mode=eval "
+            f"{typed('checkpoint', str(path))}."
         )
     optimizers, name = written.get("optimizers"), config.optimizer.name
     if not run.own_model and optimizers and [each.lower() for each in optimizers] != [name]:
@@ -145,7 +146,7 @@ def check_run_folder(run_dir: Path, resumed: Path | None) -> None:
     if there and (resumed is None or there[-1] != resumed):
         raise CheckpointError(
             f"{folder} has checkpoints of an earlier run up to {there[-1].name}, which are never "
-            f"overwritten. Try trainer.resume={there[-1]}, or another hydra.run.dir."
+            f"overwritten. Try {typed('trainer.resume', str(there[-1]))}, or another hydra.run.dir."
         )
 
 
@@ -324,11 +325,15 @@ def _stamps(path: Path) -> dict[str, list[int]]:
     return {}
 
 
+LOCK = ".lock"
+
+
 @contextlib.contextmanager
 def hold(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
     """Keeps other runs out of a run's folder while the block runs.
 
-    The folder itself is locked, so nothing is left in it; some file systems have no such locks.
+    The folder itself is locked, so nothing is left in it; where a file system locks no folders,
+    as NFS does not, a file in it is, and stays.
 
     Raises:
         PlanError: Another run has it, and still has it after ``wait_s``.
@@ -336,7 +341,13 @@ def hold(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         until = time.monotonic() + wait_s
-        while not _locked(handle):
+        while not (locked := _locked(handle)):
+            if locked is None:
+                beside = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                os.close(handle)
+                handle = beside
+                if _locked(handle) is not False:  # or there are no locks at all
+                    break
             if time.monotonic() > until:
                 raise PlanError(
                     f"Another run is writing into {folder} at this moment, and two would spoil "
@@ -348,11 +359,12 @@ def hold(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
         os.close(handle)
 
 
-def _locked(handle: int) -> bool:
+def _locked(handle: int) -> bool | None:
+    """Whether it is ours alone; None where the file system locks nothing of that kind."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True
+        return None
     return True

@@ -34,8 +34,9 @@ from launcher.workloads.traced_shape import TracedShape, stage_handing
 from strategies.analysis.late_verdict import keeping_updates, pays
 from strategies.analysis.memory import peak_memory
 from strategies.compiler import Programs, compile_plan
-from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
+from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.hardware import ElementSizes
+from strategies.costs.load import Load, sum_loads
 from strategies.costs.table import Costs
 from strategies.errors import PlanError
 from strategies.ir.placement import Placement
@@ -111,8 +112,37 @@ class Run:
         return isinstance(self.shape, HfShape) or not self.own_model
 
     @property
-    def vocabulary_note(self) -> str | None:
-        return None if self.own_model else vocabulary_note(self.shape, self.config.tp)
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said before it starts, a line each."""
+        vocabulary = None if self.own_model else vocabulary_note(self.shape, self.config.tp)
+        return tuple(note for note in (vocabulary, self._pairs_note) if note is not None)
+
+    @property
+    def _pairs_note(self) -> str | None:
+        """Where pairs (overlap.exchange) are slower than an exchange in turn with compute."""
+        if not self.plan.pairs:
+            return None
+        priced = bool(self.costs.table(self.programs.train).exchange)
+        pairs, in_turn = (
+            simulate(program, self.costs).makespan
+            for program in (
+                self.programs.train,
+                compile_plan(replace(self.plan, pairs=False)).train,
+            )
+        )
+        # Without a figure for the exchange: what pairs take longer hides the largest of them, too.
+        if pairs <= in_turn * (1.02 if priced else _MOST_HIDDEN):
+            return None
+        return (
+            f"overlap.exchange=true: a step of schedule={self.config.schedule.name} is predicted "
+            f"to take {pairs / in_turn - 1:.0%} longer in pairs than with its exchange in turn. "
+            + (
+                "Try overlap.exchange=false: the exchange is too short to be worth hiding."
+                if self.config.schedule.name in _PAIRED_WELL
+                else "A pair waits for both neighbours. Try schedule=eager_1f1b, or "
+                "overlap.exchange=false."
+            )
+        )
 
     @property
     def num_active_parameters(self) -> int | None:
@@ -135,6 +165,11 @@ class Run:
     def layers_per_stage(self) -> tuple[float, ...]:
         """Layers per stage; a half is an attention or an MLP alone."""
         return stage_layers(self.traced or self.shape, self.stages)
+
+
+_MOST_HIDDEN = 1.25
+# Their ranks warm up for two forwards more than their successors.
+_PAIRED_WELL = ("eager_1f1b", "interleaved_1f1b", "foldx_fifo", "zb_h2")
 
 
 def resolve(
@@ -173,7 +208,11 @@ def resolve(
     opaque = uniform or (own_model and traced is None)
     if not opaque or (isinstance(shape, HfShape) and not uniform):
         check_tp(sized, config.tp, sequence_parallel=config.sequence_parallel)
-        check_ep(sized, config.ep)
+        # What is traced of a model says nothing of experts; the ranks see them.
+        if traced is None or elsewhere:
+            check_ep(sized, config.ep, config.tp)
+        elif isinstance(shape, HfShape):
+            check_ep(shape, config.ep, config.tp)
     stages = () if opaque else _stages(config, sized, asked.placement)
     loads = _loads(config, sized, stages, recompute) if stages else ()
     assumed = opaque or config.costs.name == "uniform"
@@ -194,6 +233,8 @@ def resolve(
         buckets=_buckets(config, dp, loads, asked.placement, opaque=opaque),
         split_backward=config.schedule.split_backward,
         vertical_sync=config.schedule.vertical_sync,
+        error_feedback=config.schedule.error_feedback,
+        accumulation=asked.shape.accumulation,
         costs=costs,
         memory_bytes=None if assumed else int(config.hardware.memory_gb * 1e9),
         file=asked.file,
@@ -201,6 +242,7 @@ def resolve(
         loss_over=config.loss_over,
         skips=skips(handed),
         pairs=config.overlap.exchange,
+        exchanges=_exchanges(config, loads),
     )
     programs = compile_plan(plan)
     if config.mode in ("train", "validate"):
@@ -412,6 +454,7 @@ def _options(config: LaunchConfig, dp: int, cut: tuple[int, ...] | None) -> Opti
         on_nan=config.trainer.on_nan,
         checkpoints="folder",
         whole_after=False,
+        synchronous_steps=config.schedule.synchronous_steps,
     )
 
 
@@ -450,6 +493,12 @@ def _buckets(
     size = element_sizes(config).wire
     held = [load.parameters - load.experts + load.experts // config.ep for load in loads]
     return tuple(num_buckets(count * size, config.overlap.bucket_mb) for count in held)
+
+
+def _exchanges(config: LaunchConfig, loads: tuple[Load, ...]) -> tuple[int, ...]:
+    """Per stage, layers whose tokens travel; () where there are none, or only ranks know."""
+    found = tuple(len(load.exchanged) for load in loads) if config.ep > 1 else ()
+    return found if any(found) else ()
 
 
 def _spreads(config: LaunchConfig, dp: int) -> bool:

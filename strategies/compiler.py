@@ -26,13 +26,14 @@ from strategies.ir.program import Boundary, Program, chain
 from strategies.ir.verify import verify
 from strategies.lowering.rendezvous_order import order_messages
 from strategies.lowering.send_recv import add_messages
-from strategies.lowering.stream import Calls, add_updates, lower_stream
+from strategies.lowering.stream import Calls, Update, add_updates, lower_stream
 from strategies.passes.group_choice import GroupChoice, choose_group, group_candidates
 from strategies.passes.recompute.add_recompute import add_recompute
 from strategies.passes.split_backward import split_backward
 from strategies.passes.updates import (
     accumulate_only,
     add_batch_loss,
+    add_exchanges,
     add_gathers,
     add_grad_reduce,
     add_steps,
@@ -44,7 +45,7 @@ from strategies.passes.updates import (
 )
 from strategies.plan import NO_RECOMPUTE, Overlap, Plan, Recompute, ScheduleFile
 from strategies.schedules import Durations, Rows, Schedule, Shape, find_schedule
-from strategies.schedules.schedule import given_group
+from strategies.schedules.schedule import given_group, refuse_late
 from strategies.schedules.search.best_order import equal_durations
 
 
@@ -64,7 +65,7 @@ class Programs:
     train: Program
     choice: GroupChoice | None
     _updates: Program  # ``train`` before it was lowered.
-    _costs: Costs | None
+    _plan: Plan
     calls: Calls | None = None
 
     @cached_property
@@ -73,28 +74,29 @@ class Programs:
         if self.calls is None:
             return self.train
         with no_collection():
-            return verify(_lower(self._updates, self._costs))
+            return _lowered(self._updates, self._plan)
 
     @cached_property
     def accumulate(self) -> Program:
         """Gradients only, for all but the last batch under gradient accumulation."""
         with no_collection():
-            return verify(_lower(verify(accumulate_only(self._updates)), self._costs))
+            return _lowered(verify(accumulate_only(self._updates)), self._plan)
 
     @cached_property
     def forward(self) -> Program:
         """Forwards only, for validation, test and prediction."""
         with no_collection():
-            return verify(_lower(verify(forward_only(self._updates)), self._costs))
+            return _lowered(verify(forward_only(self._updates)), self._plan)
 
     @property
-    def every(self) -> tuple[Program, Program, Program]:
-        """All three, proven: what has to hold before the first step.
+    def every(self) -> tuple[Program, ...]:
+        """All that may run, proven: what has to hold before the first step.
 
         Raises:
             ProgramError: One of them cannot run.
         """
-        return self.train, self.accumulate, self.forward
+        one = () if self.calls is None else (self.alone,)
+        return self.train, *one, self.accumulate, self.forward
 
 
 @lru_cache(maxsize=256)
@@ -138,11 +140,7 @@ def compile_compute(plan: Plan) -> Program:
     _check_compute_only(compute)
     verify(compute)
     if plan.split_backward:
-        if schedule.splits_backward:
-            raise PlanError(
-                f"schedule.split_backward=true: {schedule.name} splits its backwards by itself. "
-                "Remove schedule.split_backward."
-            )
+        _refuse_split_twice(schedule)
         compute = verify(split_backward(compute, durations or equal_durations(compute.placement)))
     if plan.recompute.rewrites:
         compute = add_recompute(
@@ -184,18 +182,35 @@ def schedule_of(plan: Plan) -> Schedule:
     return find_schedule(plan.schedule, file=plan.file, pp=plan.pp)
 
 
+def check_plan(plan: Plan) -> Shape:
+    """Its shape, after all that can be refused without making a program.
+
+    Raises:
+        PlanError: Its parts do not go together.
+    """
+    schedule, shape = schedule_of(plan), resolve_shape(plan)
+    if not schedule.synchronous:
+        _refuse_stream(plan, schedule.name)
+    elif plan.split_backward:
+        _refuse_split_twice(schedule)
+    return shape
+
+
 def resolve_shape(plan: Plan) -> Shape:
     """The plan's degrees with defaults filled in, checked against its schedule's rules.
 
     Raises:
         PlanError: A rule is broken.
     """
-    return schedule_of(plan).resolve(
+    schedule = schedule_of(plan)
+    refuse_late(schedule, error_feedback=plan.error_feedback)
+    return schedule.resolve(
         pp=plan.pp,
         num_microbatches=plan.num_microbatches,
         stages_per_rank=plan.stages_per_rank,
         group=plan.group,
         vertical_sync=plan.vertical_sync,
+        accumulation=plan.accumulation,
     )
 
 
@@ -213,6 +228,7 @@ def compile_program(
     file: ScheduleFile | None = None,
     recompute: Recompute = NO_RECOMPUTE,
     vertical_sync: bool = False,
+    error_feedback: float = 0.0,
 ) -> Program:
     """The training program of a plan given by keywords.
 
@@ -237,6 +253,7 @@ def compile_program(
         file=file,
         recompute=recompute,
         vertical_sync=vertical_sync,
+        error_feedback=error_feedback,
     )
     return compile_plan(plan).train
 
@@ -326,9 +343,15 @@ def _pairs_gain(plan: Plan, compute: Program) -> bool:
 
 def _programs(compute: Program, plan: Plan) -> Programs:
     train = _train(compute, plan)
-    lowered = verify(_lower(train, plan.costs))
+    lowered = _lowered(train, plan)
     _ = lowered.walk  # Derived once, here: replaying it is what searches do in a loop.
-    return Programs(lowered, None, train, plan.costs)
+    return Programs(lowered, None, train, plan)
+
+
+def _lowered(program: Program, plan: Plan) -> Program:
+    """With messages, and with the exchanges inside of its computations."""
+    lowered = verify(_lower(program, plan.costs))
+    return verify(add_exchanges(lowered, plan.exchanges)) if any(plan.exchanges) else lowered
 
 
 def _streamed(plan: Plan) -> Programs:
@@ -339,27 +362,29 @@ def _streamed(plan: Plan) -> Programs:
     lateness = schedule.lateness(shape)
     batch = compile_compute(plan)
     updates = _train(batch, plan)
-    whole = Calls.count(lateness, shape.pp, shape.num_microbatches)
-    compute = compile_compute(replace(plan, num_microbatches=whole * shape.num_microbatches))
-    buckets = plan.stage_buckets(batch.placement.num_stages)
-    stream = add_updates(
-        compute,
-        lateness,
-        buckets,
-        per_batch=shape.num_microbatches,
+    update = Update(
+        plan.stage_buckets(batch.placement.num_stages),
         overlap=plan.overlap != "none",
+        gathers=plan.overlap == "zero1",
     )
-    calls = Calls(stream, lateness, shape.num_microbatches)
-    return Programs(lower_stream(stream, lateness), None, updates, plan.costs, calls)
+    whole = Calls.count(lateness, update, shape.pp, shape.num_microbatches)
+    compute = compile_compute(replace(plan, num_microbatches=whole * shape.num_microbatches))
+    compute = replace(compute, feeds_back=plan.error_feedback > 0)
+    stream = add_updates(compute, lateness, update, per_batch=shape.num_microbatches)
+    calls = Calls(stream, lateness, update, shape.num_microbatches)
+    return Programs(lower_stream(stream, lateness), None, updates, plan, calls)
+
+
+def _refuse_split_twice(schedule: Schedule) -> None:
+    if schedule.splits_backward:
+        raise PlanError(
+            f"schedule.split_backward=true: {schedule.name} splits its backwards by itself. "
+            "Remove schedule.split_backward."
+        )
 
 
 def _refuse_stream(plan: Plan, name: str) -> None:
     """What cannot be had without a flush."""
-    if plan.overlap == "zero1":
-        raise PlanError(
-            f"overlap=zero1 with schedule={name}: the weights would be gathered while microbatches "
-            "under way still use the version before. Try overlap=grad_reduce."
-        )
     if plan.loss_over == "batch":
         raise PlanError(
             f"loss_over=batch with schedule={name}: one loss of the whole batch needs all of its "

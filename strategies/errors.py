@@ -6,6 +6,7 @@ The command line prints it without a traceback and exits with ``exit_code``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 
@@ -64,6 +65,30 @@ class RunError(PipelineError):
 
 class NotFiniteError(RunError):
     """A loss or gradient that is not finite; no rank has applied the step."""
+
+
+# ------------------------------------------------------------------------------ names of others
+
+# What a terminal would obey instead of showing it: control characters, those that turn the
+# direction of writing, annotations and tags that nobody sees, and halves of characters.
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb"
+    "\U000e0000-\U000e007f\ud800-\udfff]"
+)
+
+
+def readable(text: str) -> str:
+    r"""The text with all of that written out.
+
+    >>> readable("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return _OBEYED.sub(written, text)
+
+
+def written(found: re.Match[str]) -> str:
+    """A character as Python's source has it."""
+    return found[0].encode("unicode_escape").decode("ascii")
 
 
 # ---------------------------------------------------------------------------------- ranks in words

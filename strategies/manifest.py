@@ -65,8 +65,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         text = read_text(file, most_bytes=_MOST_BYTES)
         found = parse_json(text)
     except FileNotFoundError:
+        lack = f"it has no {MANIFEST}" if path.exists() else "nothing is there"
         raise CheckpointError(
-            f"{path} is no checkpoint: it has no {MANIFEST}. Name a folder such as "
+            f"{path} is no checkpoint: {lack}. Try a folder such as "
             "outputs/.../checkpoints/step-00000060.ckpt, or auto."
         ) from None
     except FileRefusedError as error:

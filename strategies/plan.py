@@ -194,9 +194,15 @@ class Plan:
             all forwards; ``microbatch`` takes one loss of each.
         vertical_sync: Without a flush, use one version of the weights for a microbatch on all
             stages, where the schedule would not.
+        error_feedback: Where gradients are one update late, the share of the difference between the
+            last two updates that is added to an update; 0 for nothing.
+        accumulation: Without a flush, batches whose gradients make one update of the weights; with
+            one, 1, whatever is accumulated.
         skips: Pairs of stages that are no neighbours, between which the model sends tensors.
         pairs: Run each backward that a forward follows directly as one with it, so that the
             exchange of experts' tokens of either runs under the compute of the other.
+        exchanges: Per stage, how many of its layers have experts on other ranks; () for none, and
+            where only the ranks know.
     """
 
     schedule: str = "1f1b"
@@ -213,8 +219,11 @@ class Plan:
     recompute: Recompute = NO_RECOMPUTE
     loss_over: LossOver = "microbatch"
     vertical_sync: bool = False
+    error_feedback: float = 0.0
+    accumulation: int = 1
     skips: tuple[tuple[int, int], ...] = ()
     pairs: bool = False
+    exchanges: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.pairs and self.loss_over == "batch":
@@ -230,6 +239,11 @@ class Plan:
             )
         if self.loss_over == "batch":
             refuse_own_order(self.recompute.policy)
+        if not 0 <= self.error_feedback <= 1:
+            raise PlanError(
+                f"schedule.error_feedback={self.error_feedback:g} is a share, 0 for nothing "
+                "and 1 for the whole difference. Try schedule.error_feedback=1."
+            )
         counts = (self.buckets,) if isinstance(self.buckets, int) else self.buckets
         if min(counts or (), default=0) < 0:
             raise PlanError(f"buckets={self.buckets}: a number of buckets is 0 or more.")
@@ -276,6 +290,7 @@ class Options:
     checkpoints: CheckpointFormat = "auto"
     whole_after: bool | Literal["auto"] = "auto"
     post_validation: bool | Literal["auto"] = "auto"
+    synchronous_steps: int = 0
 
 
 def indivisible(ep: int, *, dp: int, tp: int) -> str:

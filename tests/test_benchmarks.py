@@ -20,6 +20,7 @@ from strategies.simulator.engine import simulate
 from tests.benchmarks import (
     example_figures,
     flush_period,
+    peers,
     pipeline_overhead,
     plan_ranking,
     prediction_emulated,
@@ -76,7 +77,14 @@ ON_TWO_RANKS = {
         "--steps 2 --microbatches 2",
         r"2 ranks, 2 microbatches, stages that take no time; rank 1: \d+ instr(.*\n)+autograd .*%",
     ),
-    "plan_ranking": (f"--layouts 1 {SMALL_MODEL}", r"[2-4] layouts: Kendall tau .*; memory within"),
+    "peers": (
+        "--repetitions 1 --schedules zb_v --hidden 16 --microbatches 2 --engines foldpipe torch",
+        r"\n\| zb_v \| foldpipe \| \d.*\n\| zb_v \| torch \| \d(.*\n)+plain: .* 2 microbatches",
+    ),
+    "plan_ranking": (
+        f"--layouts 1 --sizes 1,4 {SMALL_MODEL}",
+        r"[2-4] layouts: Kendall tau .*; memory within",
+    ),
 }
 LAUNCHED = {
     "dense_twin": ("2", r"\| tiny \| 1,246,848 \| .*\n\| tiny_moe \| 3,907,200 \| 1,252,992 \| "),
@@ -150,10 +158,11 @@ def test_a_command_on_ranks_prints_its_figures(
         return two_ranks
 
     for user in (
-        example_figures, flush_period, plan_ranking, prediction_emulated, prediction_real,
+        example_figures, flush_period, peers, plan_ranking, prediction_emulated, prediction_real,
         step_profile,
     ):  # fmt: skip
         monkeypatch.setattr(user, "Ranks", lend)
+    monkeypatch.setattr(prediction_emulated, "FORWARD_S", 2e-3)
     monkeypatch.setenv(SHARED, rank_server_address())  # for those that measure this machine
     words, printed = ON_TWO_RANKS[name]
     run(name, words, monkeypatch)

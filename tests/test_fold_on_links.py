@@ -246,14 +246,18 @@ def test_interrupted_it_leaves_no_namespace_and_no_rank(tmp_path: Path, number: 
 def test_the_command_writes_table_and_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(fold_on_links, "scenarios", lambda: {"quick": QUICK})
+    # One of each kind; all of them meet in the full matrix.
+    chosen = [contender("1f1b"), contender("foldx"), Contender("torch", "1f1b", "grad_reduce")]
+    scenario = replace(QUICK, contenders=tuple(chosen))
+    monkeypatch.setattr(fold_on_links, "scenarios", lambda: {"quick": scenario})
     monkeypatch.setattr(fold_on_links, "WARMUPS", 0)
     figures, table = tmp_path / "figures.json", tmp_path / "table.md"
-    words = ["--repetitions", "1", "--json", str(figures), "--markdown", str(table)]
+    words = ["--rate-mbit", "1000", "--repetitions", "1"]
+    words += ["--json", str(figures), "--markdown", str(table)]
     monkeypatch.setattr(sys, "argv", ["fold_on_links", *words])
     fold_on_links.main()
     (content,) = json.loads(figures.read_text())["scenarios"]
-    assert [line["engine"] for line in content["lines"]] == ["ours"] * 7 + ["torch"] * 2
+    assert [line["engine"] for line in content["lines"]] == ["ours", "ours", "torch"]
     text = table.read_text()
     assert text.startswith("| quick | step | simulator | ratio |")
     assert text.splitlines()[-1] == " ".join(["python -m tests.benchmarks.fold_on_links", *words])

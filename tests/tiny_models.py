@@ -58,6 +58,11 @@ _MORE: dict[str, dict[str, Any]] = {
     "minimax": {**_EXPERTS, "head_dim": 8, "block_size": 4},
     "minimax_m2": {**_EXPERTS, "head_dim": 8},
     "ernie4_5_moe": {**_EXPERTS, "moe_num_experts": 4, "moe_k": 2},
+    "glm4_moe": {
+        **_EXPERTS, "head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 1,
+    },
+    "hunyuan_v1_moe": {**_EXPERTS, "head_dim": 8, "moe_topk": 2},
     "dbrx": {
         "d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": POSITIONS,
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},

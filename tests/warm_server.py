@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import getpass
 import importlib
 import os
 import signal
@@ -28,14 +29,17 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # Among them what torch and Lightning have set in this process.
 _NOT_KEPT = (
     "WANDB_", "FOLDPIPE_", "PYTEST_", "PL_", "PYTORCH_NVML_BASED_CUDA_CHECK",
-    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR", "MPLCONFIGDIR",
 )  # fmt: skip
 
 
 def variables() -> dict[str, str]:
     """Ours, without what would reach an account of whoever runs the tests."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_KEPT)}
-    return kept | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    ours = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    # What is compiled once is so for all runs, each of which has a home of its own.
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    return kept | ours | {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
 
 
 VARIABLES = variables()

@@ -22,12 +22,13 @@ from launcher.commands.ranks import fork_server
 from launcher.config import LaunchConfig, dump
 from launcher.config.check_code import CODE_MODES, own_code
 from launcher.config.decode import CLASS, brings_own
-from launcher.config.key import Args, shorten, value_at
+from launcher.config.key import Args, shorten, typed, value_at
 from launcher.processes.failure import describe, read_failure
 from launcher.processes.local import rank_environment
 from launcher.processes.task import rewrite_task
 from launcher.resolve import Run, num_replicas
 from launcher.terminal import say
+from launcher.workloads.own_code import require_place
 from strategies.errors import CheckpointError, PlanError, RunError
 
 _LOG = "rank_00000.log"
@@ -44,6 +45,8 @@ def check_own_code(configs: Iterable[LaunchConfig]) -> None:
     named = [config for config in configs if _names_code(config)]
     if not named:
         return
+    for own in dict.fromkeys(own for config in named for own in own_code(config)):
+        require_place(own.key, own.path)
     tasks = {json.dumps(dump(config), sort_keys=True): None for config in named}
     with tempfile.TemporaryDirectory(prefix="foldpipe-code-") as name:
         folder = Path(name)
@@ -124,8 +127,8 @@ def with_checkpoints_code(run: Run, checkpoint: Path | None) -> Run:
         if not config.allow_code:
             raise PlanError(
                 f"{checkpoint} names {path} as its {group}: code that a file names is not run. "
-                f"Try {group}.path={path}{_words(group, args)}, or allow_code=true if you trust "
-                "the file."
+                f"Try {typed(f'{group}.path', path)}{_words(group, args)}, or allow_code=true if "
+                "you trust the file."
             )
         chosen = value_at(config, group)
         merged = Args({**args, **chosen.args.plain()})
@@ -167,4 +170,4 @@ def _tell_other(config: LaunchConfig, said: Mapping[str, tuple[str, dict[str, An
 
 
 def _words(group: str, args: Mapping[str, Any]) -> str:
-    return "".join(f" {group}.args.{name}={shorten(value)}" for name, value in args.items())
+    return "".join(f" {typed(f'{group}.args.{name}', value)}" for name, value in args.items())

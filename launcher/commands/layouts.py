@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from launcher.commands.ranks import failure_recorded
 from launcher.config import LaunchConfig
 from launcher.config.pipeline import HardwareConfig
 from launcher.planning.foreign_files import export_plan
@@ -48,6 +49,7 @@ from launcher.terminal import say, terminal_width
 from launcher.workloads.traced_shape import TracedShape
 from strategies.compiler import no_collection
 from strategies.planner.layout_search import Answer, search
+from strategies.planner.problem import Layout
 
 _DEFAULT = "(the default; hardware= names another) "
 
@@ -69,12 +71,16 @@ def _answer(config: LaunchConfig, run_dir: Path) -> int:
         best = search(asked.problem, asked.space, top_k=1)
         asked = replace(asked, space=pinned_space(asked.space, config.planner.explain))
     answer = search(asked.problem, asked.space, top_k=config.planner.top_k)
+    useless = None
     if not answer.plans:
-        raise refuse(asked, answer)
+        useless = None if best is None else _useless(config, best, asked, run_dir)
+        if best is None or useless is None:
+            raise refuse(asked, answer)
+        answer = best
     listed = list_plans(config, asked, answer, in_detail=bool(config.planner.explain))
     mapping = answer_mapping(asked, answer, listed)
     first = listed[0]
-    shardings = _shardings(config, first, run_dir)
+    shardings = useless or _shardings(config, first, run_dir)
     if shardings is not None:
         mapping["tensor_plan"] = shardings.to_json()
     exported = _export(config, first, run_dir, mapping)
@@ -99,10 +105,27 @@ def _shardings(config: LaunchConfig, first: ListedPlan, run_dir: Path) -> Tensor
     layout = first.outcome.candidate.layout
     if layout.tp == 1 or not any(word.startswith("tp") for word in config.planner.explain):
         return None
+    return _explained_shardings(config, layout, layout.tp, run_dir)
+
+
+def _useless(
+    config: LaunchConfig, best: Answer, asked: Question, run_dir: Path
+) -> TensorPlan | None:
+    """Of a degree over which nothing is worth cutting: what there is, layer by layer."""
+    tp = asked.space.tp
+    if tp is None or tp < 2 or not isinstance(asked.shape, TracedShape) or not best.plans:
+        return None
+    found = _explained_shardings(config, best.plans[0].candidate.layout, tp, run_dir)
+    return None if found.plan.worth else found
+
+
+def _explained_shardings(
+    config: LaunchConfig, layout: Layout, tp: int, run_dir: Path
+) -> TensorPlan:
     found = tensor_plan(
         config,
         run_dir,
-        layout.tp,
+        tp,
         rows=layout.microbatch_size,
         num_microbatches=layout.num_microbatches,
         explain=True,
@@ -162,8 +185,9 @@ def _write(run_dir: Path, first: ListedPlan, mapping: dict[str, object], limit: 
         write_timeline_html(run_dir / "timeline.html", (), title="plans", table=table)
     else:
         drawn = Panel("plan 1, predicted", known.timeline, known.metrics)
-        write_pictures(run_dir, [drawn], known.run, table=table)
         result = run_mapping(known.run) | metrics_mapping(known.metrics)
+        with failure_recorded(run_dir / "result.json", result | {"mode": "plan"} | mapping):
+            write_pictures(run_dir, [drawn], known.run, table=table)
     write_result(run_dir / "result.json", result | {"mode": "plan"} | mapping)
 
 
@@ -183,6 +207,8 @@ def _say_plans(config: LaunchConfig, asked: Question, mapping: dict[str, object]
     say(plan_table(plans, room=terminal_width() if sys.stdout.isatty() else None))
     order = "fastest first" if reached == "throughput" else f"largest {reached} first, then fastest"
     say(f"sorted: {order}")
+    if any(not plan["synchronous"] for plan in plans):
+        say("without a flush gradients are one update late: pipedream_2bw is another training")
 
 
 def _say_end(
@@ -228,10 +254,13 @@ def simulate(config: LaunchConfig, run_dir: Path) -> int:
     resolved = resolve(planned(config, run_dir))
     timeline, metrics = predict(resolved)
     panel = Panel("predicted", timeline, metrics)
-    write_pictures(run_dir, [panel], resolved)
     result = predicted_mapping(resolved, metrics)
+    with failure_recorded(run_dir / "result.json", result):
+        write_pictures(run_dir, [panel], resolved)
     write_result(run_dir / "result.json", result)
     say(draw(timeline, width=terminal_width()))
     print_summary(result)
+    for note in resolved.notes:
+        say(note)
     say(f"files: {run_dir}")
     return 0

@@ -17,8 +17,8 @@ from launcher.resolve import Run, element_sizes, num_gpus, resolve, uses_gpu
 from launcher.terminal import say
 from launcher.workloads.loads import unit_loads
 from launcher.workloads.model_share import ModelShape, model_units
-from strategies.costs.analytic import Load
 from strategies.costs.hardware import ElementSizes
+from strategies.costs.load import Load
 from strategies.costs.profile_file import Profile, parse_profile
 from strategies.errors import PlanError
 from strategies.profiling.sample import sample_units
@@ -34,9 +34,9 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     result = run_dir / "result.json"
     with failure_recorded(result, common):
         outcome = run_ranks(resolved, run_dir, None, lambda _: None, world=_num_ranks(resolved))
-    text = str(outcome.pop("profile"))
+        text = str(outcome.pop("profile"))
+        write_atomically(target, text)
     profile = parse_profile(text, label=str(target))
-    write_atomically(target, text)
     write_result(result, common | outcome | {"profile": target})
     say(profile_table(profile))
     say(f"profile: {target}")

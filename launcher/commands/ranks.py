@@ -6,7 +6,7 @@ import importlib
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +23,11 @@ from launcher.checkpoints import (
     newest_in,
 )
 from launcher.config import LaunchConfig
+from launcher.config.check_code import CODE_MODES
 from launcher.config.key import shorten
 from launcher.planning.profile_check import rank_threads
 from launcher.processes import torchrun
-from launcher.processes.failure import RankFailedError
+from launcher.processes.failure import RankFailedError, as_full_disk
 from launcher.processes.local import Listener, LocalRanks, rank_environment, take_outcome
 from launcher.processes.preempted import INTERRUPTED, PreemptedError, PrunedError, Restarts
 from launcher.processes.rank_server import RankServer, rank_server
@@ -35,7 +36,7 @@ from launcher.processes.watchdog import COMPILING_S
 from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, text_source, uses_gpu
 from launcher.terminal import complain, say
-from launcher.workloads.data.source import check_source, vocab_size
+from launcher.workloads.data.source import check_file, check_source, vocab_size
 from launcher.workloads.hf.counterpart import export_format
 from launcher.workloads.hf.hf_shape import HfShape, check_folder, check_same_model, check_vocabulary
 from launcher.workloads.transformer_shape import TransformerShape
@@ -52,6 +53,7 @@ from strategies.errors import (
 # Resident size of a rank that has imported torch and Lightning and done nothing yet.
 IDLE_RANK_BYTES = 350_000_000
 _SCANNED_BYTES = 1 << 26
+_OPENS_CHECKPOINT = ("train", "eval", "predict", "generate", "export")
 
 
 def check_before_start(run: Run, checkpoint: Path | None) -> None:
@@ -242,6 +244,26 @@ def find_checkpoint(
         raise CheckpointError(f"{asked} cannot be read: {error} Try an absolute path.") from None
 
 
+def check_named_files(configs: Iterable[LaunchConfig]) -> None:
+    """What the jobs of a sweep name is there, before a folder is made for any of them.
+
+    Raises:
+        PipelineError: As each job would.
+    """
+    for config in configs:
+        asked = config.trainer.resume if config.mode == "train" else config.checkpoint
+        begun = config.sweep.resume is not None  # its jobs go on from checkpoints of their own
+        if config.mode in _OPENS_CHECKPOINT and asked not in (None, "auto") and not begun:
+            path = Path(asked).expanduser().absolute()
+            if not path.is_file():
+                manifest_of(path)
+        data = config.data
+        if config.mode in CODE_MODES and data.name in ("text", "tokens") and data.path is not None:
+            for key, name in (("data.path", data.path), ("data.tokenizer", data.tokenizer)):
+                if name is not None and not Path(name).expanduser().exists():
+                    check_file(key, name)
+
+
 def _job_folders(run_dir: Path) -> set[Path]:
     """Run folders that were submitted to SLURM, where ``newest_checkpoint`` looks for others."""
     found = {path for root in ROOTS for path in Path(root).glob(f"**/{JOB_FILE}")}
@@ -276,6 +298,10 @@ def failure_recorded(result: Path, common: Mapping[str, object]) -> Iterator[Non
     except RunError as error:
         failed = {"status": "failed", "error": str(error), **getattr(error, "figures", {})}
         _leave_result(result, {**common, **failed})
+        raise
+    except OSError as error:
+        full = as_full_disk(error, result.parent)
+        _leave_result(result, {**common, "status": "failed", "error": str(full or error)})
         raise
     except KeyboardInterrupt:
         _leave_result(result, {**common, "status": "interrupted", "error": "interrupted"})
@@ -331,7 +357,8 @@ def run_ranks(
     )
 
     def start(found: Path | None) -> None:
-        if found != checkpoint or restarts.count:
+        again = restarts.count + restarts.pauses
+        if found != checkpoint or again:
             rewrite_task(run_dir, {**task, "checkpoint": None if found is None else str(found)})
         LocalRanks(
             run_dir,
@@ -344,7 +371,8 @@ def run_ranks(
             # On a GPU the host runs ahead, and one instruction may wait for a whole step.
             patience_s=COMPILING_S if config.compile or uses_gpu(config) else 0.0,
             saves=trains,
-            restarted=restarts.count,
+            timeout_s=run.options.timeout_s,
+            restarted=again,
         ).run()
 
     try:

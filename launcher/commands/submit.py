@@ -5,6 +5,7 @@ The jobs of a sweep are written one by one and submitted together, as one job ar
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -108,7 +109,8 @@ def submit_sweep(folder: Path, folders: Sequence[Path], cluster: ClusterConfig) 
         write_atomically(script, text)
         shown = f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'} of the sweep, script: {script}"
         if not cluster.submit:
-            say(f"not submitted (cluster.submit=false): {shown}; to submit them: sbatch {script}")
+            command = f"sbatch {shlex.quote(str(script))}"
+            say(f"not submitted (cluster.submit=false): {shown}; to submit them: {command}")
             continue
         job = submit(script)
         for index, run_dir in jobs.items():

@@ -20,8 +20,7 @@ from launcher.config import LaunchConfig
 from launcher.config.check_code import model_label
 from launcher.planning.plan_auto import planned
 from launcher.planning.profile_check import writable, write_refined
-from launcher.processes.progress import ProgressView
-from launcher.processes.pruner import pruned
+from launcher.processes.progress import ProgressView, pruned
 from launcher.report.closing_report import print_closing, write_report
 from launcher.report.html import Panel
 from launcher.report.predicted import (
@@ -86,23 +85,29 @@ def finish(
     result = run_dir / "result.json"
     # What only the ranks know of a user's own model.
     skips = tuple((source, target) for source, target in outcome.pop("skips"))
-    ran = replace(resolved.plan, buckets=tuple(outcome.pop("buckets")), skips=skips)
+    ran = replace(
+        resolved.plan,
+        buckets=tuple(outcome.pop("buckets")),
+        skips=skips,
+        exchanges=tuple(outcome.pop("exchanges")),
+    )
     measured = _measured(ran, outcome.pop("timeline"))
-    if measured is not None:
-        panel = Panel(
-            "measured",
-            measured,
-            measured_memory=tuple(outcome.get("peak_memory_bytes") or ()),
-            memory_kind=outcome.get("measured_memory_kind"),
-        )
-        write_pictures(run_dir, [predicted, panel], resolved)
-    refine = resolved.config.costs.refine
-    if refine is not None and measured is not None:
-        target = writable(refine, key="costs.refine")
-        write_refined(target, resolved.costs, measured)
-        say(f"refined profile: {target}")
     figures = common | outcome | _beside(resolved, metrics, measured)
     figures["measured_peak_memory_bytes"] = outcome.get("peak_memory_bytes")
+    with failure_recorded(result, figures):  # the training itself is done
+        if measured is not None:
+            panel = Panel(
+                "measured",
+                measured,
+                measured_memory=tuple(outcome.get("peak_memory_bytes") or ()),
+                memory_kind=outcome.get("measured_memory_kind"),
+            )
+            write_pictures(run_dir, [predicted, panel], resolved)
+        refine = resolved.config.costs.refine
+        if refine is not None and measured is not None:
+            target = writable(refine, key="costs.refine")
+            write_refined(target, resolved.costs, measured)
+            say(f"refined profile: {target}")
     write_result(result, figures)
     write_report(run_dir, figures)
     print_closing(resolved, run_dir, figures)
@@ -122,8 +127,8 @@ def _announce(run: Run, checkpoint: Path | None, run_dir: Path) -> None:
         + f"), {run.num_microbatches} microbatches of {config.data.microbatch_size}"
         + ("" if run.own_model else f" x {run.shape.sequence} tokens")
     )
-    if run.vocabulary_note is not None:
-        say(run.vocabulary_note)
+    for note in run.notes:
+        say(note)
     if checkpoint is not None:
         say(f"continues {checkpoint}")
     say(f"logs: {run_dir / 'logs'}")
@@ -143,12 +148,16 @@ def _beside(run: Run, predicted: Metrics, measured: Timeline | None) -> dict[str
     waits = run.config.trainer.waits_at_flush and run.options.post_validation is not True
     steady = predicted.makespan if waits else predicted.period
     accumulation = run.config.trainer.accumulate_grad_batches
+    if measured is None:
+        took = None
+    else:  # without a flush a step is one batch of the steady state, as it is where it is predicted
+        took = measured.makespan if predicted.synchronous else measured.period
     return {
         "num_active_parameters": run.num_active_parameters or run.num_parameters,
         "model_flops_per_step": step_flops(run),
         **peak_mapping(run.config),
         "predicted_step_time_s": steady * accumulation if seconds else None,
-        "measured_makespan_s": None if measured is None else measured.makespan,
+        "measured_makespan_s": took,
         "measured_period_s": None if measured is None else measured.period,
         "measured_bubble_ratio": None if measured is None else measured.bubble_ratio,
         "measured_exposed_grad_reduce_s": (

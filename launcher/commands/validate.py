@@ -7,7 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.commands.code_check import with_checkpoints_code
-from launcher.commands.ranks import check_before_start, check_world, find_checkpoint
+from launcher.commands.ranks import (
+    check_before_start,
+    check_world,
+    failure_recorded,
+    find_checkpoint,
+)
 from launcher.commands.submit import on_nodes
 from launcher.config import LaunchConfig
 from launcher.planning.model_trace import check_buildable
@@ -35,8 +40,9 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
         check_buildable(resolved)
     job = _job(resolved, run_dir) if config.cluster.name == "slurm" else None
     timeline, metrics = predict(resolved)
-    write_pictures(run_dir, [Panel("predicted", timeline, metrics)], resolved)
     result = predicted_mapping(resolved, metrics)
+    with failure_recorded(run_dir / "result.json", result):
+        write_pictures(run_dir, [Panel("predicted", timeline, metrics)], resolved)
     write_result(run_dir / "result.json", result)
     say(_plan(resolved))
     if checkpoint is not None:
@@ -88,8 +94,7 @@ def _plan(run: Run) -> str:
         f"programs verified: train, accumulate, forward "
         f"({sum(map(len, run.programs.train.ranks))} instructions per training step)",
     ]
-    if run.vocabulary_note is not None:
-        lines.append(run.vocabulary_note)
+    lines += run.notes
     for rank in range(placement.num_ranks):
         stages = placement.stages_of(rank)
         layers = ", ".join(

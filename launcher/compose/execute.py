@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import stat
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,17 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hydra._internal.callbacks import Callbacks
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from hydra.core.utils import configure_log, run_job
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, read_write
 
+from launcher.checkpoints import LOCK
 from launcher.compose.overrides import quote
 from launcher.compose.session import CONFIG_NAME, to_config
 from launcher.config import LaunchConfig
-from launcher.processes.failure import as_full_disk, free_bytes
+from launcher.processes.failure import as_full_disk, as_in_the_way, free_bytes
 from launcher.processes.preempted import PRUNED
-from launcher.terminal import say, say_error
-from strategies.errors import PipelineError, PlanError
+from launcher.secrets import mask
+from launcher.terminal import complain, say, say_error, shortened
+from strategies.errors import PipelineError, PlanError, RunError
+from strategies.small_file import FileRefusedError, read_bytes
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
@@ -30,6 +37,8 @@ if TYPE_CHECKING:
 Command = Callable[[LaunchConfig, Path], int]
 
 _LEAST_BYTES = 1 << 20  # Configuration, results, logs and pictures of a small run.
+_MOST_BYTES = 1 << 24  # of one of Hydra's files
+_MOST_ERROR, _MOST_TRACEBACK = 8_000, 20_000  # characters of what somebody's code raises
 _HYDRA_FILES = {"config.yaml", "hydra.yaml", "overrides.yaml"}
 
 
@@ -48,8 +57,8 @@ class RunFolder:
 
     def undo(self) -> None:
         """Restores what was there before, unless the run has written files of its own."""
-        hydra = self.path / ".hydra"
-        if not self.kept and any(file != hydra for file in self.path.iterdir()):
+        hydra, lock = self.path / ".hydra", self.path / LOCK
+        if not self.kept and any(file not in (hydra, lock) for file in self.path.iterdir()):
             return  # Its ranks have refused, and said so in logs and result.json.
         if hydra.is_dir() and {file.name for file in hydra.iterdir()} <= _HYDRA_FILES:
             if self.kept:
@@ -57,6 +66,8 @@ class RunFolder:
                     file.write_bytes(content)
             else:
                 shutil.rmtree(hydra)
+        if self.created:
+            lock.unlink(missing_ok=True)
         for folder in reversed(self.created):
             if any(folder.iterdir()):
                 return
@@ -73,12 +84,25 @@ def _unfit(folder: Path) -> str | None:
     return None
 
 
+def _of_another(folder: Path) -> bool:
+    """Whether a stranger has made the folder where anybody can, such as /tmp.
+
+    Links that he has laid there would have our files written wherever they point.
+    """
+    own, above = folder.stat(), folder.parent.stat()
+    strange = own.st_uid not in (os.getuid(), 0)
+    return strange and bool((own.st_mode | above.st_mode) & stat.S_IWOTH)
+
+
 def make_run_folder(pattern: str, *, unique: bool, kind: str = "run") -> RunFolder:
     """Creates the folder of a run, or (``kind``) of a sweep.
 
     ``unique``: whether to append _2, _3, ... where the folder exists, as opposed to reusing it.
     """
     path = Path(pattern).absolute()
+    if not pattern.strip() or path in (Path(path.anchor), Path.home()):
+        reason = f"{path} is nobody's run" if pattern.strip() else "it is empty"
+        raise PlanError(f"hydra.{kind}.dir={pattern}: {reason}. Try hydra.{kind}.dir=my_run.")
     try:
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,6 +125,8 @@ def make_run_folder(pattern: str, *, unique: bool, kind: str = "run") -> RunFold
     if attempt != path or path in missing:
         created.insert(0, attempt)
     problem = _unfit(attempt)
+    if attempt not in created and _of_another(attempt):
+        problem = "is another user's, in a place where anybody can make folders"
     if problem is not None:
         for folder in created:
             folder.rmdir()
@@ -108,8 +134,20 @@ def make_run_folder(pattern: str, *, unique: bool, kind: str = "run") -> RunFold
             f"The run folder {attempt} {problem}. Try hydra.{kind}.dir=/elsewhere/my_run."
         )
     old = attempt / ".hydra"
-    kept = {file: file.read_bytes() for file in old.iterdir()} if old.is_dir() else {}
-    return RunFolder(attempt, tuple(reversed(created)), kept)
+    return RunFolder(attempt, tuple(reversed(created)), _kept(old) if old.is_dir() else {})
+
+
+def _kept(folder: Path) -> dict[Path, bytes]:
+    """What an earlier run has left; read here, and written over by this one."""
+    try:
+        if folder.is_symlink() or any(file.is_symlink() for file in folder.iterdir()):
+            raise FileRefusedError("there is a link in it")
+        return {file: read_bytes(file, most_bytes=_MOST_BYTES) for file in folder.iterdir()}
+    except (OSError, FileRefusedError) as error:
+        raise PlanError(
+            f"{folder}, which this run is to replace, cannot be read: {error}. "
+            "Remove it, or try another hydra.run.dir."
+        ) from None
 
 
 def tell_closed(folder: Path) -> None:
@@ -123,19 +161,51 @@ def tell_closed(folder: Path) -> None:
             )
 
 
-def run_one(hydra: Hydra, overrides: Sequence[str], folder: RunFolder, command: Command) -> int:
-    """Runs one job; returns its exit code.
+def run_one(
+    hydra: Hydra,
+    composed: DictConfig,
+    overrides: Sequence[str],
+    folder: RunFolder,
+    command: Command,
+) -> int:
+    """Runs one job, ``composed`` from its overrides; returns its exit code.
 
     Raises:
         PipelineError: What the command raised; the folder of a refused run is gone then.
     """
     job = JobTask(command)
     words = into_folder(overrides, "hydra.run.dir", folder)
-    hydra.run(config_name=CONFIG_NAME, task_function=job, overrides=words)
+    if composed.hydra.verbose or composed.hydra.mode is not None:  # It tells how it composes.
+        hydra.run(config_name=CONFIG_NAME, task_function=job, overrides=words)
+    else:
+        _run_composed(hydra, composed, words, folder, job)
     assert job.code is not None
     if job.code == PlanError.exit_code:
         folder.undo()
     return job.code
+
+
+def _run_composed(
+    hydra: Hydra, composed: DictConfig, words: Sequence[str], folder: RunFolder, job: JobTask
+) -> None:
+    """What ``Hydra.run`` does once it has composed, which takes a third of a second a time."""
+    own = [word for word in words if word.split("=")[0].lstrip("+~").split(".")[0] == "hydra"]
+    with read_write(composed.hydra):
+        composed.hydra.run.dir = str(folder.path)
+        composed.hydra.overrides.hydra = own
+        composed.hydra.mode = RunMode.RUN
+    configure_log(composed.hydra.hydra_logging, composed.hydra.verbose)
+    callbacks = Callbacks(composed)
+    callbacks.on_run_start(config=composed, config_name=CONFIG_NAME)
+    done = run_job(
+        hydra_context=HydraContext(config_loader=hydra.config_loader, callbacks=callbacks),
+        task_function=job,
+        config=composed,
+        job_dir_key="hydra.run.dir",
+        job_subdir_key=None,
+    )
+    callbacks.on_run_end(config=composed, config_name=CONFIG_NAME, job_return=done)
+    _ = done.return_value  # Raises what has ended the job.
 
 
 def into_folder(overrides: Sequence[str], key: str, folder: RunFolder) -> list[str]:
@@ -177,10 +247,17 @@ class JobTask:
     def __call__(self, composed: DictConfig) -> None:
         hydra = HydraConfig.get()
         folder = Path(hydra.runtime.output_dir)
-        if self._begun is not None:
-            self._begun(folder)
-        with nullcontext() if self._output is None else self._output(folder):
-            self.code = self._guarded(composed, hydra, folder)
+        try:
+            if self._begun is not None:
+                self._begun(folder)
+            with nullcontext() if self._output is None else self._output(folder):
+                self.code = self._guarded(composed, hydra, folder)
+        except (PipelineError, OSError) as error:  # of what is written around the job
+            known = error if isinstance(error, PipelineError) else _unwritten(error, folder)
+            if known is None:
+                raise
+            self.error, self.code = str(known), known.exit_code
+            say_error(known)
 
     def _guarded(self, composed: DictConfig, hydra: HydraConf, folder: Path) -> int:
         try:
@@ -188,7 +265,7 @@ class JobTask:
             self.config = config if self._adapt is None else self._adapt(config)
             return self._command(self.config, folder)
         except PipelineError as error:
-            self.error = str(error)
+            self.error = shortened(mask(str(error)), _MOST_ERROR)
             if error.exit_code == PRUNED:
                 say(f"pruned: {error}")
             else:
@@ -197,15 +274,18 @@ class JobTask:
         except KeyboardInterrupt:
             self.error = "interrupted"
             raise
-        except BrokenPipeError:
-            raise  # `| head` has closed our output; main() knows.
         except Exception as error:
-            full = as_full_disk(error, folder)
-            if full is not None:
-                self.error = str(full)
-                say_error(full)
-                return full.exit_code
+            unwritten = _unwritten(error, folder)
+            if unwritten is not None:
+                self.error = str(unwritten)
+                say_error(unwritten)
+                return unwritten.exit_code
             # A defect of ours or of the user's model, not a wrong request: show where.
-            self.error = "".join(traceback.format_exception_only(error)).strip()
-            traceback.print_exc()
+            said = "".join(traceback.format_exception_only(error)).strip()
+            self.error = shortened(mask(said), _MOST_ERROR)
+            complain(shortened(mask(traceback.format_exc()), _MOST_TRACEBACK))
             return 1
+
+
+def _unwritten(error: BaseException, folder: Path) -> RunError | None:
+    return as_full_disk(error, folder) or as_in_the_way(error, folder)

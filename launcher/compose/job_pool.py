@@ -28,7 +28,8 @@ from launcher.config import LaunchConfig
 from launcher.config.key import spell
 from launcher.report.sweep.sweep_jobs import file_stamps
 from launcher.resolve import num_cores, num_gpus, uses_gpu
-from launcher.terminal import complain
+from launcher.secrets import MaskedStream
+from launcher.terminal import LastingStream, complain
 from strategies.errors import PipelineError, PlanError
 
 _LOOK_S = 0.5
@@ -262,7 +263,8 @@ class JobPool:
                 self._pause()
                 continue
             self.interrupted |= number == signal.SIGINT
-            self._asked += number != signal.SIGUSR1
+            # A terminal that closes says so several times, and means one end.
+            self._asked += number not in (signal.SIGUSR1, signal.SIGHUP) or not self._asked
             if number == signal.SIGINT:
                 running = sum(worker.job is not None for worker in self._workers)
                 jobs = f"{running} job{'' if running == 1 else 's'}"
@@ -402,8 +404,13 @@ def _run(starter: JobStarter, index: int, words: Sequence[str], up: int) -> Ende
 @contextlib.contextmanager
 def _whole_output(folder: Path) -> Iterator[None]:
     """Also what C libraries and child processes say; two jobs never write into one folder."""
-    with hold(folder), (folder / OUTPUT).open("a", buffering=1, encoding="utf-8") as file:
+    with (
+        hold(folder),
+        (folder / OUTPUT).open(
+            "a", buffering=1, encoding="utf-8", errors="backslashreplace"
+        ) as file,
+    ):
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-        sys.stdout = sys.stderr = file
+        sys.stdout = sys.stderr = MaskedStream(LastingStream(file))
         yield

@@ -6,17 +6,21 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO, cast
 
 from hydra._internal.callbacks import Callbacks
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from launcher.checkpoints import hold
 from launcher.compose.execute import Command, JobTask, RunFolder, into_folder
 from launcher.compose.session import CONFIG_NAME
 from launcher.config import LaunchConfig
+from launcher.processes.failure import as_full_disk
 from launcher.report.sweep.sweep_jobs import Stamps, asked_figures, file_stamps
+from launcher.secrets import MaskedStream
+from launcher.terminal import LastingStream
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
@@ -42,7 +46,11 @@ class Ended:
 
 
 class JobStarter:
-    """Hydra's part: a job's configuration, folder and ``.hydra``, as its own launcher does it."""
+    """Hydra's part: a job's configuration, folder and ``.hydra``, as its own launcher does it.
+
+    Attributes:
+        folder: The sweep's.
+    """
 
     def __init__(
         self, hydra: Hydra, words: Sequence[str], folder: RunFolder, command: Command
@@ -57,7 +65,7 @@ class JobStarter:
         self._master: DictConfig = master
         self._context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(master))
         self._command = command
-        self._folder = folder.path
+        self.folder = folder.path
 
     def run(
         self,
@@ -72,7 +80,7 @@ class JobStarter:
         config = self._context.config_loader.load_sweep_config(self._master, own)
         with open_dict(config):
             config.hydra.job.id = config.hydra.job.num = index
-        with contextlib.suppress(KeyboardInterrupt):
+        try:
             done = run_job(
                 hydra_context=self._context,
                 task_function=task,
@@ -81,13 +89,20 @@ class JobStarter:
                 job_subdir_key="hydra.sweep.subdir",
             )
             _ = done.return_value  # raises what the task raised
+        except KeyboardInterrupt:
+            pass
+        except OSError as error:  # Hydra's own files: one job that has no room, not the end of all
+            full = as_full_disk(error, self.folder)
+            if full is None:
+                raise
+            task.code, task.error = full.exit_code, str(full)
         asked = {} if task.config is None else asked_figures(task.config)
         return Ended(index, task.code, task.error, asked)
 
     def _of_sweep(self, config: LaunchConfig) -> LaunchConfig:
-        config = grouped(config, self._folder)
+        config = grouped(config, self.folder)
         if config.sweep.prune_at:  # jobs find each other there
-            config = replace(config, sweep=replace(config.sweep, dir=str(self._folder)))
+            config = replace(config, sweep=replace(config.sweep, dir=str(self.folder)))
         return config
 
 
@@ -98,7 +113,7 @@ class InTurn:
         self.interrupted = False
         self._starter = starter
         self._begun = begun
-        self._output = job_output if quiet else None
+        self._quiet = quiet
         self._ended: list[Ended] = []
 
     def free(self) -> bool:
@@ -114,6 +129,13 @@ class InTurn:
         self._ended.append(self._starter.run(index, words, begun, self._output))
         self.interrupted = self._ended[-1].code is None
 
+    @contextlib.contextmanager
+    def _output(self, folder: Path) -> Iterator[None]:
+        """The job's folder is its own while it runs, as that of a run outside a sweep is."""
+        alone = contextlib.nullcontext() if folder == self._starter.folder else hold(folder)
+        with alone, job_output(folder) if self._quiet else contextlib.nullcontext():
+            yield
+
     def wait(self) -> list[Ended]:
         ended, self._ended = self._ended, []
         return ended
@@ -126,9 +148,11 @@ class InTurn:
 def job_output(folder: Path) -> Iterator[None]:
     """Everything that is said meanwhile goes to ``output.txt`` in the job's folder."""
     with (
-        (folder / OUTPUT).open("a", buffering=1, encoding="utf-8") as file,
-        contextlib.redirect_stdout(file),
-        contextlib.redirect_stderr(file),
+        (folder / OUTPUT).open(
+            "a", buffering=1, encoding="utf-8", errors="backslashreplace"
+        ) as file,
+        contextlib.redirect_stdout(cast(TextIO, MaskedStream(LastingStream(file)))),
+        contextlib.redirect_stderr(cast(TextIO, MaskedStream(LastingStream(file)))),
     ):
         yield
 

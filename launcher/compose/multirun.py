@@ -149,13 +149,15 @@ def resumed_folder(config: LaunchConfig, named: str | None) -> Path:
             "sweep.resume starts jobs again that have ended here, and jobs of cluster=slurm are "
             "requeued by themselves. Try mode=collect, which tells how they stand."
         )
-    place = newest_record(Path("multirun")) if asked == "auto" else Path(asked).expanduser()
+    place = Path(asked).expanduser()
+    if asked == "auto":
+        place = newest_record(Path("multirun"), key="sweep.resume")
     if named is not None and Path(named).absolute() != place.absolute():
         raise PlanError(
             f"sweep.resume={asked} writes into {place}, and hydra.sweep.dir names {named}. "
             "Try it without hydra.sweep.dir."
         )
-    read_record(place.absolute())
+    read_record(place.absolute(), key="sweep.resume")
     return place.absolute()
 
 
@@ -354,7 +356,10 @@ def run_multirun(
         else:
             runner = InTurn(starter, state.begun, quiet=quiet)
         stack.enter_context(view)
-        _run(source, runner, state)
+        try:
+            _run(source, runner, state)
+        except KeyboardInterrupt:  # between two jobs
+            runner.interrupted = True
     state.report(hurry=runner.interrupted)
     if (not state.submits and len(state.jobs) < source.total) or state.unfinished():
         say(f"to go on: {state.command(words)}")

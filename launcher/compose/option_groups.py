@@ -8,21 +8,34 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Literal, NoReturn
 
 from launcher.config.decode import ENTRY_POINTS, did_you_mean, installed_names, nearest
-from launcher.config.key import Key, describe, keys_of, nodes_of, shorten, spell, value_at
+from launcher.config.foreign_words import meant_key, meant_option
+from launcher.config.key import Key, describe, keys_of, nodes_of, shorten, spell, typed, value_at
 from launcher.config.launch import LaunchConfig
+from launcher.terminal import shortened
 from strategies.errors import PlanError
 from strategies.schedules.synonym import meant_schedule
+from strategies.small_file import FileRefusedError, read_text
 
 _NOT_GROUPS = ("hydra",)
 _OWN_ONLY = ("callbacks",)  # without an option of ours
+# Files of one's own that are given for an option: which option takes them, and under which key.
+_TAKES_FILES = {
+    ("schedule", ".csv"): ("custom", "file"),
+    ("data", ".txt"): ("text", "path"),
+    ("data", ".py"): ("class", "path"),
+    ("model", ".py"): ("class", "path"),
+    ("optimizer", ".py"): ("class", "path"),
+}
 
 
 @cache
@@ -40,11 +53,13 @@ class Groups:
     Attributes:
         added: Options of the user's folder, with their files.
         installed: Names that other installed distributions offer through entry points.
+        folder: The user's own.
     """
 
     built_in: dict[str, tuple[str, ...]]
     added: dict[str, dict[str, Path]]
     installed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    folder: Path | None = None
 
     def names(self) -> tuple[str, ...]:
         return tuple(self.built_in)
@@ -61,16 +76,57 @@ class Groups:
         hint = did_you_mean(f"{group}={name}" for name in near)
         if group == "schedule":
             hint = meant_schedule(option, options) or hint
+        meant = meant_option(group, option)
+        if meant is not None:
+            hint = f" Did you mean {group}={meant}?"
         listed = ", ".join(options)
         extra = {
             "experiment": " To only name a run: experiment_name=NAME.",
             "callbacks": f" Try callbacks.{shorten(option, 20)}.path=lightning.pytorch.callbacks:"
             "EarlyStopping, or a file DIR/callbacks/NAME.yaml with --config-dir DIR.",
         }.get(group, "")
+        kind, key = _TAKES_FILES.get((group, Path(option.partition(":")[0]).suffix), ("", ""))
+        if kind:
+            hint = f" Try {group}={kind} {typed(f'{group}.{key}', option)}."
+        misplaced = self._misplaced(group, option)
+        if misplaced is not None and self.folder is not None:
+            fix = f"Move it to {self.folder / group / option}.yaml."
+            if misplaced.parent == self.folder and self.folder.name == group:
+                fix = f"Try --config-dir {shlex.quote(str(self.folder.parent))}."
+            raise PlanError(
+                f"{group}={shorten(option)} does not exist: {misplaced} is not where options of "
+                f"{group} are. {fix}"
+            )
         raise PlanError(
             f"{group}={shorten(option)} does not exist.{hint} "
             f"Options of {group}: {listed or 'none'}.{extra}"
         )
+
+    def _misplaced(self, group: str, option: str) -> Path | None:
+        """The user's file of that name in another place, which Hydra does not look into."""
+        folder = self.folder
+        if folder is None or not re.fullmatch(r"[\w.-]+", option):
+            return None
+        names = (f"{option}.yaml", f"{option}.yml")
+        try:
+            inside = sorted(path for path in folder.iterdir() if path.is_dir())
+            places = [folder, folder / group, *inside]
+            found = (place / name for place in places[:100] for name in names)
+            return next((path for path in found if path.is_file()), None)
+        except OSError:
+            return None
+
+
+def _refuse_whole(folder: Path, ours: Collection[str]) -> None:
+    """Refuses a ``config.yaml`` with keys of ours: in place of our own it would not be read."""
+    for file in (folder / "config.yaml", folder / "config.yml"):
+        try:
+            lines = read_text(file, most_bytes=64 * 1024).splitlines()
+        except (OSError, FileRefusedError):
+            continue
+        names = [line.partition(":")[0] for line in lines if re.match(r"[A-Za-z_]\w*\s*:", line)]
+        if names and all(name.strip() in {*ours, "defaults"} for name in names):
+            raise PlanError(f"{file} is no option, and would not be read. {OWN_FILES}")
 
 
 def find_groups(config_dir: Path | None) -> Groups:
@@ -84,11 +140,14 @@ def find_groups(config_dir: Path | None) -> Groups:
     installed = {group: installed_names(group) for group in ENTRY_POINTS}
     if config_dir is None:
         return Groups(built_in, {}, installed)
+    if "\0" in str(config_dir):
+        raise PlanError("--config-dir: the folder's name holds a null byte. Try another folder.")
     if not config_dir.is_dir():
         raise PlanError(
             f"--config-dir {config_dir}: no such folder. Try --config-dir with a folder that "
             "holds e.g. model/mine.yaml."
         )
+    _refuse_whole(config_dir, {entry.path.partition(".")[0] for entry in keys_of(LaunchConfig)})
     added: dict[str, dict[str, Path]] = {}
     for group, ours in built_in.items():
         folder = config_dir / group
@@ -106,7 +165,7 @@ def find_groups(config_dir: Path | None) -> Groups:
                     f"Rename the file, e.g. {group}/my_{stem}.yaml."
                 )
             added.setdefault(group, {})[stem] = folder / name
-    return Groups(built_in, added, installed)
+    return Groups(built_in, added, installed, config_dir)
 
 
 # The command line's flags; everything else on it is an override.
@@ -160,9 +219,24 @@ class Flags:
     overrides: tuple[str, ...]
 
 
+# Where a file of options goes that somebody hands over as a whole.
+OWN_FILES = (
+    "A file of options is DIR/experiment/NAME.yaml: try --config-dir DIR experiment=NAME, or "
+    "DIR/model/NAME.yaml and model=NAME for one group."
+)
+
+
+def _own_key(flag: str) -> str:
+    """`` Try KEY=...`` for a flag that is called as one of our keys, or as the end of one."""
+    plain = flag.replace("-", "_")
+    keys = [entry.path for entry in keys_of(LaunchConfig)]
+    found = [path for path in keys if plain in (path, path.rpartition(".")[2])]
+    return f" Keys have no dashes. Try {found[0]}=VALUE." if len(found) == 1 else ""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise PlanError(f"{message}. Try --help.")
+        raise PlanError(f"{shortened(message, 400)}. Try --help.")
 
 
 def parse_flags(arguments: Sequence[str]) -> Flags:
@@ -180,6 +254,9 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("overrides", nargs="*")
     # "--info pp=4" asks for everything, under pp=4.
+    folders = [w for w in arguments if w.partition("=")[0] in ("-cd", "--config-dir")]
+    if len(folders) > 1:
+        raise PlanError("--config-dir is given twice, and one folder is read. Keep one.")
     split = [
         "--info=all" if word in ("-i", "--info") and (*arguments, "")[i + 1] not in _INFO else word
         for i, word in enumerate(arguments)
@@ -195,13 +272,29 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
             raise PlanError(f"{word.partition('=')[0]}: keys have no dashes. Try {name}=VALUE.")
     if stray:
         flags = [flag for action in parser._actions for flag in action.option_strings]
-        hint = did_you_mean(nearest(stray[0].split("=")[0], flags)) or " Try --help."
-        raise PlanError(f"{shorten(stray[0])} is not a flag.{hint}")
+        name = stray[0].lstrip("-").partition("=")[0]
+        near = did_you_mean(nearest(stray[0].split("=")[0], flags))
+        hint = meant_key(name) or _own_key(name) or near or " Try --help."
+        if name == "config":
+            hint = f" {OWN_FILES}"
+        # Without its value, which may be a credential.
+        raise PlanError(f"{shorten(stray[0].partition('=')[0])} is not a flag.{hint}")
     if (parsed.resolve or parsed.package is not None) and parsed.cfg is None:
         raise PlanError("--resolve and --package say how to print --cfg. Try --cfg job --resolve.")
     if parsed.multirun and parsed.cfg is not None:
         raise PlanError("--cfg prints one configuration, --multirun runs several. Choose one.")
     return Flags(**vars(parsed) | {"overrides": (*parsed.overrides, *unknown)})
+
+
+def require_node(config: LaunchConfig, name: str) -> None:
+    """Refuses ``--package`` of what is no part of the configuration."""
+    try:
+        value_at(config, name)
+    except AttributeError:
+        if name.partition(".")[0] == "hydra":
+            return
+        hint = did_you_mean(nearest(name, nodes_of(LaunchConfig))) or " Try --package trainer."
+        raise PlanError(f"--package {shorten(name)}: there is no such node.{hint}") from None
 
 
 # ``--help``: every key with its type, its value under the given overrides, and one sentence.

@@ -8,22 +8,26 @@ before the first one starts.
 from __future__ import annotations
 
 import itertools
+import re
+import shlex
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from launcher.compose.option_groups import Groups
+from launcher.compose.option_groups import OWN_FILES, Groups
 from launcher.config.decode import CLASS, did_you_mean, nearest, unknown_key
-from launcher.config.key import describe, is_free, keys_of, nodes_of, shorten, spell
-from launcher.config.launch import LaunchConfig
+from launcher.config.foreign_words import meant_key, meant_option, meant_value
+from launcher.config.key import Key, describe, is_free, keys_of, nodes_of, shorten, spell, typed
+from launcher.config.launch import LaunchConfig, Mode
 from launcher.secrets import refuse_secret
 from strategies.errors import PlanError
 
 TOOLS = ("demo", "doctor", "init")
+_HELP = ("help", "?", "usage", "list", "version", "info", "run")
 MAX_CHARACTERS = 16_384
 MAX_JOBS = 1_000
 
@@ -107,15 +111,17 @@ def require_single(overrides: Iterable[Override]) -> None:
             kinds = {entry.path: describe(entry.hint) for entry in keys_of(LaunchConfig)}
             kind = kinds.get(name, "")
             other = ""
+            if re.fullmatch(r"\d+,\d+", value) and "number" in kind and "list" not in kind:
+                other = f", or {name}={value.replace(',', '.')} for one number"
             if name in SEVERAL:
                 other = f", or {name}=[{shorten(value)}] for all of them in one run"
             elif "list" in kind:
                 other = f", or {name}=[{shorten(value)}] for a list"
             elif "text" in kind:
-                other = f", or \"{name}='{shorten(value)}'\" for a text with commas"
+                other = f", or {typed(name, value)} for a text with commas"
             raise PlanError(
                 f"{name}={shorten(value)} gives several values to one run. "
-                f"Try -m {name}={shorten(value)} for one run each{other}."
+                f"Try -m {_shell(f'{name}={shorten(value)}')} for one run each{other}."
             )
 
 
@@ -136,6 +142,13 @@ def quote(name: str, value: str) -> str:
 
 def _check_word(word: str) -> None:
     name, separator, value = word.partition("=")
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise PlanError(
+            f"{shorten(name)}: this word has bytes that are no UTF-8, which no file of a run could "
+            "hold. Try a name of other letters, or a link to it."
+        ) from None
     refuse_secret(name.lstrip("+~"), value)
     if len(word) > MAX_CHARACTERS:
         raise PlanError(
@@ -146,10 +159,16 @@ def _check_word(word: str) -> None:
     if not name or (not separator and not word.startswith("~")):
         keys = [entry.path for entry in keys_of(LaunchConfig)]
         hint = did_you_mean(f"{path}=..." for path in nearest(word, keys, limit=1))
-        modes = [entry for entry in ("train", "simulate", "validate") if entry == word]
+        mode = meant_value("mode", word, switch=False, whole=False, number=False) or word
         if word in TOOLS:
             raise PlanError(f"{word} stands first. Try python -m launcher {word}.")
-        hint = did_you_mean(f"mode={mode}" for mode in modes) or hint or " Try --help."
+        if mode in get_args(Mode):
+            hint = f" Did you mean mode={mode}?"
+        elif word.lower() in _HELP:
+            hint = ""
+        elif word.endswith((".yaml", ".yml")):
+            hint = f" {OWN_FILES}"
+        hint = hint or " Try --help."
         raise PlanError(f"{shorten(word)}: expected key=value.{hint}")
 
 
@@ -166,7 +185,7 @@ def _check_key(override: Override, groups: Groups, own: Collection[str]) -> None
     line = override.input_line or name
     value = line.partition("=")[2]
     if override.package is not None:
-        raise PlanError(f"{shorten(line)}: @package is not supported. Try {name}={shorten(value)}.")
+        raise PlanError(f"{shorten(line)}: @package is not supported. Try {typed(name, value)}.")
     if override.is_delete():
         raise PlanError(
             f"{shorten(line)}: keys cannot be removed. Leave it out, or give {name}= another value."
@@ -176,9 +195,7 @@ def _check_key(override: Override, groups: Groups, own: Collection[str]) -> None
         return
     if name in groups.built_in:
         if override.is_add() or override.is_force_add():
-            raise PlanError(
-                f"{shorten(line)}: {name} is there already. Try {name}={shorten(value)}."
-            )
+            raise PlanError(f"{shorten(line)}: {name} is there already. Try {typed(name, value)}.")
         for option in _option_names(override):
             groups.require(name, option)
         return
@@ -188,7 +205,7 @@ def _check_key(override: Override, groups: Groups, own: Collection[str]) -> None
     if name not in known:
         raise _unknown(name, value, groups, own)
     if override.is_add():
-        raise PlanError(f"{shorten(line)}: {name} is there already. Try {name}={shorten(value)}.")
+        raise PlanError(f"{shorten(line)}: {name} is there already. Try {typed(name, value)}.")
     given: object = None if override.is_sweep_override() else override.value()
     if isinstance(given, dict):
         for child in given:
@@ -247,7 +264,7 @@ def _unknown(name: str, value: str, groups: Groups, own: Collection[str]) -> Pla
         prefix = f"{group}."
         keys = [entry.path for entry in keys_of(LaunchConfig) if entry.path.startswith(prefix)]
         close = nearest(rest, [key.removeprefix(prefix) for key in keys], limit=1)
-        hint = f"Try {group}.args.{rest}={shorten(value)}."
+        hint = f"Try {typed(f'{group}.args.{rest}', value)}."
         if close:
             hint = f"Did you mean {group}.{close[0]}?"
         return PlanError(
@@ -255,20 +272,103 @@ def _unknown(name: str, value: str, groups: Groups, own: Collection[str]) -> Pla
             f"{group}.args."
         )
     near = nearest(name, groups.built_in, limit=1)
-    if near and "." not in name:
-        option = (*nearest(value, groups.options(near[0]), limit=1), shorten(value))[0]
-        return PlanError(f"{shorten(name)} is not a key. Did you mean {near[0]}={option}?")
+    leaves = {entry.path.rpartition(".")[2] for entry in keys_of(LaunchConfig)}
+    if near and "." not in name and name not in leaves and not meant_key(name):
+        options = groups.options(near[0])
+        option = (*nearest(value, options, limit=1), meant_option(near[0], value))[0]
+        hint = f"Did you mean {near[0]}={option}?"
+        if option is None:
+            hint = f"Did you mean {near[0]}=? Its options: {', '.join(options)}."
+        return PlanError(f"{shorten(name)} is not a key. {hint}")
     return unknown_key(name)
 
 
 def _unreadable(word: str) -> PlanError:
     name, _, value = word.partition("=")
-    inner = "..." if "'" in value else shorten(value)
-    spelt = f"\"{name}='{inner}'\""
+    if word.startswith("~"):
+        return PlanError(
+            f"{shorten(word)}: keys cannot be removed. Leave it out, or give the key another value."
+        )
+    if not _KEY_NAME.fullmatch(name.lstrip("+~")):
+        plain = re.sub(r"\.+", ".", name.strip("+~.")) or "pp"
+        keys = [entry.path for entry in keys_of(LaunchConfig)]
+        near = nearest(plain, keys, limit=1) or nearest(plain, nodes_of(LaunchConfig), limit=1)
+        return PlanError(
+            f"{shorten(word)}: {shorten(name)} is no key: names joined by single dots, as in "
+            f"trainer.max_steps.{did_you_mean(f'{one}=...' for one in near) or ' Try --help.'}"
+        )
+    if is_open(value):
+        return _unclosed(word)
+    entry = next((one for one in keys_of(LaunchConfig) if one.path == name.lstrip("+")), None)
+    if called := _CALL.match(value):
+        if called[1] not in FUNCTIONS:
+            return PlanError(
+                f"{shorten(word)}: {called[1]} is no function of a sweep: {', '.join(FUNCTIONS)} "
+                f"are. Try -m {name}=A,B, or {typed(name, value)} for a text."
+            )
+    elif entry is not None and "text" not in describe(entry.hint):
+        return PlanError(
+            f"{shorten(word)}: expected {describe(entry.hint)}. "
+            f"Try {name}={meant_list(value, entry) or spell(entry.example)}."
+        )
+    spelt = typed(name, value)
+    if entry is not None and "list" in describe(entry.hint):
+        items = value.removeprefix("[").removesuffix("]").replace("'", "").replace('"', "")
+        listed = ",".join(f"'{item.strip()}'" for item in items.split(",") if item.strip())
+        spelt = _shell(f"{name}=[{shorten(listed)}]")
     return PlanError(
-        f"{shorten(word)}: this value cannot be read. Text with any of , : = ( ) [ ] {{ }} $ and "
-        f"spaces at its ends needs quotes inside the shell's quotes. Try {spelt}."
+        f"{shorten(word)}: this value cannot be read. Text with other characters than letters, "
+        f"digits and any of - _ . / % + @ needs quotes inside the shell's quotes. Try {spelt}."
     )
+
+
+_KEY_NAME = re.compile(r"[A-Za-z_][\w-]*([./@][A-Za-z_][\w-]*)*")
+_CALL = re.compile(r"([a-z_]+)\(")
+FUNCTIONS = ("choice", "range", "interval", "glob", "sort", "shuffle", "tag", "extend_list")
+
+
+def _shell(word: str) -> str:
+    """The word in the quotes that a shell needs, where it needs any."""
+    if not re.search(r"[^\w.,/%+@:=\[\]-]", word):
+        return word
+    return shlex.quote(word) if {*word} & {*'"$`\\!'} else f'"{word}"'
+
+
+def is_open(value: str) -> bool:
+    r"""Whether an interpolation in it is never closed.
+
+    >>> is_open("${pp"), is_open("a-${oc.env:HOME,${x}}"), is_open(r"\${")
+    (True, False, False)
+    """
+    plain = value.replace("\\${", "")
+    return plain.count("${") > plain.count("}")
+
+
+def _unclosed(word: str) -> PlanError:
+    name, _, value = word.partition("=")
+    closed = value + "}" * (value.count("${") - value.count("}"))
+    fix = f"'{name}={closed}'" if re.fullmatch(r"[^']*\$\{[\w.:,/]+\}*", closed) else ""
+    plain = typed(name, value.replace("${", r"\${"))
+    entry = next((one for one in keys_of(LaunchConfig) if one.path == name.lstrip("+")), None)
+    if entry is not None and describe(entry.hint) not in ("a text", "a text or null"):
+        plain = f"{name}={spell(entry.example)}"
+    return PlanError(
+        f"{shorten(word)}: ${{ begins what another key holds, and nothing closes it. "
+        f"Try {' or '.join(filter(None, (fix, plain)))}."
+    )
+
+
+def meant_list(value: str, entry: Key) -> str | None:
+    """``[0.9,0.95]`` for ``(0.9,0.95)`` and ``{0.9,0.95}``, where a list is taken."""
+    items = value.strip("()[]{} ").split(",")
+    if "list" not in describe(entry.hint) or not all(
+        _PLAIN_NUMBER.fullmatch(i.strip()) for i in items
+    ):
+        return None
+    return f"[{','.join(item.strip() for item in items)}]"
+
+
+_PLAIN_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
 
 
 # ``planner.explain=[tp=4,pp=8]``: in Hydra's grammar a list's entries with ``=`` need quotes.

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from launcher.terminal import readable, terminal_width
+from launcher.terminal import terminal_width
+from strategies.errors import readable
 
 _TAIL_BYTES = 4096
 

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import io
 import logging
+import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from hydra import compose, initialize_config_dir
+from hydra._internal import defaults_list as hydra_defaults
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository, IConfigRepository
+from hydra._internal.defaults_list import Overrides
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import InputDefault, ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from launcher.compose.option_groups import conf_dir
 from launcher.compose.overrides import listed_options, quote
 from launcher.config import LaunchConfig, check, dump, from_dict
-from launcher.config.decode import ENTRY_POINTS, installed_names
-from launcher.config.key import free_keys
+from launcher.config.check_training import HUGGING_FACE
+from launcher.config.decode import CLASS, ENTRY_POINTS, installed_names
+from launcher.config.key import free_keys, shorten, typed
 from launcher.config.pipeline import HardwareConfig
 from launcher.config.running import TrackerName
 from launcher.secrets import refuse_secret
@@ -42,16 +54,7 @@ def hydra_session() -> Iterator[Hydra]:
 
     Yields Hydra's application object, the one its own ``main`` decorator drives.
     """
-    # The schema's defaults lie beneath the YAML files, so that a user's file may be partial and
-    # every key can still be overridden.
-    defaults = dump(LaunchConfig()) | {"experiment_name": None}
-    # A hardware file that names peaks per precision has no other unless it says so; for one without
-    # any peak, to_config() has the declaration's.
-    defaults["hardware"]["peak_flops"] = None
-    schema = OmegaConf.create(defaults)
-    for path in free_keys(LaunchConfig):
-        OmegaConf.set_struct(OmegaConf.select(schema, path), False)  # any name goes there
-    ConfigStore.instance().store(name="schema", node=schema, provider="foldpipe")
+    _store_schema()
     for group in ENTRY_POINTS:
         # What other distributions offer is chosen by name, as our own options are.
         for name in installed_names(group):
@@ -62,7 +65,111 @@ def hydra_session() -> Iterator[Hydra]:
     with initialize_config_dir(config_dir=str(conf_dir()), job_name="foldpipe", version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
+        hydra.config_loader = _Loader(hydra.config_loader.get_search_path())
         yield hydra
+
+
+@functools.cache
+def _store_schema() -> None:
+    # The schema's defaults lie beneath the YAML files, so that a user's file may be partial and
+    # every key can still be overridden.
+    defaults = dump(LaunchConfig()) | {"experiment_name": None}
+    # A hardware file that names peaks per precision has no other unless it says so; for one without
+    # any peak, to_config() has the declaration's.
+    defaults["hardware"]["peak_flops"] = None
+    schema = OmegaConf.create(defaults)
+    for path in free_keys(LaunchConfig):
+        OmegaConf.set_struct(OmegaConf.select(schema, path), False)  # any name goes there
+    ConfigStore.instance().store(name="schema", node=schema, provider="foldpipe")
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What this process has read and merged, under all that it was made of.
+
+    That is two thirds of composing, and the jobs of a sweep differ in little else than the words
+    that are set into the same files. A process that composes once pays for no copy.
+    """
+
+    begun: bool = False  # with a first composition
+    results: dict[object, ConfigResult] = field(default_factory=dict)
+    merged: dict[object, tuple[list[ConfigResult | None], DictConfig]] = field(default_factory=dict)
+
+
+@functools.cache
+def _kept() -> _Kept:
+    return _Kept()
+
+
+_MOST_KEPT = 64
+
+
+class _Repository(ConfigRepository):
+    """Hydra's, which reads a file again only where it has changed."""
+
+    def __deepcopy__(self, _: object) -> _Repository:
+        other = object.__new__(_Repository)
+        other.sources = list(self.sources)
+        return other
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        if source is None or not _kept().begun:
+            return super().load_config(config_path)
+        state = None
+        if source.scheme() == "file":
+            found = (Path(source.path) / source._normalize_file_name(config_path)).stat()
+            state = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        place = source.scheme(), source.provider, source.path, config_path, state
+        kept = _kept().results
+        if place not in kept:
+            result = super().load_config(config_path)
+            if result is None:
+                return None
+            kept[place] = result
+        return kept[place]
+
+
+_all_choices = hydra_defaults._create_interpolation_map
+
+
+def _choices_where_needed(
+    overrides: Overrides, defaults_list: list[InputDefault], self_added: bool
+) -> DictConfig:
+    # Hydra makes a tree of all choices for every file, an eighth of composing, and looks into it
+    # where a default names another choice.
+    if any(each.is_interpolation() for each in defaults_list):
+        return _all_choices(overrides, defaults_list, self_added)
+    return DictConfig({})
+
+
+hydra_defaults._create_interpolation_map = _choices_where_needed
+
+
+class _Loader(ConfigLoaderImpl):
+    """Hydra's, which merges the same parts once."""
+
+    def __init__(self, config_search_path: ConfigSearchPath) -> None:
+        super().__init__(config_search_path)
+        self.repository = _Repository(config_search_path)
+
+    def _compose_config_from_defaults_list(
+        self, defaults: list[ResultDefault], repo: IConfigRepository
+    ) -> DictConfig:
+        if not _kept().begun:
+            _kept().begun = True
+            return super()._compose_config_from_defaults_list(defaults, repo)
+        results = [repo.load_config(str(each.config_path)) for each in defaults]
+        places = [(each.config_path, each.package, each.primary) for each in defaults]
+        key = (*map(id, results), *places)  # the results are kept alive beside what they make
+        kept = _kept().merged
+        if key not in kept:
+            while len(kept) >= _MOST_KEPT:
+                del kept[next(iter(kept))]
+            # Merging moves parts from their results into the whole.
+            own = copy.deepcopy(repo)
+            kept[key] = results, super()._compose_config_from_defaults_list(defaults, own)
+        return copy.deepcopy(kept[key][1])
 
 
 def show_info(hydra: Hydra, what: str, overrides: Sequence[str], *, multirun: bool) -> None:
@@ -97,6 +204,12 @@ def compose_checked(overrides: Sequence[str]) -> tuple[LaunchConfig, DictConfig]
     Raises:
         PlanError: Whatever is wrong with it.
     """
+    config, composed = compose_whole(overrides)
+    return config, composed.hydra
+
+
+def compose_whole(overrides: Sequence[str]) -> tuple[LaunchConfig, DictConfig]:
+    """The same, with all that Hydra has composed."""
     try:
         composed = compose(CONFIG_NAME, overrides=list(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(composed)
@@ -110,7 +223,7 @@ def compose_checked(overrides: Sequence[str]) -> tuple[LaunchConfig, DictConfig]
         raise
     except Exception as error:  # Hydra, OmegaConf and YAML raise a dozen unrelated types.
         raise PlanError(f"The configuration cannot be composed: {_reason(error)}") from error
-    return config, hydra
+    return config, composed
 
 
 def to_config(composed: DictConfig, hydra: DictConfig | HydraConf) -> LaunchConfig:
@@ -124,6 +237,7 @@ def to_config(composed: DictConfig, hydra: DictConfig | HydraConf) -> LaunchConf
     _refuse_secrets(values, "")
     _several_trackers(values, hydra)
     _own_schedule(values, hydra)
+    _refuse_other_label(values, hydra)
     hardware = values.get("hardware")
     if isinstance(hardware, dict) and all(hardware.get(name) is None for name in _PEAKS):
         hardware.pop("peak_flops", None)
@@ -158,9 +272,29 @@ def _own_schedule(values: dict[str, Any], hydra: DictConfig | HydraConf) -> None
     if chosen not in (CUSTOM, path) and (chosen != default or _typed("schedule", hydra)):
         raise PlanError(
             f"schedule.path={path} is an order of your own, and schedule={chosen} another one. "
-            f"Try schedule={CUSTOM} schedule.path={path}."
+            f"Try schedule={CUSTOM} {typed('schedule.path', path)}."
         )
     schedule["name"] = path
+
+
+def _refuse_other_label(values: dict[str, Any], hydra: DictConfig | HydraConf) -> None:
+    """``model.name=llama2_7b`` would call the chosen model so, and leave its sizes as they are."""
+    for group in ("model", "hardware"):
+        node, choice = values.get(group), str(hydra.runtime.choices.get(group))
+        name = node.get("name") if isinstance(node, dict) else None
+        options = {file.stem for file in (conf_dir() / group).glob("*.yaml")}
+        if choice not in options or name in (choice, CLASS, HUGGING_FACE):
+            continue
+        if group == "model" and re.fullmatch(r"[\w./-]+(\.py|:[A-Za-z_]\w*)", str(name)):
+            raise PlanError(
+                f"model.name={shorten(name)} would only be what model={choice} is called. "
+                f"Try model={CLASS} {typed('model.path', name)}."
+            )
+        if name in options:
+            raise PlanError(
+                f"{group}.name={name} would only be what {group}={choice} is called, with all "
+                f"figures as they are. Try {group}={name}."
+            )
 
 
 def _typed(key: str, hydra: DictConfig | HydraConf) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from launcher.compose.option_groups import Groups
-from launcher.compose.overrides import HYDRA_KEYS, NO_TARGET
+from launcher.compose.overrides import HYDRA_KEYS, NO_TARGET, is_open
 from launcher.config.decode import KeyPlaceError, decode, did_you_mean, nearest
 from launcher.config.key import free_keys, nodes_of, type_hints
 from launcher.config.launch import LaunchConfig
@@ -59,6 +59,13 @@ def _check_file(file: Path, group: str, groups: Groups) -> list[tuple[str, str]]
                 )
     if group in free_keys(LaunchConfig) and not everywhere:
         values, everywhere = {group: values}, True
+    if everywhere:
+        _refuse_options(values, file, groups)
+    elif list(values) == [group] and isinstance(values[group], dict):
+        raise PlanError(
+            f"{file}:{_line_of(file, (group,))}: a file of {group}/ has keys of {group} alone. "
+            f"Write them without `{group}:` above them."
+        )
     schema = LaunchConfig if everywhere else nodes_of(LaunchConfig)[group]
     prefix = "" if everywhere else f"{group}."
     if everywhere and values.get("experiment_name", "") is None:
@@ -69,6 +76,16 @@ def _check_file(file: Path, group: str, groups: Groups) -> list[tuple[str, str]]
         line = _line_of(file, error.path if everywhere else error.path[1:])
         raise PlanError(f"{file}{f':{line}' if line else ''}: {error}") from error
     return named
+
+
+def _refuse_options(values: dict[str, Any], file: Path, groups: Groups) -> None:
+    """``schedule: gpipe`` chooses nothing: options stand in the list of defaults."""
+    for group, value in values.items():
+        if group in groups.built_in and isinstance(value, str):
+            raise PlanError(
+                f"{file}:{_line_of(file, (group,))}: `{group}: {value[:60]}` chooses no option "
+                f"here. Write `- override /{group}: {value[:60]}` below `defaults:`."
+            )
 
 
 def _defaults(entries: object, file: Path, group: str, groups: Groups) -> list[tuple[str, str]]:
@@ -85,7 +102,9 @@ def _defaults(entries: object, file: Path, group: str, groups: Groups) -> list[t
             key, option = next(iter(entry.items()))
             words = str(key).split()
             target = words[-1].lstrip("/") if words else ""
-            if words[:-1] not in ([], ["override"], ["optional"]) or not words[-1].startswith("/"):
+            again = not words[:-1] and group == "experiment" and target != "callbacks"
+            plain = words[:-1] in ([], ["override"], ["optional"])
+            if again or not plain or not words[-1].startswith("/"):
                 raise PlanError(
                     f"{file}: defaults: `{key}: {option}`: write `override /{target}: {option}`."
                 )
@@ -157,6 +176,8 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
     for first, known in _Loader.yaml_implicit_resolvers.items()
 }
+_SIXTIES = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # 12:30 is 750
+_EIGHTS = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]*")  # 010 is 8
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?[0-9]+(_[0-9]+)*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
@@ -196,7 +217,11 @@ def read_yaml(file: Path) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise PlanError(f"{file}: expected `key: value` lines, found a {type(value).__name__}.")
+        what = "a list" if isinstance(value, list) else "a text"
+        raise PlanError(
+            f"{file}: expected `key: value` lines, found {what}."
+            " Write each key in a line of its own, as in `lr: 3e-4`."
+        )
     for name in value:
         if not isinstance(name, str):
             raise PlanError(f"{file}: the key {name!r} is not a text. Write it in quotes.")
@@ -248,6 +273,8 @@ def _scan(text: str, file: Path) -> None:
                 anchors[closed.anchor] = size
         elif isinstance(event, yaml.ScalarEvent):
             size = 1
+            if not event.style and event.implicit[0]:
+                _refuse_surprise(event.value, file, line)
             _scalar(event.value, stack, file, line)
             if event.anchor:
                 anchors[event.anchor] = 1
@@ -269,10 +296,28 @@ def _scan(text: str, file: Path) -> None:
             )
 
 
+def _refuse_surprise(value: str, file: Path, line: int) -> None:
+    """Plain words that YAML 1.1, which Hydra reads, takes for other numbers than they look like."""
+    sixties, eights = _SIXTIES.fullmatch(value), _EIGHTS.fullmatch(value)
+    if not sixties and not eights:
+        return
+    meant = yaml.load(value, Loader=_Loader)
+    if sixties or meant != int(value.replace("_", "")):
+        raise PlanError(
+            f"{file}:{line}: YAML reads {value} as {meant}. Write '{value}' in quotes for a text, "
+            "or the number that is meant."
+        )
+
+
 def _scalar(value: str, stack: list[_Open], file: Path, line: int) -> None:
     parent = stack[-1] if stack else None
     if parent is None or not parent.is_mapping or parent.children % 2:
         refuse_secret(parent.key if parent else "", value, place=f"{file}:{line}")
+        if is_open(value):
+            raise PlanError(
+                f"{file}:{line}: {value[:60]}: ${{ begins what another key holds, and nothing "
+                "closes it. Write ${pp}, say, or \\${ for the characters."
+            )
         return
     if value in parent.lines:
         raise PlanError(

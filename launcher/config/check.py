@@ -11,27 +11,44 @@ from dataclasses import fields
 
 from launcher.config.check_cluster import check_cluster
 from launcher.config.check_code import check_code
+from launcher.config.check_training import (
+    PROFILED,
+    check_model_keys,
+    check_peak,
+    check_profiled,
+    check_tracking,
+    check_trainer,
+    refuse_set,
+)
 from launcher.config.decode import CLASS, brings_own, did_you_mean, installed_names, nearest
 from launcher.config.derived import asked_schedule, own_order, transformer_shape, uniform_costs
-from launcher.config.key import Key, describe, keys_of, shorten, spell, value_at
+from launcher.config.key import Key, describe, keys_of, shorten, spell, typed, value_at
 from launcher.config.launch import LaunchConfig
 from launcher.config.pipeline import CheckConfig, CostsConfig, PlannerConfig, recompute_policy
-from launcher.config.workload import ModelConfig, OptimizerConfig
+from launcher.config.workload import OptimizerConfig
 from launcher.workloads.model_share import check_ep
 from launcher.workloads.transformer_shape import TransformerShape
 from launcher.workloads.transformer_share import check_transformer_tp
 from strategies.errors import PlanError
 from strategies.plan import indivisible, refuse_own_order, refuse_selective
 
-_PROFILED = ("costs.file", "costs.refine", "costs.any_machine")
-_MAX_TIME = re.compile(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}")
+_MOST = 2**53  # beyond it JSON and floats lose digits
+_MAY_BE_EMPTY = ("generate.prompt", "experiment_name")
+_OF_FILES = (
+    "data.path", "data.tokenizer", "model.path", "costs.file", "costs.refine", "schedule.file",
+    "checkpoint", "trainer.resume", "profile.file", "profile.hardware", "export.path", "sweep.dir",
+    "sweep.resume", "trace",
+)  # fmt: skip
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def check(config: LaunchConfig) -> None:
     """Raises on the first rule that the configuration breaks."""
     for entry in keys_of(LaunchConfig):
-        _check_range(entry, value_at(config, entry.path))
+        value = value_at(config, entry.path)
+        _check_range(entry, value)
+        _check_text(entry, value)
     _check_names(config)
     check_code(config)
     if config.mode == "check":
@@ -64,8 +81,8 @@ def check(config: LaunchConfig) -> None:
     shape = transformer_shape(config.model, vocab=256)  # Its checks raise; the data decide later.
     _check_sharing(config, shape)
     _check_unused(config)
-    _check_trainer(config)
-    _check_peak(config)
+    check_trainer(config)
+    check_peak(config)
     check_cluster(config)
 
 
@@ -79,12 +96,27 @@ def _check_range(entry: Key, value: object) -> None:
             rule = f"more than {entry.above}"
         elif entry.high is not None and number > entry.high:
             rule = f"at most {entry.high}"
+        elif abs(number) > _MOST and isinstance(number, int):
+            rule = f"at most {_MOST}"
         else:
             continue
         raise PlanError(
             f"{entry.path}={spell(value)}: expected {describe(entry.hint)}, {rule}. "
             f"Try {entry.path}={spell(entry.example)}."
         )
+
+
+def _check_text(entry: Key, value: object) -> None:
+    """A text that says nothing, or an address where files of this machine are meant."""
+    example = "null" if entry.example is None else spell(entry.example)
+    if isinstance(value, str) and not value.strip() and entry.path not in _MAY_BE_EMPTY:
+        raise PlanError(f"{entry.path}={spell(value)} is empty. Try {entry.path}={example}.")
+    for text in value if isinstance(value, tuple) else (value,):
+        if entry.path in _OF_FILES and isinstance(text, str) and _ADDRESS.match(text):
+            raise PlanError(
+                f"{entry.path}={shorten(text)} is an address. Files are read where they lie, and "
+                f"nothing is downloaded. Try {entry.path}=/path/to/it."
+            )
 
 
 def _check_names(config: LaunchConfig) -> None:
@@ -220,11 +252,11 @@ def _check_recompute(config: LaunchConfig) -> None:
 
 def _check_unused(config: LaunchConfig) -> None:
     """Keys that the chosen option would ignore: asking for them is a mistake worth naming."""
-    _check_model_keys(config.model)
+    check_model_keys(config.model)
     if config.costs.name != "uniform":
         for entry in keys_of(CostsConfig, "costs."):
             value = value_at(config, entry.path)
-            if entry.path in ("costs.name", "costs.transport", *_PROFILED):
+            if entry.path in ("costs.name", "costs.transport", *PROFILED):
                 continue
             owner = "analytic" if entry.path == "costs.attention" else "uniform"
             if value != entry.default and config.costs.name != owner:
@@ -238,13 +270,13 @@ def _check_unused(config: LaunchConfig) -> None:
             f"costs.attention={asked} belongs to costs=analytic, but costs=uniform. "
             f"Try costs=analytic costs.attention={asked}."
         )
-    _check_profiled(config)
+    check_profiled(config)
     if config.optimizer.name == CLASS:
         pass  # has been checked with its path
     elif config.optimizer.name == "sgd":
-        _refuse_set(config, "optimizer.betas", "optimizer.eps", chosen="optimizer=sgd")
+        refuse_set(config, "optimizer.betas", "optimizer.eps", chosen="optimizer=sgd")
     elif config.optimizer.name != "muon":
-        _refuse_set(config, "optimizer.momentum", chosen=f"optimizer={config.optimizer.name}")
+        refuse_set(config, "optimizer.momentum", chosen=f"optimizer={config.optimizer.name}")
     if config.optimizer.name not in ("muon", CLASS):
         for name in ("nesterov", "ns_steps", "adjust_lr", "adamw_lr"):
             default = getattr(OptimizerConfig(), name)
@@ -257,7 +289,7 @@ def _check_unused(config: LaunchConfig) -> None:
     elif config.optimizer.name == "muon":
         _refuse_parts(config)
     if config.data.name == "stdlib":
-        _refuse_set(config, "data.path", chosen="data=stdlib", instead=" Try data=text.")
+        refuse_set(config, "data.path", chosen="data=stdlib", instead=" Try data=text.")
     elif config.data.name not in ("text", "tokens"):
         if not brings_own("data", config.data.name):
             known = ("stdlib", "text", "tokens", CLASS, *installed_names("data"))
@@ -272,17 +304,17 @@ def _check_unused(config: LaunchConfig) -> None:
             "data.path=/path/to/file."
         )
     if config.data.name == "tokens":
-        _refuse_set(config, "data.tokenizer", chosen="data=tokens", instead=" Try data=text.")
-    _check_tracking(config)
+        refuse_set(config, "data.tokenizer", chosen="data=tokens", instead=" Try data=text.")
+    check_tracking(config)
     if config.checkpoint != "auto" and config.mode in ("train", "simulate", "validate", "profile"):
         raise PlanError(
             f"checkpoint={shorten(config.checkpoint)} is read by mode=eval, predict, generate and "
             f"export, not by mode={config.mode}. "
-            f"Try trainer.resume={shorten(config.checkpoint)}, or mode=eval."
+            f"Try {typed('trainer.resume', config.checkpoint)}, or mode=eval."
         )
     if config.mode != "export":
         unused = ("export.path", "export.format")
-        _refuse_set(config, *unused, chosen=f"mode={config.mode}", instead=" Try mode=export.")
+        refuse_set(config, *unused, chosen=f"mode={config.mode}", instead=" Try mode=export.")
 
 
 def _refuse_parts(config: LaunchConfig) -> None:
@@ -296,185 +328,6 @@ def _refuse_parts(config: LaunchConfig) -> None:
         raise PlanError(
             f"optimizer=muon makes an update of a whole matrix, and tp={config.tp} cuts matrices "
             f"into {config.tp}. Try tp=1 pp={config.pp * config.tp}, or optimizer=adamw."
-        )
-
-
-def _check_tracking(config: LaunchConfig) -> None:
-    names, chosen = config.tracking.names, f"tracking={spell(config.tracking.name)}"
-    twice = [name for name in names if names.count(name) > 1]
-    if twice or not names or ("none" in names and len(names) > 1):
-        kept = ",".join(dict.fromkeys(name for name in names if name != "none")) or "csv"
-        raise PlanError(
-            f"{chosen}: each tracker stands once, and none beside no other. Try tracking=[{kept}]."
-        )
-    if "wandb" not in names and config.mode != "dashboard":
-        _refuse_set(config, "tracking.entity", "tracking.group", "tracking.tags", chosen=chosen)
-
-
-def _check_profiled(config: LaunchConfig) -> None:
-    if config.costs.name != "profiled":
-        for path in _PROFILED:
-            if value := value_at(config, path):
-                raise PlanError(
-                    f"{path}={spell(value)} belongs to costs=profiled, but costs="
-                    f"{config.costs.name}. Try costs=profiled {path}={spell(value)}."
-                )
-    elif config.costs.refine is not None and config.mode != "train":
-        raise PlanError(
-            f"costs.refine={shorten(config.costs.refine)} corrects the profile by a training run, "
-            f"but mode={config.mode}. Try mode=train."
-        )
-    elif config.mode == "profile":
-        raise PlanError("mode=profile measures costs, it reads none. Try without costs=profiled.")
-    if config.mode != "profile":
-        _refuse_set(
-            config,
-            "profile.file",
-            "profile.microbatch_sizes",
-            chosen=f"mode={config.mode}",
-            instead=" Try mode=profile.",
-        )
-
-
-def _check_trainer(config: LaunchConfig) -> None:
-    trainer = config.trainer
-    if trainer.max_time is not None and not _MAX_TIME.fullmatch(trainer.max_time):
-        raise PlanError(
-            f"trainer.max_time={shorten(trainer.max_time)}: expected DD:HH:MM:SS. "
-            "Try trainer.max_time='00:01:00:00'."
-        )
-    if trainer.max_steps < 0 and trainer.max_epochs is None and trainer.max_time is None:
-        raise PlanError(
-            "trainer.max_steps=-1 without trainer.max_epochs or trainer.max_time never ends. "
-            "Try trainer.max_epochs=1."
-        )
-    if trainer.max_steps == 0:
-        raise PlanError("trainer.max_steps=0 trains nothing. Try mode=validate.")
-    if trainer.max_restarts and config.cluster.name != "local":
-        does = {
-            "slurm": "a failed job is submitted again with sbatch, and goes on where it was",
-            "torchrun": "torchrun has --max-restarts, with trainer.resume=auto",
-        }[config.cluster.name]
-        raise PlanError(
-            f"trainer.max_restarts={trainer.max_restarts} starts the processes of cluster=local "
-            f"again, but cluster={config.cluster.name}: {does}. Try trainer.max_restarts=0."
-        )
-    for name in ("train", "val", "test", "predict"):
-        _check_share(f"trainer.limit_{name}_batches", getattr(trainer, f"limit_{name}_batches"))
-    _check_share("trainer.val_check_interval", trainer.val_check_interval)
-    share = isinstance(trainer.val_check_interval, float)
-    if trainer.check_val_every_n_epoch is None and share:
-        raise PlanError(
-            f"trainer.val_check_interval={trainer.val_check_interval} is a part of an epoch, which "
-            "needs trainer.check_val_every_n_epoch. Try trainer.check_val_every_n_epoch=1."
-        )
-    if trainer.keep_best == 0 and (trainer.monitor, trainer.monitor_mode) != ("val_loss", "min"):
-        raise PlanError(
-            f"trainer.monitor={shorten(trainer.monitor)} trainer.monitor_mode="
-            f"{trainer.monitor_mode} are what trainer.keep_best goes by, which is 0. "
-            "Try trainer.keep_best=1."
-        )
-    if trainer.keep_best and (trainer.limit_val_batches == 0 or config.data.val_fraction == 0):
-        raise PlanError(
-            f"trainer.keep_best={trainer.keep_best} goes by validations, and "
-            f"trainer.limit_val_batches={trainer.limit_val_batches} data.val_fraction="
-            f"{config.data.val_fraction} allow none. Try trainer.keep_best=0."
-        )
-    betas = config.optimizer.betas
-    if betas is not None and not all(0 <= beta < 1 for beta in betas):
-        raise PlanError(
-            f"optimizer.betas={spell(betas)}: both must be at least 0 and below 1. "
-            "Try optimizer.betas=[0.9,0.95]."
-        )
-
-
-# Whose predictions and reports read a peak; the others run whatever the hardware file says.
-_WITH_PEAK = ("train", "simulate", "plan", "validate", "profile")
-
-
-def _check_peak(config: LaunchConfig) -> None:
-    hardware, trainer, wanted = config.hardware, config.trainer, config.trainer.number_format
-    known = hardware.named_peaks()
-    uniform = config.mode == "simulate" and config.costs.name == "uniform"
-    if hardware.peak_flops is not None or wanted in known or uniform:
-        return
-    if config.mode not in _WITH_PEAK:
-        return
-    asked = f"trainer.precision={trainer.precision}"
-    if wanted == "tf32":
-        asked = f"trainer.float32_matmul_precision={trainer.float32_matmul_precision}"
-    ways = {
-        "tf32": ("trainer.float32_matmul_precision=highest", "fp32"),
-        "bf16": ("trainer.precision=16-mixed", "fp16"),
-        "fp16": ("trainer.precision=bf16-mixed", "bf16"),
-    }
-    way, needs = ways.get(wanted, ("trainer.precision=32-true", "fp32"))
-    if needs not in known:
-        way = f"hardware.peak_{wanted}_flops=1e13"
-    raise PlanError(
-        f"{asked} computes in {wanted}, and hardware={hardware.name} has no peak for {wanted}, "
-        f"only for {', '.join(known) or 'nothing'}. Try {way}, or give the peak of one rank in "
-        f"FLOP/s (hardware.peak_{wanted}_flops)."
-    )
-
-
-def _check_share(path: str, value: int | float | None) -> None:
-    if isinstance(value, float) and value > 1:
-        raise PlanError(
-            f"{path}={value}: a number with a point is a share, at most 1.0. "
-            f"Try {path}={max(1, round(value))}."
-        )
-
-
-def _refuse_set(config: LaunchConfig, *paths: str, chosen: str, instead: str = "") -> None:
-    for path in paths:
-        value = value_at(config, path)
-        if value not in (None, ()):
-            raise PlanError(
-                f"{path}={spell(value)} has no meaning with {chosen}. "
-                f"{instead.strip() or f'Try without {path}.'}"
-            )
-
-
-# Which ``model.*`` keys go with which kind of model; the others would be ignored.
-
-HUGGING_FACE = "hf"
-_BOTH = ("name", "sequence", "args")
-_HUGGING_FACE_ONLY = ("path", "pretrained", "layers_path")
-_EXPERTS_ONLY = (
-    "experts_per_token", "expert_ffn", "shared_experts", "first_dense_layers", "expert_every",
-    "expert_imbalance", "router", "router_normalized", "router_scale", "aux_loss",
-    "aux_loss_over", "z_loss", "bias_update_rate",
-)  # fmt: skip
-
-
-def _check_model_keys(model: ModelConfig) -> None:
-    folder = model.name == HUGGING_FACE
-    if model.name == CLASS:
-        return  # has been checked with its path
-    for entry in keys_of(ModelConfig, "model."):
-        name = entry.path.removeprefix("model.")
-        value = getattr(model, name)
-        if name in _BOTH or value == entry.default:
-            continue
-        if name in _EXPERTS_ONLY and not folder and model.experts is None:
-            raise PlanError(
-                f"{entry.path}={spell(value)} is about experts, and model={shorten(model.name)} "
-                f"has none. Try model.experts=8 {entry.path}={spell(value)}, or without "
-                f"{entry.path}."
-            )
-        if (name in _HUGGING_FACE_ONLY) == folder:
-            continue
-        given = f"{entry.path}={shorten(value)}"
-        if folder:
-            raise PlanError(
-                f"{given} has no meaning with model=hf, whose sizes are those of config.json in "
-                f"model.path. Try without {entry.path}."
-            )
-        other = CLASS if name == "path" and ":" in str(value) else HUGGING_FACE
-        raise PlanError(
-            f"{given} belongs to model={other}, but model={shorten(model.name)}. "
-            f"Try model={other} {entry.path}={spell(value)}."
         )
 
 

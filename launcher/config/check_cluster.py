@@ -177,10 +177,10 @@ def _check_setup(lines: Collection[str]) -> None:
     if len(lines) > _MOST_LINES:
         raise PlanError(
             f"cluster.setup has {len(lines)} lines; up to {_MOST_LINES} are taken. Put them into a "
-            "file. Try cluster.setup=['source /path/to/setup.sh']."
+            "file. Try \"cluster.setup=['source /path/to/setup.sh']\"."
         )
     for line in lines:
-        fix = "Try cluster.setup=['module load cuda','export NCCL_DEBUG=WARN']."
+        fix = "Try \"cluster.setup=['module load cuda','export NCCL_DEBUG=WARN']\"."
         unfit = not line.strip() or len(line) > _MOST_LETTERS or not line.isprintable()
         if unfit or line.endswith("\\"):
             raise PlanError(
@@ -244,14 +244,14 @@ def _check_option(key: str, option: str, names: Collection[str], *, example: str
     if name in names:
         raise PlanError(
             f"cluster.{key}={shorten(option)}: expected --{name}=VALUE of letters, digits and any "
-            f"of _.,:@%+*&|()[]-. Try cluster.{key}=[\"'{example}'\"]."
+            f"of _.,:@%+*&|()[]-. Try \"cluster.{key}=['{example}']\"."
         )
     own = {"partition": "partition", "time": "time", "account": "account", "nodes": "nodes",
            "gpus-per-node": "gpus_per_node", "signal": "signal_s", "array": "throttle",
            "cpus-per-task": "cpus_per_task", "container-image": "container.image",
            "container-mounts": "container.mounts", "container": "container.image"}  # fmt: skip
     hint = did_you_mean(f"--{word}" for word in nearest(name, names))
-    hint = hint or f" Try cluster.{key}=[\"'{example}'\"]."
+    hint = hint or f" Try \"cluster.{key}=['{example}']\"."
     if name in own:
         hint = f" Try cluster.{own[name]}=..."
     program, says = ("sbatch", "say what a job gets") if key == "extra" else (

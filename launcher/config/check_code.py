@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from launcher.config.decode import CLASS, brings_own, did_you_mean, nearest
-from launcher.config.key import Args, keys_of, shorten, spell, value_at
+from launcher.config.key import Args, keys_of, shorten, typed, value_at
 from launcher.config.launch import LaunchConfig
 from launcher.config.workload import DataConfig, ModelConfig, OptimizerConfig
 from strategies.errors import PlanError
@@ -78,14 +78,14 @@ def named_callbacks(config: LaunchConfig) -> tuple[Code, ...]:
             continue
         if not isinstance(entry, Mapping):
             raise PlanError(
-                f"{key}={shorten(entry)}: a callback has a path. Try {key}.path={shorten(entry)}."
+                f"{key}={shorten(entry)}: a callback has a path. Try {typed(f'{key}.path', entry)}."
             )
         for other in entry:
             if other not in ("path", "args"):
                 close = did_you_mean(f"{key}.{near}" for near in nearest(other, ("path", "args")))
                 raise PlanError(
                     f"{key}.{other} is not a key.{close} A callback has path and args. "
-                    f"Try {key}.args.{other}={shorten(entry[other])}."
+                    f"Try {typed(f'{key}.args.{other}', entry[other])}."
                 )
         path, args = entry.get("path"), entry.get("args") or {}
         if not isinstance(path, str):
@@ -95,7 +95,7 @@ def named_callbacks(config: LaunchConfig) -> tuple[Code, ...]:
         if not isinstance(args, Mapping):
             raise PlanError(
                 f"{key}.args={shorten(args)}: expected arguments by name. "
-                f"Try {key}.args.NAME={shorten(args)}."
+                f"Try {typed(f'{key}.args.NAME', args)}."
             )
         _check_path(key, path)
         found.append(Code(key, path, Args(args)))
@@ -153,7 +153,8 @@ def _check_group(config: LaunchConfig, group: str) -> None:
         if group == "optimizer" and chosen.path is not None:
             raise PlanError(
                 f"optimizer.path={shorten(chosen.path)} belongs to optimizer=class, but "
-                f"optimizer={chosen.name}. Try optimizer=class optimizer.path={chosen.path}."
+                f"optimizer={chosen.name}. Try optimizer=class "
+                f"{typed('optimizer.path', chosen.path)}."
             )
         return
     if chosen.path is not None:
@@ -168,15 +169,17 @@ def _check_group(config: LaunchConfig, group: str) -> None:
         name, value = path.partition(".")[2], value_at(config, path)
         raise PlanError(
             f"{path}={shorten(value)} has no meaning with {group}=class: a class of your own gets "
-            f"its arguments under {group}.args. Try {group}.args.{name}={spell(value)}."
+            f"its arguments under {group}.args. Try {typed(f'{group}.args.{name}', value)}."
         )
 
 
 def _check_path(key: str, path: str, *, named: bool = False) -> None:
     """``named``: whether a module alone is not enough."""
-    if not _PATH.fullmatch(path) or (named and ":" not in path):
+    relative = path.startswith(".") and ".py" not in path  # a file may be ./nets.py
+    if relative or not _PATH.fullmatch(path) or (named and ":" not in path):
         example = _EXAMPLES.get(key, "lightning.pytorch.callbacks:EarlyStopping")
+        what = "function" if named else "Class"
         raise PlanError(
-            f"{key}.path={shorten(path)}: expected module:Class, or file.py:Class. "
+            f"{key}.path={shorten(path)}: expected module:{what}, or file.py:{what}. "
             f"Try {key}.path={example}."
         )

@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+from launcher.config.foreign_words import meant_key, meant_value
 from launcher.config.key import (
     Args,
     describe,
@@ -99,7 +100,15 @@ def _typed_value(value: object, hint: object, path: str, example: object) -> obj
         return typed
     words = [word for word in _words(hint) if isinstance(word, str)]
     near = nearest(value, words) if isinstance(value, str) else ()
-    hinted = _MEANT_VALUES.get(path, {}).get(str(value)) or (near[0] if near else spell(example))
+    kinds = {*_kinds(hint)}
+    meant = meant_value(
+        path,
+        value,
+        switch=bool in kinds,
+        whole=float not in kinds,
+        number=bool(kinds & {int, float}),
+    )
+    hinted = meant or (near[0] if near else spell(example))
     raise KeyPlaceError(
         f"{path}={shorten(value)}: expected {describe(hint)}. Try {path}={hinted}.", path
     )
@@ -111,7 +120,10 @@ def unknown_key(path: str, *, nested: bool = False) -> KeyPlaceError:
     candidates = [*known, *nodes_of(LaunchConfig), "experiment"]
     if nested:
         candidates = list(nodes_of(LaunchConfig))
-    hint = _meant(path) or did_you_mean(nearest_keys(path, candidates))
+    hint = meant_key(path) or did_you_mean(nearest_keys(path, candidates))
+    if path in known:  # one key of a YAML file, dots and all
+        outer, _, last = path.rpartition(".")
+        hint = f" A file nests its keys: write `{last}: ...` indented below `{outer}:`."
     return KeyPlaceError(f"{shorten(path)} is not a key.{hint or ' --help lists all keys.'}", path)
 
 
@@ -178,6 +190,13 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
+def _kinds(hint: object) -> tuple[object, ...]:
+    """The plain types that a value may have."""
+    if isinstance(hint, UnionType) or get_origin(hint) is Union:
+        return tuple(kind for option in get_args(hint) for kind in _kinds(option))
+    return (hint,) if hint in (bool, int, float, str) else ()
+
+
 def _words(hint: object) -> tuple[Any, ...]:
     if get_origin(hint) is Literal:
         return get_args(hint)
@@ -199,9 +218,12 @@ def _plain(value: object) -> object:
 
 def nearest(word: str, candidates: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
     """The closest candidates, best first; empty where nothing is close."""
-    listed = list(candidates)
-    same = [one for one in listed if one.lower() == word.lower()]
-    return tuple(same or get_close_matches(word[:200], listed, n=limit, cutoff=0.6))
+    listed, plain = {one.lower(): one for one in candidates}, word[:200].lower()
+    if plain in listed:
+        return (listed[plain],)
+    begun = [one for one in listed if len(plain) > 2 and one.startswith(plain)]
+    found = begun[:limit] or get_close_matches(plain, listed, n=limit, cutoff=0.6)
+    return tuple(listed[one] for one in found)
 
 
 def nearest_keys(word: str, candidates: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
@@ -209,92 +231,28 @@ def nearest_keys(word: str, candidates: Iterable[str], *, limit: int = 3) -> tup
 
     ``modle.hidden`` and plain ``hidden`` both lead to ``model.hidden``.
     """
-    word = word[:200]
+    word = word[:200].lower()
+    word_head, _, word_leaf = word.rpartition(".")
     scored = []
     for candidate in candidates:
         score = _ratio(word, candidate)
         head, _, leaf = candidate.rpartition(".")
-        word_head, _, word_leaf = word.rpartition(".")
-        if word_head:
+        if word_head and word_head == head:
+            # That it is the right group says nothing for any key of it.
+            score = max(score, _ratio(word_leaf, leaf)) if _ratio(word_leaf, leaf) > 0.6 else 0.0
+        elif word_head:
             # Each part alone, so that a short wrong leaf is not lost beside a long right head.
             score = max(score, (_ratio(word_head, head) + _ratio(word_leaf, leaf)) / 2)
         elif head:
             score = max(score, 0.95 * _ratio(word, leaf))
+        if candidate == word_head:
+            score = 0.0
+        elif leaf == word_leaf:
+            score = max(score, 0.8)  # the name is right, where it stands is not
         scored.append((score, candidate))
     scored.sort(key=lambda pair: (-pair[0], pair[1]))
     best = scored[0][0] if scored else 0.0
     return tuple(name for score, name in scored[:limit] if score >= max(0.65, best - 0.15))
-
-
-# What is called otherwise elsewhere: Lightning, torchrun, Megatron, Hugging Face, SLURM.
-_PROCESSES = "pp=, dp= and tp=, whose product is the number of processes"
-_SBATCH = "cluster.extra=['--{name}=VALUE'], which goes to sbatch as it is"
-_MEANT = {
-    "devices gpus num_gpus ngpus num_devices nproc nproc_per_node world_size num_processes ntasks":
-        _PROCESSES,
-    "strategy accelerator_strategy parallelism": "schedule=, pp=, dp=, tp= and overlap=zero1",
-    "learning_rate base_lr max_lr": "optimizer.lr=3e-4",
-    "min_learning_rate min_lr": "optimizer.min_lr_ratio=0.1",
-    "warmup warmup_iters lr_warmup_steps": "optimizer.warmup_steps=100",
-    "num_nodes nnodes": "cluster.nodes=2",
-    "reservation nodelist exclude dependency nice": _SBATCH,
-    "cpus_per_task cpus ncpus": "cluster.cpus_per_task=8",
-    "modules module_load prologue prolog pre_commands": "cluster.setup=['module load cuda']",
-    "container container_image image singularity apptainer pyxis docker":
-        "cluster.container.image=IMAGE",
-    "container_mounts mounts binds": "cluster.container.mounts=['/data:/data:ro']",
-    "array array_parallelism max_concurrent": "cluster.throttle=4",
-    "time_limit walltime": "cluster.time=02:00:00",
-    "batch_size train_batch_size per_device_train_batch_size":
-        "data.global_batch_size=64 (sequences per step) or data.microbatch_size=2",
-    "micro_batch_size": "data.microbatch_size=2",
-    "gradient_accumulation_steps grad_accum accumulation_steps":
-        "trainer.accumulate_grad_batches=2, or num_microbatches=8 for more microbatches per step",
-    "seed_everything random_seed": "seed=1",
-    "logger loggers wandb tensorboard report_to": "tracking=csv, wandb, tensorboard or none",
-    "ckpt_path resume_from_checkpoint resume_from": "trainer.resume=auto, or a checkpoint's folder",
-    "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size": "pp=4",
-    "tensor_parallel tensor_parallel_size tensor_model_parallel_size tp_size": "tp=2",
-    "expert_parallel expert_parallel_size expert_model_parallel_size ep_size": "ep=2",
-    "data_parallel data_parallel_size dp_size replicas": "dp=2",
-    "gradient_checkpointing activation_checkpointing activation_checkpoint": "recompute=full",
-    "zero zero_stage fsdp deepspeed": "overlap=zero1",
-    "num_layers n_layer n_layers depth": "model.layers=8",
-    "hidden_size d_model n_embd hidden_dim embed_dim dim": "model.hidden=256",
-    "num_heads n_head n_heads num_attention_heads": "model.heads=8",
-    "seq_len seq_length sequence_length block_size context_length max_seq_len":
-        "model.sequence=1024",
-    "steps max_iters train_iters num_steps": "trainer.max_steps=1000",
-    "epochs num_epochs num_train_epochs": "trainer.max_epochs=3",
-    "grad_clip clip_grad max_grad_norm clip": "trainer.gradient_clip_val=1.0",
-    "amp fp16 bf16 dtype mixed_precision": "trainer.precision=bf16-mixed",
-    "output_dir save_dir log_dir run_dir": "hydra.run.dir=FOLDER",
-    "workers": "data.num_workers=2",
-    "torch_compile": "compile=true",
-    "callbacks callback": "callbacks.stop.path=lightning.pytorch.callbacks:EarlyStopping "
-        "callbacks.stop.args.monitor=val_loss",
-}  # fmt: skip
-_MEANT_VALUES = {
-    # Lightning's own short names, and what others call the same.
-    "mode": {
-        "fit": "train", "training": "train", "test": "eval", "evaluate": "eval", "val": "eval",
-        "sample": "generate", "infer": "predict", "sim": "simulate", "check": "validate",
-    },
-    "compile": {"yes": "true", "on": "true", "1": "true"},
-    "trainer.precision": {
-        "bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true",
-        "fp16": "16-mixed", "fp32": "32-true", "fp64": "64-true", "bfloat16": "bf16-mixed",
-    },
-}  # fmt: skip
-
-
-def _meant(path: str) -> str:
-    """`` Try ...`` for a key that others have; empty for one that nobody has."""
-    name = path.rpartition(".")[2].replace("-", "_")
-    for names, ours in _MEANT.items():
-        if name in names.split():
-            return f" Try {ours.format(name=name)}."
-    return ""
 
 
 def did_you_mean(matches: Iterable[str]) -> str:

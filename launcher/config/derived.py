@@ -15,7 +15,7 @@ from strategies.errors import PlanError
 from strategies.ir.placement import Placement
 from strategies.plan import ScheduleFile, read_schedule_file
 from strategies.schedules import find_schedule
-from strategies.schedules.schedule import Schedule, Shape, given_group
+from strategies.schedules.schedule import Schedule, Shape, given_group, refuse_late
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,11 @@ def asked_schedule(config: LaunchConfig, dp: int | None, file: ScheduleFile | No
         file = read_schedule_file(asked.file, placement=asked.placement)
     own_order(config)
     schedule = find_schedule(asked.name, file=file, pp=config.pp)
+    refuse_late(
+        schedule,
+        synchronous_steps=asked.synchronous_steps,
+        error_feedback=asked.error_feedback,
+    )
     fixed = schedule.num_microbatches
     default = fixed or (1 if schedule.name == "pipedream" else 2 * config.pp)
     if dp is None and config.data.global_batch_size is not None:
@@ -71,6 +76,7 @@ def asked_schedule(config: LaunchConfig, dp: int | None, file: ScheduleFile | No
         stages_per_rank=asked.stages_per_rank,
         group=group,
         vertical_sync=asked.vertical_sync,
+        accumulation=1 if schedule.synchronous else config.trainer.accumulate_grad_batches,
     )
     return Asked(schedule, file, count, rows, group, shape, schedule.place(shape))
 

@@ -8,6 +8,8 @@ configuration without it.
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
@@ -167,6 +169,30 @@ def spell(value: object) -> str:
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{spell(item)}" for name, item in value.items()) + "}"
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(value))
+
+
+def typed(path: str, value: object) -> str:
+    """``path=value`` as it is pasted into a shell: texts quoted for Hydra, and that for the shell.
+
+    >>> print(typed("pp", 4), typed("checkpoint", "my runs/a.ckpt"), typed("user.cost", "5 $"))
+    pp=4 "checkpoint='my runs/a.ckpt'" 'user.cost="5 $"'
+    """
+    text = shorten(value, 1000)  # a path in advice is whole
+    if not isinstance(value, str) or _PLAIN.fullmatch(text):
+        return f"{path}={text}"
+    if not {*text} & {*"'\"$`\\!"}:
+        return f"\"{path}='{text}'\""
+    if not {*text} & {*"'\""} and not text.endswith("\\"):
+        return f"'{path}=\"{text}\"'"
+    if not {*text} & {*'"$`\\!'}:
+        return f'"{path}=\\"{text}\\""'
+    inner = _CLOSING.sub(lambda found: 2 * found[1] + found[2].replace("'", "\\'"), text)
+    return shlex.quote(f"{path}='{inner}'")
+
+
+# What Hydra reads without quotes, and backslashes before a quote, which it wants doubled.
+_PLAIN = re.compile(r"[\w./%+@:-]+")
+_CLOSING = re.compile(r"(\\*)('|$)")
 
 
 def shorten(value: object, limit: int = 80) -> str:

@@ -38,6 +38,19 @@ class ScheduleConfig:
         False,
         "pipedream: a microbatch uses one version of the weights on all ranks, that of the first.",
     )
+    synchronous_steps: int = key(
+        0,
+        "pipedream, pipedream_2bw: so many steps at the beginning of training end with a flush; "
+        "behind them gradients are late.",
+        low=0,
+    )
+    error_feedback: float = key(
+        0.0,
+        "pipedream_2bw: share of the difference between the last two updates that is added to an "
+        "update, for what its gradient is late by; 1 = all of it, 0 = nothing.",
+        low=0,
+        high=1,
+    )
     layers_per_stage: tuple[int, ...] | None = key(
         None,
         "Layers of each of the pp * stages_per_rank stages, by hand; null = balanced by cost.",
@@ -441,6 +454,11 @@ class PlannerConfig:
         "ilp: the slowest stage may take that many times an equal share.",
         low=1,
         high=100,
+    )
+    asynchronous: bool = key(
+        False,
+        "Also take pipedream_2bw, which trains without a flush: gradients are one update late, so "
+        "it is another training. Without it, plans are of one and the same.",
     )
     top_k: int = key(5, "Plans that are listed.", low=1, high=100)
     export: ExportTarget | None = key(

@@ -173,7 +173,9 @@ class OptimizerConfig:
         high=0.9999,
         example=0.9,
     )
-    nesterov: bool = key(True, "muon: look ahead by the momentum.")
+    nesterov: bool | None = key(
+        None, "muon: look ahead by the momentum; null = true.", example=False
+    )
     ns_steps: int = key(5, "muon: Newton-Schulz steps of an update.", low=1, high=99)
     adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "match_rms_adamw",

@@ -212,7 +212,7 @@ def ask_child(
             stderr=subprocess.STDOUT,
             check=False,
             # A GPU would be taken for a trace that runs on shapes.
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "FOLDPIPE_PARENT": str(os.getpid())},
         ).returncode
     (folder / TASK).unlink(missing_ok=True)
     problem = folder / PROBLEM

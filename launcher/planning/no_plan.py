@@ -18,11 +18,18 @@ _BISECTIONS = 7
 
 def refuse(asked: Question, answer: Answer) -> PlanError:
     space = asked.space
-    if space.schedule is not None and not find_schedule(space.schedule).synchronous:
+    late = space.schedule is not None and not find_schedule(space.schedule).synchronous
+    if late and space.schedule == "pipedream":
         return PlanError(
-            f"schedule={space.schedule} trains without a flush, and the planner compares steps of "
-            "one and the same training, with a flush. Try mode=simulate for its period and its "
-            "memory, or leave schedule= out."
+            "schedule=pipedream updates the weights behind every microbatch, so a batch is one of "
+            "them, and there is nothing to cut. Try schedule=pipedream_2bw "
+            "planner.asynchronous=true, or mode=simulate."
+        )
+    if late and not space.asynchronous:
+        return PlanError(
+            f"schedule={space.schedule} trains without a flush, with late gradients, and plans are "
+            "of one and the same training unless more is asked for. Try planner.asynchronous=true, "
+            "or leave schedule= out."
         )
     if answer.rejected.memory:
         return PlanError(_memory(asked, answer))

@@ -85,12 +85,11 @@ def is_one_layout(config: LaunchConfig, asked: Question) -> bool:
     if missing:
         return False
     schedule = find_schedule(config.schedule.name)
-    if not schedule.synchronous:
+    if not schedule.synchronous and not config.planner.asynchronous:
         raise PlanError(
-            f"schedule={schedule.name} never drains, so it has no bubbles at its ends to hide "
-            "recomputation in, and a forward that recompute=mario or recompute=optimal moves would "
-            "read another weight version. There is nothing to tune. Try mode=simulate "
-            "recompute=full, or schedule=1f1b."
+            f"schedule={schedule.name} trains without a flush, with late gradients, and plans are "
+            "of one and the same training unless more is asked for. Try planner.asynchronous=true, "
+            "or schedule=1f1b."
         )
     return True
 

@@ -272,8 +272,10 @@ def write_refined(target: Path, costs: Costs, measured: Timeline) -> None:
     assert isinstance(costs, ProfiledCosts)
     ratios = kind_ratios(measured, costs.table(measured.program))
     better = replace(costs, profile=refined(costs.profile, ratios))
-    predicted = simulate(measured.program, better).makespan
-    error = abs(predicted / measured.makespan - 1.0) if measured.makespan > 0 else None
+    predicted = simulate(measured.program, better)
+    flushes = measured.program.per_batch is None
+    said, took = ((t.makespan if flushes else t.period) for t in (predicted, measured))
+    error = abs(said / took - 1.0) if took > 0 else None
     write_atomically(target, dump_profile(with_error(better.profile, error)))
 
 

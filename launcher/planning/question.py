@@ -31,10 +31,10 @@ from launcher.resolve import (
     uses_gpu,
 )
 from launcher.workloads.loads import unit_loads
-from launcher.workloads.model_share import ModelShape, PlannedShape, check_tp
+from launcher.workloads.model_share import ModelShape, PlannedShape, check_ep, check_tp
 from launcher.workloads.traced_shape import TracedShape
 from launcher.workloads.transformer_shape import TransformerShape
-from strategies.costs.analytic import Load
+from strategies.costs.load import Load
 from strategies.costs.profile_costs import stage_classes
 from strategies.errors import PlanError
 from strategies.plan import NO_RECOMPUTE, Recompute
@@ -110,6 +110,7 @@ def question(
             return str(error)
         return None
 
+    check_ep(shape, config.ep, config.tp)
     graph = None if traced is None else traced.graph
     pins = frozenset(pinned)
     space = _space(config, pins, shape)
@@ -197,6 +198,7 @@ def _space(config: LaunchConfig, pinned: frozenset[str], shape: PlannedShape) ->
     # Of a part of a matrix Muon makes no update.
     whole = config.optimizer.name == "muon"
     return Space(
+        asynchronous=config.planner.asynchronous,
         num_gpus=config.planner.num_gpus or _num_gpus(config, pinned),
         global_batch_size=_batch(config),
         level=config.planner.level,

@@ -29,7 +29,13 @@ from strategies.plan import NUM_PASSES, OVERLAPS, POLICIES, Recompute
 from strategies.planner.cut import balance, ranges
 from strategies.planner.ilp import cut_by_ilp
 from strategies.planner.layout_search import Answer
-from strategies.planner.outcome import Evaluator, Outcome, full_memory, needs_program
+from strategies.planner.outcome import (
+    Evaluator,
+    Outcome,
+    full_memory,
+    needs_program,
+    program_step,
+)
 from strategies.planner.problem import Candidate
 from strategies.planner.quick_walk import idle_share
 from strategies.planner.space import Space
@@ -149,7 +155,10 @@ def _compiled(plan: ListedPlan, asked: Question) -> ListedPlan:
     traced = asked.shape if isinstance(asked.shape, TracedShape) else None
     run = resolve(plan.config, traced=traced)
     timeline, metrics = predict(run)
-    step = metrics.makespan if asked.problem.machine.waits_at_flush else metrics.period
+    waits = asked.problem.machine.waits_at_flush
+    step = metrics.makespan if waits else metrics.period
+    if not metrics.synchronous:
+        step = program_step(run.programs.train, run.costs, waits=waits)
     slower = step / plan.step_time_s
     return replace(
         plan,
@@ -230,7 +239,7 @@ def long_mapping(plan: ListedPlan) -> dict[str, object]:
         "throughput": layout.num_microbatches / plan.makespan,
         "num_messages": None,
         "weight_copies": outcome.group.placement.weight_copies,
-        "synchronous": True,
+        "synchronous": find_schedule(order.schedule).synchronous,
         "costs": outcome.group.table.name,
         "time_unit": outcome.group.table.time_unit,
     }
@@ -259,6 +268,7 @@ def _plan_mapping(plan: ListedPlan) -> dict[str, object]:
         "num_microbatches": layout.num_microbatches,
         "microbatch_size": layout.microbatch_size,
         "schedule": plan.outcome.candidate.order.schedule,
+        "synchronous": find_schedule(plan.outcome.candidate.order.schedule).synchronous,
         "stages_per_rank": plan.outcome.candidate.order.stages_per_rank,
         "overlap": plan.outcome.candidate.overlap,
         "recompute": plan.outcome.candidate.recompute.policy,

@@ -50,12 +50,18 @@ class Failure:
 
 
 class RankFailedError(RunError):
-    """A run that a rank has ended; ``figures`` are for result.json."""
+    """A run that a rank has ended; ``figures`` are for result.json.
 
-    def __init__(self, message: str, failure: Failure, *, asked_to_stop: bool = False) -> None:
+    ``paused_s``: for how long everything had stood still, if ranks have waited in vain for that.
+    """
+
+    def __init__(
+        self, message: str, failure: Failure, *, asked_to_stop: bool = False, paused_s: float = 0.0
+    ) -> None:
         super().__init__(message)
         self.failure = failure
         self.asked_to_stop = asked_to_stop
+        self.paused_s = paused_s
         self.figures: dict[str, object] = {}
 
 
@@ -127,6 +133,11 @@ def first_failure(failures: list[Failure]) -> Failure:
 def is_consequence(failure: Failure) -> bool:
     """Whether a rank has only noticed that another one is gone, or silent."""
     return failure.exit_code >= 0 and any(word in failure.message for word in _LOST)
+
+
+def timed_out(failure: Failure) -> bool:
+    """Whether a rank has given up waiting for another."""
+    return "Timed out" in failure.message or "timed out" in failure.message
 
 
 def describe(failure: Failure, log: Path) -> str:
@@ -211,8 +222,11 @@ _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.E
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def as_full_disk(error: BaseException, run_dir: Path) -> RunError | None:
-    """The same failure with path and free bytes; None if it is another one."""
+def as_full_disk(error: BaseException, run_dir: Path | None = None) -> RunError | None:
+    """The same failure with path and free bytes; None if it is another one.
+
+    ``run_dir``: None where there is no run yet, or none alone.
+    """
     text = str(error)
     shared = "torch_" in text or str(_SHARED_MEMORY) in text
     if (shared and "No space left" in text) or (isinstance(error, RuntimeError) and "shm" in text):
@@ -223,13 +237,34 @@ def as_full_disk(error: BaseException, run_dir: Path) -> RunError | None:
         )
     if not isinstance(error, OSError) or error.errno not in _DISK:
         return None
-    path = Path(os.fsdecode(error.filename)) if error.filename else run_dir
-    if not run_dir.is_dir():
+    if run_dir is not None and not run_dir.is_dir():
         return RunError(f"the run folder {run_dir} is gone: somebody has deleted it meanwhile.")
+    folder = Path.cwd() if run_dir is None else run_dir
+    path = Path(os.fsdecode(error.filename)) if error.filename else folder
+    there = next((each for each in path.absolute().parents if each.is_dir()), folder)
+    kept = run_dir is not None and any(run_dir.glob("checkpoints/*"))
+    on = "; trainer.resume=auto goes on from the newest whole checkpoint" if kept else ""
+    ours = path.absolute().is_relative_to(folder)
     return RunError(
-        f"{path} cannot be written: {os.strerror(error.errno or 0)} ({free_bytes(run_dir):,} bytes "
-        "are free where the run's files are). Free some, or try another hydra.run.dir; "
-        "trainer.resume=auto goes on from the newest whole checkpoint."
+        f"{path} cannot be written: {os.strerror(error.errno or 0)} ({free_bytes(there):,} bytes "
+        f"are free in {there}). Free some, or try another "
+        f"{'hydra.run.dir' if ours else 'place for it'}{on}."
+    )
+
+
+def as_in_the_way(error: BaseException, run_dir: Path) -> RunError | None:
+    """What keeps a file of ours from being written into the run's folder; None if it is not that.
+
+    A folder of that name, say, or a file that another user has left there.
+    """
+    if not isinstance(error, OSError) or not error.filename:
+        return None
+    path = Path(os.fsdecode(error.filename2 or error.filename)).absolute()
+    if not path.is_relative_to(run_dir):
+        return None
+    return RunError(
+        f"{path} cannot be written: {error.strerror}. Remove what is there, or try another "
+        "hydra.run.dir."
     )
 
 

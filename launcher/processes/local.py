@@ -9,14 +9,18 @@ be that this process or the one that has forked it, which dies with this one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import math
 import os
 import secrets
 import selectors
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +39,7 @@ from launcher.processes.failure import (
     free_bytes,
     read_failure,
     signalled,
+    timed_out,
 )
 from launcher.processes.preempted import PREEMPTED, InterruptedRunError, PreemptedError
 from launcher.processes.rank_server import RankProcess, RankServer
@@ -47,6 +52,7 @@ from launcher.terminal import complain
 
 _POLL_S = 0.1
 _GRACE_S = 1.0  # for peers of a failed rank to leave their own word
+_TOGETHER_S = 2.0  # of two signals that ask for one end
 _TERM_S = 1.0  # between SIGTERM, which a rank obeys at once if it can, and SIGKILL
 
 Listener = Callable[[dict[str, Any]], None]
@@ -66,6 +72,7 @@ class LocalRanks:
         patience_s: See ``Watchdog``.
         data_s: See ``Watchdog``.
         saves: Whether ranks that are asked to stop write a checkpoint first.
+        timeout_s: How long ranks wait for each other; a pause counts, as gloo's clock goes on.
         restarted: How often the ranks of this run have failed before; their logs go on.
     """
 
@@ -78,12 +85,14 @@ class LocalRanks:
     patience_s: float = 0.0
     data_s: float = 0.0
     saves: bool = False
+    timeout_s: float = math.inf
     restarted: int = 0
     _processes: list[RankProcess] = field(default_factory=list)
     _token: str = field(default_factory=lambda: secrets.token_hex(16))
     _buffer: bytes = b""
     _training: bool = False
     _asked_to_stop: signal.Signals | None = None
+    _asked_at: float = 0.0
     _pages: Pages = field(default_factory=lambda: Pages(()))
     _oom: OomCount = field(default_factory=OomCount)
 
@@ -123,14 +132,23 @@ class LocalRanks:
     def _stop_passed_on(self) -> Iterator[None]:
         """What asks the parent to end asks the ranks to stop with a checkpoint.
 
-        All but SIGUSR1 end them at once if it is the second one, or where there is nothing to be
-        saved: the ranks do not train, or not yet. Ctrl-Z stops the ranks with the parent.
+        All but SIGUSR1 end them at once where there is nothing to be saved: the ranks do not train,
+        or not yet. So does a second one that means it: Ctrl-C again, or a SIGTERM some time after.
+        What ends a session sends SIGTERM and SIGHUP together, and a shell SIGHUP as the terminal
+        does. Ctrl-Z stops the ranks with the parent.
         """
 
         def pass_on(number: int, _: object) -> None:
-            ends = self._asked_to_stop is not None or not (self.saves and self._training)
+            again = self._asked_to_stop is not None
+            together = again and time.monotonic() - self._asked_at < _TOGETHER_S
+            typed = number == self._asked_to_stop == signal.SIGINT
+            if again and (number == signal.SIGHUP or (together and not typed)):
+                return
+            ends = again or not (self.saves and self._training)
             if number != signal.SIGUSR1 and ends:
                 raise KeyboardInterrupt
+            if not again:
+                self._asked_at = time.monotonic()
             self._asked_to_stop = signal.Signals(number)
             if number == signal.SIGINT:
                 complain("stopping after this step, with a checkpoint; Ctrl-C again: at once")
@@ -155,7 +173,10 @@ class LocalRanks:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                # What ends a session sends it behind the signal that has stopped this run, which
+                # has yet to write how it ended.
+                late = number == signal.SIGHUP and self._asked_to_stop is not None
+                signal.signal(number, signal.SIG_IGN if late else handler)
 
     def _ask_ranks(self) -> None:
         # Not before training: a rank that is only starting would die of it.
@@ -286,7 +307,11 @@ class LocalRanks:
                 failures.append(failure or self._unsaid(signalled(rank, code, at), peak))
         beats = {rank: self._pages.beat(rank) for rank in range(self.world_size)}
         idle = {rank: watchdog.idle_s(rank) for rank in range(self.world_size) if rank not in seen}
-        return self._error(blame(failures, beats, idle))
+        found = self._error(blame(failures, beats, idle))
+        if any(map(timed_out, failures)) and not any(failure.exit_code < 0 for failure in failures):
+            paused_s = watchdog.paused_s(within_s=self.timeout_s)
+            found.paused_s = paused_s if paused_s >= self.timeout_s / 2 else 0.0
+        return found
 
     def _unsaid(self, failure: Failure, peak: int) -> Failure:
         """Why a rank has ended that could not leave a word."""
@@ -339,7 +364,7 @@ def rank_environment(world_size: int, threads: int | None = None) -> dict[str, s
     environment = dict(os.environ)
     threads = threads or max(1, num_cores() // world_size)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
-    environment |= font_cache(environment)
+    environment |= private_caches(environment)
     environment["PYTHONUNBUFFERED"] = "1"
     # Workers must find the same code that started them, also from a checkout.
     root = str(Path(__file__).resolve().parents[2])
@@ -355,22 +380,37 @@ def user_cache() -> Path:
     return root / "foldpipe"
 
 
-def font_cache(given: Mapping[str, str]) -> dict[str, str]:
-    """The variable by which matplotlib, which Lightning's metrics import, keeps its list of fonts.
+def private_caches(given: Mapping[str, str]) -> dict[str, str]:
+    """Variables that keep what libraries leave for later out of folders that others can make first.
 
-    In a folder of the user's own: whoever could make it first elsewhere (``/tmp``) would choose
-    what is read from there, and where is written. None where that cannot be had.
+    matplotlib, which Lightning's metrics import, keeps a list of fonts; torch.compile keeps the
+    code that it has made, which it runs, in ``/tmp/torchinductor_USER``: whoever makes that folder
+    first chooses what is run. A variable that is set stays; one whose folder cannot be had in the
+    user's own cache is left out, for fonts, or for code is a new folder of its own.
     """
-    folder = user_cache() / "matplotlib"
-    if "MPLCONFIGDIR" in given:
-        return {}
+    found = {}
+    if "MPLCONFIGDIR" not in given and (fonts := _own_folder("matplotlib")) is not None:
+        found["MPLCONFIGDIR"] = fonts
+    if "TORCHINDUCTOR_CACHE_DIR" not in given:
+        found["TORCHINDUCTOR_CACHE_DIR"] = _own_folder("inductor") or _new_folder()
+    return found
+
+
+def _own_folder(name: str) -> str | None:
+    """A folder in the user's cache; None where it cannot be had, or others can write there."""
     try:
+        folder = user_cache() / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        found = [each.stat(follow_symlinks=False) for each in (folder, folder.parent)]
     except (OSError, RuntimeError):
-        return {}
-    private = found.st_uid == os.getuid() and not found.st_mode & 0o022
-    return {"MPLCONFIGDIR": str(folder)} if private else {}
+        return None
+    ours = all(each.st_uid == os.getuid() and not each.st_mode & 0o022 for each in found)
+    return str(folder) if ours and stat.S_ISDIR(found[0].st_mode) else None
+
+
+@functools.cache
+def _new_folder() -> str:
+    return tempfile.mkdtemp(prefix="foldpipe-inductor-")
 
 
 def _signal_session(process: RankProcess, number: signal.Signals) -> None:

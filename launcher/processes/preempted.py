@@ -114,6 +114,7 @@ class Restarts:
         self._damaged: set[Path] = set()
         self._last: tuple[Path | None, int, str, int] | None = None
         self.count = 0
+        self.pauses = 0
 
     def run(self, start: Callable[[Path | None], None], checkpoint: Path | None) -> None:
         """Starts the ranks until they end well, or it makes no sense to try again."""
@@ -132,6 +133,15 @@ class Restarts:
                 where = "from the beginning" if checkpoint is None else f"from {checkpoint}"
                 self._say(f"starts {where}")
             except RankFailedError as error:
+                if error.paused_s and not error.asked_to_stop:
+                    self.pauses += 1
+                    checkpoint = self._newest(self._damaged)
+                    where = "from the beginning" if checkpoint is None else f"from {checkpoint}"
+                    self._say(
+                        f"everything has stood still for {error.paused_s:.0f} s, and ranks do not "
+                        f"wait that long for each other (cluster.timeout_s): starts again {where}"
+                    )
+                    continue
                 refused = self._refused(error, checkpoint)
                 if refused is not None:
                     raise RankFailedError(f"{error}{refused}", error.failure) from None

@@ -41,6 +41,8 @@ SHARED = "FOLDPIPE_RANK_SERVER"
 # What ``ps`` shows of a forked rank is written over what it shows of the server, so there must be
 # room. Variables that only a rank has take some 300 bytes, its command line the folder's path.
 ROOM_VARIABLE, _ROOM_VARIABLES, _ROOM_WORDS = "FOLDPIPE_ROOM", 1024, 300
+# What asks a run to end: the launcher and the ranks see to it, and the server ends with them.
+LEFT_TO_OTHERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 _MOST_FILES = 8
 _MOST_ANSWER = 1 << 12
 _SAID_LINES = 12
@@ -87,15 +89,20 @@ class RankServer:
     def _start_process(self, channel: int) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", "launcher.rank.fork_server", str(channel)]
         own = {ROOM_VARIABLE: "." * _ROOM_VARIABLES, "FOLDPIPE_PARENT": str(os.getpid())}
-        return subprocess.Popen(
-            [*words, " " * _ROOM_WORDS],
-            env=self.environment | own,
-            stdin=subprocess.DEVNULL,
-            stdout=self._said,
-            stderr=self._said,
-            pass_fds=(channel,),
-            start_new_session=True,  # Ctrl-C is the launcher's, as it is for ranks.
-        )
+        # It begins with these blocked, as the child does that is forked here.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_OTHERS)
+        try:
+            return subprocess.Popen(
+                [*words, " " * _ROOM_WORDS],
+                env=self.environment | own,
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=self._said,
+                pass_fds=(channel,),
+                start_new_session=True,  # Ctrl-C is the launcher's, as it is for ranks.
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def load(self, modules: Sequence[str]) -> None:
         """Imports what the next ranks will need, while the caller goes on with something else."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from launcher.checkpoints import is_remembered, newest_in, remember_damage
 from launcher.commands.ranks import failure_recorded, find_checkpoint
+from launcher.config.key import typed
 from launcher.processes.failure import Failure, describe, first_failure, read_failure
 from launcher.processes.local import OUTCOME, take_outcome
 from launcher.processes.preempted import PreemptedError
@@ -156,7 +157,11 @@ def _settled(run_dir: Path, task: dict[str, Any], ends: str) -> str:
         end(run_dir, 0)
         return f"{ends} before its script could say how; the ranks had"
     own = newest_in(run_dir, skipped=complain) if run.config.mode == "train" else None
-    on = "" if own is None else f" Its newest checkpoint is {own}: try trainer.resume={own}."
+    on = (
+        ""
+        if own is None
+        else f" Its newest checkpoint is {own}: try {typed('trainer.resume', str(own))}."
+    )
     failures = [f for r in range(run.world_size) if (f := read_failure(run_dir, r)) is not None]
     first = first_failure(failures) if failures else None
     told = f"{ends}, and its script was ended before it could say how. {_last_words(run_dir)}{on}"

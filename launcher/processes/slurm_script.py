@@ -248,7 +248,7 @@ def check_tool(config: LaunchConfig) -> None:
     if tool == "apptainer" and not (shutil.which("apptainer") or shutil.which("singularity")):
         raise PlanError(
             f"{asked}, and there is neither apptainer nor singularity in PATH. "
-            "Try cluster.setup=['module load apptainer'], or cluster.container.tool=pyxis."
+            "Try \"cluster.setup=['module load apptainer']\", or cluster.container.tool=pyxis."
         )
     if tool == "pyxis" and "--container-image" not in _said(["srun", "--help"]):
         raise PlanError(

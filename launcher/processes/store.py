@@ -15,6 +15,7 @@ import contextlib
 import errno
 import ipaddress
 import os
+import resource
 import selectors
 import socket
 import struct
@@ -29,6 +30,8 @@ _MOST_KEYS = 1 << 17
 _MOST_BYTES = 1 << 24
 # Of a client that has not shown that it knows the token: any process of this machine can connect.
 _MOST_UNPROVEN_BYTES = 1 << 20
+# Descriptors that are left to everything else this process opens.
+_LEFT_FILES = 64
 _STOP_WAITING, _WAIT_CANCELED = b"\0", b"\1"
 _READY, _NOT_READY = b"\0", b"\1"
 
@@ -120,7 +123,7 @@ class Store:
         # torch's client puts a slash before every key.
         self._prefix = f"/{token}/".encode() if token else b""
         self._values: dict[bytes, bytes] = {}
-        self._clients: set[_Client] = set()
+        self._clients: dict[_Client, None] = {}  # in the order in which they came
         self._selector = selectors.DefaultSelector()
         self._commands: dict[int, Callable[[_Client, _Request], bytes]] = {
             Command.SET: self._set,
@@ -163,8 +166,21 @@ class Store:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             client = _Client(connection, trusted=not self._prefix)
-            self._clients.add(client)
+            self._clients[client] = None
             self._selector.register(connection, selectors.EVENT_READ, client)
+            if len(self._clients) > self._most_clients():
+                self._show_one_out()
+
+    @staticmethod
+    def _most_clients() -> int:
+        """Strangers may connect as often as they like: what this process needs stays free."""
+        return max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _LEFT_FILES)
+
+    def _show_one_out(self) -> None:
+        """The first of those that have not shown that they know the token."""
+        strange = next((client for client in self._clients if not client.trusted), None)
+        if strange is not None:
+            self._close(strange)
 
     def _talk(self, client: _Client, events: int) -> None:
         try:
@@ -211,7 +227,7 @@ class Store:
             self._selector.modify(client.connection, wanted, client)
 
     def _close(self, client: _Client) -> None:
-        self._clients.discard(client)
+        self._clients.pop(client, None)
         self._selector.unregister(client.connection)
         client.connection.close()
 

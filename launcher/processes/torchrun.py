@@ -37,6 +37,7 @@ from launcher.processes.failure import (
     read_failure,
     write_failure,
 )
+from launcher.processes.local import private_caches
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
 from launcher.processes.store import listen_at, meeting_address
 from launcher.processes.watchdog import own_heartbeat
@@ -224,6 +225,7 @@ def _work(run_dir: Path, task: Mapping[str, Any]) -> None:
     request = installed_request()
     if request is not None and task["config"]["mode"] != "train":
         request.disregard()
+    os.environ.update(private_caches(os.environ))
     importlib.import_module("launcher.rank.jobs").run(task, run_dir)
 
 

@@ -65,6 +65,7 @@ class Watchdog:
     data_s: float = 0.0
     warn: Callable[[str], None] = lambda _: None
     clock: Callable[[], float] = time.monotonic
+    _gap: tuple[float, float] = (0.0, 0.0)
     _looked: float | None = None
     _warned: bool = False
     _stopped: dict[int, float] = field(default_factory=dict)
@@ -72,12 +73,7 @@ class Watchdog:
 
     def look(self) -> Stall | None:
         """Call it often; the first rank that has exceeded the deadline, or None."""
-        now = self.clock()
-        if self._looked is not None and now - self._looked > _OWN_GAP_S:
-            # Suspended ourselves, or starved: what was seen before says nothing.
-            self._stopped.clear()
-            self._since.clear()
-        self._looked = now
+        now = self._come_back()
         for index in range(len(self.pages.files)):
             mark = self.pages.mark(index)
             if index not in self._since or self._since[index][0] != mark:
@@ -86,6 +82,23 @@ class Watchdog:
         if found is not None or not self.deadline_s:
             return found
         return self._stopped_one(now) or self._waited_for(now)
+
+    def _come_back(self) -> float:
+        """The time now; forgets what was seen before this process itself has not run for long."""
+        now = self.clock()
+        if self._looked is not None and now - self._looked > _OWN_GAP_S:
+            # Suspended ourselves, or starved: what was seen before says nothing.
+            self._stopped.clear()
+            self._since.clear()
+            self._gap = now, now - self._looked
+        self._looked = now
+        return now
+
+    def paused_s(self, within_s: float) -> float:
+        """How long this process has not run; 0 where it has come back longer ago than that."""
+        now = self._come_back()
+        ended, took = self._gap
+        return took if took and now - ended <= within_s else 0.0
 
     def _without_data(self, now: float) -> Stall | None:
         count = len(self.pages.files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 import signal
@@ -18,13 +19,14 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from launcher.report.result import write_atomically
+from launcher.report.result import inert, write_atomically
 from strategies.errors import RunError
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from strategies.runtime.step.recorder import StepStats
 
+_MOST_NAME = 200
 _FIRST_COLUMNS = ("step", "epoch", "train_loss", "val_loss", "lr", "grad_norm", "step_time_s",
-                  "tokens_per_s", "mfu", "bubble_ratio", "exposed_grad_reduce_s",
+                  "elapsed_s", "tokens_per_s", "mfu", "bubble_ratio", "exposed_grad_reduce_s",
                   "peak_memory_bytes_max", "skipped_steps")  # fmt: skip
 
 
@@ -50,6 +52,7 @@ class MetricsFile:
         ``complete``: whether no more is to come; otherwise the next call replaces it. A run that is
         killed leaves what is known of its last step.
         """
+        row = {inert(name)[:_MOST_NAME]: value for name, value in row.items()}
         before = self._rows[-1].get("step") if self._rows and self._last is None else None
         if before is not None and str(before) == str(row.get("step")):
             # The validation of the step from which a run goes on has come late.
@@ -76,15 +79,18 @@ class MetricsFile:
                     os.fsync(stream.fileno())
         self._last = None if complete else at
 
-    def go_on(self, step: int) -> None:
-        """Keeps the rows up to a step of a run that goes on in its own folder."""
+    def go_on(self, step: int) -> float:
+        """Keeps the rows up to a step of a run that goes on in its own folder; their seconds."""
         if not self.path.is_file():
-            return
+            return 0.0
         with self.path.open(newline="") as stream:
             reader = csv.DictReader(stream)
             self._columns = list(reader.fieldnames or ())
-            self._rows = [row for row in reader if row.get("step") and int(row["step"]) <= step]
+            # A machine that lost its power may have left half a row, or zeros.
+            rows = [row for row in reader if 0 < _number(row.get("step")) <= step]
+            self._rows = [row for row in rows if None not in row]
         write_atomically(self.path, "".join(self._lines([{}, *self._rows])))
+        return max((_number(row.get("elapsed_s")) for row in self._rows), default=0.0)
 
     def _lines(self, rows: list[Any]) -> list[str]:
         lines: list[str] = []
@@ -100,6 +106,15 @@ class MetricsFile:
             else:
                 writer.writeheader()
         return lines
+
+
+def _number(cell: str | None) -> float:
+    """A cell's number; 0 where it has none."""
+    try:
+        found = float(cell or 0.0)
+    except ValueError:
+        return 0.0
+    return found if math.isfinite(found) else 0.0
 
 
 @dataclass
@@ -129,6 +144,7 @@ class Progress(pl.Callback):
     _pending: dict[str, Any] | None = None
     _pending_pass: int = -1
     _last: float | None = None
+    _begun: float = 0.0  # when training began, less what an earlier process has taken
     _rate: float | None = None
     _events: int | None = None
     _beside: dict[str, float] = field(default_factory=dict)
@@ -147,8 +163,9 @@ class Progress(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._trainer = trainer
         if self.file is not None and trainer.global_step:
-            self.file.go_on(trainer.global_step)
+            self._begun -= self.file.go_on(trainer.global_step)
         self._last = time.perf_counter()
+        self._begun += self._last
         self._tell({"kind": "start", "step": trainer.global_step, "max_steps": trainer.max_steps})
         self.note(self.tracked_at)
 
@@ -180,6 +197,7 @@ class Progress(pl.Callback):
             "step": trainer.global_step,
             "epoch": trainer.current_epoch,
             "step_time_s": took,
+            "elapsed_s": now - self._begun,
             "tokens_per_s": rate,
             "mfu": None if self.peak_share_s is None else self.peak_share_s / took,
             "lr": self._rate,

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launcher.processes.rank_server import answer, receive
+from launcher.processes.rank_server import LEFT_TO_OTHERS, answer, receive
 from launcher.rank import worker
 from launcher.secrets import MaskedStream
 
@@ -54,7 +54,7 @@ def serve(channel: socket.socket, run: Callable[[Path], int] = worker.run_rank) 
         run: What a rank does in its run's folder; returns its exit code.
     """
     running: set[int] = set()
-    with _ends_told() as ends, selectors.DefaultSelector() as selector:
+    with _undisturbed(), _ends_told() as ends, selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
         selector.register(ends, selectors.EVENT_READ)
         with contextlib.suppress(ConnectionError):
@@ -71,6 +71,24 @@ def serve(channel: socket.socket, run: Callable[[Path], int] = worker.run_rank) 
     for pid in running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
+
+
+_before: dict[signal.Signals, Any] = {}
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Leaves what asks for an end to the launcher and the ranks, which save a checkpoint first.
+
+    A scheduler asks every process of a job, and this one would take all ranks with it.
+    """
+    _before.update({number: signal.signal(number, signal.SIG_IGN) for number in LEFT_TO_OTHERS})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_OTHERS)
+    try:
+        yield
+    finally:
+        for number, handler in _before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -151,9 +169,9 @@ def _be_rank(
 
 def _as_started(request: Mapping[str, Any], files: Sequence[int]) -> None:
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, handler in _before.items():
+        signal.signal(number, handler)
     said = _said_so_far()
     log, *others = files
     os.dup2(log, 1)

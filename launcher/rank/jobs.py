@@ -47,8 +47,8 @@ from launcher.workloads.model_share import described
 from launcher.workloads.registry import MODELS, load
 from strategies.analysis.timeline import Timeline
 from strategies.errors import ModelError
-from strategies.runtime.lightning.rank_folder import load_state_dict
-from strategies.runtime.lightning.stock_file import export_file
+from strategies.runtime.lightning.checkpoints.rank_folder import load_state_dict
+from strategies.runtime.lightning.checkpoints.stock_file import export_file
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.step.activation_bytes import MemoryUse
@@ -248,7 +248,8 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     for logger in trainer.loggers:
         if isinstance(logger, RowLogger):
             logger.sink = progress.beside
-    tracked = Tracked([each for each in trainer.loggers if type(each) is not RowLogger], folder)
+    loggers = [each for each in trainer.loggers if type(each) is not RowLogger]
+    tracked = Tracked(loggers, folder, progress.note)
     progress.follow = tracked.row
     progress.tracked_at = tracked.place() if rank == 0 else None
     try:
@@ -291,6 +292,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         "timeline": None if shown is None else {"start": shown.start, "end": shown.end},
         "buckets": list(ran.stage_buckets(pipeline(trainer).engine.placement.num_stages)),
         "skips": [list(ends) for ends in ran.skips],
+        "exchanges": list(ran.exchanges),
     }
 
 

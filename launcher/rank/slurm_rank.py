@@ -16,7 +16,7 @@ from pathlib import Path
 from launcher.checkpoints import hold
 from launcher.processes.failure import write_failure
 from launcher.processes.guardian import fork_under_guard
-from launcher.processes.local import font_cache
+from launcher.processes.local import private_caches
 from launcher.processes.preempted import StopRequest
 from launcher.processes.store import listen_at
 from launcher.terminal import complain
@@ -74,7 +74,7 @@ def _kept_store() -> tuple[socket.socket, str] | None:
 
 def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
     """What ``launcher.rank.worker`` reads, from what SLURM says of a task."""
-    found = {"PYTHONUNBUFFERED": "1", **font_cache(given)}
+    found = {"PYTHONUNBUFFERED": "1", **private_caches(given)}
     return found | {ours: given[theirs] for ours, theirs in _NAMES.items()}
 
 

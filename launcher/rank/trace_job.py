@@ -8,6 +8,7 @@ only, which finds all that its ranks would refuse.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from launcher.config.pipeline import PlannerConfig
 from launcher.planning.model_trace import PROBLEM, TASK, TRACE
 from launcher.planning.operator_cache import BY_HAND, WRONG, dump_wrong, operators_file
 from launcher.rank.jobs import build_data, build_model
+from launcher.rank.worker import die_with
 from launcher.resolve import Run, resolve
 from launcher.workloads.hf.hf_model import HfLanguageModel
 from strategies.costs.trace_file import TracedModel, dump_trace
@@ -43,6 +45,7 @@ _ROWS = 4
 
 
 def main(folder: Path) -> int:
+    die_with(int(os.environ["FOLDPIPE_PARENT"]))
     try:
         task = json.loads((folder / TASK).read_text())
         config = from_dict(task["config"])
@@ -87,7 +90,7 @@ def build(config: LaunchConfig, *, num_stages: int, units_per_stage: Sequence[in
     else:
         by_counts(units_per_stage, len(costs), num_stages)
     model.check_weights()
-    if config.tp > 1:
+    if config.tp > 1 and model.tensor_parallel_plan() is not None:
         members = SimpleNamespace(rank=0, size=config.tp, sequence=False)
         sharding = Sharding(model, cast(TensorRanks, members))
         for name, _ in model.pipeline_units():
@@ -165,7 +168,9 @@ def _alone(config: LaunchConfig) -> LaunchConfig:
         pp=1,
         tp=1,
         dp=1,
+        ep=1,
         num_microbatches=1,
+        overlap=replace(config.overlap, exchange=False),
         data=replace(config.data, global_batch_size=_ROWS, microbatch_size=_ROWS, num_workers=0),
         schedule=replace(
             config.schedule,

@@ -7,8 +7,10 @@ is on disk before a tracker hears of its row.
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,15 @@ _LISTED_FILES = 200
 class Tracked:
     """Follows a training on rank 0, whose checkpoints lie in ``folder``."""
 
-    def __init__(self, loggers: Sequence[Logger], folder: Path) -> None:
+    def __init__(
+        self,
+        loggers: Sequence[Logger],
+        folder: Path,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._loggers = list(loggers)
+        self._tell = tell
+        self._lost = False
         self._folder = folder
         self._known: set[Path] = set()
         self._files: Path | None = None
@@ -59,7 +68,11 @@ class Tracked:
         """What brings this run to wandb's pages, or its page."""
         if self._files is None:
             return None
-        return f"wandb: {self._page}" if self._page else f"wandb: wandb sync {self._files}"
+        return (
+            f"wandb: {self._page}"
+            if self._page
+            else f"wandb: wandb sync {shlex.quote(str(self._files))}"
+        )
 
     def row(self, row: Mapping[str, Any], peaks: Sequence[int]) -> None:
         """Hands on a row of metrics.csv."""
@@ -69,17 +82,30 @@ class Tracked:
         for logger in self._loggers if figures else ():
             # Lightning counts the steps of what it logs from 0.
             logger.log_metrics(figures, step=int(row["step"]) - 1)
-        self._checkpoints()
+        self._beside(self._checkpoints)
 
     def end(self, run: Run, measured: Timeline | None, plan: Plan) -> None:
         """Hands on the timeline and the last checkpoints, and ends wandb's run."""
-        self._checkpoints()
+        self._beside(self._checkpoints)
         for logger in self._wandb():
-            _log_timeline(logger, run, measured, plan)
+            self._beside(partial(_log_timeline, logger, run, measured, plan))
         if self._wandb():
             import wandb
 
-            wandb.finish()
+            self._beside(wandb.finish)
+
+    def _beside(self, hand_on: Callable[[], None]) -> None:
+        """Does it unless wandb's folders take no more: a training does not end for a copy."""
+        if self._lost:
+            return
+        try:
+            hand_on()
+        except OSError as error:
+            self._lost = True
+            self._tell(
+                f"warning: wandb's folders take no more ({error}), and the run goes on without "
+                "checkpoints and pictures there. Make room where WANDB_CACHE_DIR and WANDB_DIR are."
+            )
 
     def _wandb(self) -> list[WandbLogger]:
         return [logger for logger in self._loggers if isinstance(logger, WandbLogger)]

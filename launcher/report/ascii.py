@@ -20,6 +20,7 @@ from strategies.analysis.timeline import Event, Timeline
 from strategies.ir.kinds import (
     CHANNEL_KINDS,
     COMPUTE_KINDS,
+    EXCHANGE_KINDS,
     KINDS,
     MICROBATCH_KINDS,
     Kind,
@@ -101,18 +102,25 @@ def _legend(timeline: Timeline, rows: Sequence[Row], grid: _Grid) -> str:
         kinds = ", ".join([" ".join(letters), *_keys(COMPUTE_KINDS, fused=_fuses(timeline))])
         text = f"a column is {slot}: the kind that took most of it ({kinds}), "
         text += f"capital where an instruction begins, {_IDLE}: idle"
-        return text + (f"; comm: {', '.join(_keys(CHANNEL_KINDS))}" if channel else "")
+        sent = CHANNEL_KINDS if _exchanges(timeline) else CHANNEL_KINDS - EXCHANGE_KINDS
+        return text + (f"; comm: {', '.join(_keys(sent))}" if channel else "")
     text = f"a slot is {slot}{'' if grid.exact else ', times rounded'}; 2F0: stage 2, forward, "
     text += f"microbatch 0; {_RUNNING}: still running; {_IDLE}: idle"
     text += "; 2F1& 3B0: run as one" if _fuses(timeline) else ""
     if timeline.program.per_update is not None:
         text += "; #1: with version 1 of the weights"
-    return text + ("; comm: 2.0 reduces stage 2, bucket 0" if channel else "")
+    text += "; comm: 2.0 reduces stage 2, bucket 0" if channel else ""
+    tokens = ", 2D1 and 2C1: tokens of microbatch 1 to experts and back"
+    return text + (tokens if channel and _exchanges(timeline) else "")
 
 
 def _keys(kinds: frozenset[Kind], *, fused: bool = False) -> Iterator[str]:
     shown = kinds if fused else kinds - {Kind.OVERLAP}
     return (facts.key for kind, facts in KINDS.items() if kind in shown and facts.key)
+
+
+def _exchanges(timeline: Timeline) -> bool:
+    return any(item.kind in EXCHANGE_KINDS for row in timeline.program.ranks for item in row)
 
 
 def _fuses(timeline: Timeline) -> bool:
@@ -182,6 +190,8 @@ def _column(time: float, slot: float) -> int:
 def _cell_labels(event: Event) -> tuple[str, ...]:
     """What stands in an event's slots, one after the other; two for a fused pair."""
     item = event.instruction
+    if item.kind in EXCHANGE_KINDS:
+        return (f"{item.stage}{item.kind.value[0]}{item.microbatch}",)
     if item.bucket is not None:
         return (f"{item.stage}.{item.bucket}",)
     if item.microbatch is None:

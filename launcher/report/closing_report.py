@@ -18,6 +18,7 @@ from launcher.report.result import REPORT, write_atomically
 from launcher.report.summary import format_duration, format_peak, format_percent, summary
 from launcher.report.typed_command import paste, typed_words
 from launcher.resolve import Run
+from strategies.errors import readable
 
 WIDTH, _LABEL, _FIGURE = 80, 26, 13
 _INDENT = "           "
@@ -34,9 +35,9 @@ def print_closing(run: Run, run_dir: Path, result: Mapping[str, object]) -> None
     """Prints the screen; its first line is bold on a terminal."""
     first, *rest = closing_lines(run, run_dir, result)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(Text(first, style="bold"))
+    console.print(Text(readable(first), style="bold"))
     for line in rest:
-        console.print(Text(line))
+        console.print(Text(readable(line)))
 
 
 def closing_lines(run: Run, run_dir: Path, result: Mapping[str, object]) -> list[str]:

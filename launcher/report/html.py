@@ -21,6 +21,7 @@ from strategies.analysis.memory import RankMemory, peak_activations
 from strategies.analysis.metrics import Metrics
 from strategies.analysis.timeline import Timeline
 from strategies.ir.kinds import KINDS
+from strategies.ir.versions import staleness, weight_versions
 
 _SCRIPTS = ("timeline.js", "fold.js", "timeline_input.js")
 _HELP = (
@@ -147,7 +148,7 @@ def page_script(names: Sequence[str]) -> str:
     for kind, facts in KINDS.items():
         if facts.occupies != "wire":
             words[kind.value] = facts.word
-            numbers[kind.value] = facts.number
+            numbers[kind.value] = "microbatch" if facts.number == "layer" else facts.number
             colours[kind.value] = facts.colour
     told = [_constant("WORDS", words), _constant("NUMBERS", numbers), _constant("COLOURS", colours)]
     # A directive counts only as the very first statement.
@@ -166,7 +167,11 @@ def _asset(name: str) -> str:
 def _figure_items(panel: Panel) -> Iterator[tuple[str, str]]:
     timeline, metrics = panel.timeline, panel.metrics
     unit = timeline.time_unit
-    yield "makespan", format_duration(timeline.makespan, unit)
+    stream = timeline.program.per_batch
+    whole = "makespan"
+    if stream is not None:
+        whole = f"{timeline.program.num_microbatches // stream} batches, filled and drained"
+    yield whole, format_duration(timeline.makespan, unit)
     yield "period", format_duration(timeline.period, unit)
     yield "bubble ratio", format_percent(timeline.bubble_ratio)
     if metrics is not None and metrics.time_unit == unit:
@@ -179,6 +184,10 @@ def _figure_items(panel: Panel) -> Iterator[tuple[str, str]]:
     yield "exposed reduction", format_duration(timeline.exposed_grad_reduce, unit)
     peaks = peak_activations(timeline.program) if metrics is None else metrics.peak_activations
     yield "peak activations", f"{max(peaks):.4g} microbatches (rank {peaks.index(max(peaks))})"
+    if stream is not None:
+        late = " ".join(map(str, staleness(timeline.program)))
+        yield "updates late, per stage", late
+        yield "versions, per rank", " ".join(map(str, weight_versions(timeline.program)))
     if metrics is not None:
         known = [value for value in metrics.peak_memory_bytes if value is not None]
         if known:

@@ -5,13 +5,12 @@ Drawn as SVG, which needs no script; the table is sorted and filtered by that of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from launcher.report.html import FILTER
 from launcher.report.plan_table import HEAD, own_sizes, plan_cells
-from launcher.report.summary import format_duration
+from launcher.report.summary import format_duration, round_ticks
 
 _WIDTH, _HEIGHT = 380, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 14, 40
@@ -142,12 +141,12 @@ def _stairs(line: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]
 def _scale(low: float, high: float, top: float, x: object, y: object) -> Iterator[str]:
     assert callable(x)
     assert callable(y)
-    for step in _ticks(low, high):
+    for step in round_ticks(low, high):
         yield (
             f'<text x="{x(step):.1f}" y="{_HEIGHT - _BOTTOM + 15}" text-anchor="middle">'
             f"{format_duration(step, 's')}</text>"
         )
-    for gib in _ticks(0.0, top / 2**30):
+    for gib in round_ticks(0.0, top / 2**30):
         yield (
             f'<text x="{_LEFT - 6}" y="{y(gib * 2**30) + 4:.1f}" text-anchor="end">{gib:g}</text>'
         )
@@ -157,19 +156,6 @@ def _scale(low: float, high: float, top: float, x: object, y: object) -> Iterato
         f'<text transform="translate(12 {(_HEIGHT - _BOTTOM) / 2}) rotate(-90)" '
         'text-anchor="middle">GiB, fullest rank</text>'
     )
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """At most five round numbers of a range.
-
-    >>> _ticks(0.0, 8.0)
-    [0.0, 2.0, 4.0, 6.0, 8.0]
-    """
-    rough = (high - low) / 4
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
-    first = math.ceil(low / step - 1e-9)
-    return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from launcher.workloads.model_share import model_units
 from strategies.analysis.memory import RankMemory, peak_memory
 from strategies.analysis.metrics import Metrics, measure
 from strategies.analysis.timeline import Timeline
+from strategies.compiler import schedule_of
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import NEEDED_KINDS
 from strategies.ir.program import Program
@@ -78,9 +79,20 @@ def asked_mapping(
         "group": group,
         "group_choice": None,
         "split_backward": config.schedule.split_backward,
+        **_remedies(config, plan),
         # The same under a name that says so beside measured figures.
         "memory_breakdown": parts,
         "predicted_memory_breakdown": parts,
+    }
+
+
+def _remedies(config: LaunchConfig, plan: Plan) -> dict[str, object]:
+    """Of a schedule without a flush, what is done about late gradients."""
+    if schedule_of(plan).synchronous:
+        return {}
+    return {
+        "synchronous_steps": config.schedule.synchronous_steps,
+        "error_feedback": plan.error_feedback,
     }
 
 

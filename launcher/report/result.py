@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from strategies.analysis.metrics import Metrics
+from strategies.errors import readable
 
 REPORT = "report.txt"  # of a training run: its figures, for people
 _BESIDE = ("lb1", "lb1_rank", "lb2", "lb2_rank", "recomputed")
@@ -89,6 +90,22 @@ def _plain(value: object, where: str) -> object:
     raise TypeError(f"result.json: {where} is a {type(value).__name__}, which JSON cannot say.")
 
 
+def inert(text: str) -> str:
+    r"""A text as a cell of a CSV: a spreadsheet calculates nothing, a terminal obeys nothing.
+
+    >>> inert("=1+1"), inert("-1.5"), inert("a\x1b[2J")
+    ("'=1+1", '-1.5', 'a\\x1b[2J')
+    """
+    shown = readable(text)
+    if shown[:1] not in tuple("=+-@\t"):
+        return shown
+    try:
+        float(shown)
+    except ValueError:
+        return f"'{shown}"
+    return shown
+
+
 # Files that are either the old or the new version, never half of one.
 
 
@@ -109,8 +126,10 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a write to an open file names none
         raise
     _sync_folder(path.parent)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from strategies.analysis.memory import Holding
 from strategies.analysis.timeline import Event, Timeline
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import CHANNEL_KINDS, COMPUTE_KINDS, KINDS, Kind
+from strategies.ir.kinds import CHANNEL_KINDS, COMPUTE_KINDS, EXCHANGE_KINDS, KINDS, Kind
 from strategies.ir.versions import weight_versions
 
 KIND_NAMES = tuple(kind.value for kind in Kind)
@@ -235,7 +235,8 @@ def waits(timeline: Timeline) -> dict[int, Wait]:
             if place == "wire":
                 continue
             candidates = [_need(timeline, need, end[need]) for need in graph.needs[node]]
-            if kind is Kind.REDUCE and not graph.nodes[node].after:
+            inside = kind in EXCHANGE_KINDS
+            if inside or (kind is Kind.REDUCE and not graph.nodes[node].after):
                 candidates = [
                     Wait(wait.node, "release", min(wait.since, start[node])) for wait in candidates
                 ]

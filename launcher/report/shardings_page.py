@@ -7,20 +7,37 @@ from html import escape
 from typing import NamedTuple
 
 from launcher.report.html import page_head
-from strategies.planner.shardings.operators import Operator, OperatorGraph
+from strategies.planner.shardings.operators import (
+    ENTERED,
+    WHOLE,
+    Choice,
+    Operator,
+    OperatorGraph,
+)
 
-_WIDE, _HIGH, _GAP, _STEP = 190, 40, 18, 74
+_WIDE, _HIGH, _GAP, _STEP, _LANE = 190, 40, 18, 82, 22
 _MOST = 60
-_COLOURS = {"column": "#3b6fb5", "row": "#b5673b", "vocabulary": "#3b9a6d", "replicated": "#8a8a8a"}
 _STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 24px; }
-svg { max-width: 100%; height: auto; }
-rect { fill: #fff; stroke: #999; rx: 5; }
-path { fill: none; stroke: #bbb; stroke-width: 1.4; }
-path.cut { stroke: #3b6fb5; stroke-width: 2.6; }
-text { font-size: 11px; text-anchor: middle; }
-text.state { font-size: 10px; fill: #555; }
+.scroll { overflow-x: auto; }
+svg { display: block; }
+rect { fill: var(--panel); stroke: var(--held); stroke-width: 1.5; rx: 5; }
+path { fill: none; stroke: var(--held); stroke-width: 1.4; }
+path.cut { stroke: #3b78c9; stroke-width: 2.6; }
+rect.column { stroke: #3b78c9; } #legend i.column { background: #3b78c9; }
+rect.row { stroke: #c9783b; } #legend i.row { background: #c9783b; }
+rect.vocabulary { stroke: #3ba777; } #legend i.vocabulary { background: #3ba777; }
+#legend i.replicated { background: var(--held); }
+svg text { font-size: 12px; text-anchor: middle; fill: var(--text); }
+svg text.state { font-size: 11px; fill: var(--muted); }
+svg text.at { text-anchor: start; }
+svg text.to { text-anchor: end; }
 """
+_LEGEND = (
+    ("column", "cut by outputs"),
+    ("row", "cut by inputs"),
+    ("vocabulary", "cut by ids or classes"),
+    ("replicated", "whole, or as its input"),
+)
 
 
 class _Node(NamedTuple):
@@ -39,15 +56,18 @@ def shardings_html(graph: OperatorGraph, picks: Sequence[int]) -> str:
     """
     title = f"{graph.model}, tp={graph.tp}"
     layer, numbers = _one_layer(graph)
-    head = page_head(title, ()).replace("<style>\n", f"<style>\n{_STYLE}")
+    head = page_head(title, ("timeline.css",)).replace("</style>", f"{_STYLE}</style>")
+    legend = "".join(f'<span><i class="{c}"></i>{c}: {words}</span>' for c, words in _LEGEND)
     note = (
-        "An operator is a box, a value a line. R: every rank has the whole; E: the same, and its "
-        "gradients are added up; S1: cut along dimension 1; V2: scores cut by class. Views are "
-        "left out."
+        "An operator is a box, a value a line, a thick one a value that is cut. R: every rank has "
+        "the whole; E: the same, and its gradients are added up; S1: cut along dimension 1; S2:3: "
+        "three parts along dimension 2, each of them cut; V2: scores cut by class. Views are left "
+        "out."
     )
     return (
         f"{head}<h1>{escape(title)}</h1>\n<p>{escape(layer)}: {len(numbers)} operators. {note}</p>"
-        f"\n{_drawing(graph, picks, numbers)}\n</body>\n</html>\n"
+        f'\n<div id="legend">{legend}</div>\n<div class="scroll" tabindex="0">'
+        f"{_drawing(graph, picks, numbers)}</div>\n</body>\n</html>\n"
     )
 
 
@@ -73,41 +93,81 @@ def _inside(name: str, layer: str) -> bool:
 def _drawing(graph: OperatorGraph, picks: Sequence[int], numbers: Sequence[int]) -> str:
     source = _sources(graph, numbers)
     nodes = _placed(graph, numbers, source)
-    wide = max((node.place for node in nodes.values()), default=0) + 1
-    high = max((node.depth for node in nodes.values()), default=0) + 1
-    width, height = wide * (_WIDE + _GAP) + _GAP, high * _STEP + _GAP
-    lines, boxes = "", ""
+    rows: dict[int, int] = {}
     for node in nodes.values():
-        x, y = _corner(node)
-        choice = node.operator.choices[picks[node.number]]
-        for value, state in zip(node.operator.inputs, choice.inputs, strict=True):
-            maker = nodes.get(source.get(value, -1))
-            x1, y1 = (x + _WIDE / 2, y - 26) if maker is None else _foot(maker)
-            x2, y2 = x + _WIDE / 2, y
-            kind = ' class="cut"' if state not in ("R", "E") else ""
+        rows[node.depth] = max(rows.get(node.depth, 0), node.place + 1)
+    wide = max(rows.values(), default=1)
+    width = wide * (_WIDE + _GAP) + _GAP
+    corners = {
+        # Rows stand in the middle.
+        n: (
+            _GAP + round((node.place + (wide - rows[node.depth]) / 2) * (_WIDE + _GAP)),
+            _GAP + node.depth * _STEP,
+        )
+        for n, node in nodes.items()
+    }
+    lines, boxes, lanes = "", "", 0
+    for number, node in nodes.items():
+        x, y = corners[number]
+        choice = node.operator.choices[picks[number]]
+        count = len(node.operator.inputs)
+        for place, (value, state) in enumerate(
+            zip(node.operator.inputs, choice.inputs, strict=True)
+        ):
+            at = x + _WIDE * (place + 1) / (count + 1)
+            maker = source.get(value, -1)
+            given = corners.get(maker)
+            if given is None:
+                path = f"M{at:.0f},{y - 26}V{y}"
+            elif nodes[maker].depth + 1 == node.depth:
+                x1, y1 = given[0] + _WIDE / 2, given[1] + _HIGH
+                path = f"M{x1:.0f},{y1}C{x1:.0f},{y1 + 20} {at:.0f},{y - 20} {at:.0f},{y}"
+            else:
+                # Around the boxes between them.
+                lane = width + lanes * _LANE
+                lanes += 1
+                x1, y1 = float(given[0] + _WIDE), given[1] + _HIGH // 2
+                path = (
+                    f"M{x1:.0f},{y1:.0f}H{lane - 8}Q{lane},{y1:.0f} {lane},{y1 + 8:.0f}"
+                    f"V{y - 30}Q{lane},{y - 22} {lane - 8},{y - 22}H{at + 8:.0f}"
+                    f"Q{at:.0f},{y - 22} {at:.0f},{y - 14}V{y}"
+                )
+            kind = ' class="cut"' if state not in (WHOLE, ENTERED) else ""
+            # On the side that the line does not come from.
+            left = given is not None and given[0] + _WIDE / 2 > at + 40 and "Q" not in path
+            side, beside = ("to", at - 5) if left else ("at", at + 5)
             lines += (
-                f'<path{kind} d="M{x1:.0f},{y1:.0f}C{x1:.0f},{y1 + 16:.0f} {x2:.0f},{y2 - 16:.0f} '
-                f'{x2:.0f},{y2:.0f}"/><text class="state" x="{(x1 + x2) / 2 + 12:.0f}" '
-                f'y="{(y1 + y2) / 2:.0f}">{escape(state)}</text>'
+                f'<path{kind} d="{path}"/><text class="state {side}" x="{beside:.0f}" '
+                f'y="{y - 6}">{escape(state)}</text>'
             )
-        boxes += _box(node, choice.style, ", ".join(choice.outputs))
+        boxes += _box(node, corners[number], choice)
+    high = max((node.depth for node in nodes.values()), default=0) + 1
+    width, height = width + lanes * _LANE, high * _STEP + _GAP
     return (
-        f'<svg viewBox="0 -30 {width} {height + 30}" width="{width}" role="img" '
-        f'aria-label="operators of one layer and their shardings">{lines}{boxes}</svg>'
+        f'<svg viewBox="0 -30 {width} {height + 30}" width="{width}" height="{height + 30}" '
+        f'role="img" aria-label="operators of one layer and their shardings">{lines}{boxes}</svg>'
     )
 
 
-def _box(node: _Node, style: str | None, left: str) -> str:
-    x, y = _corner(node)
-    colour = _COLOURS.get(style or "", "#999")
+def _box(node: _Node, corner: tuple[int, int], choice: Choice) -> str:
+    x, y = corner
     name = node.operator.name.rpartition(".")[2] if node.operator.kind else _short(node.operator)
-    what = f"{style or 'as its input'} > {left}" if left else str(style or "")
+    what: str = choice.style or "as its input"
+    if choice.outputs:
+        what += f" > {', '.join(dict.fromkeys(choice.outputs))}"
+    sent = [message.kind for message in choice.messages if not message.once]
+    if sent:
+        what += f", {' and '.join(dict.fromkeys(_SENDS[kind] for kind in sent))}"
+    title = f"{node.operator.name}: {node.operator.operation}"
     return (
-        f'<g><rect x="{x}" y="{y}" width="{_WIDE}" height="{_HIGH}" style="stroke:{colour}"/>'
-        f"<title>{escape(node.operator.name)}: {escape(node.operator.operation)}</title>"
-        f'<text x="{x + _WIDE / 2}" y="{y + 16}">{escape(name)}</text>'
-        f'<text class="state" x="{x + _WIDE / 2}" y="{y + 31}">{escape(what)}</text></g>'
+        f'<g><rect class="{choice.style or "replicated"}" x="{x}" y="{y}" width="{_WIDE}" '
+        f'height="{_HIGH}"/><title>{escape(title)}</title>'
+        f'<text x="{x + _WIDE // 2}" y="{y + 17}">{escape(name)}</text>'
+        f'<text class="state" x="{x + _WIDE // 2}" y="{y + 32}">{escape(what)}</text></g>'
     )
+
+
+_SENDS = {"sum": "added up", "gather": "gathered"}
 
 
 def _short(operator: Operator) -> str:
@@ -147,12 +207,3 @@ def _placed(
         taken[depth] = place + 1
         nodes[number] = _Node(number, operator, depth, place)
     return nodes
-
-
-def _corner(node: _Node) -> tuple[int, int]:
-    return _GAP + node.place * (_WIDE + _GAP), _GAP + node.depth * _STEP
-
-
-def _foot(node: _Node) -> tuple[float, float]:
-    x, y = _corner(node)
-    return x + _WIDE / 2, float(y + _HIGH)

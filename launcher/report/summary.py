@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TextIO
+
+from strategies.errors import readable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,7 +30,7 @@ def print_summary(result: Result, *, file: TextIO | None = None) -> None:
     probe = Console(file=file, highlight=False)
     width = None if probe.is_terminal else 200
     console = Console(file=file, highlight=False, width=width)
-    console.print(Text(_headline(result), style="bold"))
+    console.print(Text(readable(_headline(result)), style="bold"))
     if result.get("group_choice") is not None:
         console.print(Text(str(result["group_choice"])))
     console.print(_table(result))
@@ -53,7 +56,7 @@ def _table(result: Result) -> Table:
         if rows:
             table.add_row(Text(section, style="bold"))
         for row in rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*(Text(readable(cell)) for cell in row))
     return table
 
 
@@ -185,6 +188,16 @@ def _largest(value: object) -> tuple[float, str]:
     return known[high], f"rank {high}" + (f", rank {low} least" if low != high else "")
 
 
+def _per(what: str) -> _Write:
+    """A whole number per rank or stage: the largest, and all of them."""
+
+    def write(value: object, result: Result) -> tuple[str, str]:
+        assert isinstance(value, (list, tuple))
+        return f"{max(value)}", f"per {what} {' '.join(map(str, value))}"
+
+    return write
+
+
 def _float(value: object) -> float:
     assert isinstance(value, (int, float)), f"result.json holds {value!r} for a number"
     return float(value)
@@ -205,6 +218,8 @@ _SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
             "num_messages": ("messages", _count),
             "recomputed": ("forwards run again", _count),
             "peak_activations": ("peak activations", _peak),
+            "staleness": ("updates late, no flush", _per("stage")),
+            "weight_versions": ("versions of the weights", _per("rank")),
             "predicted_peak_memory_bytes": ("peak memory, predicted", _gib),
             "peak_memory_bytes": ("peak memory, predicted", _gib),
             "predicted_memory_breakdown": ("its parts, predicted", _memory),
@@ -260,3 +275,16 @@ def format_peak(flops: float, number_format: str) -> str:
 
 def format_percent(ratio: float) -> str:
     return f"{100 * ratio:.1f} %"
+
+
+def round_ticks(low: float, high: float) -> list[float]:
+    """At most five round numbers of a range.
+
+    >>> round_ticks(0.0, 8.0)
+    [0.0, 2.0, 4.0, 6.0, 8.0]
+    """
+    rough = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
+    first = math.ceil(low / step - 1e-9)
+    return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]

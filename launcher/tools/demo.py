@@ -57,9 +57,7 @@ def run(words: Sequence[str], launch: Callable[[Sequence[str]], int]) -> int:
     )
     for name, remark in _SCHEDULES:
         say(f"\n{_simulated(name)}\n{remark}")
-    named = [f"schedule={_TRAINED}", f"pp={_PP}", "trainer.max_steps=40", "experiment_name=demo"]
-    keys = {word.partition("=")[0] for word in given}
-    words = [*(word for word in named if word.partition("=")[0] not in keys), *given]
+    words = trained_words(given)
     folder = Path(f"outputs/{time.strftime('%Y-%m-%d/%H-%M-%S')}_demo")
     place = next((w.partition("=")[2] for w in given if w.startswith("hydra.run.dir=")), None)
     say(f"\n2. One of them, trained: {shlex.join(['python', '-m', 'launcher', *words])}\n")
@@ -72,6 +70,13 @@ def run(words: Sequence[str], launch: Callable[[Sequence[str]], int]) -> int:
     if opens:
         webbrowser.open(page.as_uri())
     return 0
+
+
+def trained_words(given: Sequence[str]) -> list[str]:
+    """What the second part runs: its own words, and those that replace or join them."""
+    named = [f"schedule={_TRAINED}", f"pp={_PP}", "trainer.max_steps=40", "experiment_name=demo"]
+    keys = {word.partition("=")[0] for word in given}
+    return [*(word for word in named if word.partition("=")[0] not in keys), *given]
 
 
 def _simulated(schedule: str) -> str:

@@ -34,7 +34,7 @@ from launcher.processes.local import rank_environment
 from launcher.resolve import num_cores
 from launcher.terminal import say
 from launcher.tools.host_link import answer, clock_state, measure_link
-from strategies.errors import PlanError
+from strategies.errors import PlanError, readable
 
 State = Literal["ok", "note", "bad"]
 _STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "bad": "bold red"}
@@ -88,7 +88,8 @@ def print_findings(findings: Sequence[Finding], *, width: int | None = None) -> 
     for item in findings:
         advice = item.advice or "nothing"
         mark = Text(item.state, style=_STYLES[item.state])
-        table.add_row(mark, item.what, Text(item.found), Text(advice))
+        texts = (item.what, item.found, advice)
+        table.add_row(mark, *(Text(readable(text)) for text in texts))
     Console(highlight=False, width=width).print(table)
 
 
@@ -106,7 +107,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if asked.to is not None:
         host, _, port = asked.to.rpartition(":")
         if not host:
-            raise PlanError(f"--to {asked.to}: expected HOST:PORT. Try --to {asked.to}:29500.")
+            name = asked.to if port == asked.to and port else "node1"
+            raise PlanError(f"--to {asked.to}: expected HOST:PORT. Try --to {name}:29500.")
         asked.to = host, _port(port)
     return asked
 

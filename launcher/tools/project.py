@@ -43,7 +43,7 @@ def run(words: Sequence[str]) -> int:
 
 def _asked(words: Sequence[str]) -> Path:
     stray = next((word for word in words if word.startswith("-") or "=" in word), None)
-    if len(words) != 1 or stray is not None:
+    if len(words) != 1 or stray is not None or not words[0].strip():
         given = f"init {shorten(' '.join(words))}" if words else "init"
         raise PlanError(f"{given}: expected one folder. Try python -m launcher init my_project.")
     folder = Path(words[0]).expanduser()

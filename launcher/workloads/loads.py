@@ -14,8 +14,8 @@ from launcher.workloads.traced_shape import TracedShape
 from launcher.workloads.transformer_shape import TransformerShape
 from launcher.workloads.transformer_share import expert_part, padded_vocab
 from launcher.workloads.unit_kernels import computing_again, unit_works
-from strategies.costs.analytic import Load
 from strategies.costs.kernels import Attention, Work
+from strategies.costs.load import Load
 from strategies.errors import PlanError
 from strategies.plan import FAMILIES, Family
 
@@ -114,11 +114,9 @@ def _as_gpus_keep(
 
 def _of_experts(shape: ModelShape, number: int, tp: int, size: int) -> dict[str, Any]:
     """What a unit has of experts; none of most."""
-    if (
-        not isinstance(shape, TransformerShape)
-        or number % 2
-        or number // 2 - 1 not in shape.moe_layers
-    ):
+    if not isinstance(shape, TransformerShape) or shape.moe is None or number % 2:
+        return {}
+    if not shape.moe.has_experts(number // 2 - 1):
         return {}
     part = expert_part(shape)
     return {

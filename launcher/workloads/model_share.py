@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from launcher.workloads.hf.hf_shape import HfShape, check_hf_tp, hf_shares
+from launcher.workloads.hf.hf_shape import HfShape, check_hf_ep, check_hf_tp, hf_shares
 from launcher.workloads.traced_shape import TracedShape, check_traced_tp
 from launcher.workloads.transformer_shape import TransformerShape, UnitSpec, unit_specs
 from launcher.workloads.transformer_share import (
     UnitShare,
     check_transformer_tp,
     padded_vocab,
+    refuse_ep,
     unit_shares,
 )
 from strategies.errors import PlanError
@@ -27,26 +28,29 @@ def check_tp(shape: PlannedShape, tp: int, *, sequence_parallel: bool = False) -
         check_transformer_tp(shape, tp, sequence_parallel=sequence_parallel)
 
 
-def check_ep(shape: PlannedShape, ep: int) -> None:
+def check_ep(shape: PlannedShape, ep: int, tp: int = 1) -> None:
     """Refuses a number of ranks that a model's experts cannot be spread over.
 
     Raises:
-        PlanError: It has none, or they do not come out even.
+        PlanError: It has none, or they do not come out even; or one of transformers has its
+            matrices cut (tp), too.
     """
     if ep == 1:
         return
-    moe = shape.moe if isinstance(shape, TransformerShape) else None
-    if moe is None:
-        what = (
-            "this model" if isinstance(shape, TransformerShape) else "a model that is not built in"
-        )
+    if isinstance(shape, TracedShape):
         raise PlanError(
-            f"ep={ep} spreads the experts of the built-in transformer over ranks, and {what} has "
-            "none. Try ep=1, or model.experts=8."
+            f"ep={ep}: of a model that is planned by what a trace of it shows, nobody knows which "
+            "parameters are experts. Try ep=1 here; ep is for its training."
         )
-    if moe.experts % ep:
-        fit = max(number for number in range(1, ep) if moe.experts % number == 0)
-        raise PlanError(f"ep={ep} does not divide model.experts={moe.experts}. Try ep={fit}.")
+    if isinstance(shape, HfShape):
+        check_hf_ep(shape, ep, tp)
+    elif shape.moe is None:
+        raise PlanError(
+            f"ep={ep} spreads the experts of a model over ranks, and this one has none. Try ep=1, "
+            "or model.experts=8."
+        )
+    elif shape.moe.experts % ep:
+        refuse_ep(ep, shape.moe.experts, f"model.experts={shape.moe.experts}")
 
 
 def model_shares(

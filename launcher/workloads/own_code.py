@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from launcher import TAKEN_NAMES
 from launcher.config.check_code import Code
 from launcher.config.decode import did_you_mean, nearest
 from launcher.config.key import shorten, spell
@@ -196,6 +197,31 @@ def one_line(error: BaseException) -> str:
     return f"{text} ({_shown(own[-1].filename)}:{own[-1].lineno})" if own else text
 
 
+def require_place(key: str, path: str) -> None:
+    """Refuses a path whose file or outermost module is nowhere; imports nothing.
+
+    Raises:
+        PipelineError: As ``load_object``; or a library's name hides the file that is meant.
+    """
+    place = path.partition(":")[0]
+    if place.endswith(".py"):
+        return _require_file(key, path, Path(place).expanduser().absolute())
+    _search_here()
+    outer = place.partition(".")[0]
+    if outer in TAKEN_NAMES and Path(f"{outer}.py").is_file():
+        raise _error(key)(
+            f"{key}.path={path}: {outer} is the name of a module of Python's or of a library, "
+            f"which is found before {outer}.py in this folder. Try {key}.path=my_{path} after "
+            f"renaming the file to my_{outer}.py."
+        )
+    try:
+        found = outer in sys.modules or importlib.util.find_spec(outer) is not None
+    except (ImportError, ValueError):  # __main__ and its like
+        return
+    if not found:
+        raise _no_module(key, path, place, outer)
+
+
 def source_files(path: str) -> tuple[Path, ...]:
     """The files of the outermost package or module that a path names; nothing is imported."""
     place = path.partition(":")[0]
@@ -248,12 +274,7 @@ def _file(key: str, path: str, file: Path) -> ModuleType:
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(file):
         return known
-    if not file.is_file():
-        near = nearest(file.name, [other.name for other in file.parent.glob("*.py")], limit=1)
-        hint = did_you_mean(f"{key}.path={file.with_name(other)}" for other in near)
-        raise _error(key)(
-            f"{key}.path={path}: there is no file {file}.{hint or ' Try module:Class.'}"
-        )
+    _require_file(key, path, file)
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))  # as for a script: its neighbours are importable
     spec = importlib.util.spec_from_file_location(name, file)
@@ -267,6 +288,18 @@ def _file(key: str, path: str, file: Path) -> ModuleType:
         del sys.modules[name]
         raise _not_imported(key, path, reason) from reason
     return module
+
+
+def _require_file(key: str, path: str, file: Path) -> None:
+    if not file.is_file():
+        near = nearest(file.name, [other.name for other in file.parent.glob("*.py")], limit=1)
+        hint = did_you_mean(
+            f"{key}.path={file.with_name(other)}{path[len(path.partition(':')[0]) :]}"
+            for other in near
+        )
+        raise _error(key)(
+            f"{key}.path={path}: there is no file {file}.{hint or ' Try module:Class.'}"
+        )
 
 
 def _not_imported(key: str, path: str, reason: BaseException) -> PipelineError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from launcher.workloads.transformer_shape import UnitSpec
-from strategies.costs.analytic import Load
+from strategies.costs.load import Load
 from strategies.costs.trace_file import TracedModel, TracedUnit
 from strategies.errors import PlanError
 from strategies.planner.shardings.unit_cuts import UnitCut

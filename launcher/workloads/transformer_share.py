@@ -54,6 +54,12 @@ def refuse_tp(tp: int, sizes: Mapping[str, int]) -> None:
         raise PlanError(f"tp={tp} does not divide {' and '.join(wrong)}. Try {choices}.")
 
 
+def refuse_ep(ep: int, experts: int, asked: str) -> None:
+    """Refuses a number of ranks that the experts of a layer do not come out even on."""
+    fit = max(number for number in range(1, ep) if experts % number == 0)
+    raise PlanError(f"ep={ep} does not divide {asked}. Try ep={fit}.")
+
+
 def padded_vocab(vocab: int, tp: int) -> int:
     """A vocabulary with as many unused ids as make it come out even."""
     return -(-vocab // tp) * tp

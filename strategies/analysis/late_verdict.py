@@ -79,6 +79,36 @@ def shortens_step(timeline: Timeline) -> bool:
     return timeline.period * (1 + _WORTH) < timeline.makespan
 
 
+def agreed(program: Program) -> Program:
+    """A program without a flush whose ranks agree on every update, to be simulated.
+
+    With clipping by norm, or where a step that is not finite is left out, no rank makes an update
+    before all others are at theirs.
+
+    >>> from strategies.compiler import compile_program
+    >>> program = agreed(compile_program(schedule="pipedream_2bw", pp=2, num_microbatches=2))
+    >>> next(str(item) for item in program.ranks[0] if item.kind is Kind.STEP)
+    '0STEP#1@0B2#0+1B3#0'
+    """
+    before: dict[int | None, list[Instruction]] = {}
+    for row in program.ranks:
+        last: Instruction | None = None
+        for item in row:
+            if item.kind is Kind.STEP and last is not None:
+                before.setdefault(item.version, []).append(last)
+            elif item.microbatch is not None and item.kind not in MESSAGE_KINDS:
+                last = replace(item, after=())
+    return program.with_ranks(
+        tuple(
+            tuple(
+                replace(item, after=tuple(before[item.version])) if item.kind is Kind.STEP else item
+                for item in row
+            )
+            for row in program.ranks
+        )
+    )
+
+
 def keeping_updates(costs: Costs) -> Costs:
     """The same with memory for what an undo needs; uniform costs know of no memory."""
     if isinstance(costs, AnalyticCosts):

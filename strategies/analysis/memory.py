@@ -7,7 +7,7 @@ pair counts in full.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
@@ -205,7 +205,7 @@ def memory_over_time(
     program: Program, memory: StageMemory, rank: int
 ) -> tuple[tuple[int, RankMemory], ...]:
     """(place in the list, held meanwhile) of each F, B, I, W, R or fused pair of a rank."""
-    state = _state(program, memory, rank)
+    state = _states(program, memory)(rank)
     moments = _Walk(program, memory).moments(rank)
     return tuple((moment.place, _with(state, moment)) for moment in moments)
 
@@ -218,6 +218,7 @@ def peak_memory(
     if memory is None:
         return None
     walk = _Walk(program, memory)
+    state = _states(program, memory)
     peaks = []
     for rank in range(len(program.ranks)) if ranks is None else ranks:
         moments = walk.moments(rank)
@@ -225,7 +226,7 @@ def peak_memory(
         update = step_bytes(memory, program.placement.stages_of(rank))
         if update > sum(worst[1:]):
             worst = _Moment(0, 0, 0, 0, 0, update)
-        peaks.append(_with(_state(program, memory, rank), worst))
+        peaks.append(_with(state(rank), worst))
     return tuple(peaks)
 
 
@@ -249,15 +250,23 @@ def peak_saved(program: Program, memory: StageMemory) -> tuple[int, ...]:
     )
 
 
-def _state(program: Program, memory: StageMemory, rank: int) -> RankMemory:
-    stages = program.placement.stages_of(rank)
+def _states(program: Program, memory: StageMemory) -> Callable[[int], RankMemory]:
+    """What the stages of a rank hold all the time."""
     # Versions of weights, and sums of gradients of updates that wait, where there is no flush.
-    versions, sums = weight_versions(program)[rank], gradient_sums(program)[rank]
-    return RankMemory(
-        parameters=versions * sum(memory.parameters[stage] for stage in stages),
-        gradients=sums * sum(memory.gradients[stage] for stage in stages),
-        optimizer=sum(memory.optimizer[stage] for stage in stages),
-    )
+    versions, sums = weight_versions(program), gradient_sums(program)
+
+    def of_rank(rank: int) -> RankMemory:
+        stages = program.placement.stages_of(rank)
+        weights, alive = sum(memory.parameters[stage] for stage in stages), versions[rank]
+        if program.feeds_back:
+            alive = max(alive, 2)  # The weights before an update are there where they are used.
+        return RankMemory(
+            parameters=alive * weights,
+            gradients=sums[rank] * sum(memory.gradients[stage] for stage in stages),
+            optimizer=sum(memory.optimizer[stage] for stage in stages),
+        )
+
+    return of_rank
 
 
 def _with(state: RankMemory, moment: _Moment) -> RankMemory:

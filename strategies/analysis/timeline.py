@@ -67,15 +67,19 @@ class Timeline:
         return max(map(self._span, range(len(self.program.ranks))), default=0.0)
 
     def _steady_period(self, rank: int) -> float:
-        """Between the entrances of the last two batches, behind which the pipeline drains."""
+        """Between the entrances of the last two batches, behind which the pipeline drains.
+
+        Where several make an update, the mean of as many.
+        """
         size, count = self.program.per_batch, self.program.num_microbatches
         assert size is not None
+        batches = max(1, (self.program.per_update or size) // size)
         starts = {
             event.instruction.microbatch: event.start
             for event in self.events(rank)
             if event.instruction.kind is Kind.F
         }
-        return starts[count - size] - starts[count - 2 * size]
+        return (starts[count - size] - starts[count - (1 + batches) * size]) / batches
 
     def _span(self, rank: int) -> float:
         own = [e for e in self.events(rank) if e.instruction.kind not in MESSAGE_KINDS]

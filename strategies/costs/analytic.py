@@ -17,11 +17,12 @@ and nothing runs meanwhile. What the fullest of them gets over the mean is a fig
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
-from strategies.costs.kernels import Seconds, Work, memory_bound, unit_seconds
+from strategies.costs.kernels import Seconds, memory_bound, unit_seconds
+from strategies.costs.load import Load
 from strategies.costs.rings import (
     Group,
     all_to_all,
@@ -37,126 +38,6 @@ from strategies.errors import CostError
 from strategies.ir.program import Program
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What one unit, or one stage, takes per microbatch.
-
-    Attributes:
-        forward_flops: Of one forward.
-        parameters: Number of parameters.
-        output_elements: Elements that go to the next stage.
-        saved_elements: Elements kept from forward to backward.
-        forward_sums: Elements that a forward adds up over tensor-parallel ranks, tensor by tensor.
-        backward_sums: The same for a backward.
-        again_flops: What a backward computes again inside its layers.
-        backward_flops: Of one backward, for its inputs and for its weights; None for those of a
-            forward each.
-        num_units: How many units it is made of.
-        owns: Names of groups of parameters that it has, which others may use, too.
-        tied: (group, parameters) that it uses of other units; a stage without that unit has a copy.
-        works: (kernels of a unit, units that have them); () where they are not known.
-        lean_parameters: Those of which the optimizer keeps one element less than of the others.
-        again_sums: As ``backward_sums``, of what a backward computes again.
-        first_saved_elements: What it keeps beyond ``saved_elements`` where a stage begins with it.
-        rebuilt_elements: What a backward makes anew, the most at once, beside what is kept.
-        waiting_elements: What an I leaves for its W; None for ``saved_elements``.
-        experts: Of its parameters those that are spread over expert-parallel ranks, all of them.
-        expert_flops: Of one forward, of its experts.
-        expert_saved: Of its saved elements, those of its experts' tokens.
-        exchanged: Elements that a layer's tokens have on their way to experts, layer by layer.
-        again_exchanged: The same of what a backward computes again.
-    """
-
-    forward_flops: float
-    parameters: int
-    output_elements: int
-    saved_elements: int
-    forward_sums: tuple[int, ...] = ()
-    backward_sums: tuple[int, ...] = ()
-    again_flops: float = 0.0
-    backward_flops: tuple[float, float] | None = None
-    num_units: int = 1
-    owns: tuple[int, ...] = ()
-    tied: tuple[tuple[int, int], ...] = ()
-    works: tuple[tuple[Work, int], ...] = ()
-    lean_parameters: int = 0
-    again_sums: tuple[int, ...] = ()
-    first_saved_elements: int = 0
-    rebuilt_elements: int = 0
-    waiting_elements: int | None = None
-    experts: int = 0
-    expert_flops: float = 0.0
-    expert_saved: int = 0
-    exchanged: tuple[int, ...] = ()
-    again_exchanged: tuple[int, ...] = ()
-
-
-def sum_loads(loads: list[Load]) -> Load:
-    """A stage from its units; what it hands on is what its last unit hands on.
-
-    Parameters that it shares with another stage are its own as well: each has a copy, and a state.
-    """
-    flops = again = inputs = weights = expert_flops = 0.0
-    parameters = lean = units = waiting = experts = expert_saved = 0
-    exchanged: list[int] = []
-    again_exchanged: list[int] = []
-    saved = loads[0].first_saved_elements if loads else 0
-    known = False
-    owned: set[int] = set()
-    tied: dict[int, int] = {}
-    works: dict[Work, int] = {}
-    forward_sums: list[int] = []
-    backward_sums: list[int] = []
-    again_sums: list[int] = []
-    for load in loads:
-        flops += load.forward_flops
-        again += load.again_flops
-        parameters += load.parameters
-        lean += load.lean_parameters
-        experts += load.experts
-        expert_flops += load.expert_flops
-        expert_saved += load.expert_saved
-        exchanged += load.exchanged
-        again_exchanged += load.again_exchanged
-        saved += load.saved_elements
-        units += load.num_units
-        forward_sums += load.forward_sums
-        backward_sums += load.backward_sums
-        again_sums += load.again_sums
-        waiting += load.saved_elements if load.waiting_elements is None else load.waiting_elements
-        owned.update(load.owns)
-        for work, number in load.works:
-            works[work] = works.get(work, 0) + number
-        for group, count in load.tied:
-            tied[group] = max(count, tied.get(group, 0))
-        both = load.backward_flops
-        known = known or both is not None
-        inputs += load.forward_flops if both is None else both[0]
-        weights += load.forward_flops if both is None else both[1]
-    parameters += sum(count for group, count in tied.items() if group not in owned)
-    return Load(
-        flops,
-        parameters,
-        loads[-1].output_elements if loads else 0,
-        saved,
-        tuple(forward_sums),
-        tuple(backward_sums),
-        again,
-        (inputs, weights) if known else None,
-        units,
-        works=tuple(works.items()),
-        lean_parameters=lean,
-        again_sums=tuple(again_sums),
-        rebuilt_elements=_rebuilt(loads),
-        waiting_elements=waiting if any(n.waiting_elements is not None for n in loads) else None,
-        experts=experts,
-        expert_flops=expert_flops,
-        expert_saved=expert_saved,
-        exchanged=tuple(exchanged),
-        again_exchanged=tuple(again_exchanged),
-    )
-
-
 class _Takes(NamedTuple):
     """What a stage's update takes: seconds of a STEP, a bucket, a GATHER, and bytes."""
 
@@ -167,13 +48,23 @@ class _Takes(NamedTuple):
     widened_bytes: int
 
 
-def _rebuilt(loads: list[Load]) -> int:
-    """The most that a backward makes anew beyond what it has let go of by then: the last first."""
-    most = gone = 0
-    for load in reversed(loads):
-        most = max(most, load.rebuilt_elements - gone)
-        gone += load.saved_elements
-    return most
+@dataclass(slots=True)
+class Known:
+    """Figures of stages that costs share which differ in cuts and degrees only.
+
+    Stages that are one object are looked at once, each kept beside its seconds, so that no other
+    object takes its identity. ``of`` is all else that decides them: costs of something else, as a
+    copy with another machine, begin anew.
+    """
+
+    of: tuple[object, ...] = ()
+    durations: dict[tuple[int, int, int], tuple[Load, tuple[float, ...]]] = field(
+        default_factory=dict
+    )
+    takes: dict[object, _Takes] = field(default_factory=dict)
+    holders: dict[tuple[tuple[int, ...], int, int, int], tuple[Group, Group]] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +87,7 @@ class AnalyticCosts:
         ep: Ranks that the experts of a stage are spread over.
         imbalance: What the fullest of them has to compute, over the mean; counts for ep > 1.
         keeps_updates: Whether what an update changes is kept, to undo it.
+        known: Shared by costs that differ in cuts and degrees only.
     """
 
     stages: tuple[Load, ...]
@@ -213,8 +105,17 @@ class AnalyticCosts:
     number_format: NumberFormat = "fp32"
     ep: int = 1
     imbalance: float = 1.0
+    known: Known = field(default_factory=Known, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        of = (
+            self.hardware, self.sizes, self.element_bytes, self.optimizer_elements,
+            self.sequence_parallel, self.keeps_updates, self.number_format, self.imbalance,
+        )  # fmt: skip
+        if not self.known.of:
+            self.known.of = of
+        elif self.known.of != of:
+            object.__setattr__(self, "known", Known(of))
         if self.one_link and self.transport != "buffered":
             raise CostError(
                 f"one link for messages and reductions with costs.transport={self.transport}: only "
@@ -274,6 +175,7 @@ class AnalyticCosts:
             transport=self.transport,
             one_link=self.one_link,
             exchange=self._hidden(),
+            exchanging=self._exchanging(),
             activation_bytes=tuple(self._saved(load) * sizes.activation for load in self.stages),
             stage_input=self._stage_inputs(program),
             state_bytes=tuple(each.state_bytes for each in takes),
@@ -283,29 +185,40 @@ class AnalyticCosts:
     def _per_stage(
         self, program: Program, buckets: Sequence[int], gathered: frozenset[int]
     ) -> list[_Takes]:
-        """Of stages that are one object, on owners that lie alike, one is looked at."""
-        owners_of, sizes = program.placement.owners, self._sizes
-        groups: dict[tuple[int, ...], Group] = {}
-        known: dict[object, _Takes] = {}
-        found = []
+        """Of stages with as many parameters, on owners that lie alike, one is looked at."""
+        owners_of, known, found = program.placement.owners, self.known.takes, []
+        same = (self.dp, self.tp, self.ep, program.feeds_back)
         for stage, (load, number) in enumerate(zip(self.stages, buckets, strict=True)):
             owners, sharded = owners_of(stage), stage in gathered
-            if owners not in groups:
-                groups[owners] = replicas(self.hardware, owners, self.dp, self.tp)
-            # Experts' groups are not those of the rest, and go by the owners themselves.
-            place: object = owners if self.ep > 1 else (groups[owners], len(owners))
-            key = (id(load), place, self._most_stages(program, owners), number, sharded)
+            most = self._most_stages(program, owners)
+            has = (load.parameters, load.experts, load.lean_parameters)
+            place = (len(owners), self._holders(owners))
+            key = (has, same, place, most, number, sharded)
             if key not in known:
-                reduced = self._once_round(program, stage, number, sizes.wire)
-                known[key] = _Takes(
-                    self._step(program, stage, sharded=sharded),
-                    reduced if sharded else 2 * reduced,
-                    self._once_round(program, stage, 1, sizes.weight) if sharded else 0,
-                    self._state_bytes(program, stage, sharded=sharded),
-                    self._widened_bytes(program, stage, sharded=sharded),
-                )
+                known[key] = self._takes(program, stage, number, sharded=sharded)
             found.append(known[key])
         return found
+
+    def _takes(self, program: Program, stage: int, number: int, *, sharded: bool) -> _Takes:
+        sizes = self._sizes
+        reduced = self._once_round(program, stage, number, sizes.wire)
+        return _Takes(
+            self._step(program, stage, sharded=sharded),
+            reduced if sharded else 2 * reduced,
+            self._once_round(program, stage, 1, sizes.weight) if sharded else 0,
+            self._state_bytes(program, stage, sharded=sharded),
+            self._widened_bytes(program, stage, sharded=sharded),
+        )
+
+    def _holders(self, owners: tuple[int, ...]) -> tuple[Group, Group]:
+        """The replicas of a stage on its owners, and those ranks that hold the same experts."""
+        key = (owners, self.dp, self.tp, self.ep)
+        if key not in self.known.holders:
+            self.known.holders[key] = (
+                replicas(self.hardware, owners, self.dp, self.tp),
+                expert_holders(self.hardware, *key),
+            )
+        return self.known.holders[key]
 
     def _most_stages(self, program: Program, owners: tuple[int, ...]) -> int:
         """Of an owner: among so many an optimizer's overhead is shared out."""
@@ -409,6 +322,9 @@ class AnalyticCosts:
         # What is kept to undo an update: state, and the weights that it changes.
         kept = (sizes.main or sizes.weight) + sizes.moment * self.optimizer_elements
         element += kept if self.keeps_updates else 0
+        if program.feeds_back:
+            # The one before; and what weights were, where no version of them is what is updated.
+            element += (2 if sizes.main or sharded else 1) * (sizes.main or sizes.weight)
         shares, of_experts = self._sharers(program, stage) if sharded else (1, 1)
         experts = -(-load.experts // self.ep)
         spread = (load.parameters - load.experts) * element
@@ -427,6 +343,7 @@ class AnalyticCosts:
         shares, of_experts = self._sharers(program, stage) if sharded else (1, 1)
         touched = sizes.gradient + 2 * (sizes.main or sizes.weight) + 4 * sizes.moment
         touched += sizes.weight if sizes.main else 0
+        touched += 5 * (sizes.main or sizes.weight) if program.feeds_back else 0
         moved = (load.parameters - load.experts) * touched / shares
         moved += load.experts * touched / self.ep / of_experts
         took = memory_bound(self.hardware, moved)
@@ -454,24 +371,29 @@ class AnalyticCosts:
 
     def _durations(self) -> tuple[tuple[float, ...], ...]:
         """Per stage of F, B, I and W; stages that are one object are looked at once."""
-        known: dict[int, tuple[float, float, float, float]] = {}
+        known, found = self.known.durations, []
         for load in self.stages:
-            if id(load) not in known:
-                summed, back = self._sums(load.forward_sums), self._sums(load.backward_sums)
-                # Weight gradients of what is cut along the sequence gather their inputs again.
-                gathered = back / 2 if self.sequence_parallel else 0.0
-                forward, inputs, weights, again = self._computed(load)
-                travel, wait = self._exchange(load.exchanged), self._waiting(load)
-                forward, inputs, weights = forward + wait, inputs + wait, weights + wait
-                again += self._sums(load.again_sums) + self._exchange(load.again_exchanged)
-                known[id(load)] = (
-                    forward + summed + travel,
-                    again + inputs + travel + max(weights, back + gathered),
-                    again + inputs + travel + back,
-                    weights + gathered,
-                )
-        found = [known[id(load)] for load in self.stages]
+            key = (id(load), self.tp, self.ep)
+            if key not in known:
+                known[key] = load, self._seconds(load)
+            found.append(known[key][1])
         return tuple(zip(*found, strict=True)) if found else ((), (), (), ())
+
+    def _seconds(self, load: Load) -> tuple[float, float, float, float]:
+        """Of F, B, I and W, with all that ranks exchange in them."""
+        summed, back = self._sums(load.forward_sums), self._sums(load.backward_sums)
+        # Weight gradients of what is cut along the sequence gather their inputs again.
+        gathered = back / 2 if self.sequence_parallel else 0.0
+        forward, inputs, weights, again = self._computed(load)
+        travel, wait = self._exchange(load.exchanged), self._waiting(load)
+        forward, inputs, weights = forward + wait, inputs + wait, weights + wait
+        again += self._sums(load.again_sums) + self._exchange(load.again_exchanged)
+        return (
+            forward + summed + travel,
+            again + inputs + travel + max(weights, back + gathered),
+            again + inputs + travel + back,
+            weights + gathered,
+        )
 
     def _computed(self, load: Load) -> Seconds:
         """Without what ranks add up."""
@@ -495,12 +417,17 @@ class AnalyticCosts:
             return 0.0
         hardware, element = self.hardware, self._sizes.activation
         group, took = exchangers(hardware, self.ep), 0.0
+        told = all_to_all(hardware, group, 0)  # how many tokens are going to come
+        known: dict[int, tuple[float, float]] = {}  # mostly all layers are alike
         for size in sizes:
-            told = all_to_all(hardware, group, 0)  # how many tokens are going to come
-            part = size * element / self.tp * self.imbalance
-            took += told + 2 * all_to_all(hardware, group, part)
-            if self.tp > 1:
-                took += half_round(hardware, sharers(hardware, self.tp), size * element)
+            if size not in known:
+                part, gathered = size * element / self.tp * self.imbalance, 0.0
+                if self.tp > 1:
+                    gathered = half_round(hardware, sharers(hardware, self.tp), size * element)
+                known[size] = told + 2 * all_to_all(hardware, group, part), gathered
+            travel, gathered = known[size]
+            took += travel
+            took += gathered
         return took
 
     def _hidden(self) -> tuple[float, ...]:
@@ -508,11 +435,18 @@ class AnalyticCosts:
         if self.ep == 1:
             return ()
         group, element = exchangers(self.hardware, self.ep), self._sizes.activation
+        known = {
+            size: 2 * all_to_all(self.hardware, group, size * element / self.tp * self.imbalance)
+            for size in {size for load in self.stages for size in load.exchanged}
+        }
+        return tuple(sum(known[size] for size in load.exchanged) for load in self.stages)
+
+    def _exchanging(self) -> tuple[tuple[int, float], ...]:
+        """Per stage, layers that exchange, and their experts' share of the compute."""
+        if self.ep == 1:
+            return ()
         return tuple(
-            sum(
-                2 * all_to_all(self.hardware, group, size * element / self.tp * self.imbalance)
-                for size in load.exchanged
-            )
+            (len(load.exchanged), min(1.0, load.expert_flops / max(load.forward_flops, 1.0)))
             for load in self.stages
         )
 
@@ -550,11 +484,10 @@ class AnalyticCosts:
         """A reduce-scatter, or all-gather, of 1/parts of a stage's elements of a size."""
         if not parts:
             return 0.0
-        owners = program.placement.owners(stage)
-        group, load = replicas(self.hardware, owners, self.dp, self.tp), self.stages[stage]
+        load = self.stages[stage]
+        group, same = self._holders(program.placement.owners(stage))
         spread = load.experts if self.ep > 1 or self.tp > 1 else 0
         took = half_round(self.hardware, group, (load.parameters - spread) * size / parts)
         if spread:
-            same = expert_holders(self.hardware, owners, self.dp, self.tp, self.ep)
             took += half_round(self.hardware, same, spread / self.ep * size / parts)
         return took

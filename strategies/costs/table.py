@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from strategies.costs.expert_exchange import Strand, spans_in_turn
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import KINDS, Kind
 from strategies.ir.walk import DURATION_ROWS
@@ -35,6 +37,8 @@ class CostTable:
         fused: What a fused F/B pair takes, over the sum of its halves.
         exchange: Per stage, how much of a forward, and as much of a backward, is an exchange of
             tokens that runs under the compute of the other half of a fused pair; () for nothing.
+        exchanging: Per stage, how many layers exchange, and which share of its compute is their
+            experts'; () where that is not known.
         stage_input: Per stage, the share of its full activation that a checkpointed forward keeps;
             () for nothing.
         gather: Per stage, the all-gather of its updated weights; () if they are not sharded.
@@ -65,6 +69,7 @@ class CostTable:
     loss: tuple[float, ...] = ()
     one_link: bool = False
     exchange: tuple[float, ...] = ()
+    exchanging: tuple[tuple[int, float], ...] = ()
 
     @property
     def hops(self) -> tuple[float, ...]:
@@ -93,8 +98,21 @@ class CostTable:
         """
         if not self.exchange:
             return self.fused * sum(took)
+        if self.exchanging:
+            return self.fused * spans_in_turn(*self.strands(took, stages, (Kind.F, Kind.B)))[0]
         away = self.exchange[stages[0]] + self.exchange[stages[1]]
         return self.fused * max(sum(took) - away, away, *took)
+
+    def strands(
+        self, took: Sequence[float], stages: Sequence[int], kinds: Sequence[Kind]
+    ) -> list[Strand]:
+        """Computations with what they exchange; ``took`` is by themselves."""
+        away = self.exchange or (0.0,) * len(self.forward)
+        known = self.exchanging or ((1, 0.5),) * len(self.forward)
+        return [
+            Strand.of(kind, seconds, away[stage], *known[stage])
+            for kind, seconds, stage in zip(kinds, took, stages, strict=True)
+        ]
 
     def flat(self) -> list[float]:
         """What occupies a rank, in the order of ``DURATION_ROWS``: row * S + stage."""

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from strategies.errors import DeadlockError, ProgramError
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import GRADIENT_KINDS, KINDS, MESSAGE_KINDS, Kind
+from strategies.ir.kinds import EXCHANGE_KINDS, GRADIENT_KINDS, KINDS, MESSAGE_KINDS, Kind
 from strategies.ir.program import Program
 
 # Which kinds make a payload.
@@ -22,6 +22,8 @@ _MAKERS = {
     payload: tuple(kind for kind, facts in KINDS.items() if facts.makes is payload)
     for payload in (Kind.F, Kind.B)
 }
+# Inside which an exchange of a pass runs.
+_HOSTS = {Kind.F: (Kind.F,), Kind.R: (Kind.R,), Kind.B: (Kind.B, Kind.I)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +87,15 @@ class _Resolver:
         # Per (rank, stage, update): what completes its gradient, and its reductions.
         self._last: dict[tuple[int, int, int | None], list[int]] = {}
         self._reduces: dict[tuple[int, int, int | None], list[int]] = {}
-        # Per (rank, stage): the gather and its user.
-        self._gathers: dict[tuple[int, int], int] = {}
-        self._first: dict[tuple[int, int], int] = {}
+        # Per (rank, stage, version): the gather and its user.
+        self._gathers: dict[tuple[int, int, int | None], int] = {}
+        self._first: dict[tuple[int, int, int | None], int] = {}
         self._losses: dict[int, int] = {}  # by stage
         for number, item in enumerate(nodes):
             kind, stage = item.kind, item.stage
             if kind in MESSAGE_KINDS:
                 self._messages[kind, item.payload, stage, item.peer, item.microbatch] = number
-            elif item.microbatch is not None:
+            elif item.microbatch is not None and kind not in EXCHANGE_KINDS:
                 for part in item.parts:
                     assert part.microbatch is not None
                     self._made[part.kind, part.stage, part.microbatch] = number
@@ -101,11 +103,11 @@ class _Resolver:
                         place = (rank[number], part.stage, program.update_of(part.microbatch))
                         self._last.setdefault(place, []).append(number)
                     elif part.kind is Kind.F:
-                        self._first.setdefault((rank[number], part.stage), number)
+                        self._first.setdefault((rank[number], part.stage, part.version), number)
             elif kind is Kind.REDUCE:
                 self._reduces.setdefault((rank[number], stage, item.version), []).append(number)
             elif kind is Kind.GATHER:
-                self._gathers[rank[number], stage] = number
+                self._gathers[rank[number], stage, item.version] = number
             elif kind is Kind.LOSS:
                 self._losses[stage] = number
         self._sources: dict[int, list[int]] = {}
@@ -142,7 +144,7 @@ class _Resolver:
             if (stage, microbatch) in self._carried:
                 # The forward of the iteration before is still alive until its gradient has run.
                 found.append(self._producer(item, Kind.B, stage, microbatch))
-            place = (self._rank[node], stage)
+            place = (self._rank[node], stage, item.version)
             if place in self._gathers and self._first[place] == node:
                 # Later forwards of the rank follow this one in its list.
                 found.append(self._gathers[place])
@@ -155,6 +157,9 @@ class _Resolver:
         elif kind is Kind.LOSS:
             for number in range(self._program.num_microbatches):
                 found.append(self._producer(item, Kind.F, stage, number))
+        elif kind in EXCHANGE_KINDS:
+            assert item.payload is not None
+            found += self._own(item, _HOSTS[item.payload])
         elif kind is Kind.REDUCE:
             found.extend(self._last.get((self._rank[node], stage, item.version), ()))
         elif kind is Kind.STEP:

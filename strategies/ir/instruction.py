@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,9 +15,11 @@ class Instruction:
 
     Attributes:
         stage: Global stage index, virtual stages included.
-        microbatch: For F B I W R SEND RECV, else None.
-        bucket: For REDUCE, else None.
-        payload: For SEND and RECV: F carries activations, B carries their gradients.
+        microbatch: For F B I W R SEND RECV DISPATCH COMBINE, else None.
+        bucket: For REDUCE; of DISPATCH and COMBINE, which of the stage's layers with experts; else
+            None.
+        payload: For SEND and RECV: F carries activations, B carries their gradients. For DISPATCH
+            and COMBINE in which pass they are: F, its R, or the backward, B.
         peer: For SEND and RECV: the stage at the other end.
         after: Instructions that must have ended first, beyond what the data needs. A REDUCE
             without it is released bucket by bucket inside its stage's last backward.
@@ -75,3 +78,22 @@ def weight_gradient(stage: int, microbatch: int) -> Instruction:
 def overlap(first: Instruction, second: Instruction) -> Instruction:
     """A forward and a backward of another microbatch, whose parts may run interleaved."""
     return Instruction(Kind.OVERLAP, first.stage, first.microbatch, halves=(first, second))
+
+
+_PASSES = {Kind.F: Kind.F, Kind.R: Kind.R, Kind.B: Kind.B, Kind.I: Kind.B}
+
+
+def exchanges(item: Instruction, layers: Sequence[int]) -> Iterator[Instruction]:
+    """The exchanges of experts' tokens inside a computation, in their order.
+
+    Of a fused pair those of its forward come first. ``layers`` are per stage: how many have experts
+    elsewhere. A backward goes through them from the last one.
+    """
+    for part in item.parts:
+        way = _PASSES.get(part.kind)
+        if way is None or part.microbatch is None:
+            continue
+        numbers = range(layers[part.stage])
+        for layer in reversed(numbers) if way is Kind.B else numbers:
+            for kind in (Kind.DISPATCH, Kind.COMBINE):
+                yield Instruction(kind, part.stage, part.microbatch, bucket=layer, payload=way)

@@ -31,6 +31,8 @@ class Kind(Enum):
         "LOSS"  # one loss of all microbatches, and its gradient, behind the last stage's forwards
     )
     OVERLAP = "OVERLAP_F_B"  # a forward and a backward of two microbatches, run as one
+    DISPATCH = "DISPATCH"  # a layer's tokens to the ranks of their experts, inside an F, R, B or I
+    COMBINE = "COMBINE"  # and what these have made of them, back
 
     # Members are singletons; the default hashes a member's name, in Python, millions of times.
     __hash__ = object.__hash__
@@ -56,7 +58,8 @@ class Facts:
     Attributes:
         word: What it is called in legends and tips.
         occupies: The ``rank``, its collective ``channel``, or the ``wire`` to another one.
-        number: What tells those of a stage apart: its ``microbatch``, its ``bucket``, or nothing.
+        number: What tells those of a stage apart: its ``microbatch``, its ``bucket``, nothing, or a
+            ``layer`` and a microbatch, inside of whose compute it runs.
         duration: Its column in a ``CostTable``; "" where that is the sum of others, or a message's.
         work: Of which parts of a microbatch's compute it consists, by their names in ``Durations``.
         needed: Whether any order runs it; passes add the other kinds.
@@ -78,7 +81,7 @@ class Facts:
 
     word: str
     occupies: Literal["rank", "channel", "wire"]
-    number: Literal["microbatch", "bucket", ""] = "microbatch"
+    number: Literal["microbatch", "bucket", "layer", ""] = "microbatch"
     duration: str = ""
     work: tuple[Literal["forward", "backward_input", "backward_weight"], ...] = ()
     needed: bool = False
@@ -155,6 +158,15 @@ KINDS: Mapping[Kind, Facts] = {
         word="forward and backward as one", occupies="rank", needed=True,
         colour=(340, 50), key="O: F and B as one",
     ),
+    # Inside the compute of their pair, which has their time in its own.
+    Kind.DISPATCH: Facts(
+        word="tokens to their experts", occupies="channel", number="layer",
+        colour=(84, 42), key="D sends tokens to experts",
+    ),
+    Kind.COMBINE: Facts(
+        word="tokens back from experts", occupies="channel", number="layer",
+        colour=(64, 46), key="C brings them back",
+    ),
 }  # fmt: skip
 
 
@@ -166,6 +178,7 @@ MESSAGE_KINDS = _those(lambda facts: facts.occupies == "wire")
 CHANNEL_KINDS = _those(lambda facts: facts.occupies == "channel")
 COMPUTE_KINDS = _those(lambda facts: facts.occupies == "rank")
 MICROBATCH_KINDS = _those(lambda facts: facts.occupies == "rank" and facts.number == "microbatch")
+EXCHANGE_KINDS = _those(lambda facts: facts.number == "layer")
 BUCKET_KINDS = _those(lambda facts: facts.number == "bucket")
 STAGE_KINDS = _those(lambda facts: not facts.number)
 BACKWARD_KINDS = _those(lambda facts: facts.makes is Kind.B)

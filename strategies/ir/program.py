@@ -65,6 +65,9 @@ class Program:
             None where all of them make one update, at the end.
         per_batch: Microbatches of one batch, where a program has several: a step of the training
             loop is as many, whatever an update takes.
+        feeds_back: Whether an update is corrected by the one before: ranks keep that, and what
+            the weights were before the one that is made.
+        begun: Microbatches whose gradients the first of several updates has from before.
     """
 
     schedule: str
@@ -78,10 +81,14 @@ class Program:
     exit: LoopState = field(default_factory=LoopState)
     per_update: int | None = None
     per_batch: int | None = None
+    feeds_back: bool = False
+    begun: int = 0
 
     def update_of(self, microbatch: int) -> int | None:
         """The version that a microbatch's gradient makes; None where there is one update."""
-        return None if self.per_update is None else microbatch // self.per_update + 1
+        if self.per_update is None:
+            return None
+        return (microbatch + self.begun) // self.per_update + 1
 
     @cached_property
     def graph(self) -> Graph:

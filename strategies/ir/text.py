@@ -3,9 +3,11 @@ r"""Instructions and programs as text, both ways.
 The spelling is that of torch.distributed.pipelining where that has one (``2F0``, ``3RECV_F0``);
 peers, buckets, weight versions and extra edges extend it. A fused pair is spelled as torch does:
 
->>> from strategies.ir.text import parse_instruction, format_instruction
+>>> from strategies.ir.text import parse_instruction, format_instruction, spoken
 >>> for text in ("2F0", "2SEND_F0>3", "3RECV_F0<2", "2REDUCE1", "2STEP", "1R0@2B0+2B1", "0F3#1"):
 ...     assert format_instruction(parse_instruction(text)) == text
+>>> spoken(parse_instruction("2DISPATCH_B3.1"))
+'DISPATCH layer 1 in B mb=3 of stage 2'
 >>> format_instruction(parse_instruction("(0F1;3B0)OVERLAP_F_B"))
 '(0F1;3B0)OVERLAP_F_B'
 """
@@ -19,6 +21,7 @@ from strategies.errors import ProgramError
 from strategies.ir.instruction import Instruction, overlap
 from strategies.ir.kinds import (
     BUCKET_KINDS,
+    EXCHANGE_KINDS,
     MESSAGE_KINDS,
     MICROBATCH_KINDS,
     STAGE_KINDS,
@@ -35,6 +38,8 @@ _PATTERN = re.compile(
     r"(?P<stage>\d+)"
     rf"(?:(?P<message>{'|'.join(spellings(MESSAGE_KINDS))})_(?P<payload>[FB])(?P<message_mb>\d+)"
     r"(?P<arrow>[<>])(?P<peer>\d+)"
+    rf"|(?P<exchange>{'|'.join(spellings(EXCHANGE_KINDS))})_(?P<way>[FBR])(?P<exchange_mb>\d+)"
+    r"\.(?P<layer>\d+)"
     rf"|(?P<bucketed>{'|'.join(_BUCKETED)})(?P<bucket>\d+)"
     rf"|(?P<plain>{'|'.join(_PLAIN)})"
     rf"|(?P<kind>{'|'.join(_LETTERS)})(?P<mb>\d+))"
@@ -57,6 +62,10 @@ def format_instruction(instruction: Instruction) -> str:
         arrow = ">" if kind is Kind.SEND else "<"
         body = f"{kind.value}_{instruction.payload.value}{instruction.microbatch}{arrow}"
         body += str(instruction.peer)
+    elif kind in EXCHANGE_KINDS:
+        assert instruction.payload is not None
+        body = f"{kind.value}_{instruction.payload.value}{instruction.microbatch}"
+        body += f".{instruction.bucket}"
     elif instruction.microbatch is not None:
         body = f"{kind.value}{instruction.microbatch}"
     elif instruction.bucket is not None:
@@ -102,6 +111,16 @@ def parse_instruction(text: str) -> Instruction:
             int(part["message_mb"]),
             payload=Kind(part["payload"]),
             peer=int(part["peer"]),
+            after=after,
+            version=version,
+        )
+    if part["exchange"]:
+        return Instruction(
+            Kind(part["exchange"]),
+            stage,
+            int(part["exchange_mb"]),
+            bucket=int(part["layer"]),
+            payload=Kind(part["way"]),
             after=after,
             version=version,
         )
@@ -162,6 +181,10 @@ def spoken(item: Instruction) -> str:
         )
     if kind is Kind.OVERLAP:
         return " with ".join(map(spoken, item.halves))
+    if kind in EXCHANGE_KINDS:
+        assert item.payload is not None
+        where = f"{item.payload.value} mb={item.microbatch} of stage {item.stage}"
+        return f"{kind.value} layer {item.bucket} in {where}"
     if item.bucket is not None:
         return f"{kind.value} bucket {item.bucket} of stage {item.stage}"
     if item.microbatch is None:

@@ -7,11 +7,12 @@ from dataclasses import replace
 from itertools import combinations
 
 from strategies.errors import ProgramError
-from strategies.ir.instruction import Instruction
+from strategies.ir.instruction import Instruction, exchanges
 from strategies.ir.kinds import (
     BACKWARD_KINDS,
     BUCKET_KINDS,
     CHANNEL_KINDS,
+    EXCHANGE_KINDS,
     GRADIENT_KINDS,
     KINDS,
     MESSAGE_KINDS,
@@ -58,6 +59,7 @@ def verify(program: Program) -> Program:
     # Before the graph, which would call a REDUCE or STEP that stands too early a deadlock.
     _check_updates(program)
     _check_reductions(program)
+    _check_exchanges(program)
     graph = program.graph  # Producers first, no deadlock.
     assert len(graph.order) == len(graph.nodes)
     return program
@@ -76,10 +78,10 @@ def _check_fields(program: Program) -> None:
             message = item.kind in MESSAGE_KINDS
             number = KINDS[item.kind].number
             right = (
-                (item.microbatch is not None) is (number == "microbatch")
-                and (item.bucket is not None) is (number == "bucket")
+                (item.microbatch is not None) is (number in ("microbatch", "layer"))
+                and (item.bucket is not None) is (number in ("bucket", "layer"))
                 and (item.peer is not None) is message
-                and (item.payload in (Kind.F, Kind.B) if message else item.payload is None)
+                and item.payload in _PAYLOADS.get(item.kind, (None,))
                 and (_fuses(item) if item.kind is Kind.OVERLAP else not item.halves)
             )
             if not right:
@@ -87,10 +89,17 @@ def _check_fields(program: Program) -> None:
                     f"{program.schedule}: {item!r} on rank {rank} is malformed. "
                     f"{' '.join(spellings(MICROBATCH_KINDS - {Kind.OVERLAP}))} have a microbatch, "
                     "SEND and RECV also a payload (F or B) and a peer, "
+                    f"{' and '.join(spellings(EXCHANGE_KINDS))} a pass (F, R or B) and a layer, "
                     f"{' and '.join(spellings(BUCKET_KINDS))} a bucket, "
                     f"{' and '.join(spellings(STAGE_KINDS))} none of these, "
                     "OVERLAP an F and a B or I as halves."
                 )
+
+
+_PAYLOADS: dict[Kind, tuple[Kind | None, ...]] = {
+    **dict.fromkeys(MESSAGE_KINDS, (Kind.F, Kind.B)),
+    **dict.fromkeys(EXCHANGE_KINDS, (Kind.F, Kind.R, Kind.B)),
+}
 
 
 def _fuses(item: Instruction) -> bool:
@@ -119,7 +128,7 @@ def _check_once(program: Program) -> None:
 
 def _update(item: Instruction) -> int | None:
     """What tells the updates of a program apart; compute stands once, whatever it reads."""
-    return item.version if item.kind in UPDATE_KINDS else None
+    return item.version if item.microbatch is None else None
 
 
 def _check_ranks(program: Program) -> None:
@@ -259,7 +268,9 @@ def _check_updates(program: Program) -> None:
 def _check_reductions(program: Program) -> None:
     """Buckets without gaps; ranks that share stages meet on their channels in one order."""
     placement = program.placement
-    collectives = [[item for item in row if item.kind in CHANNEL_KINDS] for row in program.ranks]
+    # Tokens are exchanged between the replicas of one pipeline rank.
+    kinds = CHANNEL_KINDS - EXCHANGE_KINDS
+    collectives = [[item for item in row if item.kind in kinds] for row in program.ranks]
     reduced = [[item for item in row if item.kind is Kind.REDUCE] for row in collectives]
     for rank, row in enumerate(reduced):
         for stage in placement.stages_of(rank) if row else ():
@@ -349,3 +360,34 @@ def _check_loss(program: Program) -> None:
                         f"{program.schedule}: {part} stands before {found[0]}, which makes its "
                         "gradient: the list deadlocks."
                     )
+
+
+# --------------------------------------------------------------------------------------- exchanges
+# All replicas run one list, so their exchanges come in one order when each rank's are in the order
+# in which its layers run: that of ``instruction.exchanges``, behind what they are inside of.
+
+
+def _check_exchanges(program: Program) -> None:
+    found = [item for row in program.ranks for item in row if item.kind in EXCHANGE_KINDS]
+    if not found:
+        return
+    layers = [0] * program.placement.num_stages
+    for item in found:
+        assert item.bucket is not None
+        layers[item.stage] = max(layers[item.stage], item.bucket + 1)
+    for rank, row in enumerate(program.ranks):
+        place = 0
+        while place < len(row):
+            host, place = row[place], place + 1
+            wanted = tuple(exchanges(host, layers)) if host.kind in MICROBATCH_KINDS else ()
+            behind = []
+            while place < len(row) and row[place].kind in EXCHANGE_KINDS:
+                behind.append(row[place])
+                place += 1
+            if tuple(replace(item, after=()) for item in behind) != wanted:
+                raise ProgramError(
+                    f"{program.schedule}: behind {host} on rank {rank} stand "
+                    f"{' '.join(map(str, behind)) or 'no exchanges'}, and its layers exchange "
+                    f"tokens as {' '.join(map(str, wanted)) or 'none'}: ranks that share experts "
+                    "would wait for each other."
+                )

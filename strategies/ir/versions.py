@@ -20,18 +20,16 @@ from strategies.ir.program import Program
 def check_versions(program: Program) -> None:
     """Each backward reads its forward's version; where there are several updates, all are right.
 
-    Then every forward reads the newest version that its rank has made; an update is reduced and
-    applied behind all gradients that belong to it, in turn, and once; and every gradient belongs to
-    one that is applied.
+    Then every forward reads the newest version that its rank has made, which replicas that update
+    shares of it have gathered; an update is reduced and applied behind all gradients that belong to
+    it, in turn, and once; and every gradient belongs to one that is applied.
 
     Raises:
         ProgramError: The first instruction that breaks a rule, marked in its rank's list.
     """
-    versioned = program.per_update is not None
-    if not versioned and all(
-        part.version is None for row in program.ranks for item in row for part in item.parts
-    ):
+    if not _versioned(program):
         return
+    versioned = program.per_update is not None
     for rank, row in enumerate(program.ranks):
         _check_readers(program, rank, row)
         if versioned:
@@ -44,11 +42,15 @@ def weight_versions(program: Program) -> tuple[int, ...]:
     A version lives from the update that makes it until the last backward that reads it has run, and
     no newer one is there.
     """
+    if not _versioned(program):
+        return (1,) * len(program.ranks)
     return tuple(max(_alive(row), default=1) for row in program.ranks)
 
 
 def gradient_sums(program: Program) -> tuple[int, ...]:
     """Per rank, how many updates' gradients it holds at its worst moment, reduced or not."""
+    if program.per_update is None:
+        return (1,) * len(program.ranks)
     return tuple(max(_summed(program, row), default=1) for row in program.ranks)
 
 
@@ -62,6 +64,15 @@ def staleness(program: Program) -> tuple[int, ...]:
                 if part.kind is Kind.F and part.version is not None and made is not None:
                     late[part.stage] = max(late[part.stage], made - 1 - part.version)
     return tuple(late)
+
+
+def _versioned(program: Program) -> bool:
+    """Whether its instructions name versions; a planner asks of hundreds of programs."""
+    return program.per_update is not None or any(
+        item.version is not None or any(half.version is not None for half in item.halves)
+        for row in program.ranks
+        for item in row
+    )
 
 
 def _check_readers(program: Program, rank: int, row: Sequence[Instruction]) -> None:
@@ -93,7 +104,17 @@ def _check_made(program: Program, rank: int, row: Sequence[Instruction]) -> None
                 made = (part.stage, program.update_of(part.microbatch))
                 missing[made] = missing.get(made, 0) + 1
     stepped: set[tuple[int, int | None]] = set()
+    gathers = {item.stage for item in row if item.kind is Kind.GATHER}
+    gathered: set[tuple[int, int | None]] = set()
     for place, item in enumerate(row):
+        if item.kind is Kind.GATHER:
+            gathered.add((item.stage, item.version))
+            if item.version != newest[item.stage]:
+                raise _wrong(
+                    program, rank, place,
+                    f"{item} gathers {_named(item.version)} of the weights, but the newest that "
+                    f"the rank has made is {newest[item.stage]}.",
+                )  # fmt: skip
         for part in item.parts:
             if part.microbatch is not None and part.kind in GRADIENT_KINDS and updates:
                 missing[part.stage, program.update_of(part.microbatch)] -= 1
@@ -102,6 +123,13 @@ def _check_made(program: Program, rank: int, row: Sequence[Instruction]) -> None
                     program, rank, place,
                     f"{part} reads {_named(part.version)} of the weights, but the newest that the "
                     f"rank has made is {newest[part.stage]}.",
+                )  # fmt: skip
+            shared = part.kind is Kind.F and part.stage in gathers and part.version
+            if shared and (part.stage, part.version) not in gathered:
+                raise _wrong(
+                    program, rank, place,
+                    f"{part} reads {_named(part.version)} of the weights, of which replicas have "
+                    "updated shares and gathered none.",
                 )  # fmt: skip
         if item.kind not in UPDATE_KINDS:
             continue

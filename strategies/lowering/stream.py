@@ -10,7 +10,8 @@ simulated and drawn.
 
 What is executed is the same lists, cut (``Calls``): where batch n enters a rank, call n of the
 training loop begins. From the first call of the steady state on they repeat, so a body serves for
-ever; what is behind the last call is the epilogue, for any number of calls before it.
+ever; what is behind the last call is the epilogue, for any number of calls before it. An update may
+take the gradients of several batches; a stream may then begin, or end, in the midst of one.
 
 All is put in one order by a clock that ticks once per instruction: F of microbatch g on stage s at
 2g + s, its B at 2g + 2P - 1 - s. That is 1F1B without a flush, and moves with g, so the lists of
@@ -26,43 +27,44 @@ from itertools import pairwise
 
 from strategies.errors import ProgramError
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import UPDATE_KINDS, Kind
+from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
 from strategies.ir.verify import verify
 from strategies.lowering.send_recv import messages
 from strategies.schedules.schedule import Lateness
 
 
-def add_updates(
-    compute: Program,
-    lateness: Lateness,
-    buckets: tuple[int, ...],
-    *,
-    per_batch: int,
-    overlap: bool,
-) -> Program:
-    """A stream of F and B with versions, reductions and optimizer steps; verified.
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an update of a stage's weights consists of, beside its STEP.
 
-    A reduction stands behind its update's last gradient; without ``overlap`` before its STEP.
+    Attributes:
+        buckets: Per stage, reductions of its gradients; 0 for none.
+        overlap: Whether they start behind the last gradient, not right before the STEP.
+        gathers: Whether replicas update shares of what they reduce, and gather them.
+    """
+
+    buckets: tuple[int, ...]
+    overlap: bool
+    gathers: bool
+
+
+def add_updates(compute: Program, lateness: Lateness, update: Update, *, per_batch: int) -> Program:
+    """A stream of F and B with versions, reductions and optimizer steps; verified.
 
     Raises:
         ProgramError: The order is not that of 1F1B without a flush.
     """
     program = replace(compute, per_update=lateness.per_update, per_batch=per_batch)
     clock = _Clock(program, lateness)
-    rows = []
     for rank, row in enumerate(program.ranks):
-        events = [(clock.of(item), clock.named(item)) for item in row]
-        if any(first >= second for (first, _), (second, _) in pairwise(events)):
+        if any(clock.of(first) >= clock.of(second) for first, second in pairwise(row)):
             raise ProgramError(
                 f"{compute.schedule}: rank {rank} does not run in the order of 1F1B, F of "
                 "microbatch g and then B of microbatch g - (pp - 1 - rank), which is the only one "
                 "that is cut into steps without a flush."
             )
-        for stage in program.placement.stages_of(rank):
-            events += clock.updates(stage, buckets[stage], overlap=overlap)
-        rows.append(tuple(item for _, item in sorted(events, key=lambda event: event[0])))
-    return verify(program.with_ranks(tuple(rows)))
+    return verify(clock.with_updates(update, closes=True))
 
 
 def lower_stream(program: Program, lateness: Lateness) -> Program:
@@ -80,65 +82,90 @@ class Calls:
     before it is 1 - j / per_update.
 
     Attributes:
-        program: The stream over ``num_batches`` batches, with updates, not lowered.
+        program: The stream over some batches, with updates, not lowered.
         lateness: When its updates are made.
+        update: What one consists of.
         per_call: Microbatches of a batch, M.
     """
 
     program: Program
     lateness: Lateness
+    update: Update
     per_call: int
 
     @staticmethod
-    def count(lateness: Lateness, pp: int, per_call: int) -> int:
+    def count(lateness: Lateness, update: Update, pp: int, per_call: int) -> int:
         """Batches of a stream that has all calls which differ, and one behind them."""
-        return _steady_from(lateness, pp, per_call) + _turns(pp, per_call) + 1
+        cycle = max(_turns(lateness, pp, per_call), lateness.batches(per_call))
+        return _steady_from(lateness, update, pp, per_call) + cycle + 1
 
     @property
     def num_labels(self) -> int:
-        return self.per_call * self._turns
-
-    @property
-    def _turns(self) -> int:
-        return _turns(self.program.placement.num_ranks, self.per_call)
+        return self.per_call * _turns(
+            self.lateness, self.program.placement.num_ranks, self.per_call
+        )
 
     @property
     def steady_from(self) -> int:
         """The first call that is like all that follow."""
-        return _steady_from(self.lateness, self.program.placement.num_ranks, self.per_call)
+        pp = self.program.placement.num_ranks
+        return _steady_from(self.lateness, self.update, pp, self.per_call)
+
+    @property
+    def cycle(self) -> int:
+        """After how many calls of the steady state their lists repeat."""
+        return max(self.num_labels // self.per_call, self.lateness.batches(self.per_call))
+
+    def behind(self, batches: int) -> Calls:
+        """The same where the first update has the gradients of so many batches already."""
+        return self._behind.setdefault(
+            batches,
+            replace(self, lateness=replace(self.lateness, begun=batches * self.per_call)),
+        )
+
+    @cached_property
+    def _behind(self) -> dict[int, Calls]:
+        return {self.lateness.begun // self.per_call: self}
+
+    def updates_before(self, number: int) -> int:
+        """How many updates have all of their gradients behind so many calls, or had them before."""
+        return self.lateness.update_of(number * self.per_call)
 
     def call(self, number: int) -> Program:
         """What the call runs that lets in batch ``number``, counted from an empty pipeline."""
-        return self._cut[self._like(number)][0]
+        return self._cut[self._like(number)]
 
-    def drain(self, number: int) -> tuple[Program, ...]:
-        """What empties the pipeline behind ``number`` calls, in parts with a STEP at the end."""
-        return self._drained[self._like(number)]
+    def drain(self, number: int, *, closes: bool = True) -> tuple[Program, ...]:
+        """What empties the pipeline behind ``number`` calls, in parts with a STEP at the end.
+
+        One that ``closes`` applies the gradients of an update that lacks some of its batches;
+        without it they are there behind the last part, which has no STEP then.
+        """
+        like = self._like(number)
+        if (like, closes) not in self._drained:
+            rows, times = self._stream(like, closes=closes)
+            self._drained[like, closes] = (
+                _parts(self._between(rows, times, like, self._bound(like), None)) if like else ()
+            )
+        return self._drained[like, closes]
+
+    @cached_property
+    def _drained(self) -> dict[tuple[int, bool], tuple[Program, ...]]:
+        return {}
 
     def _like(self, number: int) -> int:
         """The first call whose list is the same."""
         first = self.steady_from
-        return number if number < first else first + (number - first) % self._turns
+        return number if number < first else first + (number - first) % self.cycle
 
     @cached_property
-    def _cut(self) -> list[tuple[Program, ...]]:
-        first = self.steady_from
+    def _cut(self) -> list[Program]:
+        count = self.steady_from + self.cycle
         # One more, so that no call that is cut out has an end of the stream behind it.
-        rows, times = self._stream(first + self._turns + 1)
+        rows, times = self._stream(count + 1, closes=True)
         return [
-            (self._between(rows, times, n, self._bound(n), self._bound(n + 1)),)
-            for n in range(first + self._turns)
+            self._between(rows, times, n, self._bound(n), self._bound(n + 1)) for n in range(count)
         ]
-
-    @cached_property
-    def _drained(self) -> list[tuple[Program, ...]]:
-        found: list[tuple[Program, ...]] = [()]
-        for number in range(1, self.steady_from + self._turns + 1):
-            rows, times = self._stream(number)
-            whole = self._between(rows, times, number, self._bound(number), None)
-            found.append(_parts(whole))
-        # Behind the same calls of the steady state, counted from where the labels begin again.
-        return found
 
     def _bound(self, number: int) -> list[int]:
         """Per rank, the time at which the call begins."""
@@ -148,25 +175,21 @@ class Calls:
         ]
         return [clock.entrance(stage, number * self.per_call) for stage in stages]
 
-    def _stream(self, batches: int) -> tuple[Program, list[list[int]]]:
+    def _stream(self, batches: int, *, closes: bool) -> tuple[Program, list[list[int]]]:
         """The lowered stream over that many batches, and when each instruction is."""
         count = batches * self.per_call
+        assert count <= self.program.num_microbatches
         shorter = replace(
             self.program,
             num_microbatches=count,
+            begun=self.lateness.begun,
             ranks=tuple(
-                tuple(item for item in row if self._within(item, count))
+                tuple(i for i in row if i.microbatch is not None and i.microbatch < count)
                 for row in self.program.ranks
             ),
         )
-        assert count <= self.program.num_microbatches
-        return _lowered(shorter, _Clock(shorter, self.lateness))
-
-    def _within(self, item: Instruction, count: int) -> bool:
-        if item.microbatch is not None:
-            return item.microbatch < count
-        assert item.version is not None
-        return item.version * self.lateness.per_update <= count
+        clock = _Clock(shorter, self.lateness)
+        return _lowered(clock.with_updates(self.update, closes=closes), clock)
 
     def _between(
         self,
@@ -187,22 +210,27 @@ class Calls:
         return replace(whole, ranks=rows, num_microbatches=self.num_labels)
 
     def _labelled(self, item: Instruction, number: int) -> Instruction:
-        shift = number * self.per_call // self.lateness.per_update
-        if item.kind in UPDATE_KINDS:
+        if item.microbatch is None:
             assert item.version is not None
-            return replace(item, version=item.version - shift, after=())
-        assert item.microbatch is not None
+            return replace(item, version=item.version - self.updates_before(number), after=())
         return replace(item, microbatch=item.microbatch % self.num_labels, version=None)
 
 
-def _turns(pp: int, per_call: int) -> int:
-    """Calls behind which a label means another microbatch: the first is done on all ranks."""
-    return 1 + -(-pp // per_call)
+def _turns(lateness: Lateness, pp: int, per_call: int) -> int:
+    """Calls behind which a label means another microbatch: the first is done on all ranks.
+
+    So many that updates of several batches go round with them.
+    """
+    least, batches = 1 + -(-pp // per_call), lateness.batches(per_call)
+    if least > batches:
+        return -(-least // batches) * batches
+    return next(turns for turns in range(least, batches + 1) if batches % turns == 0)
 
 
-def _steady_from(lateness: Lateness, pp: int, per_call: int) -> int:
+def _steady_from(lateness: Lateness, update: Update, pp: int, per_call: int) -> int:
     late = max(lateness.updates) * lateness.per_update
-    return -(-max(late, pp - 1) // per_call)
+    # The first call that applies an update has no gather of the one before.
+    return -(-max(late, pp - 1) // per_call) + update.gathers
 
 
 def _parts(program: Program) -> tuple[Program, ...]:
@@ -248,7 +276,9 @@ def _lowered(program: Program, clock: _Clock) -> tuple[Program, list[list[int]]]
 # Places within a tick. Nobody waits with a gradient for an update, and a microbatch's RECV stands
 # behind the update that its forward reads.
 _TICK = 8
-_RECOMPUTE, _COMPUTE, _GRADIENT_SENT, _REDUCE, _UPDATE, _ENTRANCE, _ACTIVATION_SENT = range(7)
+(
+    _RECOMPUTE, _COMPUTE, _GRADIENT_SENT, _REDUCE, _UPDATE, _ENTRANCE, _GATHER, _ACTIVATION_SENT,
+) = range(8)  # fmt: skip
 
 
 class _Clock:
@@ -260,25 +290,26 @@ class _Clock:
         self._stages = program.placement.num_stages
 
     def of(self, item: Instruction) -> int:
-        if item.kind in UPDATE_KINDS:
+        if item.microbatch is None:
             assert item.version is not None
-            last = item.version * self._lateness.per_update - 1
-            if item.kind is Kind.REDUCE and not item.after:
-                return _TICK * self._backward(item.stage, last) + _REDUCE
-            # Right before the first forward that reads the version, whether there is one or not.
-            reader = last + 1 + self._lateness.updates[item.stage] * self._lateness.per_update
-            behind = _UPDATE if item.kind is Kind.STEP else _REDUCE
-            return _TICK * (self._forward(item.stage, reader) - 1) + behind
-        assert item.microbatch is not None
+            whole = self._lateness.first_of(item.version) <= self._program.num_microbatches
+            if item.kind is Kind.REDUCE and whole and not item.after:
+                return _TICK * self._backward(item.stage, self._last(item.version)) + _REDUCE
+            # Right before the first forward that reads the version, whether there is one or not;
+            # what begins a call stands behind its entrance. Also reductions that are earlier than
+            # anybody could know, where some gradients do not come.
+            place = {Kind.STEP: _UPDATE, Kind.GATHER: _GATHER}.get(item.kind, _REDUCE)
+            reader = self._reader(item.stage, item.version)
+            return _TICK * (self._forward(item.stage, reader) - 1) + place
         if item.kind is Kind.F:
             return _TICK * self._forward(item.stage, item.microbatch) + _COMPUTE
-        place = {Kind.B: _COMPUTE, Kind.R: _RECOMPUTE}.get(item.kind)
-        if place is None:
+        compute = {Kind.B: _COMPUTE, Kind.R: _RECOMPUTE}.get(item.kind)
+        if compute is None:
             raise ProgramError(
                 f"{self._program.schedule}: {item} in a schedule without a flush, which runs F, B "
                 "and R. Try schedule.split_backward=false."
             )
-        return _TICK * self._backward(item.stage, item.microbatch) + place
+        return _TICK * self._backward(item.stage, item.microbatch) + compute
 
     def entrance(self, stage: int, microbatch: int) -> int:
         """From when on all is behind the update that a microbatch's forward reads."""
@@ -289,25 +320,51 @@ class _Clock:
             return _TICK * self._forward(source, microbatch) + _ACTIVATION_SENT
         return _TICK * self._backward(source, microbatch) + _GRADIENT_SENT
 
-    def named(self, item: Instruction) -> Instruction:
+    def with_updates(self, update: Update, *, closes: bool) -> Program:
+        """The program's compute with the versions that it reads, and what makes them."""
+        rows = []
+        for rank, row in enumerate(self._program.ranks):
+            items = [self._named(item) for item in row]
+            for stage in self._program.placement.stages_of(rank):
+                items += self._updates(stage, update, closes=closes)
+            rows.append(tuple(sorted(items, key=self.of)))
+        return self._program.with_ranks(tuple(rows))
+
+    def _named(self, item: Instruction) -> Instruction:
         """With the version that it reads."""
         assert item.microbatch is not None
-        unit = item.microbatch // self._lateness.per_update
+        unit = self._lateness.update_of(item.microbatch)
         return replace(item, version=max(unit - self._lateness.updates[item.stage], 0))
 
-    def updates(self, stage: int, buckets: int, *, overlap: bool) -> list[tuple[int, Instruction]]:
-        """The REDUCEs and STEPs of a stage, with their times."""
-        found = []
-        for update in range(self._program.num_microbatches // self._lateness.per_update):
-            step = Instruction(Kind.STEP, stage, version=update + 1)
-            last = (update + 1) * self._lateness.per_update - 1
-            edge = () if overlap else (Instruction(Kind.B, stage, last),)
-            reductions = [
-                Instruction(Kind.REDUCE, stage, bucket=bucket, after=edge, version=update + 1)
-                for bucket in range(buckets)
-            ]
-            found += [(self.of(item), item) for item in (*reductions, step)]
+    def _updates(self, stage: int, update: Update, *, closes: bool) -> list[Instruction]:
+        """The REDUCEs, STEPs and GATHERs of a stage; one that lacks gradients if it ``closes``."""
+        count, found = self._program.num_microbatches, []
+        whole = self._lateness.update_of(count)
+        if closes and count and self._lateness.update_of(count - 1) == whole:
+            whole += 1
+        for version in range(1, whole + 1):
+            edge = Instruction(Kind.B, stage, self._last(version))
+            found += [
+                Instruction(
+                    Kind.REDUCE, stage, bucket=bucket, version=version,
+                    after=() if update.overlap else (edge,),
+                )
+                for bucket in range(update.buckets[stage])
+            ]  # fmt: skip
+            found.append(Instruction(Kind.STEP, stage, version=version))
+            read = self._reader(stage, version) < count
+            if update.gathers and update.buckets[stage] and read:
+                found.append(Instruction(Kind.GATHER, stage, version=version))
         return found
+
+    def _last(self, version: int) -> int:
+        """The last microbatch whose gradient makes a version."""
+        whole = self._lateness.first_of(version) - 1
+        return min(whole, self._program.num_microbatches - 1)
+
+    def _reader(self, stage: int, version: int) -> int:
+        """The first microbatch whose forward reads a version."""
+        return self._lateness.first_of(version + self._lateness.updates[stage])
 
     def _forward(self, stage: int, microbatch: int) -> int:
         return 2 * microbatch + stage

@@ -9,8 +9,8 @@ Where values are only shapes, a ``LocalGroup`` stands in its place and talks to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -84,6 +84,33 @@ for _name in _ANSWERED.split():
     setattr(LocalGroup, _name, _method(_name))
 
 
+@contextmanager
+def listed(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Inside, each ``default_group`` finds this one in torch's tables and need not enter it."""
+    fresh = _enter(group)
+    try:
+        yield
+    finally:
+        if fresh:
+            _take_out(group)
+
+
+def _enter(group: dist.ProcessGroup | None) -> bool:
+    """Enters a local group into torch's tables, where questions about backends look."""
+    world = distributed_c10d._world
+    if not isinstance(group, LocalGroup) or group in world.pg_map:
+        return False
+    world.pg_map[group] = (dist.Backend.GLOO, None)  # type: ignore[assignment]
+    world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    return True
+
+
+def _take_out(group: dist.ProcessGroup | None) -> None:
+    assert group is not None
+    distributed_c10d._world.pg_map.pop(group, None)
+    distributed_c10d._world.pg_group_ranks.pop(group, None)
+
+
 class default_group:  # noqa: N801 - read as the function that it could be
     """Inside, it is torch's default group; None leaves what is there.
 
@@ -105,22 +132,14 @@ class default_group:  # noqa: N801 - read as the function that it could be
         before = self._before = dist.group.WORLD
         if before is None:
             return
-        # A local group is entered into torch's tables, where questions about backends look.
-        if isinstance(group, LocalGroup):
-            world = distributed_c10d._world
-            self._fresh = group not in world.pg_map
-            if self._fresh:
-                world.pg_map[group] = (dist.Backend.GLOO, None)  # type: ignore[assignment]
-                world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+        self._fresh = _enter(group)
         _set_default(group)
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             _set_default(self._before)
         if self._fresh:
-            assert self._group is not None
-            distributed_c10d._world.pg_map.pop(self._group, None)
-            distributed_c10d._world.pg_group_ranks.pop(self._group, None)
+            _take_out(self._group)
 
 
 class ShapesFirst:

@@ -29,7 +29,8 @@ _WORDS = """
     col2im complex conj_physical constant_pad_nd contiguous copy count_nonzero
     cudnn_batch_norm cummax cummin cumprod cumsum detach diag_embed diagonal dropout elu
     embedding embedding_bag embedding_dense embedding_renorm empty empty_like empty_permuted
-    empty_strided eq equal expand exponential eye fill flip full full_like fused_dropout
+    empty_strided eq equal expand exponential eye fill flip floor_divide full full_like
+    fused_dropout
     fused_rms_norm gather gelu geometric glu grid_sampler_2d grid_sampler_3d hardtanh
     hash_tensor histc huber_loss im2col index index_add index_copy index_fill index_put
     index_put_impl index_reduce index_select isin item kthvalue leaky_relu lift lift_fresh

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -76,6 +78,22 @@ def _join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
             options["batch_size"] = sum(sizes)
         joined.append(LogCall(name, value, options))
     return joined
+
+
+def no_means(
+    whole: Sequence[LogCall], parts: Sequence[tuple[Sequence[LogCall], float]], *, loose: bool
+) -> tuple[str, ...]:
+    """Names of what is another number for all rows than put together from parts of them.
+
+    ``parts`` come with their shares; ``loose`` where numbers have 16 bits.
+    """
+    joined = _join_logs([(call, share) for calls, share in parts for call in calls])
+    means: dict[str, Any] = {call.name: call.value for call in joined}
+    numbers: dict[str, Any] = {
+        call.name: call.value for call in _join_logs([(call, 1.0) for call in whole])
+    }
+    close = partial(math.isclose, rel_tol=3e-2 if loose else 1e-4, abs_tol=1e-6)
+    return tuple(n for n, value in numbers.items() if not close(value, means.get(n, value)))
 
 
 def join_entries(entries: Sequence[LogEntry], stage: int) -> list[LogCall]:

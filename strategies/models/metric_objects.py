@@ -20,6 +20,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from strategies.errors import ModelError
 from strategies.models.collectives import LocalGroup
+from strategies.models.contents import kind_of, walk
 from strategies.models.nested import replaced
 
 _TABLES = frozenset(nn.Module().__dict__)
@@ -61,12 +62,15 @@ def share_metrics(module: nn.Module, replicas: Replicas) -> bool:
     for metric in found:
         metric.distributed_available_fn = replicas
         metric.dist_sync_fn = replicas.gather
+    registered = {id(child) for child in module.modules()}
     for name, child in module.named_modules():
         for key, value in vars(child).items():
-            if key in _TABLES or not isinstance(value, list | tuple | dict):
+            if key in _TABLES or kind_of(value) is None:
                 continue
-            items = value.values() if isinstance(value, dict) else value
-            if any(isinstance(item, Metric | MetricCollection) for item in items):
+            inside = (
+                item for item, _ in walk(value) if isinstance(item, Metric | MetricCollection)
+            )
+            if any(id(item) not in registered for item in inside):
                 place = f"{name}.{key}" if name else key
                 raise ModelError(
                     f"{place} is a plain {type(value).__name__} of torchmetrics objects, which are "

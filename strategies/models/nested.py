@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from strategies.models.replay.hole import Hole
 
@@ -55,7 +56,7 @@ def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
         if kind is list:
             return items
         if hasattr(value, "_fields"):
-            return kind(*items)
+            return kind._make(items)  # PackedSequence looks at what it is given
         return value if isinstance(value, torch.Size) else kind(items)
     if isinstance(value, dict | UserDict):
         if type(value) is dict:
@@ -73,6 +74,11 @@ def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
                 object.__setattr__(record, field.name, changed)
         return record
     return leaf(value)
+
+
+def cloned(value: Any) -> Any:
+    """A copy with tensors of its own, for who may write into them."""
+    return rebuild(value, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
 
 @contextmanager
@@ -101,6 +107,9 @@ def signature(value: Any) -> Hashable:
         return (kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
     if isinstance(value, _PLAIN):
         return (type(value), value)
+    if isinstance(value, PackedSequence) and not isinstance(value.batch_sizes, Hole):
+        rows = int(value.batch_sizes[0])  # of the last states
+        return (PackedSequence, rows, *(signature(item) for item in value))
     if isinstance(value, list | tuple):
         return (type(value), *(signature(item) for item in value))
     if isinstance(value, dict | UserDict):
@@ -113,19 +122,23 @@ def signature(value: Any) -> Hashable:
     return cast(Hashable, type(value))
 
 
-def structure(value: Any) -> Hashable:
-    """Containers, keys and types of leaves: batches of equal structure take one path in a step."""
+def structure(value: Any, *, inside: bool = False) -> Hashable:
+    """Containers, keys and types of leaves: batches of equal structure take one path in a step.
+
+    How many equal entries a list inside of a batch has may be its number of rows, and does not
+    count.
+    """
     if isinstance(value, Tensor):
         return "tensor"
     if isinstance(value, list | tuple):
-        items = tuple(structure(item) for item in value) if tensors(value) else ()
-        return (type(value).__name__, *items)
+        items = tuple(structure(item, inside=True) for item in value) if tensors(value) else ()
+        return (type(value).__name__, *(set(items) if inside and len(set(items)) == 1 else items))
     if isinstance(value, dict | UserDict):
-        pairs = ((str(key), structure(item)) for key, item in value.items())
+        pairs = ((str(key), structure(item, inside=True)) for key, item in value.items())
         return (type(value).__name__, *pairs)
     if _is_record(value):
         names = (field.name for field in dataclasses.fields(value))
-        pairs = ((name, structure(getattr(value, name, None))) for name in names)
+        pairs = ((name, structure(getattr(value, name, None), inside=True)) for name in names)
         return (type(value).__name__, *pairs)
     return type(value).__name__
 

@@ -22,7 +22,7 @@ from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
 
 if TYPE_CHECKING:
     from strategies.models.replay.path import ParameterTable
-    from strategies.models.replay.whole_values import Dealer, Step
+    from strategies.models.replay.rows.whole_values import Dealer, Step
     from strategies.models.selective.policy import Selection
     from strategies.sharding_plan import FoundPlan
 
@@ -246,8 +246,10 @@ class StageModel(ABC):
 
     def mixed_rows(
         self, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int]
-    ) -> str | None:
+    ) -> tuple[str | None, tuple[str, ...]]:
         """Where a layer gets rows of a batch that other rows have a part in; None if nowhere.
+
+        And the names of what is logged before the last layer, and is no mean over rows.
 
         Args:
             step: What ``dealer`` knows it by, who has looked at it.
@@ -255,7 +257,7 @@ class StageModel(ABC):
             parts: Its rows, in order, in two batches.
             rows: How many each has.
         """
-        return None
+        return None, ()
 
     @property
     def dealer(self) -> Dealer | None:
@@ -370,6 +372,12 @@ class StageModel(ABC):
         """The first stage that has each parameter of the uncut module; known after ``cut``."""
         raise NotImplementedError
 
+    def refusal(
+        self, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int | None
+    ) -> ModelError | None:
+        """Why an evaluation step cannot be cut where this model is; None where it can."""
+        return None
+
     def follow_freezing(self) -> None:
         """Parameters of any rank were frozen or unfrozen: later steps find out what that means."""
         raise NotImplementedError
@@ -383,6 +391,11 @@ class StageModel(ABC):
     def experts(self) -> Mapping[str, Shard]:
         """Names of the parameters that are spread over expert-parallel ranks, and how."""
         return {}
+
+    @property
+    def exchanges(self) -> tuple[int, ...]:
+        """Per stage, how many layers have experts on other ranks; () for none. After ``cut``."""
+        return ()
 
     @property
     def partial_parameters(self) -> Collection[str]:

@@ -8,80 +8,78 @@ others. Layers are not looked at: what they keep (running statistics) is their s
 
 from __future__ import annotations
 
-import sys
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
+from strategies.models.contents import PLAIN, Kind, item_mark, kind_of
 from strategies.models.replay.hole import Hole
+from strategies.models.step_places import (
+    ABSENT,
+    BOOKKEEPING,
+    Place,
+    Slot,
+    of_class,
+    of_files,
+    of_trainer,
+    speaks_of,
+)
 
-ABSENT: Any = object()
-CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-# What Lightning and torch keep on every module, and the doors that a replay puts there.
-_BOOKKEEPING = frozenset(LightningModule().__dict__) | {"log", "log_dict", "forward"}
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {
-    "torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "numpy",
-    "transformers", "omegaconf", "wandb", "tensorboard", "tokenizers", "strategies",
-}  # fmt: skip
-_DEPTH = 4
-_MANY, _FEW = 64, 8  # dicts and lists of more items are compared as a whole, not looked into
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A place of a module that has a value: an attribute, a buffer, or a container of its class."""
-
-    module: str
-    kind: str
-    key: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.module}.{self.key}" if self.module else self.key
+_DEPTH = 12
+_MOST = 20_000  # objects that are looked into
+_COPIED_BYTES = 256 << 20  # of tensors that lie deeper than in an attribute of a module
 
 
 # A step may say that the training is to end (``self.trainer.should_stop = True``).
 _STOP = Slot("", "trainer", "should_stop")
+_TABLES = ("attribute", "buffer")
 
 
 class StepState:
     """Watches a module's state around the forwards of a pass.
 
+    Besides the module's attributes and buffers that is what its code keeps elsewhere: in its
+    class, in variables of its file, in the trainer's callbacks and data module.
+
     Args:
         module: The LightningModule.
         layers: Modules that are left alone, with all that is in them.
+        elsewhere: Whether only what lies outside of the module is looked at.
     """
 
-    def __init__(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, module: nn.Module, layers: Iterable[nn.Module], *, elsewhere: bool = False
+    ) -> None:
         self._module = module
         self._layers = [layer for layer in layers if layer is not module]
+        self._elsewhere = elsewhere
+        self._known = False
         self._tables: list[tuple[Slot, dict[str, Any]]] = []
-        self._of_class: list[tuple[Slot, Any]] = []
+        self._places: list[Place] = []
+        self._befores: list[Any] = []
         self._before: list[dict[str, Any]] = []
         self._begun: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
-        self._marks: list[tuple[int, ...]] = []
-        self._containers: list[tuple[Slot, Any, Any]] = []
+        self._marks: list[tuple[Any, ...]] = []
+        self._containers: list[tuple[Slot, Any, Kind, Any]] = []
         self._tensors: list[_KeptTensor] = []
         self._stops: bool | None = None
 
     def forget(self) -> None:
         """Modules are looked for anew when the next pass begins: hooks may make some."""
-        self._tables = []
+        self._known = False
 
     @property
     def is_known(self) -> bool:
-        return bool(self._tables)
+        return self._known
 
     def _look_for_modules(self) -> None:
-        inside = {id(child) for layer in self._layers for child in layer.modules()}
+        self._known = True
         self._tables = []
-        for name, child in self._module.named_modules():
+        inside = {id(child) for layer in self._layers for child in layer.modules()}
+        for name, child in () if self._elsewhere else self._module.named_modules():
             # Torch's own modules keep nothing besides buffers.
             library = (
                 type(child).__module__.startswith("torch.nn.") and type(child) is not nn.Module
@@ -89,83 +87,72 @@ class StepState:
             if (child._buffers or not library) and id(child) not in inside:
                 self._tables.append((Slot(name, "attribute", ""), child.__dict__))
                 self._tables.append((Slot(name, "buffer", ""), child._buffers))
-        self._of_class = [
-            (Slot("", "class", key), value)
-            for kind in type(self._module).__mro__
-            if kind.__module__.partition(".")[0] not in _LIBRARIES
-            for key, value in vars(kind).items()
-            if type(value) in CONTAINERS and not key.startswith("__")
-        ]
+        trainer: Any = getattr(self._module, "_trainer", None)
+        self._places = [*of_class(type(self._module)), *of_files(type(self._module))]
+        self._places += of_trainer(trainer, callbacks=speaks_of(type(self._module), "callbacks"))
 
     def begin(self) -> None:
         """Notes the state from which every forward of the pass is to start."""
-        if not self._tables:
+        if not self._known:
             self._look_for_modules()
         self._containers, self._tensors = [], []
         self._stops = self._stops_now()
-        seen: set[int] = set()
+        looked = _Looked()
         self._before = [
-            {key: value for key, value in table.items() if key not in _BOOKKEEPING}
+            {key: value for key, value in table.items() if key not in BOOKKEEPING}
             for _, table in self._tables
         ]
         # All that a table holds, bookkeeping included: mostly nothing of it changes in a forward,
         # and that is seen without looking at one name after the other.
         self._begun = [(tuple(table), tuple(map(id, table.values()))) for _, table in self._tables]
-        self._marks = [tuple(map(id, before.values())) for before in self._before]
+        self._marks = [tuple(map(item_mark, before.values())) for before in self._before]
         for (where, table), before in zip(self._tables, self._before, strict=True):
             for key, value in before.items():
-                slot = Slot(where.module, where.kind, key)
-                self._look(slot, (table, before), key, value, seen, _DEPTH)
-        for slot, value in self._of_class:
-            self._look(slot, None, None, value, seen, _DEPTH)
+                if type(value) not in PLAIN:
+                    slot = Slot(where.module, where.kind, key)
+                    self._look(slot, (table, before), key, value, looked, 0)
+        self._befores = [place.get() for place in self._places]
+        for place, value in zip(self._places, self._befores, strict=True):
+            if type(value) not in PLAIN and not isinstance(value, Tensor):
+                self._look(place.slot, None, None, value, looked, 0)
 
     def _look(
-        self, slot: Slot, holders: Any, key: Any, value: Any, seen: set[int], depth: int
+        self, slot: Slot, holders: Any, key: Any, value: Any, looked: _Looked, depth: int
     ) -> None:
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter | Hole) and not value.is_meta:
-                if value.is_inference() and holders is not None:
+                if value.is_inference() and holders:
                     # Such a tensor does not count its changes; its copy does.
                     with torch.inference_mode(False):
                         value = value.clone()
                     for holder in holders:
                         holder[key] = value
-                self._tensors.append(_KeptTensor(slot, holders, key, value))
+                copies = slot.kind != "callback" and (depth == 0 or looked.may_copy(value))
+                self._tensors.append(_KeptTensor(slot, holders or (), key, value, copies=copies))
             return
-        items: Iterable[tuple[Any, Any]]
-        inner = value
-        if type(value) in CONTAINERS:
-            if isinstance(value, dict):
-                items = value.items()
-            else:
-                items = enumerate(value) if not isinstance(value, set) else ()
-        elif is_record(value):
-            inner = value.__dict__
-            items = inner.items()
-        else:
+        kind = kind_of(value)
+        if kind is None or not looked.first_time(value):
             return
-        if id(inner) in seen:
-            return
-        seen.add(id(inner))
-        before = inner.copy()
-        self._containers.append((slot, inner, before))
-        if depth and len(inner) <= (_MANY if isinstance(inner, dict) else _FEW):
-            for name, item in items:
-                self._look(slot, (inner, before), name, item, seen, depth - 1)
+        before = kind.read(value)
+        self._containers.append((slot, value, kind, before))
+        if depth < _DEPTH:
+            inner = () if isinstance(value, tuple | set) else (_Holder(kind, value), before)
+            for name, item in kind.items(before):
+                if type(item) not in PLAIN:
+                    self._look(slot, inner, name, item, looked, depth + 1)
 
     def marks(self) -> list[Any]:
         """Something that is equal as long as nothing is changed."""
         tables = [
             begun
-            if self._is_as_begun(place, table)
-            else tuple(id(v) for k, v in table.items() if k not in _BOOKKEEPING)
+            if self._holds_the_same(place, table)
+            else tuple(item_mark(v) for k, v in table.items() if k not in BOOKKEEPING)
             for place, ((_, table), begun) in enumerate(zip(self._tables, self._marks, strict=True))
         ]
-        containers = [
-            (len(c), id(next(reversed(c), None)) if isinstance(c, list | deque) else None)
-            for _, c, _ in self._containers
-        ]
-        return [tables, containers, [kept.version for kept in self._tensors], self._stops_now()]
+        containers = [kind.mark(value) for _, value, kind, _ in self._containers]
+        places = [item_mark(place.get()) for place in self._places]
+        versions = [kept.version for kept in self._tensors]
+        return [tables, containers, places, versions, self._stops_now()]
 
     def _stops_now(self) -> bool | None:
         """Whether the step's trainer is to stop; None where it has none."""
@@ -178,16 +165,19 @@ class StepState:
         for place, ((where, table), before) in enumerate(
             zip(self._tables, self._before, strict=True)
         ):
-            if self._is_as_begun(place, table):
+            if self._holds_the_same(place, table):
                 continue
             for key, value in table.items():
-                if key not in _BOOKKEEPING and not _is_same(value, before.get(key, ABSENT)):
+                if key not in BOOKKEEPING and not _is_same(value, before.get(key, ABSENT)):
                     found.add(Slot(where.module, where.kind, key))
             for key in before:
                 if key not in table:
                     found.add(Slot(where.module, where.kind, key))
-        for slot, container, before in self._containers:
-            if not _equal(container, before):
+        for held, value in zip(self._places, self._befores, strict=True):
+            if not _is_same(held.get(), value):
+                found.add(held.slot)
+        for slot, container, kind, content in self._containers:
+            if not kind.same(container, content):
                 found.add(slot)
         if self._stops_now() != self._stops:
             found.add(_STOP)
@@ -199,9 +189,9 @@ class StepState:
         if touched:
             self.put(_STOP, self._stops)
         for place, ((_, table), before) in enumerate(zip(self._tables, self._before, strict=True)):
-            if self._is_as_begun(place, table):
+            if self._holds_the_same(place, table):
                 continue
-            now = {key: value for key, value in table.items() if key not in _BOOKKEEPING}
+            now = {key: value for key, value in table.items() if key not in BOOKKEEPING}
             for key, value in now.items():
                 if value is not before.get(key, ABSENT):
                     touched = touched or not _is_same(value, before.get(key, ABSENT))
@@ -212,15 +202,29 @@ class StepState:
             for key in before:
                 if key not in now:
                     table[key], touched = before[key], True
-        for _, container, before in self._containers:
-            if not _equal(container, before):
-                refill(container, before)
+        for held, value in zip(self._places, self._befores, strict=True):
+            if held.get() is not value:
+                touched = touched or not _is_same(held.get(), value)
+                held.put(value)
+        for _, container, kind, content in self._containers:
+            if not kind.same(container, content):
+                kind.fill(container, content)
                 touched = True
         for kept in self._tensors:
             touched = kept.take_back() or touched
         return touched
 
-    def _is_as_begun(self, place: int, table: dict[str, Any]) -> bool:
+    def is_as_begun(self) -> bool:
+        """Whether nothing is another object than when the pass began, and nothing in it changed."""
+        return (
+            self._stops_now() == self._stops
+            and all([self._holds_the_same(at, table) for at, (_, table) in enumerate(self._tables)])
+            and all([p.get() is v for p, v in zip(self._places, self._befores, strict=True)])
+            and all([kind.same(value, content) for _, value, kind, content in self._containers])
+            and not any([kept.is_changed() for kept in self._tensors])
+        )
+
+    def _holds_the_same(self, place: int, table: dict[str, Any]) -> bool:
         """Whether a table holds the same objects under the same names; those of then still live."""
         names, values = self._begun[place]
         return tuple(map(id, table.values())) == values and tuple(table) == names
@@ -229,35 +233,70 @@ class StepState:
         """What is there now; ABSENT if nothing is."""
         if slot == _STOP:
             return self._stops_now()
-        module = self._module.get_submodule(slot.module)
-        if slot.kind == "class":
-            return getattr(type(module), slot.key)
-        table: dict[str, Any] = module._buffers if slot.kind == "buffer" else module.__dict__
-        return table.get(slot.key, ABSENT)
+        if slot.kind in _TABLES:
+            return self._table(slot).get(slot.key, ABSENT)
+        return self._place(slot).get()
 
     def put(self, slot: Slot, value: Any) -> None:
         if slot == _STOP:
             trainer: Any = self._module._trainer
             trainer.should_stop = value
-            return
+        elif slot.kind not in _TABLES:
+            self._place(slot).put(value)
+        elif value is ABSENT:
+            self._table(slot).pop(slot.key, None)
+        else:
+            self._table(slot)[slot.key] = value
+
+    def _table(self, slot: Slot) -> dict[str, Any]:
         module = self._module.get_submodule(slot.module)
-        table: dict[str, Any] = module._buffers if slot.kind == "buffer" else module.__dict__
-        if value is ABSENT:
-            table.pop(slot.key, None)
-        elif slot.kind != "class":
-            table[slot.key] = value
+        return module._buffers if slot.kind == "buffer" else module.__dict__
+
+    def _place(self, slot: Slot) -> Place:
+        if not self._known:
+            self._look_for_modules()
+        return next(place for place in self._places if place.slot == slot)
+
+
+class _Looked:
+    """What has been looked into, and how much of it may still be copied."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}
+        self._bytes = 0
+
+    def first_time(self, value: Any) -> bool:
+        if id(value) in self._seen or len(self._seen) > _MOST:
+            return False
+        self._seen[id(value)] = value
+        return True
+
+    def may_copy(self, tensor: Tensor) -> bool:
+        self._bytes += tensor.numel() * tensor.element_size()
+        return self._bytes <= _COPIED_BYTES
+
+
+class _Holder:
+    """Where a tensor lies inside of something, which another one may take the place of."""
+
+    def __init__(self, kind: Kind, value: Any) -> None:
+        self._kind = kind
+        self._value = value
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        self._kind.put(self._value, key, item)
 
 
 class _KeptTensor:
     """A tensor of the state, with a copy of what it was."""
 
-    def __init__(self, slot: Slot, holders: Any, key: Any, tensor: Tensor) -> None:
+    def __init__(self, slot: Slot, holders: Any, key: Any, tensor: Tensor, *, copies: bool) -> None:
         self.slot = slot
         self._holders = holders  # where it is, and the copy from which that is filled again
         self._key = key
         self._tensor = tensor
         self._version = version_of(tensor)
-        self._copy = tensor.detach().clone()
+        self._copy = tensor.detach().clone() if copies else None
 
     @property
     def version(self) -> int:
@@ -267,10 +306,24 @@ class _KeptTensor:
         return self.version != self._version
 
     def take_back(self) -> bool:
-        """Another object takes the place of a changed one, which a graph may still need."""
+        """Another object takes the place of a changed one, which a graph may still need.
+
+        Raises:
+            ModelError: There is no copy of it.
+        """
         if not self.is_changed():
             return False
-        self._tensor = self._copy.clone()
+        if self._copy is None:
+            raise ModelError(
+                f"a step changes a tensor in {self.slot.name} in place, which is too large, or too "
+                "far from the module, to be copied for each batch. Make it a buffer "
+                "(register_buffer)."
+            )
+        if not self._holders:
+            with torch.no_grad():
+                self._tensor.copy_(self._copy)
+        else:
+            self._tensor = self._copy.clone()
         self._version = version_of(self._tensor)
         for holder in self._holders:
             holder[self._key] = self._tensor
@@ -281,31 +334,6 @@ def version_of(tensor: Tensor) -> int:
     if isinstance(tensor, Hole):
         return -2  # A tensor into which a probe has written becomes one.
     return -1 if tensor.is_inference() else tensor._version
-
-
-def is_record(value: Any) -> bool:
-    """Whether it is an object of somebody's own class, with attributes of its own."""
-    kind = type(value)
-    return (
-        hasattr(value, "__dict__")
-        and not isinstance(value, Tensor | nn.Module | type)
-        and not callable(value)
-        and kind.__module__.partition(".")[0] not in _LIBRARIES
-        and not isinstance(value, BaseException)
-    )
-
-
-def refill(container: Any, content: Any) -> None:
-    """Gives a container another content; it stays the same object."""
-    if isinstance(container, list):
-        container[:] = content
-    elif isinstance(container, dict):
-        # Past whatever a subclass forbids.
-        dict.clear(container)
-        dict.update(container, content)
-    else:
-        container.clear()
-        container.extend(content) if isinstance(container, deque) else container.update(content)
 
 
 def join_parts(parts: Sequence[Tensor], shares: Sequence[float], shape: tuple[int, ...]) -> Tensor:
@@ -344,14 +372,4 @@ def _is_same(value: Any, before: Any) -> bool:
     """Whether nothing has happened; equal numbers and texts are the same, tensors are not."""
     if value is before:
         return True
-    plain = int | float | str | bool | complex | None
-    return type(value) is type(before) and isinstance(value, plain) and bool(value == before)
-
-
-def _equal(container: Any, before: Any) -> bool:
-    if len(container) != len(before):
-        return False
-    try:
-        return bool(container == before)
-    except Exception:
-        return False  # Tensors answer for each of their elements.
+    return type(value) is type(before) and type(value) in PLAIN and bool(value == before)

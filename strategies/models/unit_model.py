@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from strategies.errors import ModelError
 from strategies.models.expert_parallel import ExpertRanks, ExpertShares
+from strategies.models.expert_parallel.expert_shares import named_expert_layers
 from strategies.models.logs import captured_logs
 from strategies.models.selective.policy import Selection
 from strategies.models.selective.region import SelectiveLayer
@@ -116,7 +117,9 @@ class UnitModel(StageModel):
         self._stages: tuple[range, ...] = (range(len(declared)),)
         self._sharding: Sharding | UnitSharding | None = None
         self._found: UnitSharding | None = None  # the same, where it was found
+        self._example: Any = None
         self._expert_shares: ExpertShares | None = None
+        self._mixtures: tuple[int, ...] = ()  # of each unit, where ranks share them
         self._postponed = False
         self._selective: dict[int, SelectiveLayer] = {}
         self._joined = False
@@ -186,10 +189,22 @@ class UnitModel(StageModel):
         self._selective = selection.layers_of(self._runs)
         self._joined = selection.joined
 
-    def sharding_plan(self, tp: int, search: Search) -> FoundPlan | None:
+    @property
+    def declares_plan(self) -> bool:
+        """Whether the module says how its layers are cut over ranks."""
         by_hand = getattr(self._module, "tensor_parallel_plan", None)
-        if callable(by_hand) and by_hand() is not None:
+        return callable(by_hand) and by_hand() is not None
+
+    def show(self, microbatch: Any) -> None:
+        """Gives a microbatch, by whose shapes shardings are found; without, sizes decide."""
+        self._example = microbatch
+
+    def sharding_plan(self, tp: int, search: Search) -> FoundPlan | None:
+        if self.declares_plan:
             return None
+        if self._example is not None:
+            example, self._example = self._example, None
+            return search(self._module, example)
         # DTensor takes half a second to import.
         from strategies.models.tensor_parallel.unit_sharding import UnitSharding
 
@@ -209,11 +224,22 @@ class UnitModel(StageModel):
         return {} if self._sharding is None else self._sharding.shards
 
     def spread(self, ranks: ExpertRanks) -> None:
+        declare: Any = getattr(self._module, "declare_experts", None)
+        if declare is not None and ranks.size > 1:
+            declare()
         self._expert_shares = ExpertShares(self._module, ranks)
+        if ranks.size > 1:
+            units = [self._module.get_submodule(unit.name) for unit in self._units]
+            self._mixtures = tuple(len(named_expert_layers(unit)) for unit in units)
 
     @property
     def experts(self) -> Mapping[str, Shard]:
         return {} if self._expert_shares is None else self._expert_shares.shards
+
+    @property
+    def exchanges(self) -> tuple[int, ...]:
+        mixtures = self._mixtures
+        return tuple(sum(mixtures[i] for i in stage) for stage in self._stages) if mixtures else ()
 
     @property
     def partial_parameters(self) -> Collection[str]:

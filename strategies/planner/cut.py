@@ -170,14 +170,14 @@ class _Extents:
     def smallest_limit(self) -> float | None:
         sums = self.sums
         high = sums[-1]
-        if self._edges(high) is None:
+        if self._edges(high)[-1] < self.count:
             return None
         low = max(high / self.num_stages, max(b - a for a, b in pairwise(sums)))
         while high > low * (1 + _SAME):
             middle = (low + high) / 2
             edges = self._edges(middle)
-            if edges is None:
-                low = middle
+            if edges[-1] < self.count:
+                low = max(middle, self._next_limit(edges))
             else:
                 # What this cut really needs is a limit that some stage has exactly.
                 high = max(sums[end] - sums[start] for start, end in pairwise(edges))
@@ -206,16 +206,21 @@ class _Extents:
             first[stage] = max(start, (stage + 1) * self.min_units)
         return first, last
 
-    def _edges(self, limit: float) -> list[int] | None:
-        """The cut that fills each stage as far as it goes; None if units are left."""
+    def _next_limit(self, edges: list[int]) -> float:
+        """The least limit at which a stage of this cut gets further."""
+        sums, last = self.sums, self.count
+        return min(sums[end + 1] - sums[start] for start, end in pairwise(edges) if end < last)
+
+    def _edges(self, limit: float) -> list[int]:
+        """The cut that fills each stage as far as it goes, as far as all have units."""
         edges = [0]
         for stage in range(self.num_stages):
             further = self._furthest(stage, edges[-1], limit)
             most = self.count - (self.num_stages - 1 - stage) * self.min_units
             edges.append(min(further, most))
             if edges[-1] < edges[-2] + self.min_units:
-                return None
-        return edges if edges[-1] == self.count else None
+                return edges
+        return edges
 
     def _furthest(self, stage: int, start: int, limit: float) -> int:
         times = self.sums

@@ -47,7 +47,7 @@ class Group:
 
 
 def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Group]:
-    by_placement: dict[tuple[Placement, bool], list[Order]] = {}
+    by_placement: dict[tuple[Placement, bool, bool], list[Order]] = {}
     for order in orders(space, problem, layout, recompute):
         schedule = find_schedule(order.schedule)
         shape = schedule.resolve(
@@ -56,13 +56,13 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
             stages_per_rank=order.stages_per_rank,
             group=order.group,
         )
-        key = (schedule.place(shape), schedule.splits_backward)
+        key = (schedule.place(shape), schedule.splits_backward, schedule.synchronous)
         by_placement.setdefault(key, []).append(order)
     found = []
     selective = recompute.inside
     cuts: dict[Placement, list[tuple[int, ...]]] = {}
     tables = problem.found.tables
-    for (placement, splits), members in by_placement.items():
+    for (placement, splits, flushes), members in by_placement.items():
         if placement not in cuts:
             cuts[placement] = _cuts(problem, space, layout, placement, recompute)
         rules = Rules(
@@ -70,6 +70,7 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
             splits or space.split_backward,
             recompute.policy == "full",
             problem.machine.waits_at_flush,
+            flushes,
         )
         for units in cuts[placement]:
             made = None
@@ -83,7 +84,8 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
                     Group(
                         layout, placement, overlap, recompute, space.split_backward, units,
                         tuple(members), costs, table, buckets,
-                        step_bound(placement, table, rules), _least_bytes(placement, table),
+                        step_bound(placement, table, rules),
+                        _least_bytes(layout, placement, table, recompute),
                     )
                 )  # fmt: skip
     return found
@@ -165,15 +167,25 @@ def _times(table: CostTable) -> list[float]:
     return [max(f + b, 1e-12) for f, b in zip(table.forward, table.backward, strict=True)]
 
 
-def _least_bytes(placement: Placement, table: CostTable) -> int:
-    """What the worst rank holds at the least: its state and one whole activation of each stage."""
+def _least_bytes(
+    layout: Layout, placement: Placement, table: CostTable, recompute: Recompute
+) -> int:
+    """What the worst rank holds at the least: its state, and what one microbatch keeps.
+
+    That is in all of its stages before its first backward, or where stages run again in one.
+    """
     assert table.activation_bytes is not None
     assert table.state_bytes is not None
     state, whole = [0] * placement.num_ranks, [0] * placement.num_ranks
-    for stage in range(placement.num_stages):
-        for rank in placement.owners(stage):
+    for copy, owners in enumerate(placement.copies):
+        kept = [0] * placement.num_ranks
+        for stage, rank in enumerate(owners):
             state[rank] += table.state_bytes[stage]
-            whole[rank] = max(whole[rank], table.activation_bytes[stage])
+            if copy >= layout.num_microbatches:
+                continue
+            held = table.activation_bytes[stage]
+            kept[rank] = max(kept[rank], held) if recompute.rewrites else kept[rank] + held
+        whole = list(map(max, whole, kept))
     return max(map(int.__add__, state, whole))
 
 

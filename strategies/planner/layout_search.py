@@ -128,7 +128,7 @@ def _search(problem: Problem, space: Space, top_k: int, refused: Mapping[Candida
             if not size:
                 continue
             num_candidates += size
-            needed = _least_state(problem, space, layout)
+            needed = _least_bytes(problem, space, layout, recompute)
             if needed > problem.machine.memory_bytes:
                 rejected.too_large(needed, layout, size)
                 continue
@@ -262,9 +262,11 @@ def _layouts(problem: Problem, space: Space, rejected: Rejected) -> Iterator[Lay
         yield from found
 
 
-def _least_state(problem: Problem, space: Space, layout: Layout) -> int:
-    """Weights, gradients and optimizer on the worst rank, spread as evenly as can be."""
+def _least_bytes(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> int:
+    """State, and what one microbatch keeps, on the worst rank, spread as evenly as can be."""
     zero1 = "zero1" in space.overlaps(layout)
-    table = problem.whole_table(layout, zero1=zero1)
+    table = problem.whole_table(layout, zero1=zero1, selective=recompute.inside)
     assert table.state_bytes is not None
-    return table.state_bytes[0] // layout.pp
+    assert table.activation_bytes is not None
+    kept = 0 if recompute.rewrites else table.activation_bytes[0]
+    return (table.state_bytes[0] + kept) // layout.pp

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from strategies.analysis.late_verdict import agreed
 from strategies.analysis.memory import RankMemory, peak_bytes, peak_memory
 from strategies.compiler import compile_plan
+from strategies.costs.table import Costs
 from strategies.ir.program import Program
 from strategies.plan import Plan, Recompute
 from strategies.planner.group import Group
@@ -122,8 +124,7 @@ class Evaluator:
         self.num_simulated += 1
         if needs_program(group, order):
             program = program_of(group, order)
-            timeline = simulate(program, group.costs)
-            time = timeline.makespan if self.waits_at_flush else timeline.period
+            time = program_step(program, group.costs, waits=self.waits_at_flush)
             held = _known(program, group)
         else:
             times = self.times(group, order)
@@ -150,6 +151,14 @@ class Evaluator:
         if not self.found.lists or self.found.lists[0][0] != key:
             self.found.lists[:] = [(key, lists_of(plan))]
         return self.found.lists[0][1]
+
+
+def program_step(program: Program, costs: Costs, *, waits: bool) -> float:
+    """A step's time; ``waits``: ranks wait for each other at the flush, or at every update."""
+    if program.per_batch is None:
+        timeline = simulate(program, costs)
+        return timeline.makespan if waits else timeline.period
+    return simulate(agreed(program) if waits else program, costs).period
 
 
 def full_memory(group: Group, order: Order) -> tuple[RankMemory, ...]:
@@ -215,7 +224,10 @@ def plan_of(group: Group, order: Order) -> Plan:
 
 
 def program_of(group: Group, order: Order) -> Program:
-    return compile_plan(plan_of(group, order)).train
+    """The very program of a run, which resolves to an equal plan."""
+    inside = tuple(layers for layers, _ in group.table.exchanging)
+    plan = replace(plan_of(group, order), exchanges=inside if any(inside) else ())
+    return compile_plan(plan).train
 
 
 def _known(program: Program, group: Group) -> tuple[int, ...]:
@@ -226,8 +238,11 @@ def _known(program: Program, group: Group) -> tuple[int, ...]:
 def needs_program(group: Group, order: Order) -> bool:
     """Whether the quick walk does not cover it: fused pairs, waiting sends, long skips.
 
-    Nor what waits for its W and is more than was kept, as of layers that are run again.
+    Nor what waits for its W and is more than was kept, as of layers that are run again; nor a
+    program of several batches.
     """
+    if not find_schedule(order.schedule).synchronous:
+        return True
     pairs = group.table.fused < 1.0 and find_schedule(order.schedule).weight_copies > 1
     waits = group.costs.transport == "rendezvous"
     past = bool(skips(group.costs.handed))  # tensors that pass by stages

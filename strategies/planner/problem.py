@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
+from strategies.costs.analytic import AnalyticCosts, Known
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
+from strategies.costs.load import Load, sum_loads
 from strategies.costs.profile_costs import ProfiledCosts
 from strategies.costs.profile_file import Profile, Seconds, SizeProfile
 from strategies.costs.table import CostTable, Transport
@@ -75,6 +76,7 @@ class Found:
     units: dict[tuple[int, int, bool], tuple[Load, ...]] = field(default_factory=dict)
     stage_loads: dict[tuple[int, int, bool, int, int], Load] = field(default_factory=dict)
     equal_loads: dict[Load, Load] = field(default_factory=dict)
+    figures: Known = field(default_factory=Known)
     unit_tables: dict[tuple[int, int, int, bool], CostTable] = field(default_factory=dict)
     whole: dict[tuple[int, int, int, int, bool, bool], CostTable] = field(default_factory=dict)
 
@@ -206,6 +208,7 @@ class Problem:
             number_format=machine.number_format,
             ep=layout.ep,
             imbalance=self.imbalance,
+            known=self.found.figures,
         )
 
 

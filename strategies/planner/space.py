@@ -28,6 +28,8 @@ _LONGEST_MADE = 512
 # Nor does it look for two weight copies, or more stages per rank than four, in longer ones than
 # this: of those there are many, and the others are looked at for all of them.
 _LONGEST = 4096
+# Without a flush, where that is allowed: the one that takes batches of several microbatches.
+_LATE = "pipedream_2bw"
 # These hold less than the schedule named and are no faster: O2 tries them where that one does not
 # fit into memory.
 LEANER = {
@@ -57,6 +59,7 @@ class Space:
         policies: What is tried where ``recompute`` is free; None for what the level has.
         sizes: Microbatch sizes that are tried where that is free; None for what the level has.
         ep: Pinned expert degree; None for all that the experts and ranks of a stage allow.
+        asynchronous: Whether gradients may be late: schedules without a flush are taken.
     """
 
     num_gpus: int
@@ -82,6 +85,7 @@ class Space:
     policies: tuple[Recompute, ...] | None = None
     sizes: tuple[int, ...] | None = None
     ep: int | None = None
+    asynchronous: bool = False
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
@@ -157,7 +161,12 @@ def orders(
 ) -> list[Order]:
     """Schedules with all numbers of stages that the model has layers for."""
     mario = recompute.policy == "mario" and space.recompute is None
-    return list(_orders(space, problem.num_units, layout, mario))
+    moves = recompute.policy in ("mario", "optimal")
+    return [
+        order
+        for order in _orders(space, problem.num_units, layout, mario)
+        if not (moves and order.schedule == _LATE)
+    ]
 
 
 @lru_cache(maxsize=4096)
@@ -168,15 +177,16 @@ def _orders(space: Space, num_units: int, layout: Layout, mario: bool) -> tuple[
         names = ("1f1b",)
     else:
         names = tuple(SCHEDULES) if space.level == "O3" else _COMMON
+        names = (*(n for n in names if find_schedule(n).synchronous), _LATE)
         if space.lean:
             names = (*names, *(name for name in _LEAN if name not in names))
     found = []
     for name in names:
         schedule = find_schedule(name)
         whole = space.split_backward or space.whole_backward
-        if not schedule.synchronous or (whole and schedule.splits_backward):
+        if not _may_be_late(space, schedule, layout) or (whole and schedule.splits_backward):
             continue
-        made = schedule.cost_aware or mario
+        made = schedule.cost_aware or mario or not schedule.synchronous
         for stages in _stages_per_rank(space, num_units, schedule, layout):
             length = layout.pp * layout.num_microbatches * stages
             free = space.level == "O2" and space.schedule is None
@@ -187,6 +197,14 @@ def _orders(space: Space, num_units: int, layout: Layout, mario: bool) -> tuple[
                 if _possible(space, num_units, schedule, layout, stages, group):
                     found.append(Order(name, stages, group))
     return tuple(found)
+
+
+def _may_be_late(space: Space, schedule: Schedule, layout: Layout) -> bool:
+    """Whether a schedule without a flush may be a plan; there is none to spare on one rank."""
+    if schedule.synchronous:
+        return True
+    alone = layout.pp == 1 or layout.ep > 1 or space.split_backward
+    return space.asynchronous and schedule.name == _LATE and not alone
 
 
 def _stages_per_rank(

@@ -24,12 +24,14 @@ class Rules:
         splits: Whether backwards may be split into I and W.
         recomputes: Whether every forward runs twice, the second time after its gradient came.
         waits_at_flush: Whether the makespan counts, else the period.
+        flushes: Whether the pipeline drains at the end of a step.
     """
 
     num_microbatches: int
     splits: bool
     recomputes: bool
     waits_at_flush: bool
+    flushes: bool = True
 
 
 def ideal_time(problem: Problem, layout: Layout, recompute: Recompute) -> float:
@@ -62,24 +64,57 @@ def step_bound(placement: Placement, table: CostTable, rules: Rules) -> float:
             busy[rank] += share * whole[stage]
             steps[rank] += table.step[stage]
     best = max(map(float.__add__, busy, steps))
-    if len(copies) > 1:
+    if not rules.flushes:
         return best
+    if len(copies) > 1:
+        return max(best, _middle_bound(placement, table, rules))
     return max(best, _chain_bound(placement, table, rules))
+
+
+def _middle_bound(placement: Placement, table: CostTable, rules: Rules) -> float:
+    """Way in to the nearest of a rank's stages, its compute, and the nearest way back.
+
+    Of several copies of the weights: orders begin at their ends, far from a rank in the middle.
+    """
+    enters = [float("inf")] * placement.num_ranks
+    leaves, compute = list(enters), [0.0] * placement.num_ranks
+    back, copies = _backs(table, rules), placement.copies
+    for index, owner in enumerate(copies):
+        share = len(range(index, rules.num_microbatches, len(copies)))
+        way_in, way_back = _ways(owner, table, rules)
+        for stage, rank in enumerate(owner):
+            compute[rank] += share * (table.forward[stage] + back[stage])
+            if share:
+                enters[rank] = min(enters[rank], way_in[stage])
+                leaves[rank] = min(leaves[rank], way_back[stage])
+    return max(map(sum, zip(enters, compute, leaves, strict=True)))
+
+
+def _backs(table: CostTable, rules: Rules) -> list[float]:
+    """The least that a gradient takes through each stage."""
+    gradient = table.backward_input if rules.splits else table.backward
+    return [
+        min(g, b) + (r if rules.recomputes else 0.0)
+        for g, b, r in zip(gradient, table.backward, table.recompute, strict=True)
+    ]
+
+
+def _ways(
+    owner: tuple[int, ...], table: CostTable, rules: Rules
+) -> tuple[list[float], list[float]]:
+    """Per stage, what lies before its first forward, and behind its last gradient."""
+    hops, back, way_in, way_back = table.hops, _backs(table, rules), [0.0], [0.0]
+    for stage in range(len(owner) - 1):
+        hop = 0.0 if owner[stage] == owner[stage + 1] else hops[stage]
+        way_in.append(way_in[-1] + table.forward[stage] + hop)
+        way_back.append(way_back[-1] + back[stage] + hop)
+    return way_in, way_back
 
 
 def _chain_bound(placement: Placement, table: CostTable, rules: Rules) -> float:
     """Way in, compute, way back to stage 0, its last reduction and step; one weight copy."""
     owner = placement.copies[0]
-    gradient = table.backward_input if rules.splits else table.backward
-    back = [
-        min(g, b) + (r if rules.recomputes else 0.0)
-        for g, b, r in zip(gradient, table.backward, table.recompute, strict=True)
-    ]
-    hops, way_in, way_back = table.hops, [0.0], [0.0]
-    for stage in range(len(owner) - 1):
-        hop = 0.0 if owner[stage] == owner[stage + 1] else hops[stage]
-        way_in.append(way_in[-1] + table.forward[stage] + hop)
-        way_back.append(way_back[-1] + back[stage] + hop)
+    back, (way_in, way_back) = _backs(table, rules), _ways(owner, table, rules)
     compute = [0.0] * placement.num_ranks
     total = [0.0] * placement.num_ranks
     lowest = [-1] * placement.num_ranks

@@ -27,10 +27,10 @@ from strategies.planner.outcome import (
     full_memory,
     needs_program,
     plan_of,
+    program_step,
 )
 from strategies.planner.problem import Layout, Order, Problem
 from strategies.planner.space import Space, degrees, layouts
-from strategies.simulator.engine import simulate
 
 _SAME = 1e-9
 
@@ -88,12 +88,11 @@ def simulated(problem: Problem, group: Group, order: Order) -> Outcome | None:
         if group.recompute.policy != "optimal":
             raise
         return None
-    timeline = simulate(program, group.costs)
     held = peak_memory_bytes(program, group.costs.table(program))
     return Outcome(
         group.candidate(order),
         plan,
-        timeline.makespan if problem.machine.waits_at_flush else timeline.period,
+        program_step(program, group.costs, waits=problem.machine.waits_at_flush),
         tuple(value for value in held if value is not None),
         group.bound,
         group,

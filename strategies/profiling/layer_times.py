@@ -23,8 +23,8 @@ from strategies.ir.kinds import KINDS, MICROBATCH_KINDS, Kind
 from strategies.models.unit_model import Elsewhere, UnitModel
 from strategies.plan import NO_RECOMPUTE, Options, Plan, Recompute
 from strategies.profiling.sample import Sample
+from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.mesh import Coordinates
-from strategies.runtime.step.rank_engine import Engine
 
 _DEVIATION = 0.02
 _MICROBATCHES = 2

@@ -168,8 +168,10 @@ def find_schedule(name: str, *, file: ScheduleFile | None = None, pp: int = 1) -
                 _load(entry)
     if name not in SCHEDULES:
         known = [*SCHEDULES, CUSTOM]
-        near = get_close_matches(name, known, n=3) or sorted(known)
+        near = get_close_matches(name.strip().lower(), known, n=3)
         meant = meant_schedule(name, known) or f" Did you mean schedule={' or '.join(near)}?"
+        if not near and not meant_schedule(name, known):
+            meant = f" Try schedule=1f1b, or another of {', '.join(sorted(known))}."
         raise PlanError(f"schedule={name} is unknown.{meant}")
     return SCHEDULES[name]
 

@@ -6,6 +6,9 @@ halves; ``(0F1;3B0)OVERLAP_F_B`` is a fused pair. Of the two formats that torch 
 ``compute_only`` has these alone; ``compute_comms`` also has ``0SEND_F1 1RECV_F1 1SEND_B1 0RECV_B1``
 (always between neighbouring stages) and ``0UNSHARD 0RESHARD 0REDUCE_GRAD``.
 
+``0F1#0`` also says which version of the weights it reads, as the lists of schedules without a flush
+do. A file is one step, whose only update comes last, so there is version 0 alone.
+
 torch reads a cell up to where it makes sense (``0Fgarbage`` is a forward there); here a cell is an
 instruction from its first to its last letter. What spreadsheets add is forgiven: a byte order mark,
 CRLF, spaces, quotes around a cell, empty cells at the end of a line, empty lines at the end.
@@ -23,7 +26,7 @@ from strategies.ir.instruction import Instruction, overlap
 from strategies.ir.kinds import Kind
 from strategies.ir.placement import Placement
 
-_COMPUTE = re.compile(r"([0-9]{1,7})([FBIW])([0-9]{1,7})")
+_COMPUTE = re.compile(r"([0-9]{1,7})([FBIW])([0-9]{1,7})(?:#([0-9]{1,7}))?")
 _AGAIN = re.compile(r"[0-9]{1,7}R[0-9]{1,7}")
 _MESSAGE = re.compile(r"([0-9]{1,7})(SEND|RECV)_([FB])([0-9]{1,7})")
 _SHARDS = re.compile(r"([0-9]{1,7})(UNSHARD|RESHARD|REDUCE_GRAD)")
@@ -125,7 +128,8 @@ def _compute(text: str, where: str) -> Instruction:
         elif ";" in text or "\t" in text:
             hint = "Cells are separated by commas."
         raise ProgramError(f"{where}: {shown} is not an instruction. {hint}")
-    return Instruction(Kind(match[2]), int(match[1]), int(match[3]))
+    version = None if match[4] is None else int(match[4])
+    return Instruction(Kind(match[2]), int(match[1]), int(match[3]), version=version)
 
 
 def _pair(text: str, where: str) -> Instruction:

@@ -14,12 +14,15 @@ grid with the step that every rank is stuck at and what it waits for.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from strategies.errors import DeadlockError, PlanError, ProgramError
+from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
 from strategies.ir.placement import PLACEMENTS, Placement, bidirectional, loop, v
 from strategies.ir.program import Program, chain
+from strategies.ir.versions import check_versions
 from strategies.plan import ScheduleFile
 from strategies.schedules.csv_file import CellRows, Index, check_cells, check_messages, parse_cells
 from strategies.schedules.schedule import Rows, Schedule, Shape
@@ -107,7 +110,35 @@ def read_order(rows: CellRows, file: ScheduleFile, *, messages: bool) -> tuple[P
         boundaries=chain(placement.num_stages),
         lowered=any(not cell.compute for row in kept for cell in row),
     )
-    return program, kept
+    return _of_one_version(program, kept), kept
+
+
+def _of_one_version(program: Program, cells: CellRows) -> Program:
+    """The program without the versions that it names.
+
+    Raises:
+        ProgramError: A backward reads another one than its forward, or one that nobody makes.
+    """
+    check_versions(program)
+    for row in cells:
+        for cell in row:
+            for item in cell.compute:
+                if item.version:
+                    raise ProgramError(
+                        f"{program.schedule}, {cell.place}: {cell.text} reads version "
+                        f"{item.version} of the weights, which nobody makes: a file is one step, "
+                        "and its update comes behind all of its gradients. Leave out what begins "
+                        "with #, or try schedule=pipedream_2bw or schedule=pipedream, whose "
+                        "microbatches read several versions."
+                    )
+    return program.with_ranks(
+        tuple(tuple(_unversioned(item) for item in row) for row in program.ranks)
+    )
+
+
+def _unversioned(item: Instruction) -> Instruction:
+    halves = tuple(replace(half, version=None) for half in item.halves)
+    return replace(item, version=None, halves=halves)
 
 
 def _place(index: Index, pp: int, name: str, wanted: str | None) -> Placement:

@@ -27,6 +27,14 @@ draining take (P-1) (F + B) together, once. Rank r holds P-r activations, like 1
 versions of its weights (1 on the last rank, which has no microbatch under way when it updates) and
 2 sums of gradients: that of the batch before, which is reduced over the replicas meanwhile, and
 this one's. The reduction has r + M-P+1 microbatches of compute to run under on rank r. M >= P.
+
+``schedule.error_feedback=1`` corrects each update u(n) by what the one before turns out to have
+been off by, W(n + 1) = W(n) + u(n) + (u(n) - u(n - 1)), after Zmushko et al., 2026,
+https://arxiv.org/abs/2606.30634; one more copy of the weights, and two versions on the last rank,
+too. ``schedule.synchronous_steps=N`` flushes in the first N steps.
+
+With accumulation over K batches an update takes all of their microbatches: what is said of M and of
+a batch then holds of K M and of K batches.
 """
 
 from __future__ import annotations
@@ -43,15 +51,18 @@ def order(shape: Shape) -> Rows:
 
 def _lateness(shape: Shape) -> Lateness:
     """One update, on every stage."""
-    return Lateness(shape.num_microbatches, (1,) * shape.pp)
+    return Lateness(shape.num_microbatches * shape.accumulation, (1,) * shape.pp)
 
 
 def _rule(shape: Shape) -> None:
-    if shape.num_microbatches < shape.pp:
+    batches = shape.accumulation
+    if shape.num_microbatches * batches < shape.pp:
+        several = f" over accumulate_grad_batches={batches} batches" if batches > 1 else ""
         raise PlanError(
-            f"num_microbatches={shape.num_microbatches}: pipedream_2bw keeps two versions of the "
-            f"weights, and with fewer microbatches per update than ranks (pp={shape.pp}) those "
-            f"under way would need more. Try num_microbatches={shape.pp}, or schedule=pipedream."
+            f"num_microbatches={shape.num_microbatches}{several}: pipedream_2bw keeps two versions "
+            "of the weights, and with fewer microbatches per update than ranks "
+            f"(pp={shape.pp}) those under way would need more. Try "
+            f"num_microbatches={-(-shape.pp // batches)}, or schedule=pipedream."
         )
 
 

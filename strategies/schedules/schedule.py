@@ -49,6 +49,7 @@ class Shape:
             for F = I = W on every stage.
         vertical_sync: Whether, without a flush, a microbatch is to use one version of the weights
             on all stages.
+        accumulation: Without a flush, batches of M microbatches per update of the weights.
     """
 
     pp: int
@@ -57,6 +58,7 @@ class Shape:
     group: int | None = None
     durations: Durations | None = None
     vertical_sync: bool = False
+    accumulation: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,24 @@ class Lateness:
         per_update: Microbatches whose gradients make one update.
         updates: Per stage, by how many updates the weights that a microbatch uses are older than
             those that training without a pipeline would use.
+        begun: Microbatches whose gradients the first update has before all else, < per_update.
     """
 
     per_update: int
     updates: tuple[int, ...]
+    begun: int = 0
+
+    def update_of(self, microbatch: int) -> int:
+        """To which update, counted from 0, a microbatch's gradient belongs."""
+        return (microbatch + self.begun) // self.per_update
+
+    def first_of(self, update: int) -> int:
+        """The first microbatch of an update; below 0 where some were there before."""
+        return update * self.per_update - self.begun
+
+    def batches(self, per_call: int) -> int:
+        """Of so many microbatches each, how many make an update; 1 also for less than one."""
+        return max(1, self.per_update // per_call)
 
 
 def given_group(group: int | str | None, schedule: Schedule) -> int | None:
@@ -141,6 +157,7 @@ class Schedule:
         stages_per_rank: int | None,
         group: int | None,
         vertical_sync: bool = False,
+        accumulation: int = 1,
     ) -> Shape:
         """Fills defaults and checks what was asked against the schedule's rules.
 
@@ -178,7 +195,7 @@ class Schedule:
                     f"schedule.group={group}: {self.name} has no groups of microbatches. "
                     "Remove schedule.group, or try schedule=interleaved_1f1b."
                 )
-            shape = Shape(pp, num_microbatches, stages, vertical_sync=vertical_sync)
+            shape = Shape(pp, num_microbatches, stages, None, None, vertical_sync, accumulation)
             return self._ruled(shape)
         if group is None:
             group = _full_groups(pp, num_microbatches)
@@ -272,6 +289,33 @@ def existing(row: Iterable[Instruction], shape: Shape) -> tuple[Instruction, ...
 # What training without a flush cannot be combined with, whoever asks for it.
 
 
+def refuse_late(
+    schedule: Schedule, *, synchronous_steps: int = 0, error_feedback: float = 0.0
+) -> None:
+    """Refuses remedies for gradients that are late where there is nothing to remedy.
+
+    Raises:
+        PlanError: The schedule flushes at every step, or is late by more than one update.
+    """
+    name = schedule.name
+    if schedule.synchronous and synchronous_steps:
+        raise PlanError(
+            f"schedule.synchronous_steps={synchronous_steps}: {name} ends every step with a flush. "
+            "Remove schedule.synchronous_steps, or try schedule=pipedream_2bw."
+        )
+    if error_feedback and schedule.synchronous:
+        raise PlanError(
+            f"schedule.error_feedback={error_feedback:g}: {name} ends every step with a flush, so "
+            "no gradient is late. Remove schedule.error_feedback, or try schedule=pipedream_2bw."
+        )
+    if error_feedback and name != "pipedream_2bw":
+        raise PlanError(
+            f"schedule.error_feedback={error_feedback:g}: it corrects gradients that are one "
+            f"update late, and those of {name} are late by as many as there are ranks behind a "
+            "stage. Remove schedule.error_feedback, or try schedule=pipedream_2bw."
+        )
+
+
 def refuse_training(
     schedule: Schedule,
     *,
@@ -301,14 +345,11 @@ def refuse_training(
     if schedule.synchronous:
         return
     name = schedule.name
-    if accumulation > 1:
-        fix = f"num_microbatches={num_microbatches * accumulation} and a batch as much larger"
-        if name == "pipedream":
-            fix = "schedule=pipedream_2bw, which adds gradients up"
+    if accumulation > 1 and name == "pipedream":
         raise PlanError(
-            f"accumulate_grad_batches={accumulation} with schedule={name}: without a flush every "
-            f"batch that enters makes an update of its own. Try accumulate_grad_batches=1 with "
-            f"{fix}."
+            f"accumulate_grad_batches={accumulation} with schedule=pipedream: it updates the "
+            "weights behind every microbatch, whatever batch that belongs to. Try "
+            "accumulate_grad_batches=1, or schedule=pipedream_2bw, which adds gradients up."
         )
     if precision == "16-mixed":
         raise PlanError(

@@ -6,7 +6,8 @@ value is there, keeps its link (one per ordered pair of ranks) for ``occupancy``
 ``latency`` later. Each rank has one collective channel beside compute: bucket k of K of a stage's
 reduction is released when (k+1)/K of the stage's last backward has passed. STEP waits for its
 stage's reductions. A GATHER goes onto the channel when its rank comes to it (in the next step: when
-the rank has ended this one), and the stage's first forward waits for it. With
+the rank has ended this one), and the stage's first forward waits for it. Tokens of experts travel
+inside of computations, which have that in their time; where, is added at the end. With
 ``transport="rendezvous"`` a SEND and its RECV are one event that holds both ranks.
 
 The order of instructions comes from the program alone; ``run_lists`` only adds times, so it is
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from strategies.analysis.timeline import Timeline
+from strategies.costs.expert_exchange import spans_alone, spans_in_turn
 from strategies.costs.table import Costs, CostTable
 from strategies.errors import ProgramError
 from strategies.ir.program import Program
@@ -69,6 +71,8 @@ def unroll(
         )
     table = costs.table(program)
     spans = _spans(program, table, steps=steps, cores=cores)
+    for start, end in spans:
+        _exchange(program, table, start, end)
     return tuple(_timeline(program, table, start, end) for start, end in spans)
 
 
@@ -231,6 +235,25 @@ def _items(program: Program, table: CostTable) -> Sequence[Item]:
         else:
             items[step.node] = step
     return [items[node] for node in program.graph.order if node in items]
+
+
+def _exchange(program: Program, table: CostTable, start: list[float], end: list[float]) -> None:
+    """When tokens travel: in the same places of what they are inside of, however long that took."""
+    nodes = program.graph.nodes
+    known: dict[int, tuple[float, list[tuple[float, float]]]] = {}
+    for node, host, duration, number in program.walk.inside:
+        if duration not in known:
+            parts = nodes[host].parts
+            took = [table.of(part) for part in parts]
+            strands = table.strands(took, [p.stage for p in parts], [p.kind for p in parts])
+            if len(parts) > 1:
+                known[duration] = spans_in_turn(*strands)
+            else:
+                known[duration] = took[0], spans_alone(strands[0])
+        whole, spans = known[duration]
+        longer = (end[host] - start[host]) / whole if whole else 0.0
+        begins, ends = spans[number] if number < len(spans) else (0.0, 0.0)
+        start[node], end[node] = start[host] + longer * begins, start[host] + longer * ends
 
 
 def flat_durations(table: CostTable, fused: Iterable[tuple[int, int]] = ()) -> list[float]:

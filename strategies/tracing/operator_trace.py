@@ -78,12 +78,14 @@ class _Graph:
     shardings: Shardings = field(init=False)
     scores: bool = False
     names: dict[int, str] = field(default_factory=dict)  # of the module's own parameters
+    sizes: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.shardings = Shardings(self.tp)
         functions = {_base_name(event.func) for event in self.run.events if event.func is not None}
         self.scores = bool(functions & set(_LOSSES))
         self.names = {id(p): name for name, p in self.module.named_parameters()}
+        self.sizes = {name: _size(p) for name, p in self.module.named_parameters()}
         for event in self.run.events:
             if event.opaque:
                 assert event.layer is not None
@@ -171,7 +173,7 @@ class _Graph:
             lambda t: t.requires_grad,
         )
         choices = _in_place(choices, event.made, free, new)
-        weights = sum(_size(t) for t in given if id(t) in self.run.names)
+        weights = sum(self.sizes[name] for name in own)
         if own:
             added = Message("sum", weights, backward=True, once=True)
             choices = tuple(

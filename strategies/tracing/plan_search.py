@@ -65,12 +65,13 @@ def find_shardings(
 def styles_by_hand(module: nn.Module) -> dict[str, str] | None:
     """Style names by layer of a module's own ``tensor_parallel_plan()``; None where it has none."""
     plan = getattr(module, "tensor_parallel_plan", None)
-    if not callable(plan):
+    given_plan = plan() if callable(plan) else None
+    if given_plan is None:
         return None
     words = {Column: "column", Row: "row", Vocabulary: "vocabulary"}
     found: dict[str, str] = {}
     names = [name for name, _ in module.named_modules() if name]
-    for pattern, given in plan().items():
+    for pattern, given in given_plan.items():
         style = words.get(type(read_style(pattern, given)), "replicated")
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         found.update({name: style for name in names if expression.fullmatch(name)})

@@ -4,7 +4,8 @@
 
 Four hosts are network namespaces (``fold_on_links_hosts``), two stages by two replicas that share
 experts (ep=2). Compute sleeps, rows of tokens are there and cross the links. The rate is given, and
-rows are as large as makes all exchanges take ``--share`` of the compute where nothing hides them.
+rows are as large as makes all exchanges take ``--share`` of the compute where nothing hides them,
+as it is measured first.
 
 Four contenders in one process tree, one after the other: without any exchange (every rank computes
 its rows itself), with it in turn, with ``overlap.exchange=true``, and the 1F1B of
@@ -43,8 +44,8 @@ from strategies.ir.program import Program
 from strategies.models.expert_parallel import ExpertRanks
 from strategies.models.unit_model import UnitModel
 from strategies.plan import Options, Plan
+from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.mesh import Coordinates
-from strategies.runtime.step.rank_engine import Engine
 from strategies.simulator.engine import simulate
 from tests.benchmarks.fold_on_links_hosts import address, hosts
 
@@ -61,6 +62,7 @@ class Task:
     steps: int
     microbatches: int
     row_elements: int
+    travel_s: float = 0.0  # what an exchange is to take
 
 
 class _Slept(Function):
@@ -199,6 +201,7 @@ class LinkCosts:
             backward=(2 * FORWARD_S + more,) * count,
             backward_input=(FORWARD_S + more,) * count,
             exchange=(more,) * count,
+            exchanging=((LAYERS // PP, 0.5),) * count,
         )
 
 
@@ -207,17 +210,37 @@ def predicted(schedule: str, task: Task, travel_s: float, *, pairs: bool) -> flo
     return simulate(compile_plan(plan).train, LinkCosts(travel_s)).makespan
 
 
-def _travel_s(task: Task, rank: int) -> float:
-    """An exchange with nothing beside it, the slower rank's median."""
+def _calibrated(task: Task, rank: int) -> tuple[Task, float]:
+    """Rows whose exchange takes what is asked, and what it takes; equal on all ranks."""
     block = [dist.new_group([p * EP, p * EP + 1]) for p in range(PP)][rank // EP]
-    ranks, rows = ExpertRanks(block), torch.ones(TOKENS, task.row_elements)
-    share = [TOKENS // EP] * EP
-    taken = []
-    for _ in range(12):
+    for _ in range(4):
+        found = _travel_s(task, ExpertRanks(block), block)
+        if abs(found / task.travel_s - 1.0) < 0.02:
+            break
+        size = max(WIDTH, int(task.row_elements * task.travel_s / found))
+        task = replace(task, row_elements=size)
+    return task, _travel_s(task, ExpertRanks(block), block)
+
+
+def _travel_s(task: Task, ranks: ExpertRanks, block: Any) -> float:
+    """Half of a layer's exchange, the slower rank's median, with nothing beside it.
+
+    As in a step there is compute in front and in between: a connection that has been idle begins
+    slowly, and ranks tell each other first how much will come.
+    """
+    rows, counts = torch.ones(TOKENS, task.row_elements), torch.full((EP,), TOKENS // EP)
+    piece_s, taken = FORWARD_S * PP / LAYERS / 2, []
+
+    def compute(rows: Tensor, counts: Tensor) -> Tensor:
+        time.sleep(piece_s)
+        return rows
+
+    for _ in range(8):
         dist.barrier(group=block)
+        time.sleep(piece_s)
         started = time.perf_counter()
-        ranks.move(rows, share, share)
-        taken.append(time.perf_counter() - started)
+        ranks.around(compute, rows, counts)
+        taken.append((time.perf_counter() - started - piece_s) / 2)
     slowest = torch.tensor(statistics.median(taken[2:]), dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest)
@@ -230,7 +253,7 @@ def run_rank(rank: int, task: Task, result: Path) -> None:
         "gloo", init_method=f"tcp://{address(0)}:{_PORT}", rank=rank, world_size=PP * EP,
         timeout=timedelta(seconds=120),
     )  # fmt: skip
-    travel_s = _travel_s(task, rank)
+    task, travel_s = _calibrated(task, rank)
     contenders: dict[str, Ours | Theirs] = {
         "no exchange": Ours(task, rank, ep=1, pairs=False),
         "in turn": Ours(task, rank, ep=EP, pairs=False),
@@ -295,7 +318,7 @@ def main() -> None:
     travel_s = asked.share * 3 * FORWARD_S / travels
     # Half of the rows cross the link.
     elements = int(travel_s * asked.rate_mbit * 1e6 / 8 / 4 / (TOKENS / EP))
-    task = Task(asked.steps, asked.microbatches, elements)
+    task = Task(asked.steps, asked.microbatches, elements, travel_s)
     with (
         tempfile.TemporaryDirectory(prefix="exchange_on_links-") as folder,
         hosts(PP * EP, interfaces=1, rate_mbit=asked.rate_mbit) as names,

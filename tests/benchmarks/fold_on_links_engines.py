@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from strategies.compiler import compile_plan
 from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from strategies.plan import Options
+from strategies.runtime.engine.rank_engine import Engine as Runtime
 from strategies.runtime.messages.mesh import Coordinates
-from strategies.runtime.step.rank_engine import Engine as Runtime
 from tests.benchmarks.fold_on_links_scenario import (
     Contender,
     Link,

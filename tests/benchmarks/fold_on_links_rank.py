@@ -182,6 +182,8 @@ def main() -> None:
     master, task, result, *hosts = sys.argv[1:]
     # Whatever ends the parent ends these, or namespaces would live on with them.
     _die_with_parent()
+    gc.collect()
+    gc.freeze()  # A collection before every step would else walk all that was imported.
     ranks: dict[int, int] = {}
     for rank, host in enumerate(hosts):
         pid = os.fork()

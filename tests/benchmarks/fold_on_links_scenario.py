@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from strategies.compiler import Programs, compile_plan, resolve_shape, schedule_of
-from strategies.costs.analytic import AnalyticCosts, Load
+from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.hardware import Hardware
+from strategies.costs.load import Load
 from strategies.plan import Overlap, Plan, num_buckets
 from strategies.simulator.engine import simulate
 

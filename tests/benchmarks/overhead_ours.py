@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from strategies.models.stage_model import Mode, StageModel, StageOutput, Unit
 from strategies.plan import Options, Plan
+from strategies.runtime.engine.rank_engine import Engine as Runtime
+from strategies.runtime.engine.rank_setup import resolve_placement
 from strategies.runtime.messages.mesh import Coordinates
-from strategies.runtime.step.rank_engine import Engine as Runtime
-from strategies.runtime.step.rank_weights import resolve_placement
 from strategies.runtime.step.recorder import StepRecord
 from strategies.schedules import find_schedule
 from tests.benchmarks.overhead_emulation import TOKENS, Emulation, SleepingStage, loss_of
@@ -72,7 +72,8 @@ class SleepingModel(StageModel):
 class Ours(Engine):
     """A whole training step but for the optimizer's update."""
 
-    def __init__(self, task: Task, *, watch_nan: bool = False) -> None:
+    def __init__(self, task: Task, *, watch_nan: bool = False, clip: str = "") -> None:
+        """``clip`` by norm, without a flush: ``waits`` at the update, or asks ``early``."""
         copies = find_schedule(task.schedule).weight_copies
         plan = Plan(
             task.schedule,
@@ -89,6 +90,9 @@ class Ours(Engine):
             device=torch.device("cpu"),
         )
         self._runtime.build_gradients()
+        self._clips = bool(clip)
+        if clip == "early":
+            self._runtime.ask_early(1.0)
         self._batch = torch.zeros(task.num_microbatches, TOKENS)
         self._steps = 0
         self._watches = watch_nan
@@ -121,6 +125,8 @@ class Ours(Engine):
         self._steps += 1
         runtime.restore_gradients()
         runtime.flush()
+        if self._clips:
+            runtime.clip_by_norm(1.0)
         runtime.make_room()
         runtime.stepped()
 
@@ -138,6 +144,8 @@ class Ours(Engine):
             self._runtime.run_drain(program)
             self._runtime.restore_gradients()
             self._runtime.flush()
+            if self._clips:
+                self._runtime.clip_by_norm(1.0)
             self._runtime.make_room()
             self._runtime.stepped()
         if stream is not None:

@@ -54,9 +54,10 @@ def critical_path(
     return simulate(compile_plan(plan).train, _WholeFirstBackward(costs)).makespan
 
 
-def steady_period(schedule: str, *, ranks: int, num_microbatches: int, forward: float) -> float:
-    """From step to step where nobody waits at a barrier, for F = I = W at zero latency."""
-    costs = UniformCosts(forward=forward, backward=2 * forward)
+def steady_period(
+    schedule: str, *, ranks: int, num_microbatches: int, costs: UniformCosts
+) -> float:
+    """From step to step where nobody waits at a barrier."""
     plan = Plan(schedule, pp=ranks, num_microbatches=num_microbatches, buckets=0)
     program = compile_plan(plan).train
     if program.per_batch is not None:

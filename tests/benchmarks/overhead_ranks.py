@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import importlib
 import os
+import statistics
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from strategies.ir.kinds import MICROBATCH_KINDS
+from strategies.profiling.link_times import measure_links
+from strategies.runtime.step.recorder import StepRecord
 from tests.benchmarks.overhead_emulation import Emulation
 from tests.benchmarks.overhead_engine import Engine, Task
+from tests.benchmarks.overhead_ours import Ours
 
 # Imported where they are asked for.
 ENGINES = {
@@ -79,20 +85,48 @@ def run_task(
 
 
 def run_steady(
-    *, schedule: str, num_microbatches: int, emulation: Emulation, warmups: int, repetitions: int
-) -> list[float]:
-    """Seconds from step to step of this rank, which waits for no other at their ends."""
+    *,
+    schedule: str,
+    num_microbatches: int,
+    emulation: Emulation,
+    warmups: int,
+    repetitions: int,
+    clip: str,
+) -> tuple[list[float], dict[str, float]]:
+    """Seconds from step to step of this rank, which waits for no other at their ends.
+
+    ``clip`` as in ``Ours``; of what has a flush, nothing. With it seconds of this
+    rank's kinds of compute, by their letters, in the first step; and of a ``message``, on the first
+    two ranks.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    engine = _build("ours", Task(schedule, ranks, num_microbatches, rank, emulation))
+    links = measure_links(0, 1, backend="gloo", device=torch.device("cpu"))
+    size = 4 * emulation.elements
+    found = {}
+    if links is not None:
+        found["message"] = links[0].latency_s + size / links[0].bandwidth
+    engine = Ours(Task(schedule, ranks, num_microbatches, rank, emulation), clip=clip)
     ended = []
     dist.barrier()
     for repetition in range(warmups + repetitions + 1):
         engine.step()
         if repetition >= warmups:
             ended.append(time.perf_counter())
+        if repetition == warmups - 1:
+            found |= _durations(engine.last_record(), rank)
     engine.close()
     dist.barrier()
-    return [after - before for before, after in pairwise(ended)]
+    return [after - before for before, after in pairwise(ended)], found
+
+
+def _durations(record: StepRecord, rank: int) -> dict[str, float]:
+    """Medians of a step's stamps, of which waiting for messages is no part."""
+    times: dict[str, list[float]] = {}
+    row = record.program.ranks[rank]
+    for item, start, end in zip(row, record.start, record.end, strict=True):
+        if item.kind in MICROBATCH_KINDS:
+            times.setdefault(item.kind.value, []).append(end - start)
+    return {kind: statistics.median(spans) for kind, spans in times.items()}
 
 
 def _build(name: str, task: Task) -> Engine:

@@ -13,7 +13,8 @@ in the same processes. A cell is the median over the repetitions of the slowest 
 barriers, over the simulated makespan of that engine's own order with free messages.
 
 With ``--steady`` this runtime alone runs one step behind the other without a barrier between them:
-a cell is the median period over the simulated one. What has no flush has no bubble there.
+a cell is the median period over the simulated one. What has no flush has no bubble there; with
+``--clip early`` nor has clipping by norm, with ``--clip waits`` ranks agree at each update.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pathlib import Path
 
 import torch
 
+from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.schedules import SCHEDULES, find_schedule
 from tests.benchmarks import overhead_ranks
@@ -57,6 +59,8 @@ class Cell:
         busy: A rank's emulated compute in a median step over what was asked for, less 1; of the
             rank that is furthest off.
         steps_ms: All repetitions.
+        predicted_ms: A period with messages, and with instructions, as long as they were measured
+            right before; None for steps between barriers.
     """
 
     schedule: str
@@ -67,6 +71,7 @@ class Cell:
     ratio: float
     busy: float
     steps_ms: tuple[float, ...]
+    predicted_ms: float | None = None
 
 
 def measure(
@@ -118,6 +123,7 @@ def measure_steady(
     forward_ms: float,
     elements: int = 2**18,
     realtime: bool = False,
+    clip: str = "",
 ) -> list[Cell]:
     """Periods of our runtime, steps behind each other."""
     if not all(ranks.run(overhead_ranks.prepare, realtime=realtime)):
@@ -136,16 +142,36 @@ def measure_steady(
                 emulation=Emulation(share, share, share, elements),
                 warmups=WARMUPS,
                 repetitions=repetitions,
+                clip=clip,
             )
-            steps = [1e3 * max(taken) for taken in zip(*found, strict=True)]
+            steps = [1e3 * max(taken) for taken in zip(*(taken for taken, _ in found), strict=True)]
             median = statistics.median(steps)
-            path = steady_period(
-                schedule, ranks=ranks.world_size, num_microbatches=count, forward=forward_ms
+            stages = find_schedule(schedule).place(shape).stages_per_microbatch
+            path, predicted = (
+                steady_period(schedule, ranks=ranks.world_size, num_microbatches=count, costs=costs)
+                for costs in (
+                    UniformCosts(forward_ms, 2 * forward_ms),
+                    _measured([took for _, took in found], stages),
+                )
             )
+            ratio = median / path
             cells.append(
-                Cell(schedule, count, "ours", median, path, median / path, 0.0, tuple(steps))
+                Cell(schedule, count, "ours", median, path, ratio, 0.0, tuple(steps), predicted)
             )
     return cells
+
+
+def _measured(found: Sequence[dict[str, float]], stages: float) -> UniformCosts:
+    """Milliseconds per rank and microbatch: means over the ranks, of ``stages`` on each."""
+
+    def mean(kind: str) -> float:
+        return 1e3 * stages * statistics.fmean(took[kind] for took in found if kind in took)
+
+    forward, message = mean("F"), 1e3 * next(t["message"] for t in found if "message" in t)
+    if any("I" in took for took in found):
+        inputs, weights = mean("I"), mean("W")
+        return UniformCosts(forward, inputs + weights, inputs, p2p=message)
+    return UniformCosts(forward, mean("B"), p2p=message)
 
 
 def _cell(
@@ -180,12 +206,17 @@ def table(cells: Sequence[Cell], num_microbatches: int) -> str:
     ]
     for schedule in dict.fromkeys(cell.schedule for cell in mine):
         row = {cell.engine: cell for cell in mine if cell.schedule == schedule}
-        texts = [
-            f"{row[name].ratio:.2f} ({row[name].step_ms:.0f} ms)" if name in row else "-"
-            for name in engines
-        ]
+        texts = [_text(row[name]) if name in row else "-" for name in engines]
         lines.append(f"| {schedule} | {' | '.join(texts)} |")
     return "\n".join(lines) + "\n"
+
+
+def _text(cell: Cell) -> str:
+    text = f"{cell.ratio:.2f} ({cell.step_ms:.0f} ms)"
+    if cell.predicted_ms is None:
+        return text
+    off = cell.step_ms / cell.predicted_ms - 1
+    return f"{text}; with what its parts take {cell.predicted_ms:.0f} ms predicted ({off:+.1%})"
 
 
 def machine() -> str:
@@ -216,6 +247,7 @@ def main() -> None:
                 repetitions=arguments.repetitions,
                 forward_ms=arguments.forward_ms,
                 realtime=arguments.realtime,
+                clip=arguments.clip,
             )
         else:
             cells = measure(
@@ -268,6 +300,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--steady", action="store_true", help="periods of ours, steps behind each other"
+    )
+    parser.add_argument(
+        "--clip",
+        default="",
+        choices=("waits", "early"),
+        help="with --steady, clip by norm where there is no flush, agreed at the update or before",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="all figures, machine-readable")
     return parser

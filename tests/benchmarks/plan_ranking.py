@@ -43,8 +43,8 @@ from strategies.costs.table import StageMemory
 from strategies.models.unit_model import UnitModel
 from strategies.plan import Options
 from strategies.planner.layout_search import search
+from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.mesh import Coordinates
-from strategies.runtime.step.rank_engine import Engine
 from tests.distributed.pool import Ranks
 
 RANKS = 2
@@ -122,14 +122,16 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
     return agree / scale if scale else 0.0
 
 
-def measured_hardware(folder: Path, shape: dict[str, object], iterations: int) -> dict[str, object]:
+def measured_hardware(
+    folder: Path, shape: dict[str, object], sizes: str, iterations: int
+) -> dict[str, object]:
     """What ``mode=profile`` says of this machine."""
     target = folder / "hardware" / "here.yaml"
     subprocess.run(
         [
             sys.executable, "-m", "launcher", "mode=profile", f"pp={RANKS}",
             *(f"model.{name}={value}" for name, value in shape.items()),
-            "profile.microbatch_sizes=[1,2,4,8]", f"profile.iterations={iterations}",
+            f"profile.microbatch_sizes=[{sizes}]", f"profile.iterations={iterations}",
             f"profile.hardware={target}", f"hydra.run.dir={folder / 'run'}",
         ],
         check=True,
@@ -318,6 +320,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="of the transformer")
     parser.add_argument("--sequence", type=int, default=128, help="of its tokens")
     parser.add_argument("--layouts", type=int, default=len(LAYOUTS), help="beside the planner's")
+    parser.add_argument("--sizes", default="1,2,4,8", help="of microbatches, for mode=profile")
     parser.add_argument("--iterations", type=int, default=15, help="of mode=profile")
     parser.add_argument("--hardware", type=Path, help="an option of hardware= measured before")
     parser.add_argument("--json", type=Path)
@@ -327,7 +330,7 @@ def main() -> None:
         hardware = yaml.safe_load(options.hardware.read_text())
     else:
         with tempfile.TemporaryDirectory() as folder:
-            hardware = measured_hardware(Path(folder), shape, options.iterations)
+            hardware = measured_hardware(Path(folder), shape, options.sizes, options.iterations)
     configs = configurations(hardware, shape, layouts=options.layouts)
     rows = measure(configs, options.steps, options.rounds)
     sys.stdout.write(table(rows) + "\n")

@@ -22,8 +22,8 @@ from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
 from strategies.plan import Options, Plan, Recompute
 from strategies.profiling.link_times import measure_links
+from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.mesh import Coordinates
-from strategies.runtime.step.rank_engine import Engine
 from strategies.simulator.engine import simulate
 from tests.benchmarks import overhead_ranks
 from tests.benchmarks.overhead_emulation import TOKENS, Emulation

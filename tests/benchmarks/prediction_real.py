@@ -29,8 +29,8 @@ from strategies.analysis.memory import peak_saved
 from strategies.analysis.timeline import Timeline
 from strategies.models.unit_model import UnitModel
 from strategies.plan import Options
+from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.mesh import Coordinates
-from strategies.runtime.step.rank_engine import Engine
 from strategies.runtime.step.recorder import gather_timeline
 from strategies.simulator.engine import simulate
 from tests.distributed.pool import Ranks

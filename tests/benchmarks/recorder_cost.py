@@ -19,8 +19,8 @@ import torch
 from launcher.workloads.language_model import LanguageModel
 from strategies.models.unit_model import UnitModel
 from strategies.plan import Options, Plan
+from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.mesh import Coordinates
-from strategies.runtime.step.rank_engine import Engine
 from strategies.runtime.step.recorder import Recorder
 from tests.launcher.workloads.presets import preset
 

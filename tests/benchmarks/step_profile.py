@@ -54,7 +54,7 @@ _PARTS = (
     ("gradients and their buffers", ("update/grad_sync.py", "update/rank_gradients.py",
                                      "update/reduction.py", "update/main_weights.py")),
     ("flush, norm and checks", ("update/",)),
-    ("the step around the list", ("step/rank_engine.py", "strategies/ir/", "strategies/compiler")),
+    ("the step around the list", ("runtime/engine/", "strategies/ir/", "strategies/compiler")),
     ("our hooks in Lightning", ("strategies/runtime/lightning",)),
     ("autograd", ("torch/autograd", "run_backward")),
     ("optimizer", ("torch/optim",)),

@@ -13,8 +13,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 from strategies.errors import DataError
+from strategies.ir.kinds import EXCHANGE_KINDS, MICROBATCH_KINDS
 from strategies.plan import Recompute
 from strategies.runtime.lightning.strategy import PipelineStrategy
+from strategies.runtime.step.recorder import StepRecord
 from tests.distributed.test_checkpoint import SaveAt
 from tests.distributed.training import VOCAB, Sentences, _Losses, state_elements
 
@@ -187,10 +189,23 @@ def train_experts(
         "norm": float(strategy.engine.gradient_norm()),
         "whole": strategy.full_state_dict(everywhere=True),
         "held": {n: tuple(p.shape) for n, p in strategy.engine.named_parameters().items()},
+        "unseen": _unseen(strategy.engine.recorder.kept[-1], where.pp_rank),
         "state_elements": state_elements(trainer.optimizers[0]),
     }
     strategy.engine.close()
     return result
+
+
+def _unseen(record: StepRecord, rank: int) -> list[str]:
+    """Exchanges of a rank's last step that were not recorded, or not inside of what has them."""
+    missed, host = [], (0.0, 0.0)
+    stamps = zip(record.program.ranks[rank], record.start, record.end, strict=True)
+    for item, start, end in stamps:
+        if item.kind in MICROBATCH_KINDS:
+            host = start, end
+        elif item.kind in EXCHANGE_KINDS and not host[0] <= start <= end <= host[1]:
+            missed.append(str(item))
+    return missed
 
 
 def reference_experts(case: ExpertCase) -> tuple[list[float], dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,18 +31,22 @@ class HfCase:
     folder: str
     schedule: str = "1f1b"
     pp: int = 2
+    dp: int = 1
     tp: int = 1
+    ep: int = 1
     padded: bool = False
     recompute: Policy = "none"
+    pairs: bool = False
+    overlap: str = "grad_reduce"
     save: str | None = None  # where all ranks leave a checkpoint
 
 
 class Rows(Dataset[dict[str, Tensor]]):
     def __init__(self, case: HfCase) -> None:
-        self.batch = batch_of(STEPS * ROWS, padded=case.padded)
+        self.batch = batch_of(STEPS * ROWS * case.dp, padded=case.padded)
 
     def __len__(self) -> int:
-        return STEPS * ROWS
+        return len(self.batch["tokens"])
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: value[index] for name, value in self.batch.items()}
@@ -53,6 +58,8 @@ class Learner(HfLanguageModel):
 
 
 class _Losses(Callback):
+    reads_weights = False
+
     def __init__(self) -> None:
         self.losses: list[float] = []
 
@@ -67,10 +74,14 @@ def train_hf(case: HfCase) -> dict[str, Any]:
     losses = _Losses()
     strategy = PipelineStrategy(
         pp=case.pp,
+        dp=case.dp,
         tp=case.tp,
+        ep=case.ep,
         schedule=case.schedule,
         num_microbatches=4,
         recompute=case.recompute,
+        pairs=case.pairs,
+        overlap=case.overlap,  # type: ignore[arg-type]
         timeout_s=60,
         seed=0,
     )
@@ -89,10 +100,13 @@ def train_hf(case: HfCase) -> dict[str, Any]:
     if case.save is not None:
         trainer.save_checkpoint(case.save)
     result = {
+        "pp_rank": strategy.coordinates.pp_rank,
         "losses": losses.losses,
         "parameters": {n: p.detach().clone() for n, p in model.named_parameters()},
     }
     result["shards"] = dict(strategy.engine.model.shards)
+    if case.ep > 1:
+        result["whole"] = strategy.full_state_dict(everywhere=True)
     strategy.engine.close()
     return result
 
@@ -146,18 +160,22 @@ def train_own(family: str, schedule: str, pp: int) -> dict[str, Any]:
 def balanced_reference(model: Any, case: HfCase) -> list[float]:
     """The same with the library's balance loss, of each microbatch as the pipeline cuts them."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    rows = batch_of(STEPS * ROWS, padded=case.padded)
+    rows = batch_of(STEPS * ROWS * case.dp, padded=case.padded)
+    cuts = tuple(itertools.product(range(case.dp), pairwise((0, 2, 4, 5, 6))))
     losses = []
     for step in range(STEPS):
         whole = 0.0
-        for start, stop in pairwise((0, 2, 4, 5, 6)):
-            part = {k: v[step * ROWS :][start:stop] for k, v in rows.items()}
+        for replica, (start, stop) in cuts:
+            own = slice(step * ROWS * case.dp + replica, None, case.dp)
+            part = {k: v[own][start:stop] for k, v in rows.items()}
             mask = part.get("attention_mask")
             given = model(part["tokens"], attention_mask=mask, use_cache=False)
             loss = functional.cross_entropy(given.logits.flatten(0, 1), part["targets"].flatten())
-            whole += loss.item() * (stop - start) / ROWS
-            loss = loss + model.router_aux_loss_coef * given.aux_loss
-            (loss * (stop - start) / ROWS).backward()
+            share = (stop - start) / ROWS / case.dp
+            whole += loss.item() * share
+            if given.get("aux_loss") is not None:
+                loss = loss + model.router_aux_loss_coef * given.aux_loss
+            (loss * share).backward()
         losses.append(whole)
         optimizer.step()
         optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -19,36 +20,41 @@ from launcher.processes.rank_server import SHARED, ForkedRank, RankServer
 from tests.warm_server import POOL_RANK, REPOSITORY, VARIABLES, rank_server_address
 
 _DEADLINE_S = 150.0
+_LISTENER = "TESTS_LISTENER"  # Has the descriptor of the socket on which rank 0 has its store.
 
 
 class Ranks:
     """``world_size`` processes in one default group; runs functions by name on all of them."""
 
     def __init__(self, world_size: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         self.world_size = world_size
         self._ends: list[Connection] = []
         self._processes: list[ForkedRank] = []
-        for rank in range(world_size):
-            ours, theirs = multiprocessing.Pipe()
-            # Tensors are fetched with the key of the process that has made this rank.
-            ours.send((world_size, bytes(multiprocessing.current_process().authkey)))
-            variables = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "NODE_RANK": "0",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-            with theirs:
-                self._processes.append(
-                    _server().start(
-                        REPOSITORY, VARIABLES | variables, 2, {POOL_RANK: theirs.fileno()}
-                    )
-                )
-            self._ends.append(ours)
+        with socket.socket() as listener:
+            # Rank 0 inherits it: a port that was only looked for may be another's by then.
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(world_size)
+            for rank in range(world_size):
+                self._start(rank, listener)
+
+    def _start(self, rank: int, listener: socket.socket) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        # Tensors are fetched with the key of the process that has made this rank.
+        ours.send((self.world_size, bytes(multiprocessing.current_process().authkey)))
+        address, port = listener.getsockname()
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "NODE_RANK": "0",
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+        with theirs:
+            files = {POOL_RANK: theirs.fileno()}
+            if rank == 0:
+                files[_LISTENER] = listener.fileno()
+            self._processes.append(_server().start(REPOSITORY, VARIABLES | variables, 2, files))
+        self._ends.append(ours)
 
     def run(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
         """What ``function(**arguments)`` returns on each rank.
@@ -116,6 +122,10 @@ def serve_rank() -> None:
 
     import torch
     import torch.distributed as dist
+    from lightning.fabric.utilities import registry
+
+    # Each Trainer looks through all installed packages for callbacks: an eighth of a small run.
+    registry.entry_points = functools.cache(registry.entry_points)
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -132,9 +142,17 @@ def serve_rank() -> None:
     ):
         warnings.filterwarnings("ignore", message=message)
     if world_size > 1:
+        listener = os.environ.get(_LISTENER)
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            world_size,
+            is_master=listener is not None,
+            master_listen_fd=None if listener is None else int(listener),
+        )
         dist.init_process_group(
             "gloo",
-            init_method=f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}",
+            store=store,
             rank=int(os.environ["RANK"]),
             world_size=world_size,
             timeout=timedelta(seconds=60),
@@ -151,3 +169,6 @@ def serve_rank() -> None:
             end.send(("ok", target(**arguments)))
         except BaseException:
             end.send(("error", traceback.format_exc()))
+        # A trainer is part of a circle, and holds gloo groups, whose threads look around.
+        target = arguments = None
+        gc.collect(1)

@@ -15,8 +15,8 @@ import torch
 
 from strategies.errors import NotFiniteError
 from strategies.models.state import Fetch
+from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.step.executor import Executor
-from strategies.runtime.step.rank_engine import Engine
 from strategies.runtime.update.reduction import Reduction
 from tests.distributed.pool import Ranks
 from tests.distributed.training import Case, train
@@ -79,7 +79,7 @@ def train_on_it(case: Case, forgetting: str | None = None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "case",
     [
-        PIPELINE,
+        pytest.param(PIPELINE, marks=pytest.mark.full),
         Case("zb_v", pp=2, backend="staged", steps=2),
         pytest.param(REPLICAS, marks=pytest.mark.full),
         Case("1f1b", pp=1, dp=2, overlap="zero1", backend="staged", steps=3),

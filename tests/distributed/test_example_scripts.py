@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import runpy
@@ -36,8 +37,12 @@ LEARNED: dict[str, tuple[str, float, float]] = {
     "gan.py": ("seen", 0.3, 0.69),  # from ln 2 = 0.69
     "llama_lora.py": ("loss", 0.0, 5.4),  # from ln 256 = 5.5
 }
+SHORT = 4  # steps of an everyday run, which has the figure, and has not learned yet
 PAGE = ROOT / "docs" / "guides" / "examples.md"
-COMMANDS = ("own_schedule.py", "csv_order.sh", "sweep.sh", "slurm_array.sh", "resume_elsewhere.sh")
+COMMANDS = (
+    "own_schedule.py", "csv_order.sh", "sweep.sh", "slurm_array.sh", "resume_elsewhere.sh",
+    "late_gradients.sh",
+)  # fmt: skip
 NEEDS = {"llama_lora.py": "peft"}
 
 
@@ -50,9 +55,9 @@ def skip_without(name: str) -> None:
         pytest.skip(f"{name} needs {NEEDS[name]}: pip install 'foldpipe[lora]'")
 
 
-def play(path: str, folder: str) -> dict[str, float]:
+def play(path: str, folder: str, **changes: Any) -> dict[str, float]:
     """What a script has come to after an epoch; runs on a rank."""
-    with _played(path, folder, max_epochs=1) as trainer:
+    with _played(path, folder, max_epochs=1, **changes) as trainer:
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -99,13 +104,23 @@ def copy(tmp_path: Path) -> Path:
 def test_each_example_is_short_and_is_one_of_those_that_are_run() -> None:
     files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")}
     assert files == {*LEARNED, *COMMANDS}
-    assert len(files) == 11
+    assert len(files) == 12
     page = PAGE.read_text()
     for name in files:
         assert len((EXAMPLES / name).read_text().splitlines()) < 60, name
         assert f"examples/{name}" in page, name
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_script_trains(name: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    skip_without(name)
+    options = {"limit_train_batches": SHORT, "limit_val_batches": SHORT}
+    found = ranks(2).run(play, path=str(EXAMPLES / name), folder=str(tmp_path), **options)
+    assert all(math.isfinite(rank[LEARNED[name][0]]) for rank in found), found
+
+
+@pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", LEARNED)
 def test_a_script_learns(name: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
@@ -118,7 +133,11 @@ def test_a_script_learns(name: str, ranks: Callable[[int], Ranks], tmp_path: Pat
 @pytest.mark.parametrize(
     "file",
     # Those of the page are about classes, which a process with torch looks at.
-    [pytest.param(PAGE, marks=pytest.mark.full), *(EXAMPLES / name for name in COMMANDS)],
+    [
+        *(EXAMPLES / name for name in COMMANDS if name != "slurm_array.sh"),
+        # That array is made below.
+        *(pytest.param(p, marks=pytest.mark.full) for p in (PAGE, EXAMPLES / "slurm_array.sh")),
+    ],
     ids=lambda file: file.name,
 )
 def test_the_commands_of_an_example_are_accepted(
@@ -162,9 +181,24 @@ def test_a_checkpoint_goes_on_elsewhere(copy: Path) -> None:
         assert sorted(steps) == [2, 4, 6][:number]
 
 
+@pytest.mark.distributed
+@pytest.mark.full
+def test_trainings_with_late_gradients_are_one_picture(copy: Path) -> None:
+    """The long sweep in short: all six trainings, and a curve of each over steps and seconds."""
+    (words,) = commands(EXAMPLES / "late_gradients.sh")
+    short = ["trainer.max_steps=6", "trainer.log_every_n_steps=2", "trainer.limit_val_batches=0"]
+    launch([*words, *short], copy).assert_done()
+    page = next(copy.glob("multirun/*/*/sweep.html")).read_text()
+    drawings = re.findall(r'<svg class="front curve".*?</svg>', page, re.DOTALL)
+    assert [drawing.count("<title>experiment=") for drawing in drawings] == [6, 6]
+    results = [read_result(path.parent) for path in copy.rglob("result.json")]
+    assert sorted(r["synchronous"] for r in results) == [False] * 4 + [True] * 2
+    assert sorted(r.get("error_feedback", 0.0) for r in results) == [0.0] * 4 + [1.0] * 2
+
+
 @pytest.mark.full
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", [*LEARNED, *COMMANDS])
+@pytest.mark.parametrize("name", [*LEARNED, *(n for n in COMMANDS if n != "late_gradients.sh")])
 def test_an_example_runs_as_it_is_typed(name: str, copy: Path) -> None:
     skip_without(name)
     typed = [["bash", name]] if name.endswith(".sh") else [[sys.executable, name]]

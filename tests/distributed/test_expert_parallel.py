@@ -38,6 +38,7 @@ def check(case: ExpertCase, ranks: Callable[[int], Ranks]) -> list[dict[str, Any
                 if (other["pp_rank"], other["tp_rank"]) == (result["pp_rank"], result["tp_rank"])
             )
             assert mean / case.dp == pytest.approx(expected, abs=TOLERANCE), f"loss of {batch}"
+        assert not result["unseen"], "every exchange is recorded, inside of what it belongs to"
         assert set(result["whole"]) == set(parameters)
         for name, value in result["whole"].items():
             difference = (value - parameters[name]).abs().max().item()
@@ -59,11 +60,11 @@ def _name(case: ExpertCase | Case) -> str:
 # A module of one's own; the built-in model has the rest.
 OWN = [
     ExpertCase(dp=2, ep=2, accumulation=2, steps=4),
-    ExpertCase(tp=2, ep=2, dp=2, steps=4, overlap="zero1"),
     ExpertCase("foldx_fifo", pp=2, dp=2, ep=2, microbatches=4, steps=4, one=True,
                recompute=Recompute("optimal", max_full_activations=1.0)),
 ]  # fmt: skip
 LONG = [
+    ExpertCase(tp=2, ep=2, dp=2, steps=4, overlap="zero1"),
     ExpertCase(pp=2, dp=2, ep=2),
     ExpertCase("zb_v", dp=2, ep=2, pp=2, tied=True),
     ExpertCase("dualpipe", pp=2, dp=2, ep=2, microbatches=4),
@@ -176,7 +177,7 @@ PAIRED = {
 }
 
 
-DAILY = ("eager_1f1b", "zb_v")
+DAILY = ("eager_1f1b",)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ BUILT_IN = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if name in ("optimal", "tensor", "zb_v") else FULL)
+        pytest.param(case, marks=() if name in ("tensor", "zb_v") else FULL)
         for name, case in BUILT_IN.items()
     ],
     ids=BUILT_IN,

@@ -98,7 +98,7 @@ def record(folder: str, interleaved: bool) -> list[tuple[float, float]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("interleaved", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_slow_rank_of_torchs_pipeline_is_named_and_its_bubble_is_right(
     interleaved: bool, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:

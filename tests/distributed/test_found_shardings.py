@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,24 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from strategies.errors import ModelError
+from strategies.models.replay import layer_cut
+from strategies.models.tensor_parallel import share_layers
+from strategies.models.tensor_parallel.regions import Entrance
+from strategies.models.tensor_parallel.share_values import ShareValues
 from strategies.runtime.lightning.strategy import PipelineStrategy
+from tests.distributed.fresh_modules import FRESH
 from tests.distributed.pool import Ranks
-from tests.distributed.unannotated import MODULES, STEPS, Module, build
+from tests.distributed.unannotated import MODULES, STEPS, Module
 
 TOLERANCE = 1e-10
 
 pytestmark = pytest.mark.distributed
+
+
+def build(name: str) -> Module:
+    torch.manual_seed(1)
+    return (MODULES | FRESH)[name]().double()
 
 
 class _Losses(Callback):
@@ -64,6 +76,7 @@ def train(
         "shards": dict(model.shards),
         "weights": {n: p.detach().clone() for n, p in module.named_parameters()},
         "tp_rank": strategy.coordinates.tp_rank,
+        "wholes": model._sharding.values.wholes if tp > 1 else {},
     }
     strategy.engine.close()
     return found
@@ -84,12 +97,12 @@ def compare(alone: dict[str, Any], results: list[dict[str, Any]]) -> None:
     assert any(result["shards"] for result in results)
 
 
-EVERYDAY = ("mlp", "gpt")
+EVERYDAY = ("mlp", "fused_view")
 
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.full) for n in MODULES],
+    [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.full) for n in MODULES | FRESH],
 )
 def test_a_module_that_declares_nothing_keeps_parity(
     name: str, ranks: Callable[[int], Ranks]
@@ -101,12 +114,27 @@ def test_a_module_that_declares_nothing_keeps_parity(
 def test_a_checkpoint_of_shares_goes_on_anywhere(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    path = str(tmp_path / "shares.ckpt")
-    (alone,) = ranks(1).run(train, name="mlp", pp=1, tp=1)
-    ranks(4).run(train, name="mlp", pp=2, tp=2, save=path)
-    (resumed,) = ranks(1).run(train, name="mlp", pp=1, tp=1, resume=path)
+    """Queries, keys and values from one matrix: a rank has a share of each, three boxes."""
+    path, name = str(tmp_path / "shares.ckpt"), "fused_split"
+    (alone,) = ranks(1).run(train, name=name, pp=1, tp=1)
+    cut = ranks(4).run(train, name=name, pp=2, tp=2, save=path)
+    compare(alone, cut)
+    assert any(shard.segments == 3 for result in cut for shard in result["shards"].values())
+    (resumed,) = ranks(1).run(train, name=name, pp=1, tp=1, resume=path)
     assert resumed["losses"] == pytest.approx(alone["losses"][3:], abs=TOLERANCE)
-    compare(alone, ranks(2).run(train, name="mlp", pp=1, tp=2, resume=path))
+    compare(alone, ranks(2).run(train, name=name, pp=1, tp=2, resume=path))
+
+
+FUSED = ("view", "interleaved", "split", "slices", "scaled", "chunk")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*(f"fused_{how}" for how in FUSED), "glu", "swiglu", "swin_like"])
+def test_values_of_several_parts_are_taken_apart_without_being_put_together(
+    name: str, ranks: Callable[[int], Ranks]
+) -> None:
+    for result in ranks(2).run(train, name=name, pp=1, tp=2):
+        assert result["wholes"] == {}
 
 
 @pytest.mark.full
@@ -114,6 +142,7 @@ def test_a_checkpoint_of_shares_goes_on_anywhere(
     "options",
     [
         {"schedule": "zb_h1"},
+        {"schedule": "chimera"},
         {"split_backward": True},
         {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
         {"recompute": "full"},
@@ -127,6 +156,16 @@ def test_whatever_else_is_asked_for_keeps_parity(
 ) -> None:
     (alone,) = ranks(1).run(train, name="gpt", pp=1, tp=1)
     compare(alone, ranks(4).run(train, name="gpt", pp=2, tp=2, **options))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gpt", "vgg"])
+def test_without_a_flush_shares_see_the_weights_that_the_whole_would(
+    name: str, ranks: Callable[[int], Ranks]
+) -> None:
+    whole = ranks(2).run(train, name=name, pp=2, tp=1, schedule="pipedream_2bw")
+    alone = whole[0] | {"weights": whole[0]["weights"] | whole[1]["weights"]}
+    compare(alone, ranks(4).run(train, name=name, pp=2, tp=2, schedule="pipedream_2bw"))
 
 
 @pytest.mark.full
@@ -150,6 +189,85 @@ def test_a_plan_by_hand_wins(ranks: Callable[[int], Ranks]) -> None:
     results = ranks(2).run(train_by_hand, tp=2)
     compare(alone, results)
     assert set(results[0]["shards"]) == {"net.0.weight", "net.0.bias", "net.2.weight"}
+
+
+@contextmanager
+def broken(part: str) -> Iterator[None]:
+    """Inside, found plans are carried out wrongly; as a rule of a library may be."""
+    with pytest.MonkeyPatch.context() as patched:
+        if part == "sum":  # Shares of outputs are not added up.
+            patched.setattr(share_layers, "leave", lambda partial, ranks, whole=False: partial)
+        elif part == "entrance":  # Gradients of an input are not added up.
+            patched.setattr(Entrance, "__call__", lambda self, tensor: tensor)
+        elif part == "bias":  # Added once per rank.
+            own = share_layers.LinearByInputs.forward
+
+            def forward(self: Any, input: Any) -> Any:
+                found = own(self, input)
+                return found if self.bias is None else found + self.bias
+
+            patched.setattr(share_layers.LinearByInputs, "forward", forward)
+        elif part == "alone":  # One rank of those that share matrices cannot run its share.
+            own_numbers = layer_cut._numbers
+
+            def numbers(module: Any, example: Any, sharding: Any) -> Any:
+                found = own_numbers(module, example, sharding)
+                if sharding is not None and sharding.values.ranks.rank == 1:
+                    raise RuntimeError("no room")
+                return found
+
+            patched.setattr(layer_cut, "_numbers", numbers)
+        elif part == "one":  # Shares of one rank are other numbers.
+            own_compare = layer_cut.compare_steps
+
+            def compare(*given: Any, **named: Any) -> Any:
+                return "what net.5 gives differs" if given[3] == 1 else own_compare(*given, **named)
+
+            patched.setattr(layer_cut, "compare_steps", compare)
+        else:  # What lies cut is taken for what lies cut in another order.
+            own_whole = ShareValues.whole
+
+            def whole(self: Any, value: Any) -> Any:
+                found = own_whole(self, value)
+                return found.roll(1, -1) if self.is_share(value) else found
+
+            patched.setattr(ShareValues, "whole", whole)
+        yield
+
+
+def train_broken(part: str, name: str) -> tuple[str, bool]:
+    """The refusal, and whether a weight has changed before it."""
+    module = build(name)
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    with broken(part), pytest.raises(ModelError) as refused:
+        train(name, 1, 2, module=module)
+    after = module.state_dict()
+    shards = [n for n, p in before.items() if p.shape == after[n].shape]
+    return str(refused.value), any(not torch.equal(before[n], after[n]) for n in shards)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "said"),
+    [
+        ("sum", "mlp", "what net.5 gives differs"),
+        ("alone", "mlp", "on rank 1 of 2 alone"),
+        pytest.param("one", "mlp", "what net.5 gives differs", marks=pytest.mark.full),
+        pytest.param("bias", "mlp", "what net.5 gives differs", marks=pytest.mark.full),
+        pytest.param("entrance", "mlp", "the gradient of net.", marks=pytest.mark.full),
+        pytest.param("order", "fused_scores", "gives differs", marks=pytest.mark.full),
+        pytest.param("entrance", "vit", "the gradient of net.", marks=pytest.mark.full),
+    ],
+)
+def test_a_plan_that_computes_something_else_is_refused_by_layer_before_the_first_step(
+    part: str, name: str, said: str, ranks: Callable[[int], Ranks]
+) -> None:
+    for message, changed in ranks(2).run(train_broken, part=part, name=name):
+        assert message.startswith("tp=2: on the first microbatch the cut module computes other")
+        assert said in message
+        assert message.endswith(
+            "Leave that layer whole by a tensor_parallel_plan() of your own, or use tp=1."
+        )
+        assert not changed
 
 
 def test_compiled_layers_are_refused(ranks: Callable[[int], Ranks]) -> None:

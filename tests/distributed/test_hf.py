@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from launcher.workloads.hf.export import export_checkpoint, library_name
+from strategies.errors import ModelError
+from strategies.models.tensor_parallel import share_layers
 from strategies.plan import Policy
 from tests.distributed.hf_training import HfCase, balanced_reference, reference, train_hf, train_own
 from tests.distributed.pool import Ranks
@@ -27,13 +30,13 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 @pytest.mark.parametrize(
     ("family", "changes", "schedule", "padded", "recompute"),
     [
-        ("llama", {}, "1f1b", False, "none"),
+        pytest.param("llama", {}, "1f1b", False, "none", marks=pytest.mark.full),
         ("llama", {"tie_word_embeddings": True}, "interleaved_1f1b", True, "none"),
         ("gpt2", NO_DROPOUT, "foldx_fifo", False, "none"),
         ("qwen2", {}, "zb_h1", True, "none"),
         ("qwen3", {"tie_word_embeddings": True}, "1f1b", False, "none"),
         ("llama", {}, "zb_h1", True, "full"),
-        ("gpt2", NO_DROPOUT, "1f1b", False, "selective"),
+        pytest.param("gpt2", NO_DROPOUT, "1f1b", False, "selective", marks=pytest.mark.full),
         ("llama", {}, "zb_h1", True, "selective"),
     ],
     ids=[
@@ -76,7 +79,7 @@ def test_two_ranks_train_as_transformers_does(
     [
         ("llama", {}, "1f1b", True),
         ("llama", {"tie_word_embeddings": True, "pad_token_id": 3}, "zb_h1", False),
-        ("qwen3", {}, "1f1b", False),
+        pytest.param("qwen3", {}, "1f1b", False, marks=pytest.mark.full),
         pytest.param("gpt_neox", {}, "1f1b", False, marks=pytest.mark.full),
     ],
     ids=["llama-padded", "llama-tied", "qwen3", "gpt_neox"],
@@ -173,7 +176,7 @@ def test_a_family_trains_and_is_exported_as_transformers_does_it(
     ("family", "schedule", "padded"),
     [
         ("mixtral", "zb_v", True),
-        ("granitemoe", "1f1b", False),
+        pytest.param("granitemoe", "1f1b", False, marks=pytest.mark.full),
         *(
             pytest.param(family, schedule, padded, marks=pytest.mark.full)
             for family in ("qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "ernie4_5_moe", "jamba")
@@ -203,6 +206,72 @@ def test_the_balance_of_routers_is_the_librarys(
         theirs, ours = (m.eval()(tokens, use_cache=False) for m in (model, again))
     assert (theirs.logits - ours.logits).abs().max().item() < 1e-4
     assert float(theirs.aux_loss) == pytest.approx(float(ours.aux_loss), abs=1e-5)
+
+
+# Experts over two replicas of each stage, with the library's balance loss where it has one.
+SPREAD = (
+    "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "granitemoe", "olmoe", "gpt_oss",
+    "qwen2_moe", "ernie4_5_moe", "minimax", "minimax_m2", "jamba", "glm4_moe", "hunyuan_v1_moe",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("gpt_oss", {"schedule": "zb_v"}),
+        *(pytest.param(family, {"padded": True}, marks=pytest.mark.full) for family in SPREAD),
+        *(
+            pytest.param("mixtral", more, marks=pytest.mark.full)
+            for more in (
+                {"schedule": "foldx_fifo", "recompute": "full"},
+                {"schedule": "eager_1f1b", "pairs": True},
+                {"schedule": "zb_h1", "recompute": "selective"},
+                {"overlap": "zero1"},
+            )
+        ),
+    ],
+)
+def test_experts_of_a_family_over_ranks_train_as_transformers_does_it(
+    family: str, more: dict[str, Any], ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    loss = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = write_model(tmp_path / "model", family, **loss)
+    saved = tmp_path / "saved.ckpt"
+    case = HfCase(str(tmp_path / "model"), dp=2, ep=2, save=str(saved), **more)
+    losses = balanced_reference(model.train(), case)
+    trained = dict(model.named_parameters(remove_duplicate=False))
+    results = ranks(4).run(train_hf, case=case)
+    shares = set()
+    for result in results:
+        same = [other["losses"] for other in results if other["pp_rank"] == result["pp_rank"]]
+        means = [sum(pair) / len(same) for pair in zip(*same, strict=True)]
+        assert means == pytest.approx(losses, abs=ROUNDED)
+        whole = {library_name(name): value for name, value in result["whole"].items()}
+        for name, value in trained.items():
+            difference = (whole[name] - value).abs().max().item()
+            assert difference < 1e-4, name  # Adam makes much of gradients near 0
+        parameters = result["parameters"].items()
+        shares |= {len(v) for name, v in parameters if ".experts." in name and v.dim() == 3}
+    assert shares == {2}, "a rank holds half of the four"
+    export_checkpoint(saved, shape_of(tmp_path / "model"), tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", experts_implementation="eager")
+    tokens = batch_of(2)["tokens"]
+    with torch.no_grad():
+        theirs, ours = (m.eval()(tokens, use_cache=False) for m in (model, again))
+    assert (theirs.logits - ours.logits).abs().max().item() < 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_a_family_whose_routers_draw_in_training_draws_the_same_at_any_cut(
+    schedule: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    loss = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "router_jitter_noise": 0.5}
+    write_model(tmp_path, "phimoe", **loss)
+    case = HfCase(str(tmp_path), schedule=schedule, padded=True, recompute="full")
+    (whole,) = ranks(1).run(train_hf, case=HfCase(str(tmp_path), pp=1, padded=True))
+    for result in ranks(2).run(train_hf, case=case):
+        assert result["losses"] == pytest.approx(whole["losses"], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +307,10 @@ def _exported_equals(model: nn.Module, saved: Path, folder: Path) -> None:
 
 
 # Of these the library has no plan, or one with words of its own: layers are cut as it is found.
-UNPLANNED = ("gpt2", "opt", "bloom", "falcon", "stablelm", "gptj", "gpt_neo", "phi3", "mixtral")
+UNPLANNED = (
+    "gpt2", "opt", "bloom", "falcon", "stablelm", "gptj", "gpt_neo", "phi3", "mixtral", "mamba",
+    "jamba",
+)  # fmt: skip
 PLANNED = ("mistral", "qwen2", "gemma", "olmo2", "phi", "cohere", "granite", "starcoder2")
 
 
@@ -254,12 +326,14 @@ def test_families_without_a_plan_of_the_librarys_are_cut_as_it_is_found(
 ) -> None:
     changes = NO_DROPOUT if family == "gpt2" else {"dropout": 0.0} if family == "opt" else {}
     model = write_model(tmp_path, family, **changes)
-    case = HfCase(str(tmp_path), tp=2)
+    # The others have two stages as well.
+    case = HfCase(str(tmp_path), pp=1 if family == "gpt2" else 2, tp=2)
     losses = reference(model, case)
     expected = dict(model.named_parameters(remove_duplicate=False))
-    tolerance = ROUNDED if family in ("mixtral", "gemma", "phi3", "olmo2") else TOLERANCE
+    rounded = family in ("mixtral", "gemma", "phi3", "olmo2", "mamba", "jamba")
+    tolerance = ROUNDED if rounded else TOLERANCE
     seen, cut = set(), False
-    for rank, result in enumerate(ranks(4).run(train_hf, case=case)):
+    for rank, result in enumerate(ranks(2 * case.pp).run(train_hf, case=case)):
         assert result["losses"] == pytest.approx(losses, abs=tolerance)
         for name, value in result["parameters"].items():
             theirs, shard = library_name(name), result["shards"].get(name)
@@ -272,3 +346,23 @@ def test_families_without_a_plan_of_the_librarys_are_cut_as_it_is_found(
             assert (value - whole).abs().max().item() < limit, name
     assert cut
     assert seen >= {name for name, _ in model.named_parameters()}
+
+
+def train_without_sums(case: HfCase) -> str:
+    """Shares of outputs are not added up, as if a plan had forgotten it; the refusal."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(share_layers, "leave", lambda partial, ranks, whole=False: partial)
+        with pytest.raises(ModelError) as refused:
+            train_hf(case)
+    return str(refused.value)
+
+
+@pytest.mark.full
+def test_a_unit_that_computes_something_else_is_refused_by_layer(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    write_model(tmp_path, "gpt2", **NO_DROPOUT)
+    for message in ranks(2).run(train_without_sums, case=HfCase(str(tmp_path), pp=1, tp=2)):
+        assert message.startswith("tp=2: on the first microbatch the cut module computes other")
+        assert "what network." in message
+        assert "gives differs" in message

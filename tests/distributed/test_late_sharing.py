@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from strategies.runtime.step.rank_engine import Engine
+from strategies.runtime.engine.rank_engine import Engine
 from tests.distributed.pool import Ranks
 from tests.distributed.training import Case, train
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,12 @@ from strategies.plan import Recompute
 from strategies.schedules import SCHEDULES
 from tests.distributed.pool import Ranks
 from tests.distributed.training import Case, reference, small_shape, train
+from tests.faults.results import record
 
 pytestmark = pytest.mark.distributed
 
+# What updates weights in the middle of a batch is held against its own reference elsewhere.
+NAMES = [name for name, made in SCHEDULES.items() if name != "custom" and made.synchronous]
 STEPS = 3
 TOLERANCE = 1e-10
 
@@ -24,7 +28,7 @@ def layout(draw: random.Random, most_ranks: int) -> Case:
     """Valid as far as single values go; whether they go together is the run's to say."""
     pp = draw.choice([n for n in (1, 2, 4) if n <= most_ranks])
     return Case(
-        schedule=draw.choice([name for name in SCHEDULES if name != "custom"]),
+        schedule=draw.choice(NAMES),
         pp=pp,
         dp=draw.choice([n for n in (1, 2, 4) if n * pp <= most_ranks]),
         accumulation=draw.choice([1, 1, 2]),
@@ -75,6 +79,15 @@ def test_a_layout_drawn_at_random_trains_as_one_rank_does(
 
 
 @pytest.mark.faults
-def test_300_layouts_train_as_one_rank_does(ranks: Callable[[int], Ranks]) -> None:
-    draw = random.Random(12)
-    assert sum(judge(layout(draw, 4), ranks) for _ in range(300)) > 100
+@pytest.mark.parametrize("seed", range(12, 22))
+def test_30_layouts_train_as_one_rank_does(seed: int, ranks: Callable[[int], Ranks]) -> None:
+    """300 in all."""
+    draw, ran, judged, begun = random.Random(seed), 0, 0, time.monotonic()
+    try:
+        for _ in range(30):
+            ran += judge(layout(draw, 4), ranks)
+            judged += 1
+    finally:
+        what = f"layouts of seed {seed} train as one rank does, or are refused (mean seconds)"
+        record("fuzz", what, judged, 30, (time.monotonic() - begun) / max(1, judged))
+    assert ran > 5

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from strategies.errors import ModelError, NotFiniteError
+from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from strategies.runtime.step.rank_engine import Engine
 from tests.distributed.pool import Ranks
 from tests.distributed.training import Case, Learner, Sentences, small_shape
 
@@ -186,8 +186,6 @@ CASES = {
         Fault("gradient", DOWN, dp_rank=1, case=Case(pp=2, dp=2, overlap="zero1")),
         rf"the gradient of {DOWN} .*is nan: stage 1 on rank 3 \(pp 1, dp 1, ",
     ),
-}
-LONG = {
     "shares, clipping": (
         Fault("gradient", GATE, dp_rank=1, case=Case(pp=2, dp=2, overlap="zero1", clip=0.1)),
         rf"the gradient of {GATE} .*stage 0 on rank 1 ",
@@ -235,12 +233,17 @@ LONG = {
 }
 
 
-def _cases() -> list[Any]:
-    everyday = [pytest.param(*case, id=name) for name, case in CASES.items()]
-    return everyday + [pytest.param(*c, id=n, marks=pytest.mark.full) for n, c in LONG.items()]
+def _long_but(*everyday: str) -> list[Any]:
+    return [
+        pytest.param(*case, id=name, marks=() if name in everyday else pytest.mark.full)
+        for name, case in CASES.items()
+    ]
 
 
-@pytest.mark.parametrize(("fault", "says"), _cases())
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    _long_but("no clipping", "clipping", "a loss that no gradient shows", "shares"),
+)
 def test_no_rank_applies_the_step_and_training_goes_on(
     ranks: Callable[[int], Ranks], fault: Fault, says: str
 ) -> None:
@@ -255,7 +258,10 @@ def test_no_rank_applies_the_step_and_training_goes_on(
                 assert same(before, weights) == (step == BAD), step
 
 
-@pytest.mark.parametrize(("fault", "says"), _cases())
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    _long_but("no clipping", "a forward", "a replica", "a loss that no gradient shows"),
+)
 def test_all_ranks_stop_at_the_same_step_and_name_the_same_place(
     ranks: Callable[[int], Ranks], fault: Fault, says: str
 ) -> None:

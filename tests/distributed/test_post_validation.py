@@ -159,14 +159,18 @@ def check_same(
 
 # The norms of these steps lie on both sides of their limits.
 STRUCK = [
-    pytest.param(replace(CASE, clip=1e9), 0, id="never"),
+    pytest.param(replace(CASE, clip=1e9), 0, id="never", marks=pytest.mark.full),
     pytest.param(replace(CASE, clip=15.0, steps=16), 2, id="sometimes"),
-    pytest.param(replace(CASE, clip=1e-3), 1, id="always"),
+    pytest.param(replace(CASE, clip=1e-3), 1, id="always", marks=pytest.mark.full),
     pytest.param(replace(CASE, schedule="zb_h2", pp=4, clip=1e-3), 1, id="zb_h2-pp4"),
     pytest.param(replace(CASE, clip=1e-3, dp=2, overlap="zero1", rows=6), 1, id="zero1"),
-    pytest.param(replace(CASE, clip=1e-3, backend="strict"), 1, id="in order"),
-    pytest.param(replace(CASE, clip=1e-3, accumulation=2), 1, id="accumulation"),
-    pytest.param(replace(CASE, clip=1e-3, optimizer="Muon"), 1, id="muon"),
+    pytest.param(
+        replace(CASE, clip=1e-3, backend="strict"), 1, id="in order", marks=pytest.mark.full
+    ),
+    pytest.param(
+        replace(CASE, clip=1e-3, accumulation=2), 1, id="accumulation", marks=pytest.mark.full
+    ),
+    pytest.param(replace(CASE, clip=1e-3, optimizer="Muon"), 1, id="muon", marks=pytest.mark.full),
 ]
 
 
@@ -179,7 +183,7 @@ def test_the_bits_are_those_of_waiting(
     assert all(result["kept_bytes"] > 0 for result in found)
 
 
-@pytest.mark.parametrize("clip", [None, 1e9])
+@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.full), 1e9])
 def test_a_step_that_is_not_finite_is_left_out_late(
     clip: float | None, ranks: Callable[[int], Ranks]
 ) -> None:
@@ -189,7 +193,7 @@ def test_a_step_that_is_not_finite_is_left_out_late(
     assert found[0]["repairs"] == 2  # The step behind one that was undone waits.
 
 
-@pytest.mark.parametrize("clip", [None, 1e9])
+@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.full), 1e9])
 def test_a_stop_is_told_of_the_step_that_it_was(
     clip: float | None, ranks: Callable[[int], Ranks]
 ) -> None:

@@ -19,6 +19,7 @@ from tests.distributed.pool import Ranks
 from tests.distributed.test_training_details import Units
 
 pytestmark = pytest.mark.distributed
+FULL = pytest.mark.full
 
 QUIET = {
     "accelerator": "cpu",
@@ -204,9 +205,19 @@ def test_short_gradients_are_summed_in_32_bits_exactly(
     assert seen == set(expected)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize(
+    ("clip", "schedule", "precision"),
+    [
+        (None, "1f1b", "bf16-mixed"),
+        (0.05, "1f1b", "16-mixed"),
+        (0.05, "zb_h1", "bf16-mixed"),
+        (None, "zb_h1", "16-mixed"),
+        pytest.param(0.05, "1f1b", "bf16-mixed", marks=FULL),
+        pytest.param(None, "1f1b", "16-mixed", marks=FULL),
+        pytest.param(None, "zb_h1", "bf16-mixed", marks=FULL),
+        pytest.param(0.05, "zb_h1", "16-mixed", marks=FULL),
+    ],
+)
 def test_mixed_precision_is_that_of_one_device(
     precision: str, schedule: str, clip: float | None, ranks: Callable[[int], Ranks]
 ) -> None:
@@ -238,7 +249,11 @@ def fit_scaled(rank: tuple[int, int], overlap: str, clip: float | None) -> dict[
 
 @pytest.mark.parametrize(
     ("rank", "overlap", "clip"),
-    [((0, 0), "grad_reduce", None), ((1, 1), "zero1", 0.1), ((1, 0), "none", 0.1)],
+    [
+        ((0, 0), "grad_reduce", None),
+        ((1, 1), "zero1", 0.1),
+        pytest.param((1, 0), "none", 0.1, marks=FULL),
+    ],
 )
 def test_one_infinite_gradient_on_one_rank_skips_the_step_everywhere(
     rank: tuple[int, int], overlap: str, clip: float | None, ranks: Callable[[int], Ranks]
@@ -291,7 +306,7 @@ def test_gradients_may_travel_short(overlap: str, ranks: Callable[[int], Ranks])
     )
 
 
-@pytest.mark.parametrize("overlap", ["grad_reduce", "zero1"])
+@pytest.mark.parametrize("overlap", [pytest.param("grad_reduce", marks=FULL), "zero1"])
 def test_gradients_of_short_weights_may_be_summed_short(
     overlap: str, ranks: Callable[[int], Ranks]
 ) -> None:
@@ -317,7 +332,10 @@ def test_sums_in_16_bits_need_16_bit_weights(ranks: Callable[[int], Ranks]) -> N
         ranks(1).run(fit, precision="bf16-mixed", sum_dtype="bf16")
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "16-mixed", "16-true"])
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16-true", "16-mixed", *(pytest.param(n, marks=FULL) for n in ("bf16-mixed", "16-true"))],
+)
 def test_ordinary_modules_train_in_any_precision(
     precision: str, ranks: Callable[[int], Ranks]
 ) -> None:

@@ -18,8 +18,8 @@ from strategies.analysis.memory import peak_memory_bytes
 from strategies.models.unit_model import UnitModel
 from strategies.plan import Options
 from strategies.profiling.layer_times import transient
+from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.mesh import Coordinates
-from strategies.runtime.step.rank_engine import Engine
 
 pytestmark = pytest.mark.distributed
 

@@ -26,19 +26,22 @@ from tests.distributed.test_training_details import QUIET, Units, _loader
 from tests.distributed.training import Case, small_shape, train
 
 pytestmark = pytest.mark.distributed
+FULL = pytest.mark.full
 
 CASES = [
-    Case("1f1b", pp=1, dp=2, accumulation=2),
     Case("1f1b", pp=2, dp=2, clip=0.05),
     Case("interleaved_1f1b", pp=1, dp=2, clip=0.05),
-    Case("interleaved_1f1b", pp=2, dp=2, accumulation=2),
     Case("foldx_fifo", pp=1, dp=2, short_last=True),
-    Case("foldx_fifo", pp=2, dp=2, accumulation=2, clip=0.05),
     Case("foldx_aiao", pp=1, dp=2, accumulation=2, clip=0.05),
-    Case("foldx_aiao", pp=2, dp=2, short_last=True),
-    Case("zb_v", pp=1, dp=2),
     Case("zb_v", pp=2, dp=2, accumulation=2, clip=0.05, short_last=True),
     Case("chimera", pp=2, dp=1, clip=0.05, accumulation=2),
+]
+MORE = [
+    Case("1f1b", pp=1, dp=2, accumulation=2),
+    Case("interleaved_1f1b", pp=2, dp=2, accumulation=2),
+    Case("foldx_fifo", pp=2, dp=2, accumulation=2, clip=0.05),
+    Case("foldx_aiao", pp=2, dp=2, short_last=True),
+    Case("zb_v", pp=1, dp=2),
     Case("chimera", pp=2, dp=2, buckets_mb=25.0),
 ]
 
@@ -48,7 +51,9 @@ def _name(case: Case) -> str:
     return f"{case.schedule}-pp{case.pp}-dp{case.dp}-acc{case.accumulation}{more}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=_name)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=FULL) for case in MORE)], ids=_name
+)
 def test_sharded_training_equals_a_single_process(
     case: Case, ranks: Callable[[int], Ranks]
 ) -> None:
@@ -56,22 +61,27 @@ def test_sharded_training_equals_a_single_process(
     assert all(any("GATHER" in word for word in result["program"]) for result in results)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad", "RMSprop", "NAdam"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["SGD", "AdamW", "RMSprop", *(pytest.param(n, marks=FULL) for n in ("Adagrad", "NAdam"))],
+)
 def test_elementwise_optimizers_do_not_notice(
     optimizer: str, ranks: Callable[[int], Ranks]
 ) -> None:
     check(Case("1f1b", dp=2, steps=4, optimizer=optimizer, overlap="zero1"), ranks)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=FULL), 2])
 def test_tied_embeddings_stay_whole_and_count_once(pp: int, ranks: Callable[[int], Ranks]) -> None:
     shape = small_shape(tie_embeddings=True)
     case = Case("foldx_fifo", pp=pp, dp=2, steps=SHORT, shape=shape, clip=0.05)
     check(replace(case, overlap="zero1"), ranks)
 
 
-@pytest.mark.parametrize(("pp", "dp", "schedule"), [(1, 4, "1f1b"), (2, 2, "1f1b"),
-                                                    (4, 1, "chimera")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pp", "dp", "schedule"),
+    [(1, 4, "1f1b"), pytest.param(2, 2, "1f1b", marks=FULL), (4, 1, "chimera")],
+)
 def test_optimizer_state_is_one_share_per_member(
     pp: int, dp: int, schedule: str, ranks: Callable[[int], Ranks]
 ) -> None:
@@ -87,7 +97,7 @@ def test_optimizer_state_is_one_share_per_member(
         assert after["state_elements"] > 0
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "foldx_aiao", "chimera"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("foldx_aiao", marks=FULL), "chimera"])
 def test_gathers_run_in_the_simulated_order_and_are_recorded(
     schedule: str, ranks: Callable[[int], Ranks]
 ) -> None:

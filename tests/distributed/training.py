@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from launcher.config.workload import OptimizerConfig
 from launcher.workloads.language_model import LanguageModel
-from launcher.workloads.muon import embeddings_and_head
-from launcher.workloads.optimizer import build_optimizer
+from launcher.workloads.optimizer import build_optimizer, embeddings_and_head
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.costs.table import Costs
 from strategies.ir.text import format_instruction
@@ -214,10 +214,35 @@ def reference(
     case: Case, made: Callable[[nn.Module], list[torch.optim.Optimizer]] | None = None
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The same training in plain torch: losses per batch, and the parameters at the end."""
+    if made is not None:
+        return _reference(case, made)
+    # Whatever does not decide what is computed is left out: cases share what they come to.
+    alone = Case(
+        accumulation=case.accumulation,
+        rows=case.rows * case.dp,
+        steps=case.steps,
+        clip=case.clip,
+        optimizer=case.optimizer,
+        shape=case.shape,
+    )
+    losses, parameters = _known_reference(alone, case.count)
+    return list(losses), dict(parameters)
+
+
+@functools.lru_cache(maxsize=32)
+def _known_reference(case: Case, count: int) -> tuple[list[float], dict[str, Tensor]]:
+    return _reference(case, None, count)
+
+
+def _reference(
+    case: Case,
+    made: Callable[[nn.Module], list[torch.optim.Optimizer]] | None,
+    count: int | None = None,
+) -> tuple[list[float], dict[str, Tensor]]:
     model = Learner(case.shape, case.optimizer).double()
     model.log = lambda *_, **__: None  # type: ignore[method-assign]
     optimizers = [model.configure_optimizers()] if made is None else made(model)
-    data = Sentences(case.count).tokens
+    data = Sentences(case.count if count is None else count).tokens
     size = case.rows * case.dp
     losses = []
     for batch in range(case.batches):

@@ -478,8 +478,3 @@ MODULES: dict[str, Callable[[], Module]] = {
         mixer, autoencoder, bert,
     )
 }  # fmt: skip
-
-
-def build(name: str) -> Module:
-    torch.manual_seed(1)
-    return MODULES[name]().double()

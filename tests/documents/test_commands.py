@@ -41,6 +41,9 @@ ACCEPTED = [
 # Commands that no test types as they stand: the page (or a folder of pages) and how the command
 # begins -> the reason, and the test that runs their short form.
 NOT_TYPED: dict[tuple[str, str], str] = {
+    ("docs/guides/asynchronous-training.md", "cd examples; bash late_gradients.sh"): (
+        "trains for minutes; tests/distributed/test_example_scripts.py"
+    ),
     ("", "python -m launcher demo"): "trains; tests/launcher/tools/test_demo.py",
     ("docs/guides/checking-a-schedule.md", "python -m launcher check theirs.csv"): (
         "ends with 1, as the page says; tests/launcher/test_check_order.py"

@@ -21,8 +21,8 @@ from strategies.errors import PipelineError
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import MESSAGE_KINDS
 from strategies.ir.program import Program
+from strategies.runtime.engine import rank_setup
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from strategies.runtime.step import rank_weights
 from tests.distributed.training import Learner, Sentences, small_shape
 
 KINDS = ("order", "tag", "size", "type")
@@ -51,7 +51,7 @@ def fit_mutated(seed: int, kind: str, victim: int, pp: int, dp: int) -> tuple[st
     generator = random.Random(seed)
     changed = torch.distributed.get_rank() == victim
     shape, data, wire = small_shape(), Sentences(64), "fp32"
-    compile_plan = rank_weights.compile_plan
+    compile_plan = rank_setup.compile_plan
     if changed and kind in ("order", "tag"):
 
         def compile_plan(plan: Any) -> Programs:
@@ -81,7 +81,7 @@ def fit_mutated(seed: int, kind: str, victim: int, pp: int, dp: int) -> tuple[st
         accelerator="cpu", strategy=strategy, precision=precision, max_steps=2, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    with mock.patch.object(rank_weights, "compile_plan", compile_plan):
+    with mock.patch.object(rank_setup, "compile_plan", compile_plan):
         try:
             trainer.fit(Learner(shape), DataLoader(data, batch_size=8))
         except PipelineError as error:
@@ -89,7 +89,7 @@ def fit_mutated(seed: int, kind: str, victim: int, pp: int, dp: int) -> tuple[st
     return "no error", trainer.global_step
 
 
-engine_compile = rank_weights.compile_plan
+engine_compile = rank_setup.compile_plan
 
 
 def _swapped(program: Program, generator: random.Random) -> Program:

@@ -33,7 +33,7 @@ def test_every_flip_zero_and_truncation_is_found(tmp_path: Path) -> None:
 def test_a_kill_at_every_call_that_changes_a_file(tmp_path: Path) -> None:
     points = 0
     try:
-        points = sum(run(tmp_path / "checkpoints", "calls", 0)["points"])
+        points = sum(run(tmp_path, "calls=0")["calls"])
         assert points >= 50
     finally:
         what = "kill at each write, sync and rename: the last committed one loads"
@@ -50,7 +50,7 @@ def test_a_kill_at_every_call_that_changes_a_file(tmp_path: Path) -> None:
 def test_kills_at_random(kind: str, kills: int, what: str, tmp_path: Path) -> None:
     passed, begun = 0, time.monotonic()
     try:
-        assert run(tmp_path / "checkpoints", kind, kills)["reached"] > 0
+        assert run(tmp_path, f"{kind}={kills}")[kind] > 0
         passed = kills
     finally:
         average = (time.monotonic() - begun) / kills

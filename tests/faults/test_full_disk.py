@@ -7,8 +7,10 @@ among several: it ends training at the next step.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -20,6 +22,8 @@ from strategies.errors import CheckpointError
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.storage.saver import Saver
 from tests.faults.results import record
+from tests.launcher.command_line import launch_here
+from tests.launcher.runs import MODEL, launch
 from tests.strategies.runtime.storage.saving import newest, save, step_in
 
 SMALL, LARGE = 50, 200_000  # the large one needs 2 * 3 MB
@@ -80,3 +84,40 @@ def test_twenty_times(disk: Path) -> None:
     finally:
         what = "disk full while saving: the old one loads, need and free are told"
         record(4, what, len(took), 20, max(took, default=None))
+
+
+# What is asked for, how much of the 5 MB is free, what lies there as well, and what is told.
+ASKED = [
+    (("mode=simulate", "costs=uniform", "pp=32", "num_microbatches=64"), 1_100_000, "r/trace.json"),
+    (("mode=validate", "pp=16", "model.layers=16", "num_microbatches=64"), 1_100_000, "r/"),
+    (("mode=plan", "planner.num_gpus=8", "planner.level=O3", "model=llama2_7b", "pp=8",
+      "hardware=a100_80g", "trainer.precision=bf16-mixed", "dp=1", "data.global_batch_size=64",
+      "data.microbatch_size=1", "schedule=zb_v"), 1_060_000, "r/"),
+]  # fmt: skip
+
+
+@pytest.mark.faults
+def test_modes_that_start_nothing(disk: Path, tmp_path: Path) -> None:
+    held, took = 0, []
+    for words, free, named in ASKED:
+        (disk / "fill").write_bytes(bytes(5_242_880 - free))
+        begun = time.monotonic()
+        done = launch_here([*words, f"hydra.run.dir={disk}/r"], tmp_path)
+        took.append(time.monotonic() - begun)
+        result = json.loads((disk / "r" / "result.json").read_text())
+        one = done.code == 1 and done.errors.count("\n") == 1
+        held += one and f"error: {disk}/{named}" in done.errors and result["status"] == "failed"
+        shutil.rmtree(disk / "r")
+    record("4n", "disk full while mode=simulate, validate, plan write", held, len(ASKED), max(took))
+    assert held == len(ASKED)
+
+
+@pytest.mark.faults
+def test_folders_of_wandb_that_are_full_end_no_training(disk: Path, tmp_path: Path) -> None:
+    (disk / "fill").write_bytes(bytes(5_242_880))
+    begun, places = time.monotonic(), ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR")
+    words = (*MODEL, "pp=2", "trainer.max_steps=3", "tracking=wandb", "tracking.offline=true")
+    done = launch(words, tmp_path, **dict.fromkeys(places, str(disk))).assert_done()
+    held = "warning: wandb's folders take no more" in done.output + done.errors
+    record("4n", "wandb's folders are full: one warning", int(held), 1, time.monotonic() - begun)
+    assert held

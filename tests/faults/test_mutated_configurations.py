@@ -55,10 +55,12 @@ def test_60_mutated_configurations(tmp_path, monkeypatch):
 
 
 @pytest.mark.faults
-def test_1000_mutated_configurations(tmp_path, monkeypatch):
-    count = 1000
-    verdict = judge(count, 9, tmp_path, monkeypatch)
-    what = "mutated configurations: one message, nothing started"
+@pytest.mark.parametrize("seed", range(9, 13))
+def test_250_mutated_configurations(seed, tmp_path, monkeypatch):
+    """1,000 in all."""
+    count = 250
+    verdict = judge(count, seed, tmp_path, monkeypatch)
+    what = f"mutated configurations of seed {seed}: one message, nothing started"
     record(9, what, count - len(verdict.wrong), count, verdict.worst_s)
     assert verdict.wrong == []
     assert count / 2 < verdict.refused < count

@@ -92,7 +92,8 @@ def launch(words: Sequence[str], cwd: Path, *, timeout_s: float = 120, **more: s
 class Started:
     """A run that goes on: something is about to happen to it."""
 
-    def __init__(self, words: Sequence[str], cwd: Path) -> None:
+    def __init__(self, words: Sequence[str], cwd: Path, *, terminal: int | None = None) -> None:
+        """Args: terminal: A descriptor that output and errors go to in place of files."""
         cwd.mkdir(parents=True, exist_ok=True)
         self.cwd = cwd
         self._output = (cwd / "stdout.txt").open("w+")
@@ -102,8 +103,8 @@ class Started:
             [sys.executable, "-m", "launcher", *words],
             cwd=cwd,
             env=given | _rank_server(words, given),
-            stdout=self._output,
-            stderr=self._errors,
+            stdout=self._output if terminal is None else terminal,
+            stderr=self._errors if terminal is None else terminal,
             # Under nohup, and in a shell's background, some are ignored, and would be here.
             preexec_fn=_hears_everything,
         )
@@ -112,7 +113,7 @@ class Started:
     def output(self) -> str:
         return (self.cwd / "stdout.txt").read_text()
 
-    def wait_for_step(self, step: int, timeout_s: float = 60) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
         """Returns when ``metrics.csv`` has the row of a step, or fails."""
 
         def there() -> bool:
@@ -166,9 +167,9 @@ def _hears_everything() -> None:
 
 
 @contextlib.contextmanager
-def started(words: Sequence[str], cwd: Path) -> Iterator[Started]:
+def started(words: Sequence[str], cwd: Path, *, terminal: int | None = None) -> Iterator[Started]:
     """A run that goes on, and certainly ends with the block."""
-    run = Started(words, cwd)
+    run = Started(words, cwd, terminal=terminal)
     try:
         yield run
     finally:

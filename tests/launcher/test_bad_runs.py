@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import stat
 import struct
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,8 +14,9 @@ import pytest
 
 from launcher.checkpoints import check_model, hold
 from launcher.processes.failure import as_full_disk
-from launcher.processes.local import font_cache
+from launcher.processes.local import private_caches
 from launcher.workloads.transformer_shape import MoeShape, TransformerShape
+from strategies.errors import PlanError
 from tests.forgery import write_bare
 from tests.launcher.command_line import launch_here, refused_here
 from tests.launcher.runs import MODEL
@@ -239,6 +242,16 @@ def test_torch_settings_that_make_reductions_wait_are_refused(refused, tmp_path,
     launch_here(["mode=validate", *words, "dp=1"], tmp_path).assert_done()
 
 
+def test_a_job_of_a_sweep_leaves_a_folder_alone_in_which_another_run_writes(tmp_path):
+    (tmp_path / "s" / "1").mkdir(parents=True)
+    words = ("-m", "pp=2,4", "mode=simulate", "costs=uniform", "hydra.sweep.dir=s")
+    with hold(tmp_path / "s" / "1"):
+        done = launch_here(words, tmp_path)
+    assert done.code == 2
+    assert f"Another run is writing into {tmp_path}/s/1 at this moment" in done.errors
+    assert (tmp_path / "s" / "0" / "result.json").is_file()
+
+
 @pytest.mark.parametrize("words", [(), ("-m", "seed=1,2")], ids=["a run", "a sweep"])
 def test_a_folder_in_which_another_run_writes_is_refused(words, tmp_path):
     key = "sweep" if words else "run"
@@ -252,16 +265,70 @@ def test_a_folder_in_which_another_run_writes_is_refused(words, tmp_path):
     launch_here(asked, tmp_path).assert_done()
 
 
-def test_the_fonts_of_matplotlib_lie_in_a_folder_of_the_users_own(tmp_path, monkeypatch):
+def test_a_file_system_that_locks_no_folders_has_a_file_locked(tmp_path, monkeypatch):
+    lock = fcntl.flock
+
+    def of_files(handle: int, how: int) -> None:  # as NFS does
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        lock(handle, how)
+
+    monkeypatch.setattr("fcntl.flock", of_files)
+    with hold(tmp_path), pytest.raises(PlanError, match="Another run is writing"), hold(tmp_path):
+        pass
+    with hold(tmp_path):
+        pass
+
+    def of_nothing(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", of_nothing)
+    with hold(tmp_path), hold(tmp_path):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
+def test_a_folder_that_a_stranger_has_made_where_anybody_can_is_refused(refused, tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / "r").mkdir()
+    os.chown(shared / "r", 65534, 65534)
+    message = refused(("mode=simulate", "costs=uniform", "hydra.run.dir=shared/r"))
+    assert f"The run folder {shared}/r is another user's, in a place where anybody can" in message
+
+
+def _link(file: Path) -> None:
+    file.symlink_to("/etc/hostname")
+
+
+@pytest.mark.parametrize("lie", [os.mkfifo, os.mkdir, _link])
+def test_what_an_earlier_run_has_left_is_looked_at_before_it_is_replaced(lie, refused, tmp_path):
+    (tmp_path / "r" / ".hydra").mkdir(parents=True)
+    lie(tmp_path / "r" / ".hydra" / "config.yaml")
+    message = refused(("mode=simulate", "costs=uniform", "hydra.run.dir=r"))
+    assert f"{tmp_path}/r/.hydra, which this run is to replace, cannot be read" in message
+
+
+def test_what_libraries_keep_lies_in_folders_of_the_users_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "foldpipe" / "matplotlib"
-    assert font_cache({}) == {"MPLCONFIGDIR": str(folder)}
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert font_cache({"MPLCONFIGDIR": "/mine"}) == {}
-    folder.chmod(0o777)
-    assert font_cache({}) == {}
+    fonts, code = (tmp_path / "foldpipe" / name for name in ("matplotlib", "inductor"))
+    found = {"MPLCONFIGDIR": str(fonts), "TORCHINDUCTOR_CACHE_DIR": str(code)}
+    assert private_caches({}) == found
+    assert {folder.stat().st_mode & 0o777 for folder in (fonts, code)} == {0o700}
+    assert private_caches({"MPLCONFIGDIR": "/mine", "TORCHINDUCTOR_CACHE_DIR": "/mine"}) == {}
+    new = set()
+    for spoil in (fonts.parent.chmod, code.chmod):
+        spoil(0o777)
+        new |= private_caches({"MPLCONFIGDIR": "/mine"}).items()
+        spoil(0o700)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    assert font_cache({}) == {}
+    new |= private_caches({}).items()
+    # One that nobody can have made before, the same for all ranks of a process.
+    ((name, folder),) = new
+    assert name == "TORCHINDUCTOR_CACHE_DIR"
+    assert Path(folder).stat().st_mode & 0o777 == 0o700
+    Path(folder).rmdir()
 
 
 def test_a_run_folder_that_takes_nothing_is_refused(refused, tmp_path, monkeypatch):
@@ -272,6 +339,21 @@ def test_a_run_folder_that_takes_nothing_is_refused(refused, tmp_path, monkeypat
     full = refused((*asked, "hydra.run.dir=a/b"))
     assert f"The run folder {tmp_path}/a/b has 70,000 bytes free, and a run writes 1,048," in full
     assert "Try hydra.sweep.dir=" in refused(("-m", "pp=1,2", *asked, "hydra.sweep.dir=s"))
+
+
+def test_a_sweep_goes_on_where_one_job_has_no_room(tmp_path, monkeypatch):
+    def full(self: object, index: int, folder: Path, stamps: object) -> None:
+        if index == 0:
+            raise OSError(errno.ENOSPC, "whatever")
+
+    monkeypatch.setattr("launcher.compose.multirun.SweepState.begun", full)
+    words = ("-m", "pp=2,4", "mode=simulate", "costs=uniform", "hydra.sweep.dir=s")
+    done = launch_here(words, tmp_path)
+    assert done.code == 1
+    assert "Traceback" not in done.errors
+    assert "job 0 of the sweep failed" in done.errors
+    assert "No space left on device" in done.errors
+    assert (tmp_path / "s" / "sweep.csv").read_text().count("\n") == 3
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])

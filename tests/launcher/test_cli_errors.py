@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -13,12 +14,14 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from launcher.compose.option_groups import find_groups
 from launcher.config import LaunchConfig
-from launcher.config.decode import _MEANT
-from launcher.config.key import describe, is_free, keys_of
-from strategies.errors import PlanError, RunError
+from launcher.config.foreign_words import MEANT_KEYS
+from launcher.config.key import describe, is_free, keys_of, typed
+from launcher.workloads.own_code import require_place
+from strategies.errors import ModelError, PlanError, RunError
 from tests.launcher.command_line import launch_here, run_here
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -80,11 +83,15 @@ REFUSED = [
     (["schedule.layers_per_stage=1,2"], "schedule.layers_per_stage=[1,2] for a list"),
     (["schedule.layers_per_stage=[1,a]"], "expected a list of whole numbers or null"),
     (["generate.prompt=a: b=c"], "Try \"generate.prompt='a: b=c'\""),
-    (["pp=[1,2"], "cannot be read"),
+    (["pp=[1,2"], "expected a whole number. Try pp=4."),
+    (["optimizer.betas=(0.9,0.95)"], "Try optimizer.betas=[0.9,0.95]."),
+    (["cluster.extra=--qos=high"], "Try \"cluster.extra=['--qos=high']\"."),
+    (["trainer..max_steps=3"], "Did you mean trainer.max_steps=...?"),
     (["pp=${pp}"], "pp: Recursive interpolation"),
     (["pp=${nope}"], "'nope' not found"),
     (["pp=${oc.env:FOLDPIPE_NOPE}"], "'FOLDPIPE_NOPE' not found"),
-    (["pp=" + "[" * 2000], "cannot be read"),
+    (["pp=" + "[" * 2000], "expected a whole number"),
+    (["hydra.run.dir='" + "[" * 2000], "cannot be read"),
     (["generate.prompt=" + "x" * 20_000], "at most 16384 are read"),
     (["seed=1e400"], "expected a whole number"),
     (["optimizer.lr=nan"], "expected a number"),
@@ -114,6 +121,19 @@ REFUSED = [
     (["-m", "schedule=gpipe,1f1bb"], "Did you mean schedule=1f1b?"),
     (["-m", "pp=1,2,four"], "pp=four: expected a whole number"),
     (["-m", "hydra.sweep.dir=a,b"], "hydra.sweep.dir takes one folder"),
+    (["pp=${seed"], "nothing closes it. Try 'pp=${seed}' or pp=4."),
+    (["tracking.tags=[${pp]"], "nothing closes it."),
+    (["user.x=a${b"], """Try 'user.x=a${b}' or 'user.x="a\\${b"'."""),
+    (["optimizer.lr=0,001"], "or optimizer.lr=0.001 for one number."),
+    (["schedule=./a b.csv"], """Try schedule=custom "schedule.file='./a b.csv'"."""),
+    (["data=corpus.txt"], "Try data=text data.path=corpus.txt."),
+    (["model=nets.py:Net"], "Try model=class model.path=nets.py:Net."),
+    (["model=class", "model.path=.nets:Net"], "expected module:Class"),
+    (["mine.yaml"], "try --config-dir DIR experiment=NAME"),
+    (["--config", "mine.yaml"], "try --config-dir DIR experiment=NAME"),
+    (["--gpus", "2"], "Try pp=, dp= and tp="),
+    (["--resume"], "Try trainer.resume=auto"),
+    (["--max-steps", "3"], "Keys have no dashes. Try trainer.max_steps=VALUE."),
 ]
 
 # What people type in their first hour, from Hydra, Lightning, Megatron and torchrun.
@@ -141,7 +161,7 @@ FIRST_HOUR = [
     ("model=llama3_8b", "Did you mean model=llama2_7b"),
     ("model=qwen", "Options of model: "),
     ("model=gpt2", "Did you mean model=gpt2_124m?"),
-    ("model.width=32", "Did you mean model.path or model.hidden"),
+    ("model.width=32", "Try model.hidden=256."),
     ("model.hidden=130", "Try model.hidden=128."),
     ("model.num_layers=4", "Try model.layers=8."),
     ("optimizer=lion", "Options of optimizer: adam, adamw, class, muon, sgd."),
@@ -159,7 +179,7 @@ FIRST_HOUR = [
     ("pp=two", "expected a whole number"),
     ("dp=0", "Try dp=1."),
     ("tp=3", "Try tp=2."),
-    ("ep=2", "ep=2 spreads the experts of the built-in transformer over ranks"),
+    ("ep=2", "ep=2 spreads the experts of a model over ranks, and this one has none"),
     ("overlap.exchange=true", "Try ep=2 with a model that has experts"),
     ("model.experts=6 dp=4 ep=4", "does not divide model.experts=6. Try ep=3."),
     ("model.experts=8 dp=3 ep=2", "the 3 ranks that the experts of a stage are spread over"),
@@ -192,21 +212,58 @@ FIRST_HOUR = [
     ("-m optimizer.lr=interval(1e-4,1e-2)", "sweep.trials=20"),
     ("sweep.trials=3", "Try -m sweep.trials=3"),
     ("hardware.memory_gb=0", "more than 0"),
+    ("hardware.memory_gb=80GiB", "Try hardware.memory_gb=80."),
+    ("overlap.exchange=yes", "Try overlap.exchange=true."),
+    ("model.name=llama2_7b", "Try model=llama2_7b."),
+    ("hardware.name=h100", "Try hardware=h100."),
+    ("data=text data.path=s3://bucket/x", "nothing is downloaded. Try data.path=/path/to/it."),
+    ("trainer.resume=", "trainer.resume= is empty. Try trainer.resume=auto."),
+    ("hydra.run.dir=", "it is empty. Try hydra.run.dir=my_run."),
+    ("hydra.run.dir=/", "nobody's run. Try hydra.run.dir=my_run."),
+    ("trainer.max_steps=99999999999999999999", "at most 9007199254740992"),
+    ("optimizer=sgd optimizer.nesterov=true", "belongs to optimizer=muon"),
+    ("--wandb-key=abcdefgh", "--wandb-key is not a flag. Try --help."),
+    ("--config-dir x --config-dir y", "--config-dir is given twice"),
+    ("-c job -p trainr", "Did you mean trainer or tracking?"),
+    ("demo pp=99999", "at most 65536"),
+    ("plan", "Did you mean mode=plan?"),
 ]
 
 
-@pytest.mark.parametrize(("typed", "told"), FIRST_HOUR)
+@pytest.mark.parametrize(("words", "told"), FIRST_HOUR)
 def test_a_mistake_of_the_first_hour_is_one_sentence_with_a_way_out(
-    typed: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    done = run_here(typed.split(), tmp_path, monkeypatch)
+    done = run_here(words.split(), tmp_path, monkeypatch)
     done.assert_refused()
     assert told in done.errors
 
 
+@pytest.mark.parametrize(
+    "text", ["a b", "it's", 'say "hi"', "5 $HOME `ls` !", "it's $5", "tail\\", "a,b=(c)", "x: y"]
+)
+def test_advice_with_a_text_can_be_pasted_into_a_shell(text: str) -> None:
+    (word,) = shlex.split(typed("user.note", text))
+    parsed = OverridesParser.create().parse_override(word)
+    assert (parsed.key_or_group, parsed.value()) == ("user.note", text)
+
+
+def test_names_of_libraries_in_the_working_directory_hide_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("yaml", "random", "select", "strategies"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not the library')\n")
+    done = run_outside(["schedle=1f1b"], tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: schedle is not a key. Did you mean schedule=1f1b?\n"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"my_random:Net after renaming the file to my_random.py"):
+        require_place("model", "random:Net")
+
+
 def test_sixty_mistakes_are_tried() -> None:
-    assert len({typed for typed, _ in FIRST_HOUR}) == len(FIRST_HOUR) >= 60
+    assert len({words for words, _ in FIRST_HOUR}) == len(FIRST_HOUR) >= 60
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: " ".join(case[0])[:40])
@@ -509,8 +566,8 @@ def test_a_worker_reads_its_configuration_without_hydra():
         ("trainer.strategy=ddp", "Try schedule=, pp="),
         ("optimizer.learning_rate=1", "Try optimizer.lr=3e-4."),
         ("cluster.qos=a", "Try cluster=slurm, or without cluster.qos."),
-        ("cluster.nodelist=a", "Try cluster.extra=['--nodelist=VALUE']"),
-        ("cluster.modules=a", "Try cluster.setup=["),
+        ("cluster.nodelist=a", "Try \"cluster.extra=['--nodelist=VALUE']\""),
+        ("cluster.modules=a", 'Try "cluster.setup=['),
         ("trainer.precision=bf16", "Try trainer.precision=bf16-mixed."),
         ("trainer.precision=32", "Try trainer.precision=32-true."),
     ],
@@ -524,13 +581,13 @@ def test_names_from_elsewhere_lead_to_ours(word, advice, tmp_path, monkeypatch):
 def test_all_advice_for_names_from_elsewhere_can_be_typed():
     known = {entry.path for entry in keys_of(LaunchConfig)} | {
         "hydra.run.dir",
-        "schedule",
-        "tracking",
+        *find_groups(None).names(),
     }
-    words = [word for advice in _MEANT.values() for word in re.findall(r"([a-z_.]+)=", advice)]
+    advice = " ".join(MEANT_KEYS.values())
+    words = re.findall(r"(?<![\w.])([a-z][a-z0-9_.]*)=", advice)
     assert len(words) > 30
     own = {word for word in words if is_free(word, LaunchConfig)}
-    assert set(words) - own <= known | {"recompute", "overlap"}
+    assert set(words) - own <= known
 
 
 def test_a_plan_may_be_for_another_machine(tmp_path):

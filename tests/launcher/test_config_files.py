@@ -8,6 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 import launcher
+from launcher.compose import session
+from launcher.compose.session import compose_whole, hydra_session, search_path
 from launcher.compose.user_files import MAX_NODES, read_yaml
 from strategies.errors import PlanError
 from tests.launcher.command_line import run_here
@@ -49,6 +51,27 @@ def test_an_experiment_sets_keys_of_all_groups_and_its_folder(folder, tmp_path, 
     assert (config.schedule.name, config.pp, config.seed) == ("gpipe", 2, 2)
     assert (config.model.layers, config.experiment_name) == (8, "deep")
     assert run_dir == tmp_path / "here" / "gpipe"
+
+
+def test_what_a_file_says_now_counts_and_a_composed_configuration_changes_no_other(
+    folder, tmp_path
+):
+    with hydra_session():
+        words = [*search_path(folder), "model=mine"]
+        for layers in (2, 3, 5):
+            for hidden in (64, 128):
+                write(folder, "model/mine.yaml", f"name: mine\nlayers: {layers}\n")
+                config, composed = compose_whole([*words, f"model.hidden={hidden}"])
+                assert (config.model.layers, config.model.hidden) == (layers, hidden)
+                composed.model.layers = composed.model.ffn = 7
+        write(folder, "model/mine.yaml", "defaults: [small]\nname: mine\n")
+        kept = compose_whole(words)[0]
+        # As the first composition of a process, which reads and merges all of it.
+        session._kept.cache_clear()
+        assert compose_whole(words)[0] == kept
+        (folder / "model" / "mine.yaml").unlink()
+        with pytest.raises(PlanError, match="mine"):
+            compose_whole(words)
 
 
 def test_files_that_are_not_chosen_are_not_read(folder, tmp_path, monkeypatch):
@@ -107,6 +130,15 @@ BOMB = "\n".join(
         ("defaults: [[3]]\n", "write e.g."),
         ("defaults: [{override /schedule: ../../x}]\n", "does not exist"),
         ("hidden: ???\n", "expected a whole number"),
+        ("hidden: ${pp\n", ":1: ${pp: ${ begins what another key holds, and nothing closes it."),
+        (
+            "# @package _global_\ntrainer.max_steps: 3\n",
+            "`max_steps: ...` indented below `trainer:`",
+        ),
+        ("hidden: 12:30\n", ":1: YAML reads 12:30 as 750. Write '12:30' in quotes for a text"),
+        ("hidden: 010\n", ":1: YAML reads 010 as 8."),
+        ("model:\n  hidden: 64\n", ":1: a file of model/ has keys of model alone."),
+        ("# @package _global_\nschedule: gpipe\n", ":2: `schedule: gpipe` chooses no option here"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_line(text, expected, folder, tmp_path, monkeypatch):
@@ -140,11 +172,35 @@ def test_an_experiment_cannot_bring_in_keys(folder, tmp_path, monkeypatch):
     assert "e.yaml:4: trainer.devices is not a key" in done.errors
 
 
+def test_an_option_in_the_wrong_place_is_found(folder, tmp_path, monkeypatch):
+    fixes = {
+        "mine.yaml": (folder, "Move it to {}/model/mine.yaml."),
+        "models/mine.yaml": (folder, "Move it to {}/model/mine.yaml."),
+        "model/mine.yml": (folder, "Move it to {}/model/mine.yaml."),
+        "model/mine.yaml": (folder / "model", "Try --config-dir {}."),
+    }
+    for number, (name, (given, fix)) in enumerate(fixes.items()):
+        file = write(folder, name, "name: mine\n")
+        words = ["-cd", str(given), "model=mine"]
+        done = run_here(words, tmp_path / str(number), monkeypatch)
+        done.assert_refused()
+        assert f"{file} is not where options of model are" in done.errors
+        assert fix.format(folder) in done.errors
+        file.unlink()
+
+
 def test_a_file_that_would_be_ignored_is_refused(folder, tmp_path, monkeypatch):
     write(folder, "model/tiny.yaml", "name: tiny\n")
     done = run_here(["-cd", str(folder)], tmp_path / "cwd", monkeypatch)
     done.assert_refused()
     assert "Rename the file, e.g. model/my_tiny.yaml" in done.errors
+    (folder / "model" / "tiny.yaml").unlink()
+    whole = write(folder, "config.yaml", "# mine\npp: 2\nmodel:\n  layers: 3\n")
+    done = run_here(["-cd", str(folder)], tmp_path / "cwd", monkeypatch)
+    done.assert_refused()
+    assert f"{whole} is no option, and would not be read" in done.errors
+    whole.write_text("services: {}\npp: 2\n")  # somebody else's
+    assert run_here(["-cd", str(folder), "pp=2"], tmp_path / "cwd", monkeypatch).code == 0
 
 
 def test_aliases_within_the_limit_are_written_out(tmp_path):
@@ -162,7 +218,7 @@ WORDS = [
     "-1",
     "+1",
     "1_000",
-    "010",
+    "07",
     "0x1f",
     "1.",
     ".5",
@@ -187,8 +243,6 @@ WORDS = [
     ".inf",
     "-.Inf",
     ".nan",
-    "12:30",
-    "12:30.5",
     "2026-11-22",
     "2026-11-22T10:00:00",
     "yes",

@@ -50,7 +50,7 @@ SAVED = (200, {"data": {"upsertView": {"view": {"id": "1", "name": VIEW}, "inser
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server = Server(("127.0.0.1", 0), _Handler)
     server.asked, server.answers = [], [VIEWER, SAVED]
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("WANDB_API_KEY", KEY)

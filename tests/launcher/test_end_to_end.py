@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.transformer_shape import TransformerShape
-from strategies.runtime.lightning.rank_folder import load_state_dict
+from strategies.runtime.lightning.checkpoints.rank_folder import load_state_dict
 from tests.launcher.command_line import launch_here
 from tests.launcher.conftest import TRAIN
 from tests.launcher.runs import MODEL, Finished, launch, read_metrics
@@ -211,8 +211,9 @@ def test_sampling_draws_among_the_most_probable(generated, checkpoint):
 
 
 def test_a_sweep_trains_each_job_afresh_and_outlives_a_failing_one(corpus, tmp_path):
+    (tmp_path / "short.txt").write_bytes(b"def")
     words = [
-        *MODEL, "-m", "data=text", f"data.path={corpus},{tmp_path}/nowhere.txt",
+        *MODEL, "-m", "data=text", f"data.path={corpus},{tmp_path}/short.txt",
         "optimizer=sgd", "trainer.max_steps=2", "trainer.limit_val_batches=0", "tracking=none",
         "hydra.sweep.dir=sweep",
     ]  # fmt: skip
@@ -221,7 +222,7 @@ def test_a_sweep_trains_each_job_afresh_and_outlives_a_failing_one(corpus, tmp_p
     assert done.output.count("\n[1/2] data.path=") == 1
     assert "\njob 1 refused (exit 2): data.path=" in done.output
     output = (tmp_path / "sweep" / "1" / "output.txt").read_text()
-    assert f"data.path={tmp_path}/nowhere.txt: there is no such file" in output
+    assert f"data.path={tmp_path}/short.txt" in output
     assert "job 1 of the sweep failed (exit 2)" in done.errors
     assert "Traceback" not in done.errors
     first, second = (tmp_path / "sweep" / str(job) for job in (0, 1))

@@ -11,10 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from launcher.processes.rank_server import SHARED
 from tests.forgery import write_bare
 from tests.launcher.command_line import launch_here, refused_here
 from tests.launcher.runs import Finished, launch
 from tests.tiny_models import tiny_config, write_model
+from tests.warm_server import rank_server_address
 
 WORDS = ("model=hf", "model.sequence=16", "data.max_bytes=100000")
 LLAMA = {"vocab_size": 300, "tie_word_embeddings": True}
@@ -128,7 +130,9 @@ def invalid(folder: Path, *words: str) -> str:
     return done.errors
 
 
-def test_validating_refuses_what_the_ranks_would_refuse(uncuttable, tmp_path):
+def test_validating_refuses_what_the_ranks_would_refuse(uncuttable, tmp_path, monkeypatch):
+    monkeypatch.setenv(SHARED, rank_server_address())
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     message = invalid(tmp_path, f"model.path={uncuttable}", *UNCUTTABLE)
     assert "cannot be cut between the layers of model.layers" in message
 
@@ -139,13 +143,12 @@ def test_validating_refuses_what_the_ranks_would_refuse(uncuttable, tmp_path):
     [
         ("mixtral", (), "lacks 1 of 30 tensors (model.norm.weight) that config.json asks for"),
         ("falcon", (), "lacks 1 of 22 tensors (transformer.ln_f.weight) that config.json asks"),
-        ("mixtral", ("tp=2",), "cuts mlp.experts.gate_up_proj of model_type=mixtral over tensor"),
         ("gpt_neox", ("pp=1", "tp=3"), "tp=3 does not divide the"),
         ("llama", ("model.layers_path=model.blocks",), "has no list of layers of that name"),
         ("mixtral", ("pp=4", "schedule=zb_v"), "8 stages (pp * schedule.stages_per_rank) for a"),
         ("mixtral", ("schedule.units_per_stage=[4,4]",), "has 2 stages and 8 units; needed are"),
     ],
-    ids=["experts", "falcon", "experts-tp", "heads", "list", "stages", "units"],
+    ids=["experts", "falcon", "heads", "list", "stages", "units"],
 )
 def test_what_is_wrong_with_the_files_of_any_family_is_found(family, words, expected, tmp_path):
     write_model(tmp_path / "model", family, vocab_size=300)
@@ -272,3 +275,35 @@ def test_an_existing_folder_is_not_exported_over(refused, tmp_path):
     path = checkpoint_of(tmp_path / "tiny.ckpt", None)
     message = refused("model=tiny", "mode=export", f"checkpoint={path}", f"export.path={path}")
     assert f"export.path={path} exists and is never overwritten" in message
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+def test_a_family_without_a_plan_is_cut_as_it_is_found_from_the_command_line(tmp_path):
+    """Trained on 2 by 2 ranks, resumed on one and on two, exported for transformers."""
+    still = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    write_model(tmp_path / "gpt2", "gpt2", vocab_size=300, **still)
+    words = (
+        *WORDS, f"model.path={tmp_path / 'gpt2'}", "data.microbatch_size=2",
+        "data.global_batch_size=8", "trainer.precision=64-true", "experiment_name=found",
+        "trainer.checkpoint_every_n_steps=2",
+    )  # fmt: skip
+    assert "valid" in launch((*words, "mode=validate", "pp=2", "tp=2"), tmp_path).output
+
+    def losses(folder: Path) -> list[float]:
+        return [json.loads(file.read_text())["loss_last"] for file in folder.glob("**/result.json")]
+
+    whole = launch((*words, "trainer.max_steps=4", "hydra.run.dir=whole"), tmp_path)
+    cut = launch((*words, "trainer.max_steps=2", "hydra.run.dir=cut", "pp=2", "tp=2"), tmp_path)
+    whole.assert_done()
+    cut.assert_done()
+    saved = next((tmp_path / "cut" / "checkpoints").glob("step*2*"))
+    for number, more in enumerate(((), ("tp=2",), ("dp=2",))):
+        folder = f"again{number}"
+        again = (*words, f"trainer.resume={saved}", "trainer.max_steps=4", *more)
+        launch((*again, f"hydra.run.dir={folder}"), tmp_path).assert_done()
+        assert losses(tmp_path / folder) == pytest.approx(losses(tmp_path / "whole"), abs=1e-9)
+    export = (*words, "mode=export", f"checkpoint={saved}", "export.path=written")
+    launch(export, tmp_path).assert_done()
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "written", output_loading_info=True)
+    assert not any(report.values()), report

@@ -39,10 +39,22 @@ def test_a_new_column_of_an_incomplete_row_is_added_once(file: MetricsFile) -> N
     assert file.path.read_text() == "step,val_loss\n1,\n2,4\n3,\n"
 
 
+def test_names_of_columns_are_text_for_whoever_opens_the_file(file: MetricsFile) -> None:
+    names = {"=cmd|x": "'=cmd|x", "@sum": "'@sum", "a\x1b[2J": "a\\x1b[2J", "x" * 999: "x" * 200}
+    file.write({"step": 1, **dict.fromkeys(names, 2)})
+    again = MetricsFile(file.path)
+    again.go_on(1)
+    again.write({"step": 2, **dict.fromkeys(names, -3)})
+    assert [list(row) for row in rows(file.path)] == [["step", *names.values()]] * 2
+    assert rows(file.path)[1]["'=cmd|x"] == "-3"
+
+
 def test_a_run_that_goes_on_replaces_nothing_of_before(file: MetricsFile) -> None:
     file.write({"step": 1})
     file.write({"step": 2}, complete=False)
     again = MetricsFile(file.path)
+    with file.path.open("a") as stream:  # what a machine without power may leave
+        stream.write("\0\0\0,\0\nx,nan\n-1,2\n1,7,8\n")
     again.go_on(1)
     again.write({"step": 2}, complete=False)
     again.write({"step": 2})

@@ -68,7 +68,7 @@ REFUSED = [
     (["tracking=[csv,wandbb]"], "tracking=wandbb does not exist. Did you mean tracking=wandb?"),
     (["tracking=csv,wandb"], "Try -m tracking=csv,wandb for one run each, or tracking=[csv,wandb]"),
     (["schedule.path=nets:LitResNet"], "but must be a function from a Shape to rows"),
-    (["schedule.path=nets"], "schedule.path=nets: expected module:Class, or file.py:Class."),
+    (["schedule.path=nets"], "schedule.path=nets: expected module:function, or file.py:function."),
     (["schedule=gpipe", "schedule.path=o:f"], "Try schedule=custom schedule.path=o:f."),
 ]
 
@@ -117,6 +117,7 @@ def test_files_of_ones_own_name_code_and_keys_too(here, project):
     )
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_sweep_over_a_width_with_callbacks_and_two_trackers(project: Path) -> None:
     words = (

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,11 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from strategies import schedules
-from strategies.runtime.lightning.stock_file import load_checkpoint
+from strategies.runtime.lightning.checkpoints.stock_file import load_checkpoint
 from tests.launcher.command_line import launch_here
 from tests.launcher.runs import Finished
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.launcher.runs import launch as launch_from
 
 PACKAGE = """
 import lightning.pytorch as pl
@@ -162,16 +159,9 @@ def here(
         sys.modules.pop(name, None)
 
 
-def launch(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{site}"}
-    return subprocess.run(
-        [sys.executable, "-m", "launcher", *words, f"hydra.run.dir={folder}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def launch(site: Path, folder: Path, *words: str) -> Finished:
+    """From the package's own folder, which ranks that are forked then find, too."""
+    return launch_from((*words, f"hydra.run.dir={folder}"), site)
 
 
 def test_a_schedule_of_a_package_is_simulated(here) -> None:
@@ -226,7 +216,7 @@ OWN = ("model=my_net", "data=my_data", "trainer.limit_val_batches=0", "data.micr
 def trained(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
     done = launch(site, folder, *OWN, "schedule=mine_first", "pp=2", "trainer.max_steps=6")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.errors
     return folder
 
 
@@ -239,18 +229,18 @@ def test_the_weights_of_a_package_s_model_are_exported_as_a_file(
     weights = load_checkpoint(saved)["state_dict"]
     words = (*OWN, "mode=export", f"checkpoint={saved}")
     done = launch(site, tmp_path / "run", *words)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.errors
     target = tmp_path / "run" / "export.safetensors"
-    assert f"for any program: {target}" in done.stdout
+    assert f"for any program: {target}" in done.output
     found = load_file(target)
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], value) for name, value in weights.items())
     again = launch(site, tmp_path / "again", *words, f"export.path={target}")
-    assert again.returncode == 2
-    assert "exists and is never overwritten" in again.stderr
+    assert again.code == 2
+    assert "exists and is never overwritten" in again.errors
     wrong = launch(site, tmp_path / "wrong", *words, "export.format=huggingface")
-    assert wrong.returncode == 2
-    assert "Try export.format=safetensors" in wrong.stderr
+    assert wrong.code == 2
+    assert "Try export.format=safetensors" in wrong.errors
 
 
 @pytest.mark.distributed
@@ -266,8 +256,8 @@ def test_files_of_stock_lightning_come_out_and_go_in(
     stock = tmp_path / "exported.ckpt"
     done = launch(site, tmp_path / "out", *OWN, "mode=export", f"checkpoint={saved}",
                   f"export.path={stock}")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert f"for stock Lightning: {stock}" in done.stdout
+    assert done.code == 0, done.errors
+    assert f"for stock Lightning: {stock}" in done.output
     model, data = my_parts.Net(3), my_parts.Data(8)
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=9, logger=False, enable_progress_bar=False,
@@ -283,11 +273,11 @@ def test_files_of_stock_lightning_come_out_and_go_in(
         site, tmp_path / "in", *OWN, "pp=2", f"trainer.resume={tmp_path / 'stock.ckpt'}",
         f"trainer.max_steps={steps + 2}",
     )  # fmt: skip
-    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.code == 0, resumed.errors
     assert json.loads((tmp_path / "in" / "result.json").read_text())["steps"] == steps + 2
     last = launch(site, tmp_path / "last", *OWN, "mode=export", "export.format=safetensors",
                   f"checkpoint={tmp_path / 'stock.ckpt'}")  # fmt: skip
-    assert last.returncode == 0, last.stderr
+    assert last.code == 0, last.errors
     found = load_file(tmp_path / "last" / "export.safetensors")
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 

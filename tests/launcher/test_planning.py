@@ -62,6 +62,7 @@ def test_a_13b_model_on_64_gpus_is_planned_from_a_few_simulations():
     assert max(plan.peak_bytes for plan in answer.plans) <= 40e9
 
 
+@pytest.mark.full
 def test_4096_gpus_simulate_a_fraction_of_the_candidates():
     asked = llama(4096, 4096)
     answer = search(asked.problem, asked.space)
@@ -122,6 +123,7 @@ def test_what_cannot_be_planned_says_what_would_work(values, pinned, expected):
     assert expected in str(refuse(asked, answer))
 
 
+@pytest.mark.full
 def test_too_little_memory_names_changes_after_which_a_plan_fits():
     asked = llama(4)
     answer = search(asked.problem, asked.space, top_k=1)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +146,88 @@ def test_a_token_of_a_text_is_no_credential(name, value):
 def test_a_token_that_is_none_of_a_text_is_refused(name):
     with pytest.raises(PlanError, match="credential"):
         refuse_secret(name, "x7f4c9d2a1b8")
+
+
+HIDDEN = [
+    ("data.path", "https://me:hunter2@host/x"),
+    ("user.u", "redis://:hunter2@host:6379/0"),
+    ("user.u", "https://host/x?access_token=abcdef123"),
+    ("user.u", "https://b.host/k?X-Amz-Signature=abc123def456"),
+    ("user.u", "https://x.host/?sv=1&sig=abcd%2Fefg"),
+    ("user.h", "Authorization: Bearer abcdef"),
+    ("user.h", "Bearer abc.1234567890abcdef"),
+    ("user.c", "host=db password=hunter2 user=x"),
+    ("user.c", "AccountKey=abcdef12345==;Endpoint=x"),
+    ("user.c", "curl --token abcdef12345"),
+    ("user.c", "mysql --password=hunter22"),
+    ("user.c", '{"password": "hunter22"}'),
+    ("cluster.setup", "wandb login 0123456789abcdef0123456789abcdef01234567"),
+    ("user.k", "-----BEGIN RSA PRIVATE KEY-----\nabc"),
+    ("user.k", "npm_012345678901234567890123456789abcdef"),
+    ("user.k", "nvapi-0123456789abcdefghijklmn"),
+    ("user.k", "SG.0123456789abcdefgh.0123456789abcdefgh"),
+    ("user.hf_abcdefghijklmnopqrstuv", "1"),
+    ("user.apiKey", "x"), ("user.accessToken", "x"), ("user.dbPassword", "x"),
+    ("user.db-password", "x"), ("user.passwords", "x"), ("user.password2", "x"),
+    ("user.cookie", "x"), ("user.jwt", "x"), ("user.webhook_url", "x"), ("PGPASSWORD", "x"),
+    ("MYSQL_PWD", "x"), ("user.github_pat", "x"), ("user.wandb_key", "x"), ("user.dsn", "x"),
+]  # fmt: skip
+PLAIN = [
+    ("data.path", "s3://bucket/0123456789abcdef0123456789abcdef01234567/x"),
+    ("generate.prompt", "Basic understanding of bearer bonds; the password is asked for"),
+    ("user.note", "see https://host:8080/x@y and http://h/x?sort_key=name&page=2"),
+    ("user.git", "https://git@github.com/x/y"),
+    ("cluster.setup", "export WANDB_API_KEY=$(cat ~/.key)"),
+    ("cluster.setup", "source /opt/token/env.sh"),
+    ("user.image", "docker://nvcr.io/nvidia/pytorch:24.01-py3"),
+    ("user.password_file", "/run/secrets/x"), ("user.sort_key", "name"), ("user.key", "x"),
+    ("user.tokens", "[1,2]"), ("user.author", "me"), ("user.compat", "x"), ("user.keyboard", "us"),
+]  # fmt: skip
+
+
+def _refused(name: str, value: str) -> str:
+    try:
+        refuse_secret(name, value)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_credentials_are_known_by_name_by_shape_and_inside_of_texts():
+    said = {pair: _refused(*pair) for pair in HIDDEN}
+    assert not [pair for pair, text in said.items() if "credential" not in text]
+    assert not [pair for pair, text in said.items() if len(pair[1]) > 3 and pair[1] in text]
+    assert "hf_" not in said["user.hf_abcdefghijklmnopqrstuv", "1"]
+    assert not [pair for pair in PLAIN if _refused(*pair)]
+
+
+def test_a_secret_is_masked_however_a_text_spells_it():
+    lines = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA7\nabcdefghijklmnopqrst\n---"
+    environment = {
+        "A_TOKEN": "/K7MDENG/bPxRfiCYEX", "DB_PASSWORD": "hunter2", "PEM_KEY": lines,
+        "Q_SECRET": "pa\"ss\\wo'rd\tx", "U": "https://me:p%40ss!w@h",
+        "AZ_CONNECTION_STRING": "Endpoint=x;AccountKey=abcdefgh", "PATH": "/usr/bin",
+    }  # fmt: skip
+    spelt = [str(environment), json.dumps(environment), urllib.parse.urlencode(environment)]
+    spelt += ["\n".join(f"{name}={value}" for name, value in environment.items())]
+    spelt += [line for value in environment.values() for line in value.splitlines()]
+    text = mask("\n".join(spelt), environment)
+    for part in ("K7MD", "hunter2", "MIIE", "abcdefgh", "wo'rd", "wo%27rd", "ss!w", "ss%21w"):
+        assert part not in text
+    assert "/usr/bin" in text
+    found = mask(
+        "https://h/?api_key=abcdef123&x=1 authorization: Bearer abcdef1 hf_" + "a" * 20, {}
+    )
+    assert found == "https://h/?api_key=***&x=1 authorization: *** ***"
+    assert mask("token: hello_world, bearer of news", {}) == "token: hello_world, bearer of news"
+
+
+def test_bytes_that_are_printed_are_masked(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", CANARY)
+    below = io.TextIOWrapper(io.BytesIO())
+    MaskedStream(below).buffer.write(f"it is {CANARY}\n".encode())
+    below.seek(0)
+    assert below.read() == "it is ***\n"
 
 
 def test_a_number_is_no_password():

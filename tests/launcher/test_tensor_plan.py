@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import pytest
+
+from launcher.processes.rank_server import SHARED
 from tests.launcher.command_line import launch_here
+from tests.warm_server import rank_server_address
 
 
-def test_a_plan_is_explained_layer_by_layer_with_its_messages_and_what_lost(tmp_path: Path):
+def test_a_plan_is_explained_layer_by_layer_with_its_messages_and_what_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(SHARED, rank_server_address())
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = [
         "mode=plan", "model.layers=2", "model.hidden=2048", "model.heads=16", "model.kv_heads=16",
         "model.ffn=8192", "model.sequence=1024", "model.vocab=8192", "planner.num_gpus=4",
@@ -29,3 +38,27 @@ def test_a_plan_is_explained_layer_by_layer_with_its_messages_and_what_lost(tmp_
     page = (done.folder / "shardings.html").read_text()
     assert "<svg" in page
     assert "query" in page
+    assert "prefers-color-scheme: dark" in page
+    # What is behind other operators goes around them.
+    assert re.search(r"<path d=\"M[0-9]+,[0-9]+H", page)
+
+
+@pytest.mark.full
+def test_a_degree_over_which_nothing_is_worth_cutting_is_explained_beside_the_plan(tmp_path: Path):
+    sizes = {
+        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 256,
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
+    }  # fmt: skip
+    (tmp_path / "mixtral").mkdir()
+    (tmp_path / "mixtral" / "config.json").write_text(json.dumps(sizes))
+    words = [
+        "mode=plan", "model=hf", f"model.path={tmp_path / 'mixtral'}", "model.pretrained=false",
+        "model.sequence=32", "hardware=a100_80g", "planner.num_gpus=4", "planner.explain=[tp=2]",
+    ]  # fmt: skip
+    done = launch_here(words, tmp_path).assert_done()
+    assert "nothing is worth cutting over 2 ranks: tp=1 is as good" in done.output
+    assert "MixtralExperts in network.layers.*.model.layers.*.mlp.experts has no" in done.output
+    assert (done.folder / "shardings.html").exists()
+    assert done.result["plans"][0]["tp"] == 1
+    assert {row["style"] for row in done.result["tensor_plan"]["layers"]} == {"replicated"}

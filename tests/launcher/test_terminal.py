@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import sys
 
 import pytest
 
 from launcher.processes.failure import failure_file, write_failure
-from launcher.terminal import complain, say, say_error, shortened
+from launcher.processes.progress import ProgressView
+from launcher.terminal import LastingStream, complain, say, say_error, shortened
 from tests.launcher.command_line import launch_here
 
-NASTY = "a\x1b]0;owned\x07\x1b[2Jb\u202egnp.exe\r\x9b31m"
-SHOWN = "a\\x1b]0;owned\\x07\\x1b[2Jb\\u202egnp.exe\\r\\x9b31m"
+NASTY = "a\x1b]0;owned\x07\x1b[2Jb\u202egnp.exe\r\x9b31m\u061c\U000e0041\udcff"
+SHOWN = "a\\x1b]0;owned\\x07\\x1b[2Jb\\u202egnp.exe\\r\\x9b31m\\u061c\\U000e0041\\udcff"
 
 
 @pytest.mark.parametrize("tell", [say, complain])
@@ -37,6 +41,15 @@ def test_long_texts_are_cut_in_the_middle(tmp_path):
     assert len(json.loads(failure_file(tmp_path, 0).read_text())["message"]) < 4100
 
 
+def test_a_note_beside_the_bar_is_text_and_no_markup(monkeypatch):
+    shown = io.StringIO()
+    shown.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", shown)
+    with ProgressView(enabled=True, total=3) as view:
+        view({"kind": "note", "text": f"[/bold] {NASTY}"})
+    assert f"[/bold] {SHOWN}" in shown.getvalue().replace("\n", "")
+
+
 @pytest.mark.parametrize(
     "word",
     [
@@ -53,3 +66,25 @@ def test_names_in_messages_cannot_reach_the_terminal(word, tmp_path):
     done = launch_here(words, tmp_path)
     assert done.code == 2
     assert not set(done.errors) & {"\x1b", "\x07", "\u202e", "\r", "\x9b"}
+
+
+def test_words_that_nobody_can_have_end_nothing(capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        stream = LastingStream(full, told=True)
+        for _ in range(3):
+            assert stream.write("x" * 100_000) == 100_000
+            stream.flush()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("warning: standard output cannot be written: No space left on device")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as left:
+        stream = LastingStream(left, told=True)
+        stream.write("gone")
+        stream.flush()
+        assert not stream.isatty()
+    nothing = LastingStream(None)
+    nothing.write("x")
+    nothing.flush()
+    assert not nothing.isatty()
+    assert capsys.readouterr().err == ""

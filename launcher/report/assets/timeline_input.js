@@ -173,7 +173,11 @@ function fillLegend() {
   }
   add("var(--held)", "activations held, in full-rank microbatches; folded: the most, left of a rank");
   const note = document.createElement("span");
-  note.textContent = "light: first stage, dark: last stage; narrow bars name their microbatch only";
+  const late = panels.filter((panel) => panel.data.versions).length;
+  const stages = "light: first stage, dark: last stage";
+  const versions = "light to dark, and again: #0, #1 ... versions of the weights";
+  const both = late < panels.length ? `${stages}; without a flush ${versions}` : versions;
+  note.textContent = `${late ? both : stages}; narrow bars name their microbatch only`;
   legend.append(note);
 }
 

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from launcher.report.html import FILTER, FOLD, page_head, page_json, page_scripts, table_script
 from launcher.report.result import write_atomically
 from launcher.report.rows import KIND_NAMES, TimelineData
+from launcher.report.sweep.loss_curves import curves_html
 from launcher.report.sweep.picture import write_sweep_png
 from launcher.report.sweep.sweep_figures import (
     AUTO,
@@ -151,6 +152,7 @@ def sweep_html(sweep: Sweep, *, title: str, folder: Path) -> str:
         page_head(title, _STYLES)
         + f"<header><h1>{escape(title)}</h1>{FILTER}</header>\n<main>\n{tables}"
         + (f'<ul class="notes">{listed}</ul>\n' if notes else "")
+        + curves_html(sweep.curves)
         + (_VIEW + figures if figures else "")
         + "</main>\n"
         + (_scripts(drawn) if figures else "")

@@ -1,5 +1,7 @@
 """sweep.png: all timelines of a sweep under each other on one time scale, for slides and mails.
 
+Where jobs have trained, how they have learnt stands above them.
+
 Colours are those of the interactive pages (timeline.js). Matplotlib is imported when a picture is
 drawn: nothing else waits for it.
 """
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from launcher.report.html import Panel
 from launcher.report.rows import KIND_NAMES, TimelineData
 from launcher.report.summary import SECONDS, format_duration, format_percent
+from launcher.report.sweep.loss_curves import NamedCurve, draw_curves
 from launcher.report.sweep.sweep_figures import timeline_facts
 from launcher.report.sweep.sweep_jobs import Sweep, SweepJob
 from strategies.ir.kinds import KINDS, MICROBATCH_KINDS
@@ -45,6 +48,7 @@ _DPI, _SCALE = 100, 1.6
 _WIDTH, _LEFT, _RIGHT = 1500, 62, 24
 _HEADER, _HEADING, _GAP, _AXIS = 66, 25, 14, 44
 _MAX_HEIGHT = 12_000
+_CURVES = 460  # height of the curves with their axis
 # (ranks in all panels, height of a row): many rows are thinner.
 _ROWS = ((16, 24), (40, 20), (80, 16), (200, 11))
 _THINNEST = 7
@@ -172,13 +176,14 @@ def write_sweep_png(path: Path, sweep: Sweep, *, title: str) -> int:
     panels = picture_panels(sweep)
     row = _row_height(panels)
     shown: list[PicturePanel] = []
-    height = _HEADER + 2 * _AXIS
+    curves = sweep.curves
+    height = _HEADER + 2 * _AXIS + (_CURVES if curves else 0)
     for panel in panels:
         height += _panel_height(panel, row)
         if height > _MAX_HEIGHT and shown:
             break
         shown.append(panel)
-    content = sweep_png(shown, title=title)
+    content = sweep_png(shown, title=title, curves=curves)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.write_bytes(content)
@@ -188,7 +193,9 @@ def write_sweep_png(path: Path, sweep: Sweep, *, title: str) -> int:
     return len(panels) - len(shown)
 
 
-def sweep_png(panels: Sequence[PicturePanel], *, title: str) -> bytes:
+def sweep_png(
+    panels: Sequence[PicturePanel], *, title: str, curves: Sequence[NamedCurve] = ()
+) -> bytes:
     """The picture; panels with one time unit must stand beside each other."""
     with warnings.catch_warnings():
         # Characters that the font lacks become boxes, which is no reason to complain.
@@ -202,10 +209,13 @@ def sweep_png(panels: Sequence[PicturePanel], *, title: str) -> bytes:
         units = dict.fromkeys(panel.unit for panel in panels)
         groups = [[panel for panel in panels if panel.unit == unit] for unit in units]
         heights = [sum(_panel_height(panel, row) for panel in group) for group in groups]
-        height = _HEADER + sum(heights) + _AXIS * len(groups)
+        above = _HEADER + (_CURVES if curves else 0)
+        height = above + sum(heights) + _AXIS * len(groups)
         figure = Figure(figsize=(_WIDTH / _DPI, height / _DPI), facecolor="white")
         _header(figure, height, title, panels)
-        y = float(_HEADER)
+        if curves:
+            draw_curves(_halves(figure, height), curves, (_MUTED, _LINE))
+        y = float(above)
         for group, tall in zip(groups, heights, strict=True):
             bottom = 1 - (y + tall) / height
             axes = figure.add_axes(
@@ -217,6 +227,17 @@ def sweep_png(panels: Sequence[PicturePanel], *, title: str) -> bytes:
         FigureCanvasAgg(figure)
         figure.savefig(file, format="png", dpi=_DPI * _SCALE)
         return file.getvalue()
+
+
+def _halves(figure: Figure, height: float) -> tuple[Axes, Axes]:
+    """Two axes side by side, below the header."""
+    wide = (_WIDTH - 2 * _LEFT - 2 * _RIGHT) / 2
+    tall, bottom = _CURVES - _AXIS - 20, 1 - (_HEADER + _CURVES - _AXIS) / height
+
+    def add(left: float) -> Axes:
+        return figure.add_axes((left / _WIDTH, bottom, wide / _WIDTH, tall / height))
+
+    return add(_LEFT), add(_LEFT + wide + _RIGHT + _LEFT)
 
 
 def _row_height(panels: Sequence[PicturePanel]) -> int:
@@ -248,6 +269,8 @@ def _header(figure: Figure, height: float, title: str, panels: Sequence[PictureP
         words = f"{kind} {_SHOWN[kind].word}" if kind in _SHOWN else kind
         _write(figure, *place(x + 32, 45.5), words, 7.5, _MUTED)
         x += 32 + 6.1 * len(words) + 18
+    if not used:
+        return
     note = "light: first stage, dark: last stage; 2F0: stage 2, forward, microbatch 0"
     _write(figure, *place(x, 45.5), note, 7.5, _MUTED)
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from launcher.config.decode import did_you_mean, nearest
 from launcher.config.key import shorten
-from launcher.report.result import write_atomically
+from launcher.report.result import inert, write_atomically
 from launcher.report.rows import TimelineData
 from launcher.report.summary import SECONDS, format_duration, format_percent
 from launcher.report.sweep.sweep_jobs import Sweep, SweepJob, override_values
@@ -138,7 +138,8 @@ def best_jobs(figure: Figure, jobs: Sequence[SweepJob]) -> frozenset[int]:
     done = [job for job in jobs if job.status == "done"]
     if figure.better is None:
         return frozenset()
-    shapes = {(job.result.get("pp"), job.result.get("num_microbatches")) for job in done}
+    # As text: a result may have been edited, and a list has no hash.
+    shapes = {str([job.result.get(key) for key in ("pp", "num_microbatches")]) for job in done}
     in_f = figure.quantity == "time" and any(job.time_unit == "F" for job in done)
     if in_f and len(shapes) > 1:
         return frozenset()
@@ -173,6 +174,10 @@ def timeline_facts(job: SweepJob, timeline: TimelineData) -> str:
     assert isinstance(makespan, (int, float))
     facts = [f"makespan {format_duration(makespan, unit)}"]
     measured = timeline.label == "measured"
+    if "versions" in timeline.panel:
+        # Without a flush the picture is of several batches, and a step is the time between two.
+        period = FIGURES["measured_period_s" if measured else "period"].value(job)
+        facts = [] if period is None else [f"period {format_duration(period, unit)}"]
     bubble = FIGURES["measured_bubble_ratio" if measured else "bubble_ratio"].value(job)
     if bubble is not None:
         facts.append(f"bubble {format_percent(bubble)}")
@@ -306,8 +311,8 @@ def _aligned(values: Sequence[Number]) -> list[str]:
 # below, ``schedule`` or ``pp`` say, get none of their own;
 # - ``schedule pp dp tp stages_per_rank num_microbatches``;
 # - predicted: ``makespan period bubble_ratio peak_activations_max peak_memory_bytes_max
-# exposed_grad_reduce bound_gap gap_to_ideal weight_copies`` and their ``time_unit``; ``_max`` is
-# the largest of all ranks;
+# exposed_grad_reduce bound_gap gap_to_ideal weight_copies synchronous`` and their ``time_unit``;
+# ``_max`` is the largest of all ranks;
 # - of runs: ``step_time_s predicted_step_time_s measured_bubble_ratio measured_makespan_s
 # measured_period_s measured_exposed_grad_reduce_s predicted_peak_memory_bytes_max loss_last
 # val_loss tokens_per_s``; their ``peak_memory_bytes_max`` is measured as well;
@@ -319,7 +324,7 @@ _JOB = ("job", "folder", "status", "label")
 _SHAPE = ("schedule", "pp", "dp", "tp", "stages_per_rank", "num_microbatches")
 _PREDICTED = tuple(figure.name for figure in PREDICTED)
 _MEASURED = tuple(name for name in FIGURES if name not in _PREDICTED)
-FIXED = (*_JOB, *_SHAPE, *_PREDICTED, "time_unit", *_MEASURED, "error")
+FIXED = (*_JOB, *_SHAPE, *_PREDICTED, "synchronous", "time_unit", *_MEASURED, "error")
 
 
 def columns(sweep: Sweep) -> tuple[str, ...]:
@@ -367,7 +372,7 @@ def _row(sweep: Sweep, job: SweepJob, folder: Path) -> dict[str, object]:
         "status": job.status,
         "label": sweep.label(job),
     }
-    row |= {key: job.result.get(key) for key in (*_SHAPE, "time_unit")}
+    row |= {key: job.result.get(key) for key in (*_SHAPE, "synchronous", "time_unit")}
     row |= {name: figure.value(job) for name, figure in FIGURES.items()}
     row["error"] = job.error
-    return row
+    return {key: inert(cell) if isinstance(cell, str) else cell for key, cell in row.items()}

@@ -11,6 +11,7 @@ from launcher.config import LaunchConfig
 from launcher.report.perfetto import read_timelines
 from launcher.report.result import write_atomically
 from launcher.report.rows import TimelineData
+from launcher.report.sweep.loss_curves import LossCurve, NamedCurve, read_curve
 from strategies.errors import PlanError
 from strategies.small_file import read_json
 
@@ -23,6 +24,7 @@ _STATUSES = {
     130: "interrupted",
 }
 RESULT, TRACE, PAGE = "result.json", "trace.json", "timeline.html"
+METRICS = "metrics.csv"
 # Identities of the two files that are read, ``RESULT`` and ``TRACE``; None for one that is missing.
 Stamps = tuple[tuple[int, int] | None, ...]
 
@@ -38,6 +40,7 @@ class SweepJob:
         exit_code: Of its command; None where that did not end by itself.
         result: The mapping of result.json; of a job that left none, what was asked for.
         timelines: Predicted first; empty for a mode that draws none.
+        curve: How a training run has learnt.
     """
 
     index: int
@@ -48,6 +51,7 @@ class SweepJob:
     error: str
     result: Mapping[str, object]
     timelines: tuple[TimelineData, ...]
+    curve: LossCurve | None = None
 
     @property
     def time_unit(self) -> str | None:
@@ -93,6 +97,7 @@ def ended_job(
         error="" if status == "done" else error or str(result.get("error") or ""),
         result=result or asked,
         timelines=timelines,
+        curve=read_curve(folder / METRICS) if fresh[0] else None,
     )
 
 
@@ -155,6 +160,11 @@ class Sweep:
         """``schedule=1f1b pp=2``; all of its overrides where nothing varies."""
         return self.label_of(job.index, job.overrides)
 
+    @property
+    def curves(self) -> tuple[NamedCurve, ...]:
+        """Of the jobs that have trained, whether they have come to their end or not."""
+        return tuple(NamedCurve(self.label(j), j.curve) for j in self.jobs if j.curve is not None)
+
     def label_of(self, index: int, overrides: Sequence[str]) -> str:
         given = override_values(overrides)
         keys = self.varied or tuple(key for key in given if key != "mode")
@@ -204,7 +214,7 @@ def write_record(
     write_atomically(folder / RECORD, json.dumps({"jobs": jobs}, indent=1) + "\n")
 
 
-def read_record(folder: Path) -> Record:
+def read_record(folder: Path, *, key: str = "sweep.dir") -> Record:
     file = folder / RECORD
     try:
         jobs = read_json(file, most_bytes=_MOST_BYTES)["jobs"]
@@ -214,16 +224,17 @@ def read_record(folder: Path) -> Record:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(
-            f"{folder} is no sweep's folder: {file.name} in it cannot be read ({error}). "
-            "Try sweep.dir=FOLDER with the folder that -m has named."
+            f"{folder} is no sweep's folder: {file.name} in it cannot be read "
+            f"({error.strerror if isinstance(error, OSError) else error}). "
+            f"Try {key}=FOLDER with the folder that -m has named."
         ) from None
 
 
-def newest_record(root: Path) -> Path:
+def newest_record(root: Path, *, key: str = "sweep.dir") -> Path:
+    """The folder of the sweep that began last; ``key`` names another one."""
     found = sorted(root.glob(f"**/{RECORD}"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise PlanError(
-            f"mode=collect compares the jobs of a sweep, and there is none below {root}. "
-            "Try sweep.dir=FOLDER with the folder that -m has named."
+            f"there is no sweep below {root}. Try {key}=FOLDER with the folder that -m has named."
         )
     return found[-1].parent

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from launcher.config.key import shorten
 from launcher.report.sweep.sweep_figures import (
     FIGURES,
     PREDICTED,
@@ -21,9 +22,11 @@ from launcher.report.sweep.sweep_figures import (
     write_column,
 )
 from launcher.report.sweep.sweep_jobs import Sweep, SweepJob, override_values
+from strategies.errors import readable
 
 BEST = "*"
 _MAX_ERROR = 160
+_MOST_CELL = 60  # of a value as it was typed; sweep.csv has all of it
 WIDE = 1_000
 
 
@@ -81,6 +84,10 @@ def job_columns(sweep: Sweep, jobs: Sequence[SweepJob]) -> Iterator[Column]:
     for key in sweep.varied:
         cells = tuple(override_values(job.overrides).get(key, "") for job in jobs)
         yield Column(key, "", cells, none, text=True)
+    if any(job.result.get("synchronous") is False for job in jobs):
+        words: dict[object, str] = {True: "yes", False: "no"}
+        flushes = tuple(words.get(job.result.get("synchronous"), "") for job in jobs)
+        yield Column("flush", "", flushes, none, text=True)
     if any(job.status != "done" for job in jobs):
         yield Column("status", "", tuple(job.status for job in jobs), none, text=True)
 
@@ -153,7 +160,7 @@ def print_sweep(sweep: Sweep, *, file: TextIO | None = None) -> None:
     if marked:
         console.print(Text(f"{BEST} best of its column"))
     for line in failures(sweep):
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(readable(line)), soft_wrap=True)
 
 
 def _columns(
@@ -191,6 +198,6 @@ def _marked(column: Column) -> Iterator[Text]:
     """The cells; a star or a blank behind each number keeps the digits aligned."""
     for cell, best in zip(column.cells, column.best, strict=True):
         if column.text:
-            yield Text(cell.replace("\n", " "))
+            yield Text(shorten(readable(cell.replace("\n", " ")), _MOST_CELL))
         else:
             yield Text(cell + (BEST if best else " "), style="bold" if best else "")

@@ -24,7 +24,7 @@ from launcher.workloads.hf.stored import SINGLE
 from launcher.workloads.model_share import ModelShape
 from launcher.workloads.transformer_shape import UNIT_PREFIX, TransformerShape
 from strategies.errors import CheckpointError, RunError
-from strategies.runtime.lightning.rank_folder import load_state_dict
+from strategies.runtime.lightning.checkpoints.rank_folder import load_state_dict
 
 
 def export_checkpoint(checkpoint: Path, shape: ModelShape, target: Path) -> None:

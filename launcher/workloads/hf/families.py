@@ -229,6 +229,21 @@ def _refuse(config: Mapping[str, Any], file: Path) -> None:
         )
 
 
+# What configurations call the number of a layer's experts.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def expert_count(config: Mapping[str, Any]) -> tuple[str, int] | None:
+    """The word for it and how many experts a layer has; None where none are named."""
+    inner = config.get("ffn_config")  # where DBRX has it
+    for place in (config, inner if isinstance(inner, dict) else {}):
+        for name in _EXPERTS:
+            value = place.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 1:
+                return name, value
+    return None
+
+
 def whole_number(config: Mapping[str, Any], names: Sequence[str], default: int | None) -> int:
     """A size, under the first of ``names`` that is there; null counts as not there.
 

@@ -60,7 +60,7 @@ def hf_steps(shape: HfShape, tp: int) -> tuple[tuple[Step, ...], ...]:
     if sizes.embedding_dropout:
         first += masked("mask", cut.stream)
     head = (*norm(cut, "in"), Asked("normed"), product("logits", tokens * ids, biases=False))
-    layer = _gpt2_layer(sizes, cut) if sizes.kind == "gpt2" else _llama_layer(sizes, cut, tp)
+    layer = _gpt2_layer(sizes, cut, tp) if sizes.kind == "gpt2" else _llama_layer(sizes, cut, tp)
     return first, layer, head
 
 
@@ -98,14 +98,14 @@ def _llama_layer(sizes: Sizes, cut: Cut, tp: int) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _gpt2_layer(sizes: Sizes, cut: Cut) -> tuple[Step, ...]:
-    tokens, wide = cut.tokens, cut.tokens * sizes.heads * sizes.head_size
-    inner = tokens * sizes.ffn
+def _gpt2_layer(sizes: Sizes, cut: Cut, tp: int) -> tuple[Step, ...]:
+    tokens, heads = cut.tokens, sizes.heads // tp
+    wide, inner = tokens * heads * sizes.head_size, tokens * sizes.ffn // tp
     steps: list[Step] = [
         *norm(cut, "in"),
         Asked("normed"), _projected("joined", 3 * wide, sizes, biases=True),
-        *(_dropped_scores(sizes, tokens, wide) if sizes.attention_dropout else
-          scores(("joined", "joined", "joined"), wide, tokens * sizes.heads, 4.0 * tokens * wide)),
+        *(_dropped_scores(heads, tokens, wide) if sizes.attention_dropout else
+          scores(("joined", "joined", "joined"), wide, tokens * heads, 4.0 * tokens * wide)),
         product("branch", cut.stream, biases=True, flops=2.0 * wide * sizes.hidden),
         *dropped(cut),
         made("middle", cut.stream, "activation"),
@@ -121,9 +121,9 @@ def _gpt2_layer(sizes: Sizes, cut: Cut) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _dropped_scores(sizes: Sizes, tokens: int, wide: int) -> tuple[Step, ...]:
+def _dropped_scores(heads: int, tokens: int, wide: int) -> tuple[Step, ...]:
     """The attention core with dropout, which has no kernel of its own on CPUs."""
-    pairs = sizes.heads * tokens * tokens
+    pairs = heads * tokens * tokens
     half = 2.0 * tokens * wide
     return (
         made("scaled query", wide, "activation"), made("scaled key", wide, "activation"),

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from launcher.workloads.hf.families import (
+    CONFIG,
     FAMILIES,
     Sizes,
     Tensors,
     count,
+    expert_count,
     read_config,
     read_sizes,
     tensors_of,
@@ -22,7 +24,7 @@ from launcher.workloads.hf.families import (
 )
 from launcher.workloads.hf.stored import match_tensors, stored_tensors
 from launcher.workloads.transformer_shape import UnitSpec
-from launcher.workloads.transformer_share import UnitShare, padded_vocab, refuse_tp
+from launcher.workloads.transformer_share import UnitShare, padded_vocab, refuse_ep, refuse_tp
 from strategies.errors import CheckpointError, DataError, ModelError, PlanError
 
 NETWORK = "network."
@@ -173,11 +175,15 @@ def _layer_saved(sizes: Sizes, sequence: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------- share
-# Layers are cut by the library's own plan (heads, inner width), embedding and head by token ids.
+# Layers are cut by the library's own plan (heads, inner width), or, of gpt2, as it is found, which
+# comes to the same; embedding and head by token ids.
 
 
 # Vectors that belong to the outputs of a matrix that is cut by them.
-_CUT_BIASES = ("q_proj.bias", "k_proj.bias", "v_proj.bias", "gate_proj.bias", "up_proj.bias")
+_CUT_BIASES = (
+    "q_proj.bias", "k_proj.bias", "v_proj.bias", "gate_proj.bias", "up_proj.bias", "c_attn.bias",
+    "c_fc.bias",
+)  # fmt: skip
 
 
 def check_hf_tp(shape: HfShape, tp: int, *, sequence_parallel: bool = False) -> None:
@@ -190,16 +196,36 @@ def check_hf_tp(shape: HfShape, tp: int, *, sequence_parallel: bool = False) -> 
     if tp == 1 or shape.sizes is None:
         return
     if shape.sizes.kind == "gpt2":
-        raise PlanError(
-            f"tp={tp}: the transformers library keeps queries, keys and values of model_type=gpt2 "
-            "in one matrix, which has no plan for several ranks. Try tp=1, or model=gpt2_124m."
-        )
+        refuse_tp(tp, {"n_head": shape.sizes.heads, "n_inner": shape.sizes.ffn})
+        return
     sizes = {
         "num_attention_heads": shape.sizes.heads,
         "num_key_value_heads": shape.sizes.kv_heads,
         "intermediate_size": shape.sizes.ffn,
     }
     refuse_tp(tp, sizes)
+
+
+def check_hf_ep(shape: HfShape, ep: int, tp: int) -> None:
+    """Refuses what config.json says; whether experts are of a kind that can be spread, ranks see.
+
+    Raises:
+        PlanError: It names none, or they do not come out even, or matrices are cut, too.
+    """
+    found = expert_count(shape.config)
+    if found is None:
+        raise PlanError(
+            f"ep={ep} spreads the experts of a model over ranks, and {shape.folder}/{CONFIG} "
+            f"(model_type={shape.model_type}) names none. Try ep=1."
+        )
+    name, experts = found
+    if tp > 1:
+        raise PlanError(
+            f"tp={tp} ep={ep}: layers of the transformers library with experts are spread over "
+            "replicas, and not cut besides. Try tp=1, or a built-in model."
+        )
+    if experts % ep:
+        refuse_ep(ep, experts, f"{name}={experts} of {shape.folder}/{CONFIG}")
 
 
 def hf_shares(shape: HfShape, tp: int) -> tuple[UnitShare, ...]:
@@ -210,7 +236,10 @@ def hf_shares(shape: HfShape, tp: int) -> tuple[UnitShare, ...]:
     boundary = shape.sequence * sizes.hidden
     ids = padded_vocab(sizes.vocab, tp) // tp
     first, *layers, head = specs
-    found = [UnitShare(ids * sizes.hidden, 0, first.output_elements, first.saved_elements, 1, 0)]
+    table = sizes.vocab * sizes.hidden
+    # Positions of gpt2 are whole on every rank.
+    own = first.parameters - table + ids * sizes.hidden
+    found = [UnitShare(own, 0, first.output_elements, first.saved_elements, 1, 0)]
     for spec, tensors in zip(layers, shape.tensors()[1:-1], strict=True):
         cut = sum(
             prod(size)
@@ -230,9 +259,10 @@ def hf_shares(shape: HfShape, tp: int) -> tuple[UnitShare, ...]:
             )
         )
     logits = shape.sequence * sizes.vocab
+    norm = count(shape.tensors()[-1]) - table
     found.append(
         UnitShare(
-            parameters=sizes.hidden + (0 if sizes.tied else ids * sizes.hidden),
+            parameters=norm + (0 if sizes.tied else ids * sizes.hidden),
             forward_flops=head.forward_flops / sizes.vocab * ids,
             output_elements=head.output_elements,
             saved_elements=head.saved_elements - logits + shape.sequence * ids,

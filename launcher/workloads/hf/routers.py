@@ -3,7 +3,7 @@
 The library records what every router gives, and takes one loss of all of it at the end. Sums per
 expert are all that it needs of a layer: the layers of a pipeline add theirs to what travels beside
 the residual stream. That they give the library's loss is looked at when a model is built, by the
-library's own function.
+library's own function; and that a model's loss has nothing else in it, by its own forward.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from strategies.errors import ModelError
 
 if TYPE_CHECKING:
     from launcher.workloads.hf.hf_shape import HfShape
+    from launcher.workloads.hf.skeleton import Shell
 
 _FUNCTION = "load_balancing_loss_func"
 _KIND = "router_logits"
@@ -90,6 +92,57 @@ def read_balance(model: Any, shape: HfShape) -> Balance | None:
         '"output_router_logits": false in config.json, or the model inside a LightningModule of '
         "your own (model=class), which may return that loss."
     )
+
+
+def check_loss(shell: Shell, balance: Balance | None, shape: HfShape) -> None:
+    """Refuses a model whose own loss is more than that of its tokens and its routers.
+
+    ``shell`` is its forward without layers. It is given numbers for logits and one for the loss of
+    routers, and looked at what it makes of them.
+
+    Raises:
+        ModelError: Something else, which nothing here would train with.
+    """
+    vocab, rows, tokens = shape.vocab, 2, 4
+    ids = (torch.arange(rows * tokens, device="cpu") % vocab).view(rows, tokens)
+    logits = torch.sin(1.3 * torch.arange(rows * tokens * vocab, device="cpu")).view(
+        rows, tokens, -1
+    )
+    with _answering(shell.model, balance):
+        try:
+            given = shell.run_head(ids, 3.0 * logits, routers=balance is not None)
+            theirs, made = float(given.loss), given.logits.float()
+        except Exception:  # no loss of labels, or one that needs more than a head
+            return
+    added = 0.0 if balance is None else balance.factor * _KNOWN
+    shifted = functional.cross_entropy(made[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    unshifted = functional.cross_entropy(made.flatten(0, 1), ids.flatten())  # decoders of pairs
+    if all(abs(theirs - float(own) - added) > _TOLERANCE * 10 for own in (shifted, unshifted)):
+        raise ModelError(
+            f"model.path={shape.folder}: {type(shell.model).__name__} adds something to the loss "
+            f"of its tokens ({theirs:.4f} where that is {float(shifted) + added:.4f}), which would "
+            "be left out here. Try without it (a coefficient in config.json, like "
+            '"z_loss_coefficient": 0), or the model inside a LightningModule of your own '
+            "(model=class), which may return that loss."
+        )
+
+
+_KNOWN = 0.75
+
+
+@contextmanager
+def _answering(model: Any, balance: Balance | None) -> Iterator[None]:
+    """The library's function for the loss of routers gives a known number inside."""
+    module = sys.modules[type(model).__module__]
+    theirs = getattr(module, _FUNCTION, None)
+    if balance is None or theirs is None:
+        yield
+        return
+    setattr(module, _FUNCTION, lambda *_, **__: torch.tensor(_KNOWN, device="cpu"))
+    try:
+        yield
+    finally:
+        setattr(module, _FUNCTION, theirs)
 
 
 def _agrees(balance: Balance, function: Any) -> bool:

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from launcher.workloads.hf.hf_shape import HfShape, require_transformers
-from launcher.workloads.hf.routers import Balance, Routers, read_balance, recorded_routers
+from launcher.workloads.hf.routers import (
+    Balance,
+    Routers,
+    check_loss,
+    read_balance,
+    recorded_routers,
+)
 from strategies.errors import ModelError
 
 
@@ -79,9 +85,11 @@ def build_skeleton(shape: HfShape) -> Skeleton:
     tied = dict(model.all_tied_weights_keys)
     _put(model, path, nn.ModuleList())
     order = _probe(model, layers, path, shape.folder)
-    return Skeleton(
+    skeleton = Skeleton(
         model, layers, path, order.before, order.after, tied, order.returns_tuple, balance, routers
     )
+    check_loss(skeleton.shell({}), balance, shape)
+    return skeleton
 
 
 def _build(shape: HfShape) -> Any:
@@ -301,6 +309,20 @@ class Shell:
                     _move_buffers(part, device)
         return self._model(**inputs, use_cache=False)
 
+    def run_head(self, ids: Tensor, logits: Tensor, *, routers: bool) -> Any:
+        """The forward's output with a loss of labels, where the last projection gives ``logits``.
+
+        Labels are the token ids ``[rows, tokens]``; with ``routers`` it takes their loss, too.
+        """
+        asked = {"output_router_logits": True} if routers else {}
+        with _projecting(self._model, logits):
+            return self._model(input_ids=ids, labels=ids, use_cache=False, **asked)
+
+    @property
+    def model(self) -> Any:
+        """What is run, of the library's own class."""
+        return self._model
+
     def blank(self, stream: Tensor) -> Tensor:
         """Embeddings for a residual stream of this kind, which may be wider; takes no memory."""
         zero = torch.zeros((), dtype=stream.dtype, device=stream.device)
@@ -309,6 +331,16 @@ class Shell:
     def forget(self) -> None:
         for layer in self.layers:
             layer.call = layer.answer = None
+
+
+@contextmanager
+def _projecting(model: Any, logits: Tensor) -> Iterator[None]:
+    head = model.get_output_embeddings()
+    hook = head.register_forward_hook(lambda *_: logits)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _sides(model: nn.Module, path: str) -> dict[str, nn.Module]:

@@ -53,6 +53,8 @@ class ExpertRanks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.turns = turns
+        # Is told of every exchange that begins, and whether it is one of gradients.
+        self.watch: Callable[[dist.Work, bool], None] | None = None
         self._sharers = None if sharers is None or sharers.sequence else sharers
 
     @as_written
@@ -106,11 +108,13 @@ class ExpertRanks:
         moved: Tensor = _Travel.apply(rows, self, away, here)  # type: ignore[no-untyped-call]
         return moved
 
-    def move(self, rows: Tensor, away: Sequence[int], here: Sequence[int]) -> Tensor:
+    def move(
+        self, rows: Tensor, away: Sequence[int], here: Sequence[int], *, gradients: bool = False
+    ) -> Tensor:
         """The first ``away[0]`` rows to rank 0, and so on; ``here`` is how many each one sends."""
         given = rows.contiguous()
         if self._by_host(given):
-            return self.move(given.cpu(), away, here).to(given.device)
+            return self.move(given.cpu(), away, here, gradients=gradients).to(given.device)
         moved = given.new_empty((sum(here), *given.shape[1:]))
         # Bytes, because gloo does not know all types of numbers here.
         plain = given.dtype not in (torch.float32, torch.float64)
@@ -119,6 +123,8 @@ class ExpertRanks:
             received, sent, list(here), list(away), group=self._group, async_op=True
         )
         assert work is not None
+        if self.watch is not None:
+            self.watch(work, gradients)
         if self.turns is not None:
             self.turns.hand_on()
         work.wait()
@@ -140,7 +146,7 @@ class _Travel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         ranks, away, here = ctx.way
-        return ranks.move(gradient, here, away), None, None, None
+        return ranks.move(gradient, here, away, gradients=True), None, None, None
 
 
 class _Share:

@@ -31,7 +31,6 @@ class Turns:
         self._turn = 0  # whose it is: 0 the caller's, 1 the other thread's
         self._alive = [False, False]
         self._failed = False
-        self._strand = threading.local()
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         """Runs both to their ends; what either raises is raised.
@@ -43,7 +42,6 @@ class Turns:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="backward")
         self._alive, self._turn, self._failed = [True, True], 0, False
-        self._strand.number = 0
         other: Future[None] = self._pool.submit(self._run_other, second)
         try:
             self.hand_on()
@@ -59,10 +57,18 @@ class Turns:
         if error is not None:
             raise error
 
+    @property
+    def whose(self) -> int:
+        """Who runs: 0 for the first strand, and where there is no pair; 1 for the second."""
+        return self._turn if any(self._alive) else 0
+
     def hand_on(self) -> None:
-        """Lets the other strand run until it hands on or has ended."""
-        number = getattr(self._strand, "number", None)
-        if number is None or not self._alive[1 - number]:
+        """Lets the other strand run until it hands on or has ended.
+
+        Whose thread it is says nothing: autograd runs a backward on a GPU in one of its own.
+        """
+        number = self._turn
+        if not all(self._alive):
             return
         # What a strand draws does not depend on what the other one has drawn meanwhile.
         with kept_generators(), self._mine:
@@ -73,7 +79,6 @@ class Turns:
             raise _BrokenOffError
 
     def _run_other(self, second: Callable[[], None]) -> None:
-        self._strand.number = 1
         with self._mine:
             self._mine.wait_for(lambda: self._turn == 1)
         if self._device.type == "cuda":
@@ -94,8 +99,6 @@ class Turns:
             self._alive[number] = False
             self._turn = 1 - number
             self._mine.notify_all()
-        if number == 0:
-            self._strand.number = None
 
     def close(self) -> None:
         if self._pool is not None:

@@ -146,6 +146,13 @@ class FlowProbe(Probe):
         self.trace.append(index)
         return result
 
+    def on_packing(self, counts: Tensor) -> None:
+        raise ModelError(
+            f"{user_line()}: {self._step} packs sequences, and uses manual optimization, which is "
+            "cut by shapes that the batch's shape decides. Give the recurrent layer the padded "
+            "tensor and take its outputs at the lengths (gather), or use automatic optimization."
+        )
+
     def on_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         refuse_gradients(func, args)
         if func is Tensor.backward and not self._lenient:

@@ -18,13 +18,15 @@ from torch import nn
 from torchmetrics import Metric
 
 from strategies.errors import ModelError
+from strategies.models.contents import CONTAINERS
 from strategies.models.manual.dataflow import FlowProbe
-from strategies.models.manual.strand import Action
+from strategies.models.manual.flow_run import Action
 from strategies.models.nested import leaves, tensors
 from strategies.models.replay.gate import MARKER, unwatched
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.path import ParameterTable
-from strategies.models.step_state import CONTAINERS, Slot, StepState
+from strategies.models.step_places import Slot
+from strategies.models.step_state import StepState
 
 _ABSENT = object()
 Rates = dict[tuple[int, int, str], Any]
@@ -81,7 +83,8 @@ class StateCheck:
         return found
 
     def _refusal(self, slot: Slot) -> str:
-        owner = self._module.get_submodule(slot.module)
+        inside = slot.kind in ("attribute", "buffer")
+        owner = self._module.get_submodule(slot.module) if inside else None
         what = f"self.{slot.module or slot.name}"
         often = (
             "With manual optimization the step runs once per microbatch and stage, so that would "
@@ -94,7 +97,7 @@ class StateCheck:
                 "tensors (self.log takes means and sums over the batch)."
             )
         return (
-            f"{name} changes self.{slot.name} in place. {often} Log it (self.log takes means and "
+            f"{name} changes {slot.words} in place. {often} Log it (self.log takes means and "
             "sums), assign plain attributes anew (self.n = self.n + 1), or do it in "
             "on_train_batch_end."
         )

@@ -2,7 +2,7 @@
 
 Each microbatch runs a backward of its own, so a loss that compares rows with each other, or a value
 between two layers that mixes them, would silently be another one. So the step is run with layers
-that give random rows (``replay/row_scout.py``), for a batch and for two parts of it. What does not
+that give random rows (``rows/row_scout.py``), for a batch and for two parts of it. What does not
 come to the same is refused.
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from strategies.errors import ModelError
 from strategies.models.manual.dataflow import refuse_gradients
 from strategies.models.replay.hole import Args, Function, Hole, Kwargs, user_line
-from strategies.models.replay.row_scout import RowScout, scout
-from strategies.models.replay.value_plan import Share
+from strategies.models.replay.rows.row_scout import RowScout, scout
+from strategies.models.replay.rows.value_plan import Share
 
 
 class LossScout(RowScout):

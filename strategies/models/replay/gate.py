@@ -7,10 +7,11 @@ instances, so that recomputation inside backward meets the user's own code.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import random
 import sys
-from collections import OrderedDict, UserDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,13 +20,16 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from strategies.errors import ModelError
+from strategies.models.contents import PLAIN, Kind, kind_of
 from strategies.models.nested import replaced
 from strategies.models.replay.hole import Args, Function, Hole, Kwargs, exchange, user_line
 from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.models.state import kept_generators
+from strategies.models.step_state import StepState
 
 MARKER = torch.zeros(())
 
@@ -115,10 +119,34 @@ def call_step(
             "Take batch and batch_idx instead, or use pp=1."
         )
     arguments = [batch, batch_idx] if takes_batch_idx(step) else [batch]
-    return step(*arguments) if dataloader_idx is None else step(*arguments, dataloader_idx)
+    with _versions_counted():
+        return step(*arguments) if dataloader_idx is None else step(*arguments, dataloader_idx)
 
 
 STEP_FRAME = call_step.__code__
+
+
+@contextlib.contextmanager
+def _versions_counted() -> Iterator[None]:
+    """A step's own ``torch.inference_mode()`` takes no gradients, and no more than that.
+
+    Its tensors would count no versions, by which shapes are followed, and nothing could be filled
+    in there that needs a gradient.
+    """
+    before = torch.inference_mode.__enter__
+
+    def enter(self: Any) -> None:
+        if self.mode:
+            self._inference_mode_context = torch.no_grad()
+            self._inference_mode_context.__enter__()
+        else:
+            before(self)
+
+    torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.inference_mode.__enter__ = before  # type: ignore[method-assign]
 
 
 def takes_batch_idx(step: Callable[..., Any]) -> bool:
@@ -179,8 +207,10 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     Attributes may be of any kind. What the body has not changed is not touched, and containers are
     read and refilled by the methods of their builtin type: a subclass may forbid its own.
     """
+    elsewhere = StepState(module, (), elsewhere=True)
+    elsewhere.begin()
     modules = [(child, dict(child.__dict__)) for child in module.modules()]
-    containers: dict[int, _Kept | _KeptGenerator] = {}
+    containers: dict[int, _Kept | _KeptGenerator | _KeptObject] = {}
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
     for _, state in modules:
         for value in state.values():
@@ -202,6 +232,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             kept.restore()
         for tensor, saved in tensors.values():
             _restore(tensor, saved)
+        elsewhere.take_back()
 
 
 class KeptObjects:
@@ -239,16 +270,19 @@ class KeptObjects:
             self._walk(item, depth - 1)
 
 
-_DEPTH = 4
+_DEPTH = 12
 _MANY = 10_000  # items that are looked through for containers and tensors
 
 
 def _remember(
     value: Any,
-    containers: dict[int, _Kept | _KeptGenerator],
+    containers: dict[int, _Kept | _KeptGenerator | _KeptObject],
     tensors: dict[int, tuple[Tensor, Tensor]],
     depth: int = _DEPTH,
 ) -> None:
+    of: Any = type(value)
+    if of in PLAIN:
+        return
     if isinstance(value, Tensor):
         if not isinstance(value, nn.Parameter | Hole) and not value.is_meta:
             tensors[id(value)] = (value, value.detach().clone())
@@ -256,9 +290,14 @@ def _remember(
     if isinstance(value, torch.Generator):
         containers.setdefault(id(value), _KeptGenerator(value))
         return
-    if isinstance(value, UserDict):
-        value = getattr(value, "data", None)
-    kind = next((kind for kind in _KINDS if isinstance(value, kind)), None)
+    kind = _container_kind(of)
+    how = kind_of(value)
+    if kind is None and how is not None and depth and id(value) not in containers:
+        content = how.read(value)
+        containers[id(value)] = _KeptObject(value, how, content)
+        for _, item in how.items(content):
+            _remember(item, containers, tensors, depth - 1)
+        return
     if kind is None or id(value) in containers or not depth:
         return
     kept = _Kept(value, kind)
@@ -272,6 +311,11 @@ def _remember(
 _KINDS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
 
 
+@functools.cache
+def _container_kind(kind: type) -> Any:
+    return next((one for one in _KINDS if issubclass(kind, one)), None)
+
+
 class _KeptGenerator:
     """A generator of the module's own, and where it stood."""
 
@@ -283,16 +327,30 @@ class _KeptGenerator:
         self._generator.set_state(self._state)
 
 
+class _KeptObject:
+    """An object that has attributes, or an array, and what it holds."""
+
+    def __init__(self, value: Any, kind: Kind, content: Any) -> None:
+        self._value = value
+        self._kind = kind
+        self._content = content
+
+    def restore(self) -> None:
+        if not self._kind.same(self._value, self._content):
+            self._kind.fill(self._value, self._content)
+
+
 class _Kept:
     """A container of one of these kinds, or of a subclass, and what it holds."""
 
     def __init__(self, container: Any, kind: Any) -> None:
         self._container = container
         self._kind = kind
+        self._has_keys = issubclass(kind, dict)
         self.content: list[Any] = self._now()
 
     def values(self) -> Iterator[Any]:
-        if issubclass(self._kind, dict):
+        if self._has_keys:
             return (value for _, value in self.content)
         return iter(self.content)
 
@@ -313,12 +371,12 @@ class _Kept:
                 kind.__setitem__(container, key, value)
 
     def _now(self) -> list[Any]:
-        if issubclass(self._kind, dict):
+        if self._has_keys:
             return list(self._kind.items(self._container))
         return list(self._kind.__iter__(self._container))
 
     def _same(self, first: Any, second: Any) -> bool:
-        if issubclass(self._kind, dict):
+        if self._has_keys:
             return first[0] is second[0] and first[1] is second[1]
         return first is second
 
@@ -334,6 +392,8 @@ def _refill(container: Any, content: Any) -> None:
 def _restore(tensor: Tensor, saved: Tensor) -> None:
     if isinstance(tensor, Hole):
         exchange(tensor, saved)
+    elif tensor.is_meta or isinstance(tensor, FakeTensor):
+        return  # A shape has no numbers.
     elif not torch.equal(tensor, saved):
         with torch.no_grad():
             tensor.copy_(saved)

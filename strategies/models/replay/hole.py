@@ -225,7 +225,7 @@ def _unreachable(func: Function, args: Args) -> ModelError:
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 _MODELS = str(Path(__file__).parents[1])
-_TRACING = str(Path(__file__).parents[2] / "tracing")
+_OURS = str(Path(__file__).parents[2]) + "/"
 _FOLDER = Path(torch.distributions.__file__).parent
 _DISTRIBUTIONS = frozenset(
     str(_FOLDER / f"{name}.py")
@@ -283,6 +283,14 @@ def checks_arguments() -> bool:
     return False
 
 
+def works_in(file: str) -> bool:
+    """Whether the function that does something right now is one of ``file``."""
+    for frame in _frames():
+        if not frame.f_code.co_filename.startswith(_MODELS):
+            return frame.f_code.co_filename == file
+    return False
+
+
 def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -293,7 +301,7 @@ def _frames() -> Iterator[FrameType]:
 def _best_line(places: Iterator[tuple[str, int]]) -> str:
     fallback = "unknown line"
     for file, line in places:
-        if file.startswith(("<", _MODELS, _TRACING)):
+        if file.startswith(("<", _OURS)):
             continue
         if not file.startswith(_LIBRARY) and "site-packages" not in file:
             return f"{file}:{line}"

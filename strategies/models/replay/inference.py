@@ -58,6 +58,7 @@ class Outcome:
         effects: Attributes set by a layer; empty for operations.
         dependent: Whether the result (not only its data) depends on data we do not have.
         exact: Whether equal signatures are sure to give equal outcomes.
+        packs: Whether a layer packs sequences, whose lengths no signature tells.
     """
 
     template: Any
@@ -66,6 +67,7 @@ class Outcome:
     effects: tuple[Effect, ...] = ()
     dependent: bool = False
     exact: bool = True
+    packs: bool = False
 
 
 def fill_template(template: Any, new: Sequence[Tensor], given: Sequence[Any]) -> Any:

@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 
 from strategies.errors import DataError, ModelError
 from strategies.models.logs import LogCapture
-from strategies.models.nested import rebuild, tensors
+from strategies.models.nested import cloned, tensors
 from strategies.models.replay.gate import as_written, call_step, gated, unchanged
-from strategies.models.replay.hole import error_line
 from strategies.models.tensor_parallel.plan_check import (
     StepNumbers,
     compare_steps,
-    refusal,
+    refuse_differences,
     run_step,
+    tried,
 )
 from strategies.models.tensor_parallel.plan_sharding import PlanSharding, plan_by_hand
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.sharding_plan import FoundPlan
 
 if TYPE_CHECKING:
-    from strategies.models.replay.replay_model import Example
+    from strategies.models.replay.cut_module import Example
     from strategies.models.stage_model import Search
 
 
@@ -82,25 +82,17 @@ def cut_layers(
             f"tp={ranks.size}: no layer of {type(module).__name__} is worth cutting{because}. "
             "tp=1 is as good: use tp=1."
         )
-    sharding.values.noting = True
-    with unchanged(module):
-        try:
-            cut = _numbers(module, example, sharding)
-        except ModelError:
-            raise
-        except Exception as error:
-            line = error_line(error.__traceback__)
-            what = f"{line} ends with {type(error).__name__}: {error}"
-            raise refusal(ranks.size, what) from error
-    sharding.values.noting = False
+    cut = tried(
+        lambda: _numbers(module, example, sharding), sharding.values, lambda: unchanged(module)
+    )
     kind = max((p.dtype for p in module.parameters() if p.is_floating_point()), key=_coarseness)
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        kind = torch.bfloat16
+    with example.around():
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            kind = torch.bfloat16
     names = _first_names(module)
     shards = {name: shard for name, shard in sharding.shards.items() if name in names}
     difference = compare_steps(whole, cut, shards, ranks.rank, kind=kind)
-    if difference is not None:
-        raise refusal(ranks.size, difference)
+    refuse_differences(ranks, difference)
     return sharding
 
 
@@ -110,7 +102,7 @@ def _numbers(
     sharding: PlanSharding | None,
 ) -> StepNumbers:
     """One step, forward and backward, of the microbatch that the module was probed with."""
-    batch = rebuild(example.batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+    batch = cloned(example.batch)
     logs = LogCapture(lambda value: False)
     values = None if sharding is None else sharding.values
 

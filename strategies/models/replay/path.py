@@ -98,6 +98,7 @@ class Path:
         cuts: For every i in ``range(len(calls) + 1)`` the cut before call i, or the reason why
             there is none.
         clones_batch: Whether the step writes into its batch.
+        left: Attributes that the step leaves with values from before its last layer, and which.
     """
 
     units: tuple[str, ...]
@@ -105,6 +106,7 @@ class Path:
     events: tuple[tuple[Event, ...], ...]
     cuts: tuple[Cut | str, ...]
     clones_batch: bool
+    left: tuple[tuple[str, tuple[int, int, int]], ...] = ()
 
     def name(self, call: int) -> str:
         """Name of the unit of a call; ``#2`` marks the second call of the same module, etc."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, GeneratorType
 from typing import Any
 
 import torch
@@ -33,12 +33,16 @@ from strategies.models.replay.hole import (
 )
 from strategies.models.replay.inference import Outcome, made_up_by
 from strategies.models.replay.path import Call, Event, Key, Position
+from strategies.models.replay.rows.packed_rows import note_size, varies
 from strategies.models.replay.shape_mode import ShapeMode
 
 
 @dataclass(slots=True)
 class Value:
-    """Life of one value: made at ``born``, used at ``uses`` and last at ``used`` (clock ticks)."""
+    """Life of one value: made at ``born``, used at ``uses`` and last at ``used`` (clock ticks).
+
+    Where it ``varies``, its size depends on more than the batch's shape.
+    """
 
     key: Key
     born: int
@@ -47,6 +51,7 @@ class Value:
     used: int = -1
     uses: list[int] = field(default_factory=list)
     region: FrameType | None = None
+    varies: bool = False
 
 
 @dataclass(slots=True)
@@ -71,6 +76,7 @@ class Record:
     uncuttable: list[tuple[int, int, str]] = field(default_factory=list)
     deferred: list[tuple[int, str]] = field(default_factory=list)
     collectives: list[tuple[int, str]] = field(default_factory=list)
+    left: list[tuple[str, tuple[int, int, int]]] = field(default_factory=list)
 
 
 class LeakError(BaseException):
@@ -140,6 +146,8 @@ class Probe(ShapeMode):
         self._call_parameters = dict.fromkeys(owned)
         given = list(leaves((args, kwargs)))
         outcome, holes = self.infer_unit(index, forward, args, kwargs, call)
+        if any(isinstance(leaf, GeneratorType) for leaf in leaves(outcome.template)):
+            self._refuse_generator(index, line)
         if not outcome.exact:  # ran on made-up data, where uses cannot be seen
             self._note_uses(tuple(t for t in given if isinstance(t, Hole) and t.value is not None))
         self._clock += 1
@@ -173,7 +181,13 @@ class Probe(ShapeMode):
         self._note_uses(args, kwargs)
         storages = self._storages(args, kwargs)
         result = super().on_inner_operation(func, args, kwargs)
+        note_size(func, args, kwargs, result)
         self._note_writes(storages)
+        return result
+
+    def plain(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        result = super().plain(func, args, kwargs)
+        note_size(func, args, kwargs, result)
         return result
 
     # -- operations between calls ----------------------------------------------------------
@@ -200,6 +214,7 @@ class Probe(ShapeMode):
         elif outcome.exact:
             self._cache[key] = outcome
         result = self.instantiate(outcome, metas, args, kwargs)
+        note_size(func, args, kwargs, result)
         self._note_writes(storages)
         produced = [args[0]] if name == "__setitem__" else tensors(result)
         if produced:
@@ -233,9 +248,9 @@ class Probe(ShapeMode):
                 hole.unit = None
                 storage = hole.shape_tensor().untyped_storage()
                 key = (*position, ordinal)
-                self.record.values.append(
-                    Value(key, self._clock, hole.spec, storage, region=region)
-                )
+                value = Value(key, self._clock, hole.spec, storage, region=region)
+                value.varies = varies(hole)
+                self.record.values.append(value)
 
     def _note_uses(self, args: Any, kwargs: Any = None) -> tuple[str, ...]:
         """Prolongs the life of the holes used; gives the names of the parameters used."""
@@ -270,6 +285,15 @@ class Probe(ShapeMode):
             )
         self.record.uncuttable.append(
             (maker + 1, self._inside, f"{name} shares a list, dict or object with a later layer")
+        )
+
+    def _refuse_generator(self, index: int, line: str) -> None:
+        """What a layer yields is computed when the step asks for it: by what is in the layer."""
+        if self._opens(index):
+            raise LeakError(index)
+        raise ModelError(
+            f"{line}: {self._names[index]} is a generator (yield), which computes its values after "
+            f"the call. Return them in a list or tuple, so that {self._step} can be cut behind it."
         )
 
     def _note_running_statistics(self, index: int, call: int) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,19 +13,28 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from strategies.errors import ModelError
 from strategies.models.collectives import shapes_only
+from strategies.models.contents import (
+    generator_words,
+    is_foreign,
+    is_generator,
+    is_iterator,
+    kind_of,
+    walk,
+)
 from strategies.models.logs import LogCapture
-from strategies.models.nested import rebuild, tensors
+from strategies.models.nested import cloned, replaced, tensors
 from strategies.models.replay.gate import as_written, call_step, gated, has_compiled, unchanged
-from strategies.models.replay.hole import Hole, Spec, error_line
+from strategies.models.replay.hole import Hole, Spec, error_line, user_line
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
 from strategies.models.replay.probe import LeakError, Place, Probe, Record, Value
+from strategies.models.replay.unit_search import alike, select_units, units_to_open
 from strategies.models.stage_model import STEP_NAMES, Mode
-from strategies.models.step_state import CONTAINERS, StepState, is_record
+from strategies.models.step_places import ABSENT
+from strategies.models.step_state import StepState
 
 P = TypeVar("P", bound=Probe)
 
@@ -59,7 +67,7 @@ def probe_units(
     while True:
         units = select_units(module, chain, opened)
         cache: dict[Hashable, Outcome] = {}
-        inside = _alike(units) if opens else {}
+        inside = alike(units) if opens else {}
         try:
             path = probe_path(
                 module, units, table, mode, batch, 0, cache, make, dataloader_idx, opens=inside
@@ -114,7 +122,7 @@ def probe_path(
         batch_idx,
         cache,
         partial(make, opens=lambda unit: unit in opens),
-        partial(_reading_what_stays, module, tuple(units.values())),
+        partial(_reading_what_stays, module, tuple(units.values()), mode),
         dataloader_idx,
     )
     step = STEP_NAMES[mode]
@@ -138,7 +146,7 @@ def run_probe(
     The step runs inside of ``around``, given the probe.
     """
     step = STEP_NAMES[mode]
-    batch = rebuild(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+    batch = cloned(batch)
     versions = [(tensor, tensor._version) for tensor in tensors(batch) if not tensor.is_inference()]
     probe = make(
         list(units.values()),
@@ -152,6 +160,7 @@ def run_probe(
     logs = LogCapture(lambda value: _note_log(probe, value))
     with (
         unchanged(module),
+        _iterators_at_rest(module, step),
         torch.inference_mode(False),
         torch.set_grad_enabled(mode == "train"),
         table.shown(),
@@ -176,7 +185,7 @@ def run_probe(
 
 @contextmanager
 def _reading_what_stays(
-    module: LightningModule, layers: Sequence[nn.Module], probe: Probe
+    module: LightningModule, layers: Sequence[nn.Module], mode: Mode, probe: Probe
 ) -> Iterator[None]:
     """What a step leaves on its module is needed at its end, as what it returns is.
 
@@ -185,17 +194,84 @@ def _reading_what_stays(
     """
     state = StepState(module, layers)
     state.begin()
-    held = {id(v) for m in module.modules() for v in vars(m).values() if type(v) in CONTAINERS}
+    held = {id(v) for m in module.modules() for v in vars(m).values() if kind_of(v) is not None}
     yield
     num_calls = len(probe.record.calls)
     for slot in state.changed():
         value = state.value(slot)
-        gathers = slot.kind == "class" or id(value) in held
-        for leaf in tensors(vars(value) if is_record(value) else value):
+        strange = _foreign_in(value)
+        if strange is not None:
+            raise ModelError(
+                f"{STEP_NAMES[mode]} changes {slot.words}, and an object of type "
+                f"{type(strange).__name__} cannot be brought to the ranks of other stages (nothing "
+                "is ever unpickled). Keep numbers, texts, tensors, arrays, and lists and dicts of "
+                "them, and make the rest of them in a hook (on_train_epoch_end)."
+            )
+        gathers = slot.kind not in ("attribute", "buffer") or id(value) in held
+        for leaf, _ in walk(value):
             if not isinstance(leaf, Hole) or leaf.value is None:
                 continue
-            if gathers or probe.record.values[leaf.value].key[0] == num_calls:
+            key = probe.record.values[leaf.value].key
+            if gathers or key[0] == num_calls:
                 probe.on_read(leaf)
+            else:
+                probe.record.left.append((slot.name, key))
+
+
+def _foreign_in(value: Any) -> Any:
+    """What in a value of a container or an attribute cannot be sent; None if all can."""
+    if isinstance(value, dict):
+        return next((v for v in map(_foreign_in, value.values()) if v is not None), None)
+    if isinstance(value, list | tuple | set | deque):
+        return next((v for v in map(_foreign_in, value) if v is not None), None)
+    return value if is_foreign(value) and value is not ABSENT else None
+
+
+@contextmanager
+def _iterators_at_rest(module: nn.Module, step: str) -> Iterator[None]:
+    """Inside, whoever takes an iterator of the module further is told that it cannot be.
+
+    A step runs once per microbatch and stage, and no iterator can be put back. Behind it the same
+    is said of objects of the module that draw numbers.
+    """
+    changes: list[tuple[dict[str, Any], str, Any]] = []
+    drawn: list[tuple[str, Any, str]] = []
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            place = f"self.{path}.{name}" if path else f"self.{name}"
+            if is_iterator(value) and kind_of(value) is None:
+                changes.append((vars(child), name, _AtRest(place, step)))
+            elif is_generator(value):
+                drawn.append((place, value, generator_words(value)))
+    with replaced(changes):
+        yield
+    for place, value, before in drawn:
+        if generator_words(value) != before:
+            raise ModelError(
+                f"{step} draws from {place}, a {type(value).__name__} of its own, which a pipeline "
+                "would draw from for each microbatch and stage. Use torch, or the global "
+                "generators of numpy and random, which are followed, or draw in "
+                "on_train_batch_start and keep the number on the module."
+            )
+
+
+class _AtRest:
+    """Stands in for an iterator."""
+
+    def __init__(self, place: str, step: str) -> None:
+        self._place = place
+        self._step = step
+
+    def __iter__(self) -> _AtRest:
+        return self
+
+    def __next__(self) -> Any:
+        raise ModelError(
+            f"{user_line()}: {self._step} takes the next of {self._place}, an iterator, which a "
+            "pipeline would take further for each microbatch and stage. Take it in "
+            "on_train_batch_start and keep it on the module (self.item = next(...)), give the "
+            "trainer several loaders (CombinedLoader), or count with a number (self.n += 1)."
+        )
 
 
 def batch_device(batch: Any, module: nn.Module) -> torch.device:
@@ -204,29 +280,6 @@ def batch_device(batch: Any, module: nn.Module) -> torch.device:
         if not tensor.is_meta:
             return tensor.device
     return torch.device("cpu")
-
-
-def units_to_open(units: dict[str, nn.Module], path: Path, table: ParameterTable) -> frozenset[str]:
-    """Units that the step never calls although it uses what is in them, piece by piece."""
-    called = {path.units[call.unit] for call in path.calls}
-    used = {name for events in path.events for event in events for name in event.parameters}
-    by_identity = table.by_identity()
-    return frozenset(
-        name
-        for name, unit in units.items()
-        if name not in called
-        and any(True for _ in unit.children())
-        and any(by_identity[id(parameter)] in used for parameter in unit.parameters())
-    )
-
-
-def _alike(units: dict[str, nn.Module]) -> dict[int, frozenset[str]]:
-    """Units with units inside, by index, and the names of all of their kind."""
-    return {
-        index: frozenset(name for name, other in units.items() if type(other) is type(unit))
-        for index, unit in enumerate(units.values())
-        if not _is_leaf(unit)
-    }
 
 
 def _note_log(probe: Probe, value: Any) -> bool:
@@ -255,12 +308,6 @@ def _unsupported(error: Exception, probe: Probe, step: str, module: str) -> Mode
             "it a tensor (torch.where, masks), or do it after the last layer."
         )
     line = error_line(error.__traceback__)
-    if _is_packed(error):
-        return ModelError(
-            f"{line}: {step} uses a packed sequence, whose sizes are the lengths' values; a "
-            "pipeline knows shapes alone. Give the recurrent layer the padded tensor and take its "
-            "outputs at the lengths (gather), declare the units yourself, or use pp=1."
-        )
     if isinstance(error, AttributeError) and str(error).startswith(f"'{module}' object has no"):
         return ModelError(
             f"{line}: {step} uses what {module} does not have yet ({error}): a pipeline looks at "
@@ -272,20 +319,6 @@ def _unsupported(error: Exception, probe: Probe, step: str, module: str) -> Mode
         f"({type(error).__name__}: {error}). If the step works with pp=1, move what needs data "
         "into a layer with parameters, or declare the units yourself."
     )
-
-
-def _is_packed(error: BaseException | None) -> bool:
-    """Whether torch was at work on a packed sequence."""
-    while error is not None:
-        frames = traceback.walk_tb(error.__traceback__)
-        for frame, _ in frames:
-            values = frame.f_locals.values()
-            if frame.f_code.co_name == "pack_padded_sequence" or any(
-                isinstance(value, PackedSequence) for value in values
-            ):
-                return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 # -- cuts: where a recorded step can be cut, and what crosses there --------------------------------
@@ -320,6 +353,7 @@ def _make_path(record: Record, names: tuple[str, ...], *, step: str, clones_batc
         tuple(tuple(events) for events in record.events),
         tuple(cuts),
         clones_batch,
+        tuple(record.left),
     )
 
 
@@ -341,6 +375,9 @@ def _choose(record: Record, call: int) -> Cut | str:
             follows is place.region or any(v.region is not place.region for v in alive)
         ):
             reason = reason or "both sides are in one activation checkpoint call"
+            continue
+        if any(value.varies for value in alive):
+            reason = "a packed sequence crosses, whose size depends on the lengths' values"
             continue
         if _aliased(record, place, alive):
             reason = "tensors that share memory are changed in place on both sides"
@@ -394,102 +431,3 @@ def dense_order(spec: Spec) -> tuple[int, ...] | None:
             return None
         expected *= spec.shape[dim]
     return None if order == sorted(order) else tuple(order)
-
-
-# -- units: blocks of a repeated stack as a whole, outside of it leaf by leaf ----------------------
-
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-
-
-def select_units(
-    module: nn.Module, chain: str | None, opened: frozenset[str]
-) -> dict[str, nn.Module]:
-    """Chooses the units of ``module`` by their global names, in registration order.
-
-    A module without parameters is no unit: it runs on every stage. Parameters that belong to a
-    module above the units (position tables, class tokens) are found by the probe where used. The
-    children of ``chain`` are units whatever they contain; ``opened`` modules are none although
-    they look like it, but their children are.
-
-    Raises:
-        ModelError: If ``chain`` names no container, or there is no parameter at all.
-    """
-    forced: nn.Module | None = None
-    if chain is not None:
-        forced = dict(module.named_modules()).get(chain)
-        if forced is None or not any(True for _ in forced.children()):
-            others = [n for n, child in module.named_modules() if isinstance(child, _CONTAINERS)]
-            raise ModelError(
-                f"model.pipeline_layers={chain} names no container of layers. Choose one of: "
-                f"{', '.join(others) or 'none'}."
-            )
-    first: dict[int, tuple[str, nn.Module]] = {}
-    for name, unit in _select(module, "", forced, opened):
-        first.setdefault(id(unit), (name, unit))
-    if not first and not _has_parameters(module):
-        raise ModelError(
-            f"{type(module).__name__} has no parameters, so there is nothing to cut into stages. "
-            "Build the network in __init__ or configure_model, or use pp=1."
-        )
-    return dict(first.values())
-
-
-def _select(
-    module: nn.Module, name: str, forced: nn.Module | None, opened: frozenset[str]
-) -> Iterator[tuple[str, nn.Module]]:
-    repeated = _repeated_children(module, forced)
-    for child_name, child in module.named_children():
-        path = f"{name}.{child_name}" if name else child_name
-        if not _has_parameters(child):
-            continue
-        contains_forced = forced is not None and any(m is forced for m in child.modules())
-        whole = child_name in repeated or _is_leaf(child)
-        if whole and not contains_forced and path not in opened:
-            yield path, child
-        else:
-            yield from _select(child, path, forced, opened)
-
-
-def _repeated_children(module: nn.Module, forced: nn.Module | None) -> frozenset[str]:
-    """Children that are blocks of a stack: two or more composite ones of the same class."""
-    if module is forced:
-        return frozenset(name for name, _ in module.named_children())
-    composite = {
-        name: child
-        for name, child in module.named_children()
-        if _has_parameters(child)
-        and not issubclass(_kind(child), _CONTAINERS)
-        and any(True for _ in getattr(child, "_orig_mod", child).children())
-    }
-    if not isinstance(module, _CONTAINERS):
-        # Blocks kept as attributes (down1, down2, ...); two towers are looked into instead.
-        composite = {name: child for name, child in composite.items() if not _has_stack(child)}
-    counts = Counter(_kind(child) for child in composite.values())
-    return frozenset(name for name, child in composite.items() if counts[_kind(child)] > 1)
-
-
-def _kind(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, compiled or not."""
-    inner: nn.Module = getattr(module, "_orig_mod", module)
-    return type(inner)
-
-
-def _has_stack(module: nn.Module) -> bool:
-    return any(
-        isinstance(child, _CONTAINERS) and _repeated_children(child, None)
-        for child in module.modules()
-    )
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    """Modules that are never looked into: those without children, and torch's own layers."""
-    if isinstance(module, torch._dynamo.OptimizedModule):
-        return _is_leaf(module._orig_mod)
-    if not any(_has_parameters(child) for child in module.children()):
-        return True
-    library = type(module).__module__.startswith("torch.nn.")
-    return library and not isinstance(module, _CONTAINERS) and not _has_stack(module)
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())

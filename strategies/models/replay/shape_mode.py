@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from strategies.models.replay.inference import (
     infer_operation,
     run_on_made_up_data,
 )
+from strategies.models.replay.rows.packed_rows import infer_packing, packs, pads
 
 # Of their tracked argument these need shape, dtype and device only: real on every stage.
 _LIKE = frozenset(
@@ -87,6 +89,7 @@ class ShapeMode(TorchFunctionMode):
         self._cache = cache
         self._twins: dict[int, Tensor] = {}
         self._inside: int | None = None
+        self._packings = 0
         # Tensors carry this mark; the mode itself would keep everything it knows alive.
         self._token = object()
 
@@ -170,7 +173,13 @@ class ShapeMode(TorchFunctionMode):
             self._twins[key] = meta.requires_grad_(spec.requires_grad)
         return self._twins[key]
 
+    def on_packing(self, counts: Tensor) -> None:
+        """Values have been packed, by a step or by a layer that is being inferred."""
+        self._packings += 1
+
     def infer(self, func: Function, args: Args, kwargs: Kwargs) -> tuple[Outcome, list[Tensor]]:
+        if packs(func) or pads(func):
+            return infer_packing(func, args, self.tracked, self.on_packing)
         if not torch.is_inference_mode_enabled():
             return infer_operation(func, args, kwargs, twin=self.twin, device=self._device)
         with torch.inference_mode(False), torch.no_grad():  # It counts no versions.
@@ -186,7 +195,7 @@ class ShapeMode(TorchFunctionMode):
         key = ("unit", index, torch.is_grad_enabled(), signature((args, kwargs)))
         given = list(leaves((args, kwargs)))
         outcome = self._cache.get(key)
-        if outcome is None:
+        if outcome is None or outcome.packs:
             arguments = KeptObjects((args, kwargs))
             with unchanged(self.units[index]):
                 outcome, _ = self.infer_unit(index, forward, args, kwargs, call)
@@ -251,6 +260,7 @@ class ShapeMode(TorchFunctionMode):
         arguments = KeptObjects((args, kwargs))
         given = list(leaves((args, kwargs)))  # before the layer may append to a list among them
         exact = True
+        packings = self._packings
         self._inside = call
         try:
             try:
@@ -270,7 +280,8 @@ class ShapeMode(TorchFunctionMode):
                     raise error from second
         finally:
             self._inside = None
-        return self._describe_unit(module, result, given, before, exact, call)
+        outcome, holes = self._describe_unit(module, result, given, before, exact, call)
+        return replace(outcome, packs=self._packings > packings), holes
 
     def _describe_unit(
         self,

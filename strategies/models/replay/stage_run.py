@@ -5,8 +5,8 @@ Nothing survives a run but its result: microbatches interleave and a rank may ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +32,7 @@ from strategies.models.replay.shape_mode import ShapeMode
 from strategies.models.state import reseed
 
 if TYPE_CHECKING:
-    from strategies.models.replay.whole_values import Hand
+    from strategies.models.replay.rows.whole_values import Hand
     from strategies.models.selective.region import SelectiveLayer
 
 
@@ -96,6 +96,11 @@ class StageRun(ShapeMode):
         )
         self._counts = leave is not None or random or between or hand is not None
         self.names_parameters = any(e.parameters for events in path.events[:-1] for e in events)
+
+    @property
+    def packs(self) -> bool:
+        """Whether the step packs sequences."""
+        return self._hand is not None and self._hand.packs
 
     def begin(self) -> None:
         """Takes the start position; must run before the user's code, and ``close`` behind it."""
@@ -182,6 +187,11 @@ class StageRun(ShapeMode):
         if self._hand is not None and self._inside is None and self._hand.draws(func):
             return self._hand.draw(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def on_packing(self, counts: Tensor) -> None:
+        super().on_packing(counts)
+        if self._hand is not None:
+            self._hand.on_packing(counts)
 
     def _dealt(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if self._hand is None:
@@ -314,8 +324,22 @@ def dense(tensor: Tensor, boundary: Boundary) -> Tensor:
 
 
 def like_sent(tensor: Tensor, boundary: Boundary) -> Tensor:
-    """An alias of a received tensor (or a copy, where it is written to) in the sent layout."""
-    order = boundary.order
-    if order is not None:
-        tensor = tensor.permute([order.index(dim) for dim in range(len(order))])
-    return tensor.clone() if boundary.written else tensor.view_as(tensor)
+    """An alias of a received tensor (or a copy, where it is written to) in the sent layout.
+
+    The cut may be where the step takes no gradients (a teacher's layers), the value is needed by
+    others that do.
+    """
+    with _gradients_of(tensor):
+        order = boundary.order
+        if order is not None:
+            tensor = tensor.permute([order.index(dim) for dim in range(len(order))])
+        return tensor.clone() if boundary.written else tensor.view_as(tensor)
+
+
+@contextmanager
+def _gradients_of(tensor: Tensor) -> Iterator[None]:
+    if not tensor.requires_grad:
+        yield
+        return
+    with torch.inference_mode(False), torch.enable_grad():
+        yield

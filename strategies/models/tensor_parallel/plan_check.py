@@ -7,19 +7,22 @@ microbatch are computed on the uncut module and, by all ranks together, on the c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from strategies.errors import ModelError
 from strategies.models.nested import tensors
-from strategies.models.replay.hole import user_line
-from strategies.models.tensor_parallel.tensor_ranks import Shard
+from strategies.models.replay.hole import error_line, user_line
+from strategies.models.tensor_parallel.share_values import ShareValues
+from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
 
 _SEED = 20_211
 
@@ -218,6 +221,95 @@ def _error(first: Tensor, second: Tensor) -> float:
     difference = (one - other).masked_fill(~finite, 0).abs().max()
     scale = one.masked_fill(~finite, 0).abs().max()
     return float(difference / scale) if float(scale) > 0 else float(difference)
+
+
+_NO_BACKWARD = re.compile(r"Operator aten\.(\w+?)_backward\.\w+ does not have a sharding strategy")
+
+
+def tried(
+    step: Callable[[], StepNumbers],
+    values: ShareValues,
+    unchanged: Callable[[], AbstractContextManager[Any]],
+) -> StepNumbers:
+    """The first run of a cut step; what cannot run on shares is noted, and runs on whole values.
+
+    DTensor knows forwards whose backwards it does not know, or which end in shapes that autograd
+    refuses: such an operation takes whole values from then on; where it has no name, all do.
+    Ranks tell each other how it ended; unless it did so for all in one way, all refuse.
+
+    Raises:
+        ModelError: It cannot run on whole values, either, or on some ranks only; names the line.
+    """
+    ranks = values.ranks
+    while True:
+        found, problem = _attempt(step, values, unchanged)
+        if problem is None:
+            _all_alike(ranks, "ran", "")
+            assert found is not None
+            return found
+        if isinstance(problem, ModelError):
+            _all_alike(ranks, "refused", str(problem))
+            raise problem
+        missing = _NO_BACKWARD.search(str(problem))
+        name = missing.group(1) if missing else None
+        line = error_line(problem.__traceback__)
+        what = f"{line} ends with {type(problem).__name__}: {problem}"
+        _all_alike(ranks, f"without {name}", what)
+        if name is not None and name not in values.by_whole:
+            values.by_whole |= {name, f"{name}_"}
+        elif not values.all_whole:
+            values.all_whole = True
+            rank_zero_info(
+                f"tp={ranks.size}: an operation between layers does not run on shares "
+                f"({type(problem).__name__}: {' '.join(str(problem).split())[:120]}), so values "
+                "are put together behind every layer: right, but slower than priced."
+            )
+        else:
+            raise refusal(ranks.size, what) from problem
+
+
+def _attempt(
+    step: Callable[[], StepNumbers],
+    values: ShareValues,
+    unchanged: Callable[[], AbstractContextManager[Any]],
+) -> tuple[StepNumbers | None, Exception | None]:
+    values.noting = True
+    try:
+        with unchanged():
+            return step(), None
+    except Exception as error:
+        return None, error
+    finally:
+        values.noting = False
+
+
+def _all_alike(ranks: TensorRanks, how: str, what: str) -> None:
+    """Raises unless a run ended alike for all that share matrices; ``what`` went wrong here.
+
+    Raises:
+        ModelError: Some rank ended otherwise, or is still in the run.
+    """
+    said = ranks.told(f"{how}: {what}")
+    if all(answer is not None and answer.partition(":")[0] == how for answer in said):
+        return
+    for rank, answer in enumerate(said):
+        kind, _, wrong = (answer or "").partition(": ")
+        if answer is not None and kind != "ran":
+            raise refusal(ranks.size, f"on rank {rank} of {ranks.size} alone {wrong}")
+    silent = [rank for rank, answer in enumerate(said) if answer is None]
+    raise refusal(ranks.size, f"rank {silent[0]} of {ranks.size} does not come to its end")
+
+
+def refuse_differences(ranks: TensorRanks, difference: str | None) -> None:
+    """Refuses a cut that computes something else on any of the ranks, on all of them.
+
+    Raises:
+        ModelError: There is a difference, here or elsewhere.
+    """
+    said = [answer or "" for answer in ranks.told(difference or "")]
+    found = difference or next(filter(None, said), None)
+    if found is not None:
+        raise refusal(ranks.size, found)
 
 
 def refusal(tp: int, what: str) -> ModelError:

@@ -164,13 +164,14 @@ class PlanSharding:
         # A tied weight may be a share by now.
         known = self._shares.get(id(weight))
         size = weight.shape[dim] if known is None else known[2].size
-        cut = Shard(dim, size, ranks.size)
+        segments = row.segments if row.style == "column" else 1
+        cut = Shard(dim, size, ranks.size, segments) if known is None else known[2]
         gathers = row.style == "column" and row.whole_output
         share = CutLayer(layer, self.values, entrance, cut, gathers=gathers)
         parts = {"weight": cut}
         bias = layer._parameters.get("bias")
         if bias is not None and kind in _WITH_BIAS:
-            parts["bias"] = Shard(0, size, ranks.size)
+            parts["bias"] = Shard(0, size, ranks.size, segments)
         for own, shard in parts.items():
             whole = layer._parameters[own]
             assert whole is not None
@@ -203,6 +204,12 @@ def _turn(layer: nn.Module, row: LayerShare, parts: int) -> _Turned:
     ) or _by_name(layer, row)
     if isinstance(answer, str):
         return answer
+    if (
+        row.style == "column"
+        and weight.shape[answer[1]] % (row.segments * parts)
+        and (row.segments > 1)
+    ):
+        return f"its {row.segments} parts cannot be cut over {parts} ranks"
     if weight.shape[answer[1]] < parts:
         return f"its {weight.shape[answer[1]]} cannot be cut over {parts} ranks"
     return answer
@@ -278,11 +285,12 @@ def plan_by_hand(module: nn.Module, tp: int) -> FoundPlan | None:
         ModelError: It names nothing, or something that cannot be.
     """
     plan = getattr(module, "tensor_parallel_plan", None)
-    if not callable(plan):
+    given_plan = plan() if callable(plan) else None
+    if given_plan is None:
         return None
     names = [name for name, _ in module.named_modules() if name]
     rows = []
-    for pattern, given in plan().items():
+    for pattern, given in given_plan.items():
         style = read_style(pattern, given)
         row = LayerShare(pattern, "replicated")
         if isinstance(style, Column):

@@ -43,7 +43,7 @@ class Entrance:
 
     def __init__(self, ranks: TensorRanks) -> None:
         self._ranks = ranks
-        self._last: tuple[Tensor, Tensor, _Again | None] | None = None
+        self._last: tuple[Tensor, int, Tensor, _Again | None] | None = None
 
     def forget_after(self, unit: nn.Module) -> None:
         """Lets go of what was entered when the unit has run, or it would keep activations alive."""
@@ -76,11 +76,13 @@ class Entrance:
         ranks = self._ranks
         if not (ranks.sequence or (tensor.requires_grad and torch.is_grad_enabled())):
             return tensor, None
-        if self._last is not None and self._last[0] is tensor:
-            return self._last[1:]
+        # What was written into since is another value.
+        known = self._last
+        if known is not None and known[0] is tensor and known[1] == tensor._version:
+            return known[2:]
         again = _Again(tensor, ranks) if ranks.sequence else None
         entered: Tensor = _Enter.apply(tensor, ranks, again)  # type: ignore[no-untyped-call]
-        self._last = (tensor, entered, again)
+        self._last = (tensor, tensor._version, entered, again)
         return entered, again
 
     def forget(self) -> None:

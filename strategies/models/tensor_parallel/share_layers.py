@@ -66,8 +66,12 @@ class CutLayer:
         """Outputs of this rank as what the layer gives; padding goes."""
         if local.shape[dim] != self.held:
             local = local.narrow(dim, 0, self.held)
-        share = self.values.left(local, dim, self.cut.size)
-        return self.values.whole(share) if self.gathers else share
+        share = self.values.left(local, dim, self.cut.size, self.cut.segments)
+        if not self.gathers and self.values.is_share(share):
+            return share
+        whole = self.values.whole(share)
+        # What DTensor gives is a view of its own, which nobody may write into.
+        return whole.clone() if whole.requires_grad else whole
 
     def own(self, value: Tensor, dim: int) -> Tensor:
         return self.values.own(value, dim)

@@ -11,7 +11,7 @@ everything else takes the whole value, which all ranks then compute alike.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,15 +21,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from strategies.errors import ModelError
 from strategies.models.nested import rebuild
 from strategies.models.replay.hole import Args, Function, Kwargs, is_question, user_line
 from strategies.models.tensor_parallel.regions import Entrance
-from strategies.models.tensor_parallel.sharded_layers import VocabularyShare, token_losses
-from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
+from strategies.models.tensor_parallel.share_operations import BY_SHARE, WHOLE, any_share
+from strategies.models.tensor_parallel.share_parts import (
+    Parts,
+    parts_of,
+    placement,
+    run_on_parts,
+    with_parts,
+)
+from strategies.models.tensor_parallel.tensor_ranks import TensorRanks, unflattened
 
 _numbers = itertools.count()
 
@@ -59,6 +65,10 @@ class ShareValues:
             )
             for kind in kinds
         }
+        # Names of operations that run on whole values, besides those that have to; and whether all
+        # do that can: what DTensor does with their backwards is not what autograd needs.
+        self.by_whole: set[str] = set()
+        self.all_whole = False
         self._entrances: list[Entrance] = []
         self._entered = 0
 
@@ -114,25 +124,37 @@ class ShareValues:
     def is_share(self, value: Any) -> bool:
         return isinstance(value, DTensor)
 
-    def left(self, local: Tensor, dim: int, size: int) -> Tensor:
-        """A value of which this rank has ``local``, cut along ``dim``, ``size`` long in all."""
+    def left(self, local: Tensor, dim: int, size: int, parts: int = 1) -> Tensor:
+        """A value of which this rank has ``local``, cut along ``dim``, ``size`` long in all.
+
+        Of ``parts`` that lie side by side there, it has a share of each.
+        """
         dim %= local.dim()
         shape = list(local.shape)
         shape[dim] = size
+        several = Parts(local, dim, parts) if parts > 1 else None
         share = DTensor.from_local(
             local,
             self._mesh_of(local.device.type),
-            [Cut(dim)],
+            [Cut(dim) if several is None else placement(several)],
             run_check=False,
             shape=torch.Size(shape),
             stride=_stride(shape),
         )
+        if several is not None:
+            with_parts(share, several)
         return share if self.allowed else self.whole(share)
 
     def whole(self, value: Tensor) -> Tensor:
         """All of a value, on every rank; what is no share goes through."""
         if not isinstance(value, DTensor):
             return value
+        several = parts_of(value)
+        if several is not None:
+            # Each part in a row of its own, which is cut like any value.
+            dim, size = several.dim, value.shape[several.dim] // several.number
+            rows = self.left(unflattened(several.local, dim, several.number, -1), dim + 1, size)
+            return self.whole(rows).flatten(dim, dim + 1)
         return value.redistribute(placements=[Replicate()]).to_local()
 
     def whole_of(self, leaf: Any) -> Any:
@@ -141,7 +163,7 @@ class ShareValues:
 
     def own(self, value: Tensor, dim: int) -> Tensor:
         """This rank's share along ``dim``, whatever there is of the value."""
-        value = self._known(value)
+        value = self._known(value if parts_of(value) is None else self.whole(value))
         assert isinstance(value, DTensor)
         return value.redistribute(placements=[Cut(dim % value.dim())]).to_local()
 
@@ -160,11 +182,18 @@ class _BetweenLayers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _any_share(args) and not (kwargs and _any_share(kwargs.values())):
+        if not any_share(args) and not (kwargs and any_share(kwargs.values())):
             return func(*args, **kwargs)
         if is_question(func):
             return func(*args, **kwargs)
-        by_share = _BY_SHARE.get(func)
+        if _any_parts(args) or _any_parts(kwargs.values()):
+            size = self._values.ranks.size
+            result = run_on_parts(func, args, kwargs, size, self._values.left)
+            if result is not NotImplemented:
+                return result
+            _refuse_write_into_parts(func, args, kwargs)
+            return self._by_whole(func, args, kwargs)
+        by_share = BY_SHARE.get(func)
         if by_share is not None:
             result = by_share(self._values, *args, **kwargs)
             if result is not NotImplemented:
@@ -172,7 +201,9 @@ class _BetweenLayers(TorchFunctionMode):
             return self._by_whole(func, args, kwargs)
         name = getattr(func, "__name__", "")
         _refuse_lost_write(name, args)
-        if func in _WHOLE or _draws(name) or _writes_plain(name, args, kwargs):
+        values = self._values
+        plain = func in WHOLE or _draws(name) or _writes_plain(name, args, kwargs)
+        if plain or values.all_whole or name in values.by_whole:
             return self._by_whole(func, args, kwargs)
         try:
             known = rebuild((args, kwargs), self._known)
@@ -216,13 +247,12 @@ class _BetweenLayers(TorchFunctionMode):
         return result
 
 
-def _any_share(items: Any) -> bool:
+def _any_parts(items: Any) -> bool:
+    """Whether there is a value of several parts, in a list, too."""
     for item in items:
-        if isinstance(item, DTensor):
+        if parts_of(item) is not None:
             return True
-        if isinstance(item, list | tuple | dict) and _any_share(
-            item.values() if isinstance(item, dict) else item
-        ):
+        if isinstance(item, list | tuple) and _any_parts(item):
             return True
     return False
 
@@ -247,6 +277,18 @@ def _refuse_lost_write(name: str, args: Args) -> None:
             f"{user_line()}: {name} writes into a part of a value that lies cut over "
             "tensor-parallel ranks, and the part is a copy there. Write it out of place "
             "(torch.where, torch.cat), or use tp=1."
+        )
+
+
+def _refuse_write_into_parts(func: Function, args: Args, kwargs: Kwargs) -> None:
+    """What is written would not reach the shares that later operations are given."""
+    name = getattr(func, "__name__", "")
+    inplace = any(flag is True for flag in (*args, *kwargs.values()))
+    if parts_of(args[0] if args else None) is not None and (_in_place(name) or inplace):
+        raise ModelError(
+            f"{user_line()}: {name} writes into a value of which tensor-parallel ranks have a "
+            "share of each part (queries, keys and values from one layer). Write it out of place, "
+            "or use tp=1."
         )
 
 
@@ -281,224 +323,3 @@ def _stride(shape: list[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
-
-
-# -- operations on shares: what DTensor has no rule for, or another one than is right here ---------
-
-
-def _dropout(
-    values: ShareValues, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Any:
-    if not training or p == 0.0:
-        return input
-    if not isinstance(input, DTensor) or any(x.is_partial() for x in input.placements):
-        return NotImplemented
-    mask = _mask(values, input, p)
-    return input.mul_(mask) if inplace else input * mask
-
-
-def _mask(values: ShareValues, share: DTensor, p: float) -> Tensor:
-    """This rank's share of what dropout on the whole value would multiply with."""
-    local = share.to_local()
-    ones = torch.ones(share.shape, dtype=local.dtype, device=local.device)
-    mask = values._known(functional.dropout(ones, p, training=True))
-    assert isinstance(mask, DTensor)
-    return mask.redistribute(placements=share.placements)
-
-
-def _torch_dropout(values: ShareValues, input: Any, p: float, train: bool) -> Any:
-    return _dropout(values, input, p, train)
-
-
-def _attention(
-    values: ShareValues,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """Heads, and rows of the batch, know nothing of each other."""
-    given = (query, key, value)
-    dims = [_cut_of(each) for each in given]
-    dim = next((dim for dim in dims if dim is not None), None)
-    last = query.dim() - 2
-    if dim is None or dim >= last or any(each.dim() != query.dim() for each in given):
-        return NotImplemented
-    if any(other not in (None, dim) for other in dims):
-        return NotImplemented
-    parts = values.ranks.size
-    if any(each.shape[dim] % parts for each in given):
-        return NotImplemented
-    if key.shape[dim] != query.shape[dim] and not enable_gqa:
-        return NotImplemented
-    if attn_mask is not None:
-        place = dim - query.dim() + attn_mask.dim()
-        if place >= 0 and attn_mask.shape[place] > 1:
-            attn_mask = values.own(attn_mask, place)
-        else:
-            attn_mask = values.whole(attn_mask)
-    q, k, v = (values.own(each, dim) for each in given)
-    if dropout_p > 0.0:
-        return NotImplemented
-    out = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-    return values.left(out, dim, query.shape[dim])
-
-
-def _cut_of(value: Tensor) -> int | None:
-    """The dimension along which a value lies cut."""
-    if isinstance(value, DTensor) and isinstance(value.placements[0], Cut):
-        return value.placements[0].dim
-    return None
-
-
-def _batch_norm(
-    values: ShareValues,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    """Channels know nothing of each other; running means stay whole on every rank."""
-    if _cut_of(input) != 1 or input.shape[1] % values.ranks.size:
-        return NotImplemented
-    channels = input.shape[1]
-    own = [None if each is None else values.own(each, 0) for each in (weight, bias)]
-    running = [running_mean, running_var]
-    parts = [None if r is None else values.ranks.share_along(r, 0).clone() for r in running]
-    out = functional.batch_norm(
-        values.own(input, 1), parts[0], parts[1], own[0], own[1], training, momentum, eps
-    )
-    if training:
-        with torch.no_grad():
-            for whole, part in zip(running, parts, strict=True):
-                if whole is not None and part is not None:
-                    whole.copy_(values.ranks.gather_along(part, 0))
-    return values.left(out, 1, channels)
-
-
-def _group_norm(
-    values: ShareValues,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Any:
-    parts = values.ranks.size
-    if _cut_of(input) != 1 or num_groups % parts:
-        return NotImplemented
-    own = [None if each is None else values.own(each, 0) for each in (weight, bias)]
-    out = functional.group_norm(values.own(input, 1), num_groups // parts, own[0], own[1], eps)
-    return values.left(out, 1, input.shape[1])
-
-
-def _instance_norm(
-    values: ShareValues,
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    if _cut_of(input) != 1 or input.dim() < 3 or running_mean is not None:
-        return NotImplemented
-    own = [None if each is None else values.own(each, 0) for each in (weight, bias)]
-    out = functional.instance_norm(
-        values.own(input, 1), None, None, own[0], own[1], use_input_stats, momentum, eps
-    )
-    return values.left(out, 1, input.shape[1])
-
-
-def _channel_by_channel(function: Function) -> Callable[..., Any]:
-    def run(values: ShareValues, input: Any, *args: Any, **kwargs: Any) -> Any:
-        others = _any_share(args) or _any_share(kwargs.values())
-        if _cut_of(input) != 1 or input.dim() < 3 or others:
-            return NotImplemented
-        out = function(values.own(input, 1), *args, **kwargs)
-        return values.left(out, 1, input.shape[1]) if isinstance(out, Tensor) else NotImplemented
-
-    return run
-
-
-def _cross_entropy(
-    values: ShareValues,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    """The loss of a classifier whose outputs lie cut by class: three numbers per row travel."""
-    dim = 1 if input.dim() > 1 else 0
-    plain = size_average is None and reduce is None and weight is None and label_smoothing == 0.0
-    if not plain or _cut_of(input) != dim or values.is_share(target):
-        return NotImplemented
-    if target.is_floating_point() or reduction not in ("mean", "sum", "none"):
-        return NotImplemented
-    share = VocabularyShare(Shard(0, input.shape[dim], values.ranks.size), values.ranks)
-    logits = values.own(input, dim).movedim(dim, -1)
-    ignored = target == ignore_index
-    wanted = target.masked_fill(ignored, -100)
-    losses = token_losses(logits, wanted, share).to(logits.dtype)
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    return total if reduction == "sum" else total / (~ignored).sum()
-
-
-_CHANNELS = (
-    functional.interpolate,
-    functional.max_pool1d,
-    functional.max_pool2d,
-    functional.max_pool3d,
-    functional.avg_pool1d,
-    functional.avg_pool2d,
-    functional.avg_pool3d,
-    functional.adaptive_avg_pool1d,
-    functional.adaptive_avg_pool2d,
-    functional.adaptive_avg_pool3d,
-    functional.adaptive_max_pool1d,
-    functional.adaptive_max_pool2d,
-    functional.adaptive_max_pool3d,
-)
-
-_BY_SHARE: dict[Any, Callable[..., Any]] = {
-    functional.dropout: _dropout,
-    torch.dropout: _torch_dropout,
-    functional.scaled_dot_product_attention: _attention,
-    functional.batch_norm: _batch_norm,
-    functional.group_norm: _group_norm,
-    functional.instance_norm: _instance_norm,
-    functional.cross_entropy: _cross_entropy,
-    **{function: _channel_by_channel(function) for function in _CHANNELS},
-}
-
-# DTensor has no rules for these, or such as mean something else (an image cut along its height).
-_WHOLE: frozenset[Any] = frozenset(
-    {
-        torch.conv1d,
-        torch.conv2d,
-        torch.conv3d,
-        torch.conv_transpose1d,
-        torch.conv_transpose2d,
-        torch.conv_transpose3d,
-        functional.multi_head_attention_forward,
-        functional.pad,
-    }
-)

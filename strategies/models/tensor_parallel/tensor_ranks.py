@@ -6,13 +6,16 @@ the same order on all of them without further agreement.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
 
 if TYPE_CHECKING:
     from strategies.models.split_backward.pending import Meanwhile
@@ -23,6 +26,9 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_ga
 reduce_scatter_single: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
+
+
+_LONGEST_SILENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,42 @@ class TensorRanks:
         """Gives everybody the first member's values."""
         dist.broadcast(tensor, group=self._group, group_src=0)
 
+    def told(self, text: str, wait_s: float = _LONGEST_SILENCE_S) -> list[str | None]:
+        """What each member says, None of one that says nothing in that time.
+
+        Not by a collective, where processes have a store: where one member has failed, others may
+        still be in one.
+        """
+        known: Store | None = _get_default_store()
+        if known is None:
+            return list(self._gathered(text))
+        members = "-".join(map(str, dist.get_process_group_ranks(self._group)))
+        store = PrefixStore(f"told/{members}", known)
+        # All members ask as often, over all groups that they have been in.
+        number = store.add(str(self.rank), 1)
+        store = PrefixStore(f"{number}", store)
+        store.set(str(self.rank), text)
+        return [self._answer(store, member, wait_s) for member in range(self.size)]
+
+    def _gathered(self, text: str) -> Iterator[str]:
+        """By a collective, as bytes: nothing that comes from outside is unpickled."""
+        own = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        longest = self.max_(torch.tensor(len(own)))
+        padded = torch.zeros(int(longest), dtype=torch.uint8)
+        padded[: len(own)] = own
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(found, padded, group=self._group)
+        for each in found:
+            yield bytes(each.tolist()).rstrip(b"\0").decode()
+
+    @staticmethod
+    def _answer(store: PrefixStore, member: int, wait_s: float) -> str | None:
+        try:
+            store.wait([str(member)], timedelta(seconds=wait_s))
+        except dist.DistStoreError:
+            return None
+        return store.get(str(member)).decode()
+
     def gather(self, tensor: Tensor) -> Tensor:
         """All members' tensors of one shape, stacked: ``[size, *shape]``."""
         stacked = tensor.new_empty((self.size, *tensor.shape))
@@ -152,11 +194,14 @@ class Shard:
     """A rank's part of a whole tensor: equal shares along ``dim``, the last padded if need be.
 
     ``size`` is that dimension's in the whole tensor, without padding; ``parts`` counts the ranks.
+    Of ``segments`` that lie side by side (queries, keys, values) a rank has a share of each; these
+    come out even, and nothing is padded.
     """
 
     dim: int
     size: int
     parts: int
+    segments: int = 1
 
     @property
     def width(self) -> int:
@@ -169,14 +214,22 @@ class Shard:
         return self.width * self.parts - self.size
 
     def start(self, rank: int) -> int:
+        """Where a rank's share begins in the whole; of several segments, where the first does."""
+        if self.segments > 1:
+            return rank * (self.width // self.segments)
         return min(rank * self.width, self.size)
 
     def held(self, rank: int) -> int:
         """How much of a rank's share is no padding."""
+        if self.segments > 1:
+            return self.width
         return min((rank + 1) * self.width, self.size) - self.start(rank)
 
     def local(self, whole: Tensor, rank: int) -> Tensor:
         """A rank's share, a new tensor; padding is zero."""
+        if self.segments > 1:
+            apart = unflattened(whole, self.dim, self.segments, self.parts, -1)
+            return apart.select(self.dim + 1, rank).flatten(self.dim, self.dim + 1).contiguous()
         held = whole.narrow(self.dim, self.start(rank), self.held(rank))
         return self._filled(held, rank)
 
@@ -199,4 +252,12 @@ class Shard:
 
     def whole(self, shares: Sequence[Tensor]) -> Tensor:
         """The inverse of ``local``, from all ranks' shares in order."""
+        if self.segments > 1:
+            apart = [unflattened(share, self.dim, self.segments, -1) for share in shares]
+            return torch.stack(apart, self.dim + 1).flatten(self.dim, self.dim + 2)
         return torch.cat(list(shares), self.dim).narrow(self.dim, 0, self.size)
+
+
+def unflattened(tensor: Tensor, dim: int, *sizes: int) -> Tensor:
+    """With several dimensions in the place of one; torch's own has no types."""
+    return tensor.reshape(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])

@@ -21,7 +21,8 @@ from strategies.models.state import kept_generators
 from strategies.models.tensor_parallel.plan_check import (
     StepNumbers,
     compare_steps,
-    refusal,
+    refuse_differences,
+    tried,
     watched,
 )
 from strategies.models.tensor_parallel.plan_sharding import PlanSharding
@@ -110,20 +111,16 @@ class UnitSharding:
 
     def _check(self, name: str, unit: nn.Module, given: tuple[Tensor, ...]) -> None:
         with unchanged(unit):
-            cut = self._numbers(name, unit, given)
+            cut = tried(
+                lambda: self._numbers(name, unit, given), self._cut.values, lambda: unchanged(unit)
+            )
             with self._cut.uncut(name) as wholes:
                 whole = self._numbers(name, unit, given, wholes)
         shards = {n: shard for n, shard in self.shards.items() if n in whole.gradients}
         kinds = [t.dtype for t in whole.outputs.values() if t.is_floating_point()]
         kind = min(kinds, key=lambda kind: -torch.finfo(kind).eps, default=torch.float32)
         difference = compare_steps(whole, cut, shards, self.ranks.rank, kind=kind)
-        anywhere = torch.tensor(float(difference is not None), device=given[0].device)
-        if difference is None and bool(self.ranks.max_(anywhere)):
-            difference = f"{name} differs on another rank"
-        elif difference is not None:
-            self.ranks.max_(anywhere)
-        if difference is not None:
-            raise refusal(self.ranks.size, difference)
+        refuse_differences(self.ranks, difference)
 
     def _numbers(
         self,

@@ -4,22 +4,22 @@ A value is critical where nothing else goes from what is before it to what is be
 between the layers of a transformer. For each state of a segment's ends its best options are found
 once for all segments that are alike, so time grows with the number of unique layers; then dynamic
 programming goes along the chain. Inside a segment the states of values that are alive are followed
-cone by cone while they are few; else an integer program finds the best (``sharding_ilp``). Both are
+cone by cone while they are few; else an integer program finds the best (``_solve_ilp``). Both are
 exact, so the whole is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
 
-from strategies.errors import ModelError
+from strategies.errors import ModelError, PlanError
+from strategies.planner.ilp import load_scipy
 from strategies.planner.shardings.network import Cone, Cones, serves
 from strategies.planner.shardings.operators import OperatorGraph
 from strategies.planner.shardings.prices import Prices
-from strategies.planner.shardings.sharding_ilp import solve_ilp
 
 Level = Literal["O2", "O3"]
 States = tuple[str, ...]
@@ -124,7 +124,7 @@ class Search:
                         ]
                     )
                 equal += [(sides[0], other) for other in sides[1:]]
-        found = solve_ilp(cones, {}, {}, equal)
+        found = _solve_ilp(cones, {}, {}, equal)
         if found is None:
             raise ModelError("nothing is left of the ways to cut this model. Use tp=1.")
         seconds, options = found
@@ -268,7 +268,7 @@ def _programmed(
         ends = [{**end, value: state} for end in ends for state in states]
     found = {}
     for end in ends:
-        solved = solve_ilp(cones, given, end, ())
+        solved = _solve_ilp(cones, given, end, ())
         if solved is not None:
             found[tuple(end[value] for value in left)] = _Way(solved[0], tuple(solved[1]))
     return found
@@ -317,3 +317,118 @@ def _tied_bans(graph: OperatorGraph, ties: Sequence[Tie]) -> list[set[tuple[int,
             grown += [before | banned for before in found]
         found = grown
     return found
+
+
+_SECONDS = 60.0
+
+# Two sets of (cone, option) of which equally many are taken.
+_Equal = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
+
+
+def _solve_ilp(
+    cones: Sequence[Cone],
+    given: Mapping[int, str],
+    left: Mapping[int, str],
+    equal: Sequence[_Equal],
+) -> tuple[float, list[int]] | None:
+    """Seconds, and the option of each cone by an integer program; None where there is no way.
+
+    One 0-1 variable for each option of a cone, one of which is taken. Where a cone needs a value in
+    a state, its producer leaves it so: the options that need it are no more than those that serve.
+    Solved by HiGHS through scipy, which is an extra.
+
+    Args:
+        cones: In their order.
+        given: States of values that no cone makes.
+        left: States that values have to be left in.
+        equal: What has to be taken together.
+
+    Raises:
+        PlanError: scipy is not installed, or a minute is not enough.
+    """
+    optimize, sparse, numpy = load_scipy(
+        "this model's shardings need an integer program, which", "tensor_parallel_plan() by hand"
+    )
+    first, count = [], 0
+    for cone in cones:
+        first.append(count)
+        count += len(cone.options)
+    program = _Program(count)
+    maker = {value: place for place, cone in enumerate(cones) for value in cone.outputs}
+    for place, cone in enumerate(cones):
+        program.add({first[place] + o: 1.0 for o in range(len(cone.options))}, 1.0, 1.0)
+        for at, value in enumerate(cone.inputs):
+            for needed in sorted({option.inputs[at] for option in cone.options}):
+                users = {
+                    first[place] + o: 1.0
+                    for o, option in enumerate(cone.options)
+                    if option.inputs[at] == needed
+                }
+                if value in maker:
+                    source = cones[maker[value]]
+                    slot = source.outputs.index(value)
+                    for o, option in enumerate(source.options):
+                        if serves(option.outputs[slot], needed):
+                            users[first[maker[value]] + o] = -1.0
+                    program.add(users, -numpy.inf, 0.0)
+                elif not serves(given[value], needed):
+                    program.add(users, 0.0, 0.0)
+        for at, value in enumerate(cone.outputs):
+            if value in left:
+                others = {
+                    first[place] + o: 1.0
+                    for o, option in enumerate(cone.options)
+                    if option.outputs[at] != left[value]
+                }
+                program.add(others, 0.0, 0.0)
+    for one, other in equal:
+        row = {first[c] + o: 1.0 for c, o in one}
+        for c, o in other:
+            row[first[c] + o] = row.get(first[c] + o, 0.0) - 1.0
+        program.add(row, 0.0, 0.0)
+    costs = numpy.array([option.seconds for cone in cones for option in cone.options])
+    scale = float(costs.max()) or 1.0
+    result = optimize.milp(
+        costs / scale,
+        constraints=optimize.LinearConstraint(
+            sparse.csr_array((program.data, (program.rows, program.columns)),
+                             shape=(len(program.lows), count)),
+            program.lows, program.highs,
+        ),
+        integrality=numpy.ones(count),
+        bounds=optimize.Bounds(0.0, 1.0),
+        options={"time_limit": _SECONDS, "mip_rel_gap": 1e-9},
+    )  # fmt: skip
+    if result.status == 2:  # infeasible
+        return None
+    if result.x is None or result.status != 0:
+        raise PlanError(
+            f"{len(cones)} groups of operators in one program, which took longer than "
+            f"{_SECONDS:g} s. Try planner.level=O2, or tensor_parallel_plan() by hand."
+        )
+    options = [
+        max(range(len(cone.options)), key=lambda o, p=place: result.x[first[p] + o])  # type: ignore[misc]
+        for place, cone in enumerate(cones)
+    ]
+    seconds = sum(cone.options[o].seconds for cone, o in zip(cones, options, strict=True))
+    return seconds, options
+
+
+class _Program:
+    """Rows of a sparse matrix with their bounds."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        self.data: list[float] = []
+        self.lows: list[float] = []
+        self.highs: list[float] = []
+
+    def add(self, row: Mapping[int, float], low: float, high: float) -> None:
+        for column, value in row.items():
+            self.rows.append(len(self.lows))
+            self.columns.append(column)
+            self.data.append(value)
+        self.lows.append(low)
+        self.highs.append(high)

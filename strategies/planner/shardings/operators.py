@@ -24,7 +24,7 @@ from strategies.small_file import parse_json
 
 WHOLE, ENTERED = "R", "E"
 FORMAT = "foldpipe-operators"
-VERSION = 1
+VERSION = 2
 
 MessageKind = Literal["sum", "gather"]
 

@@ -164,7 +164,8 @@ class Planner:
             unknown=tuple((*key, took) for key, took in unknown.items()),
             level=self.level,
         )
-        return replace(plan, reasons=tuple(self._reasons(plan, bans)))
+        told = (*self._reasons(plan, bans), *self._own_weights(picks, before))
+        return replace(plan, reasons=told)
 
     def _reasons(self, plan: FoundPlan, bans: Sequence[Ban]) -> Iterator[str]:
         if not plan.worth:
@@ -180,6 +181,28 @@ class Planner:
                 f"{operation} in {module or 'the step'} has no known shardings: every rank does "
                 f"the whole of it, {took * _SHOWN_US:.0f} us"
             )
+
+    def _own_weights(self, picks: Sequence[int], total: float) -> Iterator[str]:
+        """Of weights that modules use by themselves (recurrences, attention of torch's): whole."""
+        known = {number for _, _, number in self.graph.unknown}
+        counted: set[str] = set()
+        found: dict[str, tuple[float, float]] = {}
+        for number, (operator, pick) in enumerate(zip(self.graph.operators, picks, strict=True)):
+            choice = operator.choices[pick]
+            if operator.kind is not None or not operator.parameters or choice.work < 1.0:
+                continue
+            price = self.prices.of(operator, choice)
+            size, seconds = found.get(pattern_of(operator.name), (0.0, 0.0))
+            if number not in known and not counted.issuperset(operator.parameters):
+                size += price.weight_bytes
+            counted.update(operator.parameters)
+            found[pattern_of(operator.name)] = (size, seconds + price.seconds)
+        for pattern, (size, seconds) in found.items():
+            if size > LIGHT_SHARE * total:
+                yield (
+                    f"{pattern or 'the step'} uses {size / 1e6:.3g} MB of weights by itself: every "
+                    f"rank has them whole and does all of it, {seconds * _SHOWN_US:.0f} us"
+                )
 
     def _weights(self, picks: Sequence[int]) -> float:
         """Bytes on one rank; tied weights once."""

@@ -142,7 +142,9 @@ def _tree(path: Path) -> Any:  # noqa: ANN401
             data = _unzipped(stream) if path.suffix == ".gz" else _whole(stream)
         return parse_json(data)
     except FileNotFoundError:
-        raise DataError(f"trace={path} does not exist in {Path.cwd()}.") from None
+        raise DataError(
+            f"trace={path} does not exist in {Path.cwd()}. Try trace=[rank0.json.gz,rank1.json.gz]."
+        ) from None
     except FileRefusedError as error:
         raise DataError(f"trace={path} cannot be read: {error}.") from None
     except (EOFError, OSError, zlib.error) as error:

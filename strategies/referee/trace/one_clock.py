@@ -152,6 +152,7 @@ def _named(traces: Sequence[RankTrace], order: Program | None) -> list[_Steps]:
     return [_of_stage(_cut(row, length), stage) for stage, row in enumerate(flat)]
 
 
+_LISTED = 12  # stages in a message
 _COMPUTED = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 
 
@@ -225,7 +226,8 @@ def _one_pipeline(
     world = traces[chosen[0]].world_size
     known = f"; the job has {world} ranks, and {len(traces)} files are given" if world else ""
     if missing or more or fewer:
-        what = f"stages {missing}" if missing else f"the stages from {max(all_held) + 1} on"
+        listed = ", ".join(map(str, missing[:_LISTED])) + (", ..." if missing[_LISTED:] else "")
+        what = f"stages [{listed}]" if missing else f"the stages from {max(all_held) + 1} on"
         if fewer and not (missing or more):
             what = "the first stages"
         raise DataError(

@@ -190,6 +190,14 @@ class DeviceOrder(Sampler[int]):
         self._behind = False
 
 
+def catch_up(combined: CombinedLoader | None) -> None:
+    """Draws what loaders that do not shuffle draw when an epoch begins (for their workers)."""
+    for loader in () if combined is None else combined.flattened:
+        known = isinstance(loader, DataLoader) and loader.generator is None
+        if known and not isinstance(loader.sampler, DeviceOrder | RandomSampler):
+            torch.empty((), dtype=torch.int64).random_()
+
+
 def is_order(state: Mapping[str, Any]) -> bool:
     """Whether a loader's state is that of a ``DeviceOrder``."""
     return state.keys() == {"epoch", "source", "own"}

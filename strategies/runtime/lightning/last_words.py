@@ -24,15 +24,13 @@ from weakref import ref
 
 from torch._C._distributed_c10d import Store
 
-from strategies.errors import PipelineError
+from strategies.errors import PipelineError, readable
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _GRACE_S = 3.0  # for rank 0, which speaks first where all ranks have something to say
 _LOOK_S = 0.02
 _LOST = re.compile("(?i)connection (closed|reset|refused)|broken pipe|socket closed|GLHF")
-# What a terminal would obey instead of showing it.
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True)
@@ -152,9 +150,35 @@ def _end_waiting(voices: Voices) -> None:
             process.kill()  # SIGTERM is handled by Lightning, and would be written about.
 
 
+# Messages name keys of the command line; whoever reads them here types Python.
+_IN_PYTHON = tuple(
+    (re.compile(rf"(?<![\w.]){key}=([\w./~+:-]*[\w/])" if "{" in there else rf"\b{key}\b"), there)
+    for key, there in {
+        r"trainer\.on_nan": 'PipelineStrategy(on_nan="{}")',
+        r"trainer\.resume": 'fit(ckpt_path="{}")',
+        r"trainer\.precision": 'Trainer(precision="{}")',
+        r"schedule\.file": 'file="{}"',
+        r"cluster\.timeout_s": "timeout_s",
+    }.items()
+)
+
+
+def in_python(text: str) -> str:
+    """The message with what Trainer and strategy call those keys.
+
+    >>> in_python("Use trainer.precision=32-true, or another optimizer.")
+    'Use Trainer(precision="32-true"), or another optimizer.'
+    """
+    for pattern, there in _IN_PYTHON:
+        text = pattern.sub(lambda found, there=there: there.format(*found.groups()), text)  # type: ignore[misc]
+    return text
+
+
 def _tell(text: str) -> None:
-    shown = _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-    sys.stderr.write(f"error: {shown}\n")  # one write: lines of several processes stay whole
+    text = in_python(text)
+    sys.stderr.write(
+        f"error: {readable(text)}\n"
+    )  # one write: lines of several processes stay whole
     sys.stderr.flush()
 
 

@@ -8,7 +8,7 @@ clips or looks, and are reduced then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +21,17 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
 from strategies.errors import ModelError
+from strategies.models.manual.flow_run import Action
 from strategies.models.manual.segments import Ended, SegmentModel
-from strategies.models.manual.strand import Action
+from strategies.models.replay.hole import user_line
 from strategies.models.stage_model import LogCall, Mode
 from strategies.models.unit_model import HasUnits
 from strategies.plan import Plan
+from strategies.runtime.engine.rank_passes import PassResult
 from strategies.runtime.step.microbatch import count_rows, split_batch
-from strategies.runtime.step.rank_engine import PassResult
 
 if TYPE_CHECKING:
-    from strategies.runtime.lightning.strategy import PipelineStrategy
+    from strategies.runtime.lightning.updating_strategy import UpdatingStrategy
 
 
 def refuse_manual(trainer: pl.Trainer, module: pl.LightningModule, plan: Plan) -> None:
@@ -88,6 +89,8 @@ def manual_model(
     strategy: Any = trainer.strategy
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     strategy.optimizers, strategy.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+    if strategy.coordinates.pp > 1:
+        hide_states(strategy.optimizers)
     try:
         optimized = [_names_of(optimizer, names) for optimizer in strategy.optimizers]
         return SegmentModel.probe(module, batch, mode=mode, chain=layers, optimized=optimized)
@@ -108,10 +111,62 @@ def _names_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     return found
 
 
+class _StateInSteps(MutableMapping[Any, Any]):
+    """An optimizer's state, which steps do not see: a rank has that of its own parameters."""
+
+    def __init__(self, find: Callable[[], Any], hidden: Callable[[], bool]) -> None:
+        self._find = find
+        self._hidden = hidden
+
+    def _there(self) -> Any:
+        if self._hidden():
+            raise ModelError(
+                f"{user_line()}: a step looks at the state of an optimizer (moments, step counts), "
+                "of which each rank of a pipeline has that of its own parameters. Use "
+                "self.global_step to count, on_before_optimizer_step to look at all parameters and "
+                "gradients, or pp=1."
+            )
+        return self._find()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._there()[key]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._there()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._there()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._there()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._there())
+
+    def __len__(self) -> int:
+        return len(self._there())
+
+
+def hide_states(optimizers: Iterable[Any], *, hidden: Callable[[], bool] = lambda: True) -> None:
+    """Refuses looks at optimizers' states as long as they are hidden.
+
+    Those are Lightning's own of the training, or others that are made to be looked at in a probe.
+    """
+    for optimizer in optimizers:
+        own = optimizer.state
+        raw = getattr(optimizer, "_optimizer", None)
+        find = partial(getattr, raw, "state") if raw is not None else partial(_itself, own)
+        optimizer.state = _StateInSteps(find, hidden)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
 class ManualOptimization:
     """Runs the batches of one training."""
 
-    def __init__(self, strategy: PipelineStrategy, model: SegmentModel) -> None:
+    def __init__(self, strategy: UpdatingStrategy, model: SegmentModel) -> None:
         self._strategy = strategy
         self._model = model
         self._flags: tuple[bool, ...] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.errors import ModelError
+from strategies.models.contents import walk
 from strategies.models.unit_model import HasUnits
 from strategies.plan import OnNan, Plan, refuse_selective, refuse_split_backward
 from strategies.runtime.lightning.manual_optimization import refuse_manual
@@ -89,9 +91,13 @@ def is_weight_averaging(callback: Any) -> bool:
     return any(base.__name__ == "WeightAveraging" for base in type(callback).__mro__)
 
 
-def refuse_optimizers(optimizers: Iterable[Optimizer], *, world_size: int, on_nan: OnNan) -> None:
-    """Refuses optimizers that run a step as often as each rank likes."""
+def refuse_optimizers(
+    optimizers: Iterable[Optimizer], *, world_size: int, pipeline: int, on_nan: OnNan
+) -> None:
+    """Refuses optimizers that run a step as often as each rank likes, or look across parameters."""
     for optimizer in optimizers:
+        if pipeline > 1:
+            _refuse_mixing(optimizer)
         if not isinstance(optimizer, torch.optim.LBFGS):
             continue
         if world_size > 1:
@@ -104,6 +110,71 @@ def refuse_optimizers(optimizers: Iterable[Optimizer], *, world_size: int, on_na
                 "LBFGS moves the weights several times in a step, so none can be left out as a "
                 "whole. Use on_nan=stop, or another optimizer."
             )
+
+
+def _refuse_mixing(optimizer: Optimizer) -> None:
+    """Refuses an optimizer of somebody's own that needs more than a parameter and its gradient.
+
+    Each rank updates its own parameters with what it has; torch's own optimizers are like that.
+    """
+    kind = type(optimizer)
+    if kind.__module__.partition(".")[0] in ("torch", "strategies", "launcher"):
+        return
+    beside = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")}
+    if any(isinstance(found, Tensor) and found.dim() for found, _ in walk(beside)):
+        raise ModelError(
+            f"the optimizer {kind.__name__} keeps tensors of the whole model beside its groups and "
+            "its state, and each rank of a pipeline updates its own parameters. Keep them in "
+            "self.state[parameter], made in the first step, or use an optimizer of torch.optim."
+        )
+    if _mixes(optimizer):
+        raise ModelError(
+            f"the optimizer {kind.__name__} updates a parameter by the gradients of others, too (a "
+            "norm over all of them, as SAM takes), and each rank of a pipeline has those of its "
+            "own stages only. Use an optimizer that treats each parameter by itself "
+            "(torch.optim), change gradients in on_before_optimizer_step, which sees them all, or "
+            "use pp=1."
+        )
+
+
+def _mixes(optimizer: Optimizer) -> bool:
+    """Whether the gradient of one parameter changes the update of another; tried on two small ones.
+
+    False where it cannot be tried.
+    """
+    groups = optimizer.param_groups
+    before = [dict(group) for group in groups], dict(vars(optimizer)), dict(optimizer.state)
+    updated = []
+    try:
+        for factor in (1.0, 3.0):
+            optimizer.state.clear()
+            one, other = (torch.nn.Parameter(torch.full((2, 2), v)) for v in (1.0, 2.0))
+            gradients = partial(_give_gradients, one, other, factor)
+            gradients()
+            for group, kept in zip(groups, before[0], strict=True):
+                group.clear()
+                group.update(kept, params=[])
+            groups[0]["params"] = [one, other]
+            with torch.enable_grad():
+                optimizer.step(gradients)
+            updated.append(one.detach().clone())
+    except Exception:
+        return False
+    finally:
+        for group, kept in zip(groups, before[0], strict=True):
+            group.clear()
+            group.update(kept)
+        vars(optimizer).clear()
+        vars(optimizer).update(before[1])
+        optimizer.state.clear()
+        optimizer.state.update(before[2])
+    return not torch.allclose(updated[0], updated[1], rtol=1e-6, atol=0)
+
+
+def _give_gradients(one: Tensor, other: Tensor, factor: float) -> float:
+    """A closure: its gradients depend on where the parameters are."""
+    one.grad, other.grad = 0.1 * one.detach(), 0.2 * factor * other.detach()
+    return 0.0
 
 
 # -------------------------------------------------------------------------------------- loss scale

@@ -11,11 +11,12 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
-from strategies.compiler import resolve_shape, schedule_of
+from strategies.compiler import check_plan, schedule_of
 from strategies.costs.table import Costs
 from strategies.errors import PlanError
 from strategies.plan import (
@@ -33,7 +34,7 @@ from strategies.plan import (
     indivisible,
     read_schedule_file,
 )
-from strategies.schedules.schedule import given_group
+from strategies.schedules.schedule import given_group, refuse_late
 
 
 class Keywords(TypedDict, total=False):
@@ -54,6 +55,7 @@ class Keywords(TypedDict, total=False):
     group: int | Literal["auto"] | None
     split_backward: bool
     vertical_sync: bool
+    error_feedback: float
     recompute: Recompute | Policy
     costs: Costs | None
     memory_bytes: int | None
@@ -62,7 +64,7 @@ class Keywords(TypedDict, total=False):
     overlap: Overlap
     pairs: bool
     bucket_mb: float
-    buckets: tuple[int, ...] | None
+    buckets: int | tuple[int, ...] | None
     grad_dtype: GradientType
     sum_dtype: GradientType
     backend: Backend
@@ -76,28 +78,36 @@ class Keywords(TypedDict, total=False):
     checkpoints: CheckpointFormat
     whole_after: bool | Literal["auto"]
     post_validation: bool | Literal["auto"]
+    synchronous_steps: int
 
 
 # What a number must be at least; those that are not here may be any.
 _LEAST: dict[str, float] = {
     "pp": 1, "dp": 1, "tp": 1, "ep": 1, "num_microbatches": 1, "stages_per_rank": 1, "group": 1,
-    "memory_bytes": 1, "seed": 0, "buckets": 0, "units_per_stage": 0,
+    "memory_bytes": 1, "seed": 0, "buckets": 0, "units_per_stage": 0, "synchronous_steps": 0,
+}  # fmt: skip
+_MOST = {
+    "pp": 65536, "dp": 65536, "tp": 65536, "ep": 65536, "num_microbatches": 1_000_000,
+    "seed": 2**32 - 1,
 }  # fmt: skip
 _ABOVE_ZERO = ("bucket_mb", "timeout_s")
+# What works, where the default is None.
+_EXAMPLES = {
+    "memory_bytes": 4 * 10**9, "units_per_stage": (4, 3, 3, 4), "buckets": (2, 2),
+    "pipeline_layers": "net.layers",
+}  # fmt: skip
 
 
 def plan_and_options(words: Mapping[str, Any]) -> tuple[Plan, Options]:
     """What people have typed.
 
     Raises:
-        TypeError: A keyword that does not exist.
+        KeywordError: A keyword that does not exist; a TypeError, too.
         PlanError: A value that cannot be meant, or keywords that do not go together.
     """
     for name, value in words.items():
         if name != "pp" and name not in Keywords.__annotations__:
-            raise TypeError(
-                f"PipelineStrategy.__init__() got an unexpected keyword argument {name!r}"
-            )
+            raise _unknown(name)
         _check(name, value)
     words = {n: tuple(v) if isinstance(v, list) else v for n, v in words.items()}
     beside = {entry.name for entry in fields(Options)}
@@ -117,8 +127,65 @@ def plan_and_options(words: Mapping[str, Any]) -> tuple[Plan, Options]:
     return plan, options
 
 
+def check_request(plan: object, options: object) -> tuple[Plan, Options]:
+    """A plan and options that were made by hand, held against the same rules.
+
+    Raises:
+        PlanError: As ``plan_and_options``.
+    """
+    for name, value, kind in (("plan", plan, Plan), ("options", options, Options)):
+        if not isinstance(value, kind):
+            raise PlanError(
+                f"PipelineStrategy({name}={value!r:.60}): expected a {kind.__name__}. "
+                f"Try {name}=strategies.plan.{kind.__name__}(...), or keywords alone."
+            )
+        for entry in fields(kind):
+            if entry.name in _LEAST or entry.name in _ABOVE_ZERO:
+                given = getattr(value, entry.name)
+                if given != entry.default:
+                    _check(entry.name, given)
+    assert isinstance(plan, Plan)
+    assert isinstance(options, Options)
+    _check_together(plan, options)
+    return plan, options
+
+
+class KeywordError(PlanError, TypeError):
+    """A keyword that ``PipelineStrategy`` does not take."""
+
+
+# What other pipelines call theirs, and what Lightning's Trainer takes itself.
+_OTHERS = {
+    "stages num_stages n_stages pipeline_size num_pipeline_stages partitions": "pp=4",
+    "chunks microbatches micro_batches n_microbatches num_micro_batches num_chunks":
+        "num_microbatches=8",
+    "virtual_stages interleave num_model_chunks vpp": "stages_per_rank=2",
+    "balance partition layers_per_stage": "units_per_stage=(4, 3, 3, 4)",
+    "checkpoint activation_checkpointing gradient_checkpointing": "recompute='full'",
+    "devices num_devices gpus accelerator num_nodes precision max_epochs max_steps logger "
+    "callbacks gradient_clip_val accumulate_grad_batches": "Trainer({name}=...), which takes it",
+    "microbatch_size batch_size": "a DataLoader with that batch_size, and num_microbatches=8",
+}  # fmt: skip
+
+
+def _unknown(name: str) -> KeywordError:
+    known = ["pp", "plan", "options", "metadata", "configuration", *Keywords.__annotations__]
+    near = get_close_matches(name.lower(), known, n=1)
+    meant = next((ours for names, ours in _OTHERS.items() if name in names.split()), "")
+    fix = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}."
+    if meant:
+        fix = f"Try {meant.format(name=name)}."
+    return KeywordError(f"PipelineStrategy got an unexpected keyword argument {name!r}. {fix}")
+
+
 def _check_together(plan: Plan, options: Options) -> None:
-    stages = plan.pp * resolve_shape(plan).stages_per_rank
+    schedule = schedule_of(plan)
+    if schedule.lateness is not None:
+        # How many batches make an update the Trainer says: checked when training begins.
+        plan = replace(plan, accumulation=max(plan.accumulation, plan.pp))
+    # Where every stage has two owners, pp ranks hold half as many.
+    stages = plan.pp * check_plan(plan).stages_per_rank // schedule.weight_copies
+    refuse_late(schedule, synchronous_steps=options.synchronous_steps)
     counts = options.units_per_stage
     if counts is not None and len(counts) != stages:
         raise PlanError(
@@ -133,6 +200,16 @@ def _check_together(plan: Plan, options: Options) -> None:
 
     if options.dp != "auto" and options.dp * options.tp % options.ep:
         raise PlanError(indivisible(options.ep, dp=options.dp, tp=options.tp))
+    if isinstance(plan.buckets, tuple) and len(plan.buckets) != stages:
+        raise PlanError(
+            f"buckets={plan.buckets} has {len(plan.buckets)} numbers, but there are {stages} "
+            f"stages ({plan.schedule} on pp={plan.pp}). Give one per stage, or leave it out."
+        )
+    if plan.pairs and options.ep == 1:
+        raise PlanError(
+            "pairs=True runs a backward and the forward behind it as one, for the exchange of "
+            "tokens between ep ranks, and ep=1. Try ep=2, or leave pairs out."
+        )
 
 
 def _check(name: str, value: object) -> None:
@@ -141,8 +218,10 @@ def _check(name: str, value: object) -> None:
     hint, default = _known()[name]
     shown = f"PipelineStrategy({name}={value!r:.60})"
     if not _fits(value, hint):
-        example = "" if default is None else f" Try {name}={default!r}."
-        raise PlanError(f"{shown}: expected {_words(hint)}.{example}")
+        example = _EXAMPLES.get(name, default)
+        raise PlanError(f"{shown}: expected {_words(hint)}. Try {name}={example!r}.")
+    if value == "":
+        raise PlanError(f"{shown} is empty. Try {name}={_EXAMPLES.get(name, default)!r}.")
     numbers = value if isinstance(value, tuple | list) else (value,)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float):
@@ -150,6 +229,10 @@ def _check(name: str, value: object) -> None:
         if name in _LEAST and number < _LEAST[name]:
             raise PlanError(
                 f"{shown}: {name} is at least {_LEAST[name]:g}. Try {name}={default!r}."
+            )
+        if name in _MOST and number > _MOST[name]:
+            raise PlanError(
+                f"{shown:.120}: {name} is at most {_MOST[name]}. Try {name}={default!r}."
             )
         if name in _ABOVE_ZERO and not 0 < number < math.inf:
             raise PlanError(f"{shown}: {name} is above 0. Try {name}={default!r}.")
@@ -194,4 +277,6 @@ def _words(hint: Any) -> str:
         return f"a tuple of each {_words(get_args(hint)[0])}"
     if hint is type(None):
         return "None"
+    if hint is Costs:
+        return "costs such as UniformCosts()"
     return names.get(hint, getattr(hint, "__name__", str(hint)))

@@ -21,20 +21,24 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.errors import ModelError
+from strategies.errors import ModelError, PlanError
+from strategies.ir.kinds import Kind
 from strategies.plan import Plan
-from strategies.runtime.step.rank_engine import Engine, PassResult
+from strategies.runtime.engine.rank_engine import Engine
+from strategies.runtime.engine.rank_passes import PassResult
 from strategies.schedules import find_schedule
 from strategies.schedules.schedule import refuse_training
 
 if TYPE_CHECKING:
-    from strategies.runtime.lightning.strategy import PipelineStrategy
+    from strategies.runtime.lightning.updating_strategy import UpdatingStrategy
 
 # Of an optimizer's group, what a learning-rate schedule, or somebody's callback, changes.
 _Settings = list[dict[str, Any]]
@@ -70,8 +74,9 @@ class AwaitedLoss(Tensor):
         if isinstance(first, AwaitedLoss):
             if func in (Tensor.detach, Tensor.clone) and len(args) == 1 and not kwargs:
                 return AwaitedLoss.of(first._look, first._place)
-            if func in _DIVISIONS and len(args) == 2 and args[1] == 1:
-                return AwaitedLoss.of(first._look, first._place)
+            if func in _DIVISIONS and len(args) == 2 and isinstance(args[1], int):
+                look, parts = first._look, args[1]
+                return AwaitedLoss.of(lambda: look() / parts, first._place)
 
         def plain(value: Any) -> Any:
             if isinstance(value, AwaitedLoss):
@@ -90,7 +95,7 @@ _DIVISIONS = (Tensor.div, Tensor.__truediv__, Tensor.true_divide, torch.div, ope
 class StreamLoop:
     """What a strategy keeps between the calls of Lightning's loop."""
 
-    def __init__(self, strategy: PipelineStrategy, engine: Engine) -> None:
+    def __init__(self, strategy: UpdatingStrategy, engine: Engine) -> None:
         assert engine.stream is not None
         self._strategy = strategy
         self._engine = engine
@@ -118,14 +123,17 @@ class StreamLoop:
 
     def arrives(self, batch: Any, loaders: Any) -> None:
         """A batch is here, and nothing of its step has run; collective where it does not fit."""
-        if not self._engine.streams(batch, loaders):
+        flushes = self._strategy._trainer.global_step < self._engine.options.synchronous_steps
+        if flushes or not self._engine.streams(batch, loaders):
             self.drain()
-        self.alone = not self._engine.streams(batch, loaders)
+        self.alone = flushes or not self._engine.streams(batch, loaders)
 
     def train(self, batch: Any, **options: Any) -> tuple[list[PassResult], Tensor]:
         """Runs a call; what has been heard, to be logged now, and the loss."""
         self._stream.asked_to_stop = bool(self._strategy._trainer.received_sigterm)
         heard, look = self._engine.stream_pass(batch, wait=self._logs_now, **options)
+        if self._strategy._accumulating:
+            self._engine.end_call()  # Nobody comes to update.
 
         def loss() -> float:
             value = look()
@@ -153,8 +161,9 @@ class StreamLoop:
         """Whether something follows this call that looks at weights or at the epoch's logs."""
         trainer: Any = self._strategy._trainer
         loop = trainer.fit_loop
-        last = loop.epoch_loop.batch_progress.is_last_batch or (
-            0 < loop.max_steps <= trainer.global_step + 1
+        steps = not self._strategy._accumulating
+        last = loop.epoch_loop._num_ready_batches_reached() or (
+            steps and 0 < loop.max_steps <= trainer.global_step + 1
         )
         if last or trainer.should_stop or self._stream.stops:
             return True
@@ -189,26 +198,35 @@ class StreamLoop:
             own: Any = getattr(optimizer, "optimizer", optimizer)
             own._opt_called = True
         if self.ends_now:
-            self.drain()
+            self.drain(closes=True)
         return result
 
-    def drain(self) -> None:
-        """Empties the pipeline and applies all updates; collective, and nothing where it is."""
+    def drain(self, *, closes: bool = False) -> None:
+        """Empties the pipeline and applies all updates; collective, and nothing where it is.
+
+        One that accumulates over several batches and lacks some waits for them, and keeps what it
+        has; where it ``closes`` there are none to come.
+        """
         if self._stream.empty or self._busy:
             return
         self._busy = True
         try:
             (optimizer,) = self._strategy.optimizers
-            for program in self._stream.drains():
+            for program in self._stream.drains(closes=closes):
 
                 def run(program: Any = program) -> None:
                     self._engine.run_drain(program)
                     self._engine.restore_gradients()
 
-                self._apply(optimizer, run, self._strategy._apply_update)
+                if any(item.kind is Kind.STEP for row in program.ranks for item in row):
+                    self._apply(optimizer, run, self._strategy._apply_update)
+                else:
+                    self._engine.run_drain(program)
+                    self._engine.end_call()
             self._late += self._engine.hear()
-            self._engine.drain()
-            self._stream.drained()
+            self._engine.drained()
+            if self._engine.feedback is not None:
+                self._engine.feedback.forget()
             self._settings.clear()
         finally:
             self._busy = False
@@ -267,6 +285,19 @@ def _same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
+def changes_gradients(trainer: Any, module: Any) -> bool:
+    """Whether somebody may change gradients between a backward and its update."""
+    hooks = ("on_after_backward", "on_before_optimizer_step")
+    if is_overridden("configure_gradient_clipping", module):
+        return True
+    return any(
+        is_overridden(hook, owner, pl.Callback if owner is not module else None)
+        for owner in (*trainer.callbacks, module)
+        if getattr(owner, "reads_weights", True)
+        for hook in hooks
+    )
+
+
 def refuse_stream(trainer: Any, module: Any, plan: Plan, *, on_nan: str) -> None:
     """Refuses what contradicts training without a flush, before anything runs.
 
@@ -275,7 +306,12 @@ def refuse_stream(trainer: Any, module: Any, plan: Plan, *, on_nan: str) -> None
         ModelError: The module steps by itself, or keeps statistics that a forward changes.
     """
     name = plan.schedule
-    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+        raise PlanError(
+            f"GradientAccumulationScheduler with schedule={name}: without a flush the program is "
+            "made for one number of batches per update, and this callback changes it between "
+            "epochs. Try Trainer(accumulate_grad_batches=...), or schedule=1f1b."
+        )
     scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
     by_norm = trainer.gradient_clip_algorithm in (None, "norm")
     refuse_training(
@@ -283,7 +319,7 @@ def refuse_stream(trainer: Any, module: Any, plan: Plan, *, on_nan: str) -> None
         pp=plan.pp,
         num_microbatches=plan.num_microbatches,
         vertical_sync=plan.vertical_sync,
-        accumulation=max(trainer.accumulate_grad_batches, 2 if scheduled else 1),
+        accumulation=trainer.accumulate_grad_batches,
         clip=trainer.gradient_clip_val if by_norm else None,
         on_nan=on_nan,
         precision="16-mixed" if scaled else "32-true",

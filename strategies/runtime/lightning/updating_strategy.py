@@ -17,19 +17,20 @@ from torch.optim import Optimizer
 from strategies.errors import NotFiniteError
 from strategies.heartbeat import Heartbeat
 from strategies.plan import Options, Plan
-from strategies.runtime.lightning.checkpointing_strategy import CheckpointingStrategy
-from strategies.runtime.lightning.hook_watch import OwnBackward
+from strategies.runtime.lightning.checkpoints.checkpointing_strategy import CheckpointingStrategy
+from strategies.runtime.lightning.hooks.hook_watch import OwnBackward
+from strategies.runtime.lightning.hooks.parameter_hooks import ParameterHooks
 from strategies.runtime.lightning.late_flush import why_it_waits
 from strategies.runtime.lightning.manual_optimization import (
     ManualOptimization,
     looks_after_backward,
 )
-from strategies.runtime.lightning.parameter_hooks import ParameterHooks
 from strategies.runtime.lightning.refusals import (
     SharedGradScaler,
 )
 from strategies.runtime.lightning.stream_loop import (
     StreamLoop,
+    changes_gradients,
 )
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.update.grad_sync import clip_
@@ -84,6 +85,13 @@ class UpdatingStrategy(CheckpointingStrategy):
         if asked is True and why_not:
             rank_zero_warn(f"post_validation=true: ranks wait at the flush, because {why_not}.")
         return not why_not and (asked is True or self.engine.gains_at_flush)
+
+    def _asks_early(self, trainer: pl.Trainer) -> bool:
+        """Whether, without a flush, ranks agree on an update while they run later microbatches."""
+        if self.engine.stream is None or not (self._looks or self._clips_by_norm):
+            return False
+        together = self._plan.schedule != "pipedream" or self._plan.vertical_sync
+        return together and not changes_gradients(trainer, self.lightning_module)
 
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:

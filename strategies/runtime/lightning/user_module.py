@@ -3,40 +3,95 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from strategies.errors import DataError, ModelError
+from strategies.models.nested import replaced
 from strategies.models.replay.gate import MARKER, unchanged, unwatched
 from strategies.models.stage_model import Mode, StageModel
 from strategies.models.unit_model import HasUnits, UnitModel
 from strategies.runtime.lightning.data_order import Looked
-from strategies.runtime.lightning.manual_optimization import manual_model
-from strategies.runtime.step.microbatch import share_sizes
+from strategies.runtime.lightning.manual_optimization import hide_states, manual_model
+from strategies.runtime.step.microbatch import share_sizes, split_batch
 
 
 def stage_model_of(
-    trainer: pl.Trainer, module: pl.LightningModule, *, layers: str | None, looked: Looked
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    *,
+    layers: str | None,
+    looked: Looked,
+    num_microbatches: int = 1,
+    shared: bool = False,
 ) -> StageModel:
     """A module that declares units as it is; any other after its step was run on shapes.
 
     Its layers are found unless ``layers`` says where they are (``net.layers``). ``looked`` is told
-    what was read of the data for that.
+    what was read of the data for that. Where ranks share matrices (``shared``) and the module does
+    not say how, the first of ``num_microbatches`` is what shardings are found for and tried on.
     """
     if isinstance(module, HasUnits):
-        return UnitModel(module)
+        declared = UnitModel(module)
+        if shared and not declared.declares_plan:
+            found = _first_batch(trainer, module, looked)
+            declared.show(_microbatch(found, num_microbatches))
+        return declared
     from strategies.models.replay.replay_model import ReplayModel
 
+    found = _first_batch(trainer, module, looked)
+    mode, which, loaders = found.mode, found.dataloader_idx, found.loaders
+    plugin = trainer.precision_plugin
+
+    @contextmanager
+    def as_in_a_step() -> Iterator[None]:
+        in_training = mode == "train" and module.automatic_optimization
+        training = _as_in_training(trainer, module, loaders) if in_training else nullcontext()
+        # The types are those of the steps that will run.
+        with training, plugin.forward_context():
+            yield
+
+    def probed() -> StageModel:
+        if not module.automatic_optimization:
+            return manual_model(
+                trainer, module, found.data, mode=mode, layers=layers, dataloader_idx=which
+            )
+        return ReplayModel.probe(
+            module, found.data, mode=mode, chain=layers, dataloader_idx=which, around=as_in_a_step
+        )
+
+    with as_in_a_step():
+        model = _probed_as_started(trainer, module, probed) if mode == "train" else probed()
+    if shared and isinstance(model, ReplayModel):
+        model.show(_microbatch(found, num_microbatches))
+    return model
+
+
+class _FirstBatch(NamedTuple):
+    """What the loop that is about to run will see first."""
+
+    data: Any
+    mode: Mode
+    dataloader_idx: int | None
+    loaders: CombinedLoader
+
+
+def _first_batch(trainer: pl.Trainer, module: pl.LightningModule, looked: Looked) -> _FirstBatch:
     modes: dict[Any, tuple[Mode, Any]] = {
         TrainerFn.FITTING: ("train", trainer.fit_loop),
         TrainerFn.VALIDATING: ("validate", trainer.validate_loop),
@@ -49,29 +104,84 @@ def stage_model_of(
         loaders = CombinedLoader(loaders, "max_size_cycle" if mode == "train" else "sequential")
     batch, index = looked.first_batch(loaders)
     several = loaders._mode == "sequential" and len(loaders.flattened) > 1
-    plugin = trainer.precision_plugin
-
-    @contextmanager
-    def as_in_a_step() -> Iterator[None]:
-        in_training = mode == "train" and module.automatic_optimization
-        training = _as_in_training(trainer, module, loaders) if in_training else nullcontext()
-        # The types are those of the steps that will run.
-        with training, plugin.forward_context():
-            yield
-
-    batch = plugin.convert_input(batch)
+    batch = trainer.precision_plugin.convert_input(batch)
+    device = torch.device("cpu") if module.device.type == "meta" else module.device
     with unchanged(module):  # The user's hooks may count, or draw.
         batch = module._on_before_batch_transfer(batch, dataloader_idx=index)
-        batch = trainer.strategy.batch_to_device(batch, device=module.device, dataloader_idx=index)
-    which = index if several else None
-    with as_in_a_step():
-        if not module.automatic_optimization:
-            return manual_model(
-                trainer, module, batch, mode=mode, layers=layers, dataloader_idx=which
-            )
-        return ReplayModel.probe(
-            module, batch, mode=mode, chain=layers, dataloader_idx=which, around=as_in_a_step
+        batch = trainer.strategy.batch_to_device(batch, device=device, dataloader_idx=index)
+    return _FirstBatch(batch, mode, index if several else None, loaders)
+
+
+def _microbatch(found: _FirstBatch, num_microbatches: int) -> Any:
+    """The largest microbatch; all of a batch that several loaders make, or that has no rows."""
+    if len(found.loaders.flattened) > 1 and found.dataloader_idx is None:
+        return found.data
+    try:
+        return split_batch(found.data, num_microbatches)[0].data
+    except DataError:
+        return found.data
+
+
+# -- what hooks make for the step -----------------------------------------------------------------
+
+_STARTS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
+
+
+def _probed_as_started(
+    trainer: pl.Trainer, module: pl.LightningModule, probed: Callable[[], StageModel]
+) -> StageModel:
+    """A step may use what the hooks before its first batch make, which run after the cut.
+
+    Where it cannot be run without, they are run once for the look at the step, and what they have
+    done is taken back.
+
+    Raises:
+        ModelError: It cannot be run with it, either.
+    """
+    try:
+        return probed()
+    except ModelError as error:
+        hooks = [name for name in _STARTS if is_overridden(name, module)]
+        if error.__cause__ is None or not hooks:
+            raise
+        names = [id(parameter) for parameter in module.parameters()]
+        with unchanged(module):
+            try:
+                with _weights_kept(module), _unheard(trainer, module):
+                    for name in hooks:
+                        getattr(module, name)()
+                if [id(parameter) for parameter in module.parameters()] != names:
+                    raise error
+                model = probed()
+            except Exception:
+                raise error from error.__cause__
+        rank_zero_info(
+            f"training_step of {type(module).__name__} uses what {', '.join(hooks)} make: they "
+            "have run once for a look at the step, and run again when training begins."
         )
+        return model
+
+
+@contextmanager
+def _weights_kept(module: pl.LightningModule) -> Iterator[None]:
+    before = [(p, p._version, p.requires_grad, p.detach().clone()) for p in module.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, version, trained, value in before:
+            parameter.requires_grad_(trained)
+            if parameter._version != version:
+                parameter.data.copy_(value)
+
+
+@contextmanager
+def _unheard(trainer: Any, module: pl.LightningModule) -> Iterator[None]:
+    """Inside, nothing is logged or printed by the module's own methods."""
+    own = vars(module)
+    silent = [(own, name, lambda *_, **__: None) for name in ("log", "log_dict", "print")]
+    loggers = [(vars(trainer), "_loggers", [DummyLogger() for _ in trainer._loggers])]
+    with replaced([*silent, *loggers]):
+        yield
 
 
 # -- what a step finds on its trainer when it is probed -------------------------------------------
@@ -101,6 +211,8 @@ def _as_in_training(
             optimizers, schedulers = unwatched(
                 MARKER, lambda: _init_optimizers_and_lr_schedulers(module)
             )
+            if strategy.coordinates.pp > 1:
+                hide_states(optimizers)
             wrapped = [LightningOptimizer._to_lightning_optimizer(o, strategy) for o in optimizers]
             asked.extend((optimizers, wrapped, schedulers))
         found: list[Any] = asked[index]
@@ -161,6 +273,7 @@ class RowsTold:
         self._norms = [n for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
         self._hooked = [n for n, p in module.named_parameters() if p._backward_hooks]
         self._hooks_told = self._layers_told = self._loss_told = self._mixed_told = False
+        self._logs_told = False
         self._passes = 0
         self._kept: list[tuple[nn.Module, str, str, Tensor, int]] = []
 
@@ -237,6 +350,18 @@ class RowsTold:
             "its layers: what this layer gets for a row depends on others, and a pipeline mixes "
             "the rows of each microbatch. Mix what goes into the first layer (that is done for the "
             "whole batch), or use num_microbatches=1."
+        )
+
+    def logs(self, names: Sequence[str]) -> str | None:
+        """Of numbers that are logged before the last layer, and are no means over rows."""
+        if self._logs_told or not names:
+            return None
+        self._logs_told = True
+        return (
+            f"{type(self._module).__name__}.training_step logs {', '.join(names)} before its last "
+            "layer, where no stage has the whole batch, and no mean over rows: the number that is "
+            "logged is the mean of the microbatches'. Log it behind the last layer (there it is "
+            "that of the batch), or use num_microbatches=1."
         )
 
     def loss(self, unlike: tuple[float, float] | None) -> str | None:

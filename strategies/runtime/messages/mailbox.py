@@ -234,7 +234,8 @@ class Mailbox:
         self._previous.clear()
 
     def _key(self, stage: int, peer: int, microbatch: int) -> _Key:
-        return min(stage, peer), max(stage, peer), self._shapes[microbatch]
+        shapes = self._shapes[microbatch]
+        return (stage, peer, shapes) if stage < peer else (peer, stage, shapes)
 
     def _address(self, item: Instruction) -> tuple[_Key, int, int]:
         """What a message is of, the pipeline rank at its other end, and its first tag."""

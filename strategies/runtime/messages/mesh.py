@@ -238,6 +238,14 @@ def running_groups(
     return wanted
 
 
+def verdict_groups(where: Coordinates) -> Wanted:
+    """Who agrees on an update while later microbatches run: in an order of its own."""
+    everybody = tuple(range(where.world_size))
+    return [("verdict", where.replica(replica)) for replica in range(where.dp)] + [
+        ("verdict", everybody)
+    ]
+
+
 def checkpoint_groups(where: Coordinates) -> Wanted:
     """One rank's disk may take much longer than any message between ranks."""
     return [("checkpoint", tuple(range(where.world_size)))]
@@ -258,7 +266,7 @@ def create(communicators: Communicators, wanted: Wanted, *, backend: str, timeou
         # A step may gather what it has on the device, and a hook what it has on the host.
         both = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
         backends = {
-            "control": "gloo", "metrics": both, "messages": fast, "reduce": fast,
+            "control": "gloo", "verdict": "gloo", "metrics": both, "messages": fast, "reduce": fast,
             "tensor": fast, "exchange": fast, "experts": fast, "checkpoint": "gloo",
             "hooks": "gloo", "whole": fast,
         }  # fmt: skip

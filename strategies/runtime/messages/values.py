@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from collections import deque
+from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.errors import ModelError
+from strategies.models.contents import is_record, kind_of
 from strategies.models.replay.hole import Hole
-from strategies.models.step_state import ABSENT, CONTAINERS, is_record, refill
+from strategies.models.step_places import ABSENT
 
 _DEPTH = 8
 
@@ -56,11 +60,27 @@ class Parcel:
             array = torch.as_tensor(value)
             return ["array" if value.ndim else "number", self._tensor(array)]
         if is_record(value):
-            items = [[k, self.pack(v, depth - 1)] for k, v in value.__dict__.items()]
+            how = kind_of(value)
+            assert how is not None
+            items = [[k, self._item(v, depth - 1)] for k, v in how.items(how.read(value))]
+            return ["record", type(value).__name__, items]
+        if isinstance(value, Enum):
+            return ["enum", type(value).__module__, type(value).__qualname__, value.name]
+        if isinstance(value, FunctionType) and (cells := kind_of(value)) is not None:
+            items = [[k, self._item(v, depth - 1)] for k, v in cells.items(cells.read(value))]
             return ["record", type(value).__name__, items]
         if isinstance(value, torch.nn.Module) or callable(value):
             return ["kept", type(value).__name__]
         raise TypeError(f"an object of type {type(value).__name__} cannot be sent")
+
+    def _item(self, value: Any, depth: int) -> Any:
+        """Of an object: what cannot be sent is taken to be there already, and the same."""
+        try:
+            return self.pack(value, depth)
+        except TypeError:
+            if isinstance(value, Tensor | list | tuple | dict | set | deque):
+                raise
+            return ["kept", type(value).__name__]
 
     def _tensor(self, tensor: Tensor) -> Any:
         if isinstance(tensor, Hole):
@@ -101,11 +121,14 @@ class Opening:
             for packed, item in rest[0]:
                 key = self.unpack(packed)
                 filled[key] = self.unpack(item, old.get(key, ABSENT))
+        elif kind == "enum":
+            return _member(*rest)
         elif kind == "record":
-            if onto is ABSENT or not hasattr(onto, "__dict__"):
+            kind_there = None if onto is ABSENT else kind_of(onto)
+            if kind_there is None or type(onto).__name__ != rest[0]:
                 raise _missing(rest[0])
-            now = onto.__dict__
-            refill(now, {k: self.unpack(v, now.get(k, ABSENT)) for k, v in rest[1]})
+            now = dict(kind_there.items(kind_there.read(onto)))
+            kind_there.fill(onto, {k: self.unpack(v, now.get(k, ABSENT)) for k, v in rest[1]})
             return onto
         elif kind == "kept":
             if onto is ABSENT:
@@ -119,8 +142,10 @@ class Opening:
             ]
             if kind != "list":
                 filled = {"tuple": tuple, "set": set, "deque": deque}[kind](filled)
-        if type(onto) in CONTAINERS or isinstance(onto, dict):
-            refill(onto, filled)
+        if isinstance(onto, dict | list | set | deque):
+            there_kind = kind_of(onto)
+            assert there_kind is not None
+            there_kind.fill(onto, filled)
             return onto
         return filled
 
@@ -136,8 +161,19 @@ class Opening:
             data = bytearray(base64.b64decode(inline)) or bytearray(1)
             raw = torch.frombuffer(data, dtype=torch.uint8)
             raw = raw if inline else raw[:0]
-        made = raw.clone().view(kind).reshape(shape)
+        # A tensor of its own, as it is where it was packed: a view is not written into by steps.
+        made = raw.clone().view(kind).reshape(shape).clone()
         return made.to(self._device) if cuda else made
+
+
+def _member(file: str, name: str, member: str) -> Any:
+    """A member of an enumeration, by the names that it has on another rank."""
+    found: Any = sys.modules.get(file)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not (isinstance(found, type) and issubclass(found, Enum)):
+        raise _missing(name)
+    return found[member]
 
 
 def hand_round(

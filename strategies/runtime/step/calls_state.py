@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from strategies.ir.instruction import Instruction
@@ -26,6 +27,51 @@ if TYPE_CHECKING:
     from strategies.runtime.update.rank_gradients import RankGradients
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a stream a list runs.
+
+    Attributes:
+        calls: What each call runs.
+        fill: How often the pipeline had been empty when the stream began.
+        number: The call's, counted from there; of a drain, that of the call which does not come.
+        entered: Batches that had entered, that of this call included.
+    """
+
+    calls: Calls
+    fill: int
+    number: int
+    entered: int
+
+    def counted(self, item: Instruction) -> Instruction:
+        """With its microbatch, or its version, counted from where the stream began."""
+        if item.microbatch is None:
+            assert item.version is not None
+            version = item.version + self.calls.updates_before(self.number)
+            return replace(item, version=version, after=())
+        newest = self.entered * self.calls.per_call - 1
+        microbatch = newest - (newest - item.microbatch) % self.calls.num_labels
+        return replace(item, microbatch=microbatch, version=None, after=())
+
+    def window(self, whole: Program, first: int) -> list[list[Instruction]] | None:
+        """A stream's lists as ``counted`` says them, if it were what begins with batch ``first``.
+
+        None where an update has gradients of batches on both sides of that beginning.
+        """
+        calls, shift = self.calls, first * self.calls.per_call
+        before = calls.updates_before(first)
+        if calls.lateness.first_of(before) != shift:
+            return None
+
+        def moved(item: Instruction) -> Instruction:
+            if item.microbatch is None:
+                assert item.version is not None
+                return replace(item, version=item.version + before, after=())
+            return replace(item, microbatch=item.microbatch + shift, version=None, after=())
+
+        return [[moved(item) for item in row] for row in whole.ranks]
+
+
 class Stream:
     """One rank's side of a stream of batches.
 
@@ -41,10 +87,13 @@ class Stream:
         self.waits = False  # whether a call is to wait for what it says itself
         self.asked_to_stop = False  # whether this process has been asked to end
         self.stops = False  # whether any has, as all have heard in the same call
+        self._whole = calls  # where updates begin with the first batch
         self._calls = calls
         self._rank = rank
         self._parts = parts
         self._count = 0  # of batches that have entered since the pipeline was empty
+        self._fill = 0  # how often it has been
+        self.place = Place(calls, 0, 0, 0)  # of the list that runs
         self._signature: Any = None  # of their microbatches
         self._values: BoundaryValues | None = None
         self.sums: list[RankGradients] = []  # buffers, one set per update under way
@@ -56,6 +105,9 @@ class Stream:
             (stage, microbatch % calls.num_labels)
             for stage, microbatch in recomputed_pairs(calls.program)
         )
+        # Asks for the verdict on complete sums, which are attached; None to wait at the update.
+        self.ask: Callable[[RankGradients], None] | None = None
+        self._complete: int | None = None  # the update that is to be asked for next
         self.num_sums = gradient_sums(calls.program)[rank]
 
     # ---------------------------------------------------------------- calls
@@ -74,21 +126,35 @@ class Stream:
         """Whether a batch can enter behind those that are under way: it looks like them."""
         return len(signature) == self._calls.per_call and self._signature in (None, signature)
 
-    def enter(self, signature: Any) -> Program:
-        """The next batch enters; the list of that call."""
+    def enter(self, signature: Any, *, behind: int) -> Program:
+        """The next batch enters; the list of that call.
+
+        ``behind``: how many batches its update has already; counts where the pipeline is empty.
+        """
+        if self.empty:
+            self._fill += 1
+            self._calls = self._whole.behind(behind)
+            self._adding = 0 if behind else None
+            if self._parts.versions is not None:
+                self._parts.versions.settle()  # Somebody may have put weights elsewhere.
         program = self._calls.call(self._count)
-        self._base = self._count * self._calls.per_call // self._calls.lateness.per_update
+        self._base = self._calls.updates_before(self._count)
         self._expect(program)
+        self.place = Place(self._calls, self._fill, self._count, self._count + 1)
         self._count += 1
         self._signature = signature
         return program
 
-    def drains(self) -> Sequence[Program]:
-        """The lists that empty the pipeline, to be run in turn, each ``begun`` first."""
-        return self._calls.drain(self._count)
+    def drains(self, *, closes: bool = True) -> Sequence[Program]:
+        """The lists that empty the pipeline, to be run in turn, each ``begun`` first.
+
+        One that ``closes`` applies what there is of an update that takes more batches.
+        """
+        return self._calls.drain(self._count, closes=closes)
 
     def begin_drain(self, program: Program) -> None:
-        self._base = self._count * self._calls.per_call // self._calls.lateness.per_update
+        self._base = self._calls.updates_before(self._count)
+        self.place = Place(self._calls, self._fill, self._count, self._count)
         self._expect(program)
 
     def _expect(self, program: Program) -> None:
@@ -96,8 +162,10 @@ class Stream:
         self._due = None if not versions or versions[0] is None else versions[0] - 1 + self._base
 
     def drained(self) -> None:
-        """Nothing is under way any more."""
+        """Nothing is under way any more; an update that takes more batches has its first sums."""
         assert not self.under_way.graphs and not self.unread
+        first = self._calls.updates_before(self._count) % len(self.sums)
+        self.sums = self.sums[first:] + self.sums[:first]
         self._count = 0
         self._signature = self._values = self._adding = self._due = None
         if self._parts.versions is not None:
@@ -154,6 +222,42 @@ class Stream:
                     gradients.attach(zero=True)
                     self._parts.gradients = gradients.stages
 
+    def behind(self, item: Instruction) -> None:
+        """Asks for the verdict on an update behind its last gradient, which has run.
+
+        What is reduced has the time of one more computation to arrive. So all ranks have asked when
+        the first one comes to the update, and nobody waits for another there.
+        """
+        if self.ask is None:
+            return
+        if self._complete is not None:
+            self._ask(self._complete)
+        for part in item.parts:
+            if part.microbatch is None or part.kind not in GRADIENT_KINDS:
+                continue
+            lateness, microbatch = self._calls.lateness, self._microbatch(part.microbatch)
+            update = lateness.update_of(microbatch)
+            if microbatch == lateness.first_of(update + 1) - 1:
+                self._complete = update
+                self._of(update).start_shared()
+                if not any(self._calls.update.buckets):
+                    self._ask(update)
+
+    def _ask(self, update: int) -> None:
+        assert self.ask is not None
+        self._complete = None
+        self.pause_sum()
+        self._of(update).attach(zero=False)
+        self.ask(self._of(update))
+        self._of(update).detach()
+        self.continue_sum()
+
+    def ask_due(self) -> None:
+        """Asks for what is due, if it has got complete just now; it is attached."""
+        if self.ask is not None and self._complete is not None and self._complete == self._due:
+            self._complete = None
+            self.ask(self._of(self._due))
+
     def gradients_of(self, item: Instruction) -> StageGradients:
         """What a REDUCE reduces."""
         assert item.version is not None
@@ -167,7 +271,7 @@ class Stream:
     @property
     def newest_update(self) -> int:
         """The first update that the batch makes which has entered last."""
-        return (self._count - 1) * self._calls.per_call // self._calls.lateness.per_update
+        return self._calls.updates_before(self._count - 1)
 
     @property
     def due(self) -> RankGradients | None:
@@ -183,6 +287,9 @@ class Stream:
         return self.sums[update % len(self.sums)]
 
     def _update_of(self, label: int) -> int:
+        return self._calls.lateness.update_of(self._microbatch(label))
+
+    def _microbatch(self, label: int) -> int:
+        """Counted from an empty pipeline."""
         newest = self._count * self._calls.per_call - 1
-        microbatch = newest - (newest - label) % self._calls.num_labels
-        return microbatch // self._calls.lateness.per_update
+        return newest - (newest - label) % self._calls.num_labels

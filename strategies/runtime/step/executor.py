@@ -18,7 +18,14 @@ from typing import Any
 from strategies.analysis.late_verdict import crossing_receives, verdict_places
 from strategies.heartbeat import PHASE, STATE, WAITING, Phase
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import CHANNEL_KINDS, GRADIENT_KINDS, MICROBATCH_KINDS, Kind
+from strategies.ir.kinds import (
+    BACKWARD_KINDS,
+    CHANNEL_KINDS,
+    EXCHANGE_KINDS,
+    GRADIENT_KINDS,
+    MICROBATCH_KINDS,
+    Kind,
+)
 from strategies.ir.program import Program
 from strategies.lowering.send_recv import release_points
 from strategies.models.nested import tensors as tensors_in
@@ -83,12 +90,8 @@ class Executor:
             route.recomputed if stream is None else stream.recomputed,
             under_way,
         )
-        record = parts.recorder.begin(step, program)
-        self._places = {
-            (item.stage, item.bucket): place
-            for place, item in enumerate(route.row)
-            if item.kind in CHANNEL_KINDS
-        }
+        record = parts.recorder.begin(step, program, None if stream is None else stream.place)
+        self._places = route.channel
         stamp = parts.recorder.stamp
         start, end = record.start, record.end
         if microbatches:
@@ -104,14 +107,13 @@ class Executor:
         beat = parts.pulse.words
         blocks = mailbox.ordered  # Then messages are waited for at their place.
         cut = -1 if verdict is None else route.cut
-        for place, item in enumerate(route.row):
-            kind = item.kind
+        for place, (item, kind, halves, final) in enumerate(route.items):
             if place == cut and verdict is not None:
                 verdict()
             if kind is Kind.STEP:
                 break  # Lightning's optimizer_step carries them out.
             beat[STATE] = place << 1
-            if kind in MICROBATCH_KINDS and not blocks:
+            if halves and not blocks:
                 # The next few receives of the list, whatever compute stands between. Not before a
                 # SEND, which somebody may be waiting for.
                 while posted < len(route.receives) and posted < passed + _RECEIVE_AHEAD:
@@ -121,23 +123,26 @@ class Executor:
                     posted += 1
             if stream is not None:
                 stream.turn_to(item)
-            if kind in MICROBATCH_KINDS:
+            if halves:
                 # A fused pair waits for the inputs of both halves.
-                inputs = [values.collect(part, record, stamp) for part in item.parts]
+                inputs = [values.collect(part, record, stamp) for part in halves]
                 beat[STATE] = place << 1  # Waiting for a message had its place there.
-                for part in item.parts:
+                for part in halves:
                     if part.kind is Kind.F:
                         parts.mains.wait(part.stage)
                 start[place] = stamp()
-                final = [(place, part.stage) in route.arming for part in item.parts]
+                if parts.expert_ranks is not None:
+                    self._watch_exchanges(item, route.exchanges.get(place, ()))
                 if item.halves and parts.turns is not None:
                     compute.run_pair(item, inputs, final=(final[0], final[1]), turns=parts.turns)
                 else:
-                    for part, last in zip(item.parts, final, strict=True):
+                    for part, last in zip(halves, final, strict=True):
                         compute.run(part, inputs.pop(0), final=last)
                 end[place] = stamp()
                 if place == route.last_forward:
                     forwards_done(compute.result)
+                if stream is not None:
+                    stream.behind(item)
             elif kind is Kind.LOSS:
                 start[place] = stamp()
                 compute.loss(item)
@@ -166,6 +171,8 @@ class Executor:
                 held.reduce(item.bucket)
             elif kind is Kind.GATHER:
                 parts.mains.gather(item.stage, self.gather_started)
+            elif kind in EXCHANGE_KINDS:
+                pass  # The model's layers have exchanged inside of what stands before it.
             else:
                 raise NotImplementedError(f"{item}: the runtime has no {kind.value}")
             if parts.activations is not None:
@@ -187,6 +194,23 @@ class Executor:
 
     def gather_started(self, stage: int, work: Any) -> None:
         self._stamp_channel(self._places.get((stage, None)), work)
+
+    def _watch_exchanges(self, host: Instruction, places: Sequence[Sequence[int]]) -> None:
+        """Stamps the exchanges inside of a computation; ``places`` are those of each of its parts.
+
+        What a backward runs again (layers that keep little) exchanges once more, unstamped.
+        """
+        ranks, turns = self._parts.expert_ranks, self._parts.turns
+        assert ranks is not None
+        left = [iter(own) for own in places]
+        backward = [part.kind in BACKWARD_KINDS for part in host.parts]
+
+        def begun(work: Any, gradients: bool) -> None:
+            part = 0 if turns is None or len(left) < 2 else turns.whose
+            if part < len(left) and gradients == backward[part]:
+                self._stamp_channel(next(left[part], None), work)
+
+        ranks.watch = begun
 
     def _stamp_channel(self, place: int | None, work: Any) -> None:
         recorder = self._parts.recorder
@@ -212,8 +236,12 @@ class _Route:
 
     row: tuple[Instruction, ...]
     receives: tuple[int, ...]  # places of the RECVs, in order
+    exchanges: dict[int, tuple[tuple[int, ...], ...]]  # place of compute -> of its parts' exchanges
     release: dict[int, tuple[Instruction, ...]]  # place of a RECV -> SENDs that have arrived then
-    arming: frozenset[tuple[int, int]]  # (place, stage) of last gradients, where REDUCE overlaps
+    # Each with its kind, what it computes (nothing for messages and collectives), and which of that
+    # makes a stage's last gradient where the REDUCE overlaps.
+    items: tuple[tuple[Instruction, Kind, tuple[Instruction, ...], tuple[bool, ...]], ...]
+    channel: dict[tuple[int, int | None], int]  # (stage, bucket) -> place of what is on the channel
     last_forward: int  # place of the last F, or of the loss behind it; -1 without one
     recomputed: frozenset[tuple[int, int | None]]  # (stage, microbatch) that keep their input only
     program: Program
@@ -239,11 +267,37 @@ class _Route:
             if item.kind is Kind.REDUCE and not item.after and item.stage in last:
                 # Behind it backwards may follow that add to another update's gradient.
                 arming.add((last[item.stage], item.stage))
+        exchanges: dict[int, tuple[tuple[int, ...], ...]] = {}
+        for place, item in enumerate(row):
+            end = place + 1
+            while end < len(row) and row[end].kind in EXCHANGE_KINDS:
+                end += 1
+            if item.kind in MICROBATCH_KINDS and end > place + 1:
+                behind = range(place + 1, end)
+                whose = [(part.stage, part.microbatch) for part in item.parts]
+                exchanges[place] = tuple(
+                    tuple(p for p in behind if (row[p].stage, row[p].microbatch) == one)
+                    for one in whose
+                )
         return cls(
             row=row,
+            exchanges=exchanges,
             receives=tuple(p for p, item in enumerate(row) if item.kind is Kind.RECV),
             release=release_points(program, rank),
-            arming=frozenset(arming),
+            items=tuple(
+                (
+                    item,
+                    item.kind,
+                    item.parts if item.kind in MICROBATCH_KINDS else (),
+                    tuple((place, part.stage) in arming for part in item.parts),
+                )
+                for place, item in enumerate(row)
+            ),
+            channel={
+                (item.stage, item.bucket): place
+                for place, item in enumerate(row)
+                if item.kind in CHANNEL_KINDS - EXCHANGE_KINDS
+            },
             last_forward=last_forward,
             recomputed=frozenset((i.stage, i.microbatch) for i in row if i.kind is Kind.R),
             program=program,

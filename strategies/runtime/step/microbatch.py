@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
@@ -98,13 +98,14 @@ def pick_rows(batch: Any, rows: Sequence[int]) -> Any:
 def count_rows(batch: Any, loaders: TreeSpec | None = None) -> int:
     """Rows of a batch: the size that most of its tensors have in dimension 0.
 
-    With several ``loaders``, those of the first one's batch.
+    A list with an entry per row (boxes of each image) counts as one tensor of its length. With
+    several ``loaders``, those of the first one's batch.
 
     Raises:
         DataError: No tensor has rows, or two sizes are equally frequent.
     """
     batch = next(part for part in _parts(batch, loaders)[0] if part is not None)
-    sizes = Counter(tensor.shape[0] for tensor in list_tensors(batch) if tensor.dim() > 0)
+    sizes = _sizes(batch)
     (rows, votes), *others = sizes.most_common() or [(0, 0)]
     if rows == 0:
         raise DataError(
@@ -117,6 +118,51 @@ def count_rows(batch: Any, loaders: TreeSpec | None = None) -> int:
             "clear which is the batch. Give all tensors of a batch the batch's rows first."
         )
     return rows
+
+
+def _sizes(batch: Any) -> Counter[int]:
+    lists: list[Any] = []
+    found = Counter(_lengths(_outside(batch, lists, top=True)))
+    outside = set(found)
+    for value in lists:
+        per_row = len(value) in outside and _has_an_entry_per_row(value, len(value))
+        found.update([len(value)] if per_row else _lengths(list_tensors(value)))
+    return found
+
+
+def _lengths(tensors: Iterable[Tensor]) -> Iterator[int]:
+    return (tensor.shape[0] for tensor in tensors if tensor.dim() > 0)
+
+
+def _outside(value: Any, lists: list[Any], *, top: bool = False) -> list[Tensor]:
+    """Tensors that are in no list inside of a batch; those lists are noted."""
+    if isinstance(value, Mapping):
+        return [t for item in value.values() for t in _outside(item, lists)]
+    if isinstance(value, list | tuple) and (top or hasattr(value, "_fields")):
+        return [t for item in value for t in _outside(item, lists)]
+    found = list_tensors(value)
+    if isinstance(value, list | tuple) and found:
+        lists.append(value)
+        return []
+    return found
+
+
+def _has_an_entry_per_row(value: Any, rows: int) -> bool:
+    """Whether a list with tensors has entries of rows, not columns of the whole batch.
+
+    Columns have all rows each, and are alike or of unlike kinds; entries of rows have a length of
+    their own.
+    """
+    if len(value) != rows or hasattr(value, "_fields") or len({type(item) for item in value}) > 1:
+        return False
+    leaves = [list_tensors(item) for item in value]
+    lengths = {length for found in leaves for length in _lengths(found)}
+    if rows not in lengths:
+        return True
+    shapes = {tuple(tuple(tensor.shape) for tensor in found) for found in leaves}
+    if isinstance(value[0], Tensor):
+        return len(shapes) > 1 and len({tuple(tensor.shape[1:]) for tensor in value}) == 1
+    return len(shapes) > 1
 
 
 def _cut(value: Any, rows: int, start: int, size: int) -> Any:
@@ -136,21 +182,25 @@ class _Picked:
         return type(whole)(whole[place] for place in self._places)
 
 
-def _pick(value: Any, rows: int, pick: Callable[[Any], Any]) -> Any:
+def _pick(value: Any, rows: int, pick: Callable[[Any], Any], *, top: bool = True) -> Any:
     if isinstance(value, Tensor):
         return value if value.dim() == 0 or value.shape[0] != rows else pick(value)
     if isinstance(value, Mapping):
-        parts = {key: _pick(item, rows, pick) for key, item in value.items()}
+        parts = {key: _pick(item, rows, pick, top=False) for key, item in value.items()}
         return parts if type(value) is dict else _like(value, parts)
     if isinstance(value, list | tuple) and not list_tensors(value) and len(value) == rows:
         return pick(value)
+    if isinstance(value, list | tuple) and not top and _has_an_entry_per_row(value, rows):
+        return pick(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_pick(item, rows, pick) for item in value))
+        return type(value)(*(_pick(item, rows, pick, top=False) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_pick(item, rows, pick) for item in value)
+        return type(value)(_pick(item, rows, pick, top=False) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
         changes = {
-            f.name: _pick(getattr(value, f.name), rows, pick) for f in fields(value) if f.init
+            f.name: _pick(getattr(value, f.name), rows, pick, top=False)
+            for f in fields(value)
+            if f.init
         }
         return replace(value, **changes)
     return value
@@ -254,6 +304,8 @@ def concatenate(results: Sequence[Any], rows: Sequence[int]) -> Any:
         if not list_tensors(results):  # Of what was found in it, so many in this microbatch.
             return kind(item for result in results for item in result)
     elif all(_equal(first, item) for item in results):
+        if kind is int and list(results) == list(rows):
+            raise _cannot_join(results)  # Its length, of which the batch has another.
         return first
     raise _cannot_join(results)
 

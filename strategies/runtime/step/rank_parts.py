@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from strategies.models.expert_parallel import Turns
+from strategies.models.expert_parallel import ExpertRanks, Turns
 from strategies.models.stage_model import StageModel
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.runtime.messages.mailbox import Mailbox
@@ -35,6 +35,7 @@ class RankParts:
     whole: WholeBatch
     tensor_ranks: TensorRanks | None = None
     turns: Turns | None = None  # where the halves of a pair run in turn
+    expert_ranks: ExpertRanks | None = None  # who exchanges experts' tokens
     watch: NanWatch | None = None  # of what is not finite
     activations: ActivationBytes | None = None
     versions: WeightVersions | None = None  # of the weights, where updates come between F and B

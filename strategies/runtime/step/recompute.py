@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from strategies.errors import ModelError
-from strategies.models.nested import rebuild, tensors
+from strategies.models.nested import cloned, tensors
 from strategies.models.stage_model import StageOutput
 from strategies.models.state import Before, Generators, ModuleState, drawing_again, put_back
 
@@ -72,7 +72,7 @@ class Recomputation:
 
 def _copies(inputs: tuple[Tensor, ...], data: Any) -> tuple[tuple[Tensor, ...], Any]:
     leaves = tuple(leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in inputs)
-    return leaves, rebuild(data, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+    return leaves, cloned(data)
 
 
 def _drop(_: Tensor) -> None:

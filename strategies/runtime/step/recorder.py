@@ -24,7 +24,9 @@ from strategies.ir.program import Program
 from strategies.runtime.messages.exchange import Exchange
 
 if TYPE_CHECKING:
-    from strategies.runtime.step.rank_engine import Engine
+    from strategies.ir.instruction import Instruction
+    from strategies.runtime.engine.rank_engine import Engine
+    from strategies.runtime.step.calls_state import Place
 
 _KEPT_STEPS = 32
 
@@ -53,6 +55,7 @@ class StepRecord:
     begun: float  # host clock at the step's first instruction
     finished: float = 0.0
     anchor: Anchor | None = None  # on CUDA
+    place: Place | None = None  # in a stream of batches
 
 
 class Spans(NamedTuple):
@@ -82,10 +85,10 @@ class Recorder:
     def stamp(self) -> Callable[[], Any]:
         return _cuda_stamp if self.device.type == "cuda" else time.perf_counter
 
-    def begin(self, step: int, program: Program) -> StepRecord:
+    def begin(self, step: int, program: Program, place: Place | None = None) -> StepRecord:
         length = len(program.ranks[self.rank])
         self.current = StepRecord(
-            step, program, [0.0] * length, [0.0] * length, time.perf_counter()
+            step, program, [0.0] * length, [0.0] * length, time.perf_counter(), place=place
         )
         if self.device.type == "cuda":
             self.current.anchor = self._anchor()
@@ -99,6 +102,10 @@ class Recorder:
             event = _cuda_stamp()
             event.synchronize()
             return Anchor(event, (before + time.perf_counter()) / 2)
+
+    def keep(self, lists: int) -> None:
+        """Keeps so many at least."""
+        self.kept = deque(self.kept, maxlen=max(lists, _KEPT_STEPS))
 
     def finish(self, *, keep: bool = True) -> None:
         """Ends the step, and keeps it among the last few if it is to be looked at."""
@@ -196,17 +203,24 @@ class StepStats:
     peak_memory_bytes: tuple[int, ...] = ()
 
 
-def joined_stats(said: Sequence[Sequence[Any] | None], *, tp: int) -> StepStats | None:
+def joined_stats(
+    said: Sequence[Sequence[Any] | None], *, tp: int, flushes: bool = True
+) -> StepStats | None:
     """What the ranks of a replica say together; None unless all speak of the same step.
 
     ``said`` has a ``RankStep`` per rank of the replica: pipeline ranks, each with its tp sharers.
+    Without a flush a rank is in a batch's call some time after the one before it, so the makespan
+    is that of the slowest rank's call, and nobody knows yet what its reductions will outlast.
     """
     ranks = [RankStep(*entry) for entry in said if entry is not None]
     if len(ranks) < len(said) or len({rank.step for rank in ranks}) != 1:
         return None
-    makespan = max(rank.finished for rank in ranks) - min(rank.begun for rank in ranks)
+    if flushes:
+        makespan = max(rank.finished for rank in ranks) - min(rank.begun for rank in ranks)
+    else:
+        makespan = max(rank.finished - rank.begun for rank in ranks)
     busy = sum(rank.busy_s for rank in ranks)
-    ends = [rank.reduced for rank in ranks if rank.reduced is not None]
+    ends = [rank.reduced for rank in ranks if rank.reduced is not None and flushes]
     peaks = [rank.peak_bytes for rank in ranks]
     exposed = max(0.0, max(ends) - max(rank.computed for rank in ranks)) if ends else None
     return StepStats(
@@ -225,31 +239,65 @@ def gather_timeline(engine: Engine, *, median: bool) -> Timeline | None:
 
     None when no full one was recorded. The ranks of one machine share a clock; steps are told by
     their number, which all ranks count alike.
+
+    Without a flush, as many batches as the program has, from an update on which began with the
+    first of them. What ranks did for batches before and behind is left out, so their first and
+    last moments look idle: the picture is that of an empty pipeline, the times are not.
     """
-    full = [r for r in engine.recorder.kept if r.program is engine.programs.train]
-    chosen = None
-    if full:
-        spans = {record.step: record.finished - record.begun for record in full}
-        middle = statistics.median_low(spans.values())
-        by_span = next(step for step, span in spans.items() if span == middle)
-        chosen = by_span if median else full[-1].step
-    where = engine.coordinates
-    group = engine.control_group
-    exchange = Exchange(group)
-    chosen = exchange.first_says(chosen)
-    record = next((r for r in full if r.step == chosen), None)
-    own: Any = None if record is None else engine.recorder.seconds(record)
-    gathered = exchange.everyone(own)
-    if group is not None:
-        gathered = gathered[where.tp_rank :: where.tp]
-    if any(entry is None for entry in gathered):
+    full = _stretches(engine) if engine.stream is not None else _steps(engine)
+    exchange = Exchange(engine.control_group)
+    said = exchange.everyone([(number, own.span) for number, own in full.items()])
+    known = [dict(map(tuple, each)) for each in said]
+    common = {n: max(each[n] for each in known) for n in known[0] if all(n in k for k in known)}
+    if not common:
         return None
+    middle = statistics.median_low(common.values())
+    by_span = next(number for number, span in common.items() if span == middle)
+    chosen = full[by_span if median else max(common)]
+    gathered = exchange.everyone((chosen.start, chosen.end))
+    where = engine.coordinates
+    if engine.control_group is not None:
+        gathered = gathered[where.tp_rank :: where.tp]
     zero = min(min(v for v in start if v) for start, _ in gathered)
-    program = engine.programs.train
     return Timeline(
-        program,
+        engine.programs.train,
         tuple(tuple(max(0.0, v - zero) for v in start) for start, _ in gathered),
         tuple(tuple(max(0.0, v - zero) for v in end) for _, end in gathered),
         "s",
         "measured",
     )
+
+
+class _Stamps(NamedTuple):
+    """One rank's times of its list of the program, in list order, on the host's clock."""
+
+    span: float  # from first to last
+    start: list[float]
+    end: list[float]
+
+
+def _steps(engine: Engine) -> dict[int, _Stamps]:
+    recorder = engine.recorder
+    full = [r for r in recorder.kept if r.program is engine.programs.train]
+    return {r.step: _Stamps(r.finished - r.begun, *recorder.seconds(r)) for r in full}
+
+
+def _stretches(engine: Engine) -> dict[int, _Stamps]:
+    """Of the stream that has run last: by their first batch, as many as the program has."""
+    recorder, whole = engine.recorder, engine.programs.train
+    placed = [(record, record.place) for record in recorder.kept if record.place is not None]
+    if not placed:
+        return {}
+    last = placed[-1][1]
+    stamps: dict[Instruction, tuple[float, float]] = {}
+    for record, place in placed:
+        if place.fill == last.fill:
+            items = map(place.counted, record.program.ranks[recorder.rank])
+            stamps.update(zip(items, zip(*recorder.seconds(record), strict=True), strict=True))
+    found = {}
+    for first in range(last.entered - whole.num_microbatches // last.calls.per_call + 1):
+        window = last.window(whole, first)
+        if window is not None and stamps.keys() >= set(own := window[recorder.rank]):
+            start, end = (list(each) for each in zip(*map(stamps.__getitem__, own), strict=True))
+            found[first] = _Stamps(max(end) - min(v for v in start if v), start, end)
+    return found

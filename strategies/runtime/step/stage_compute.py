@@ -94,7 +94,10 @@ class StageCompute:
         recomputed: frozenset[tuple[int, int | None]],
         under_way: UnderWay,
     ) -> None:
-        self.result = StepResult()
+        self._result = StepResult()
+        # Of the losses, where these are the host's own numbers: it waits for none of them.
+        self._mean: float | None = None
+        self._on_host = parts.recorder.device.type == "cpu"
         self._parts = parts
         self._values = values
         self._options = options
@@ -111,13 +114,19 @@ class StageCompute:
         self._one_loss = any(item.kind is Kind.LOSS for row in program.ranks for item in row)
         self._given: dict[int, tuple[Tensor, ...]] = {}
 
+    @property
+    def result(self) -> StepResult:
+        if self._mean is not None:
+            self._result.loss = torch.tensor(self._mean, dtype=torch.float64, device="cpu")
+        return self._result
+
     def run(self, item: Instruction, inputs: tuple[Tensor, ...], *, final: bool) -> None:
         """Runs one F, B, I, W or R, no fused pair.
 
         The ``final`` one completes its stage's gradient, so that ready buckets may go. All
         processes are the replicas to the user's code in it, also where a backward calls it.
         """
-        versions = self._parts.versions
+        versions = self._parts.versions if self._learns else None  # Nothing comes back.
         with default_group(self._parts.replicas):
             if versions is None:
                 self._run(item, inputs, final=final)
@@ -177,9 +186,9 @@ class StageCompute:
                 )
             self._parts.whole.ended(output)
             if output.loss is not None:
-                self.result.loss = output.loss.detach().reshape(()).to(torch.float64)
+                self._result.loss = output.loss.detach().reshape(()).to(torch.float64)
             if not self._learns:
-                self.result.results[0] = output.result
+                self._result.results[0] = output.result
                 return
             assert output.loss is not None
             if self._parts.watch is not None:
@@ -221,8 +230,8 @@ class StageCompute:
                 output = self._call(item, leaves, microbatch.data)
         whole.after(item.stage, item.microbatch, output)
         copy = item.microbatch % self._copies
-        self.result.logs.extend(
-            LogEntry(call, microbatch.share, item.stage, copy) for call in output.logs
+        self._result.logs.extend(
+            [LogEntry(call, microbatch.share, item.stage, copy) for call in output.logs]
         )
         watch = self._parts.watch if self._learns else None
         if item.stage == self._last and self._one_loss:
@@ -231,10 +240,13 @@ class StageCompute:
                 for tensor in output.tensors
             )
         elif item.stage == self._last:
-            self._end_of_pipeline(item.microbatch, output.loss, output.result)
-            if watch is not None and output.loss is not None:
+            loss: Tensor | float | None = output.loss
+            if isinstance(loss, Tensor) and self._on_host and loss.is_floating_point():
+                loss = float(loss.item())
+            self._end_of_pipeline(item.microbatch, loss, output.result)
+            if watch is not None and loss is not None:
                 gradients = self._parts.gradients.get(item.stage)
-                watch.note_loss(item.stage, item.microbatch, output.loss, gradients)
+                watch.note_loss(item.stage, item.microbatch, loss, gradients)
         else:
             if watch is not None:
                 watch.note_output(item.stage, item.microbatch, output.tensors)
@@ -288,13 +300,16 @@ class StageCompute:
                         raise
                     copied.add(item.stage)
 
-    def _end_of_pipeline(self, microbatch: int, loss: Tensor | None, result: Any) -> None:
-        if loss is not None:
-            share = self._microbatches[microbatch].share
-            value = loss.detach().reshape(()).to(torch.float64) * share
-            self.result.loss = value if self.result.loss is None else self.result.loss + value
+    def _end_of_pipeline(self, microbatch: int, loss: Tensor | float | None, result: Any) -> None:
+        share = self._microbatches[microbatch].share
+        if isinstance(loss, float):
+            value = loss * share
+            self._mean = value if self._mean is None else self._mean + value
+        elif loss is not None:
+            part, known = loss.detach().reshape(()).to(torch.float64) * share, self._result.loss
+            self._result.loss = part if known is None else known + part
         if not self._learns:
-            self.result.results[microbatch] = result
+            self._result.results[microbatch] = result
 
     def _seed(self, loss: Tensor, share: float) -> Tensor:
         """The gradient that a loss's backward begins with."""

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from strategies.errors import ModelError
-from strategies.models.step_state import ABSENT, Slot, StepState
+from strategies.models.step_places import ABSENT, Slot
+from strategies.models.step_state import StepState
 from strategies.runtime.messages.values import Opening, Parcel, hand_round
 from strategies.runtime.step.whole_batch import Whole
 

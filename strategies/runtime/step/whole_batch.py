@@ -28,10 +28,11 @@ from strategies.models.metric_objects import (
     share_metrics,
 )
 from strategies.models.nested import tensors
-from strategies.models.replay.whole_values import Step
+from strategies.models.replay.rows.whole_values import Step
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput
 from strategies.models.state import Generators, kept_generators
-from strategies.models.step_state import Slot, StepState
+from strategies.models.step_places import Slot
+from strategies.models.step_state import StepState
 from strategies.runtime.step.microbatch import (
     Microbatch,
     count_rows,
@@ -67,6 +68,7 @@ class WholeBatch:
         unlike: Of the first training batch, the mean of the microbatches' losses and the loss of
             all rows at once, where they differ.
         mixed: The line of a layer that gets rows of a training batch which others have a part in.
+        uneven: What is logged before the last layer, and is no mean over rows.
         replicas: With whom metrics are computed.
         together: The modes in which a metric's value of a batch is that of all replicas' batches,
             which have as many.
@@ -85,6 +87,7 @@ class WholeBatch:
         self._compares = not once and copies == 1  # the first batch's loss, with that of all rows
         self.unlike: tuple[float, float] | None = None
         self.mixed: str | None = None
+        self.uneven: tuple[str, ...] = ()
         self._linear: dict[Mode, bool] = {}  # whether means over microbatches say all
         self._has_metrics = False
         self._microbatches: Sequence[Microbatch] = ()
@@ -97,7 +100,8 @@ class WholeBatch:
         self, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int]
     ) -> None:
         """Looks at a training batch: two parts of it and their numbers of rows."""
-        self.mixed = self.mixed or self._model.mixed_rows(step, whole, parts, rows)
+        mixed, uneven = self._model.mixed_rows(step, whole, parts, rows)
+        self.mixed, self.uneven = self.mixed or mixed, self.uneven or uneven
 
     def note(self) -> None:
         """Notes the state to which ``state.take_back`` goes."""
@@ -126,16 +130,18 @@ class WholeBatch:
         return nullcontext()
 
     def at_end(self) -> Any:
-        """What ``forward`` of the last stage notes behind its last layer."""
-        return self.state.marks()
+        """What ``forward`` of the last stage notes behind its last layer; None for no change."""
+        return None if self.state.is_as_begun() else self.state.marks()
 
     def after(self, stage: int, microbatch: int, output: StageOutput) -> None:
         """Behind a forward: it has changed nothing."""
         if stage != self._last or self._once:
             self.state.take_back()
             return
-        late = output.marks != self.state.marks() or (not self._deep and self._keeps_values())
-        touched = self.state.take_back()
+        late = touched = False
+        if not self.state.is_as_begun():
+            late = output.marks != self.state.marks() or (not self._deep and self._keeps_values())
+            touched = self.state.take_back()
         mode: Mode = self._options.mode
         must = (touched and late) or any(call.metric is not None for call in output.logs)
         carried = mode in self.carried and _says_more(output, mode)

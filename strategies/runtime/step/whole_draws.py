@@ -1,6 +1,6 @@
 """What a step makes for all rows of a batch at once, before its microbatches run: noise, mixtures.
 
-Every rank computes these values by itself (``models/replay/whole_values.py``), from the generators
+Every rank computes these values by itself (``rows/whole_values.py``), from the generators
 as the user's program has left them: so a step draws what stock Lightning draws for that batch, and
 the numbers behind it (the order of the next epoch's data) are stock Lightning's, too. A run with a
 seed of its own draws from that, step by step, which a resumed run repeats; and so does one whose
@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,15 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
+from strategies.errors import PipelineError
 from strategies.models.collectives import default_group
 from strategies.models.nested import leaves, rebuild, structure
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.path import Position
-from strategies.models.replay.value_plan import Share, ValuePlan
-from strategies.models.replay.value_run import seed_all
-from strategies.models.replay.whole_values import Dealer, Step
+from strategies.models.replay.rows.value_plan import Share, ValuePlan
+from strategies.models.replay.rows.value_run import seed_all
+from strategies.models.replay.rows.whole_values import Dealer, Step
 from strategies.models.state import Generators
-from strategies.models.step_state import Slot, StepState
+from strategies.models.step_places import Slot
+from strategies.models.step_state import StepState
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.microbatch import Microbatch, count_rows, pick_rows, share_sizes
 from strategies.runtime.step.stage_compute import PassOptions
@@ -91,21 +94,28 @@ class WholeDraws:
         part = share_sizes(rows, count)[-1] if count > 1 else rows // 2
         generator = torch.Generator().manual_seed(_ORDER)
         order = torch.randperm(rows, generator=generator).tolist()
-        every = pick_rows(batch, order)
-        own = pick_rows(batch, order[rows - part :])
-        where = (options.batch_idx, options.dataloader_idx)
+
+        def look(order: list[int]) -> None:
+            every = pick_rows(batch, order)
+            own = pick_rows(batch, order[rows - part :])
+            where = (options.batch_idx, options.dataloader_idx)
+            turned = pick_rows(batch, [order[row // 2] for row in range(rows)])
+            front = pick_rows(batch, order[:part])
+            dealer.look(step, every, own, turned, front, rows=rows, first=rows - part, where=where)
+            if then is not None and count > 1:
+                others = pick_rows(batch, order[: rows - part])
+                then(step, every, [others, own], [rows - part, part])
+
         before = Generators.now()
         whole.note()
         try:
             with default_group(self._replicas):
-                turned = pick_rows(batch, [order[row // 2] for row in range(rows)])
-                front = pick_rows(batch, order[:part])
-                dealer.look(
-                    step, every, own, turned, front, rows=rows, first=rows - part, where=where
-                )
-                if then is not None and count > 1:
-                    others = pick_rows(batch, order[: rows - part])
-                    then(step, every, [others, own], [rows - part, part])
+                try:
+                    look(order)
+                except PipelineError:
+                    raise
+                except Exception:
+                    look(sorted(order))  # It may want its rows sorted (by length), as they come.
         finally:
             before.put_back()
             whole.state.take_back()
@@ -157,6 +167,14 @@ class WholeDraws:
             before.put_back()
             state.take_back()
         return after if alike and plan.draws else None
+
+    def signed(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
+        """With what shapes between stages depend on besides the batch's."""
+        longest = () if self._dealer is None else self._dealer.longest
+        if not longest:
+            return microbatches
+        mark = (longest, torch.int64)
+        return [replace(m, signature=(*m.signature, mark)) for m in microbatches]
 
     def reads(
         self,

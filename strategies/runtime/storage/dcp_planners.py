@@ -48,7 +48,13 @@ class PieceSavePlanner(SavePlanner):
         self._pieces: dict[str, Piece] = state_dict
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(name, piece) for name, piece in self._pieces.items()])
+        return SavePlan(
+            [
+                _write_item(name, box)
+                for name, piece in self._pieces.items()
+                for box in piece.boxes()
+            ]
+        )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """All ranks' plans as they are, and the tensors that they make up together."""
@@ -67,7 +73,12 @@ class PieceSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        return self._pieces[write_item.index.fqn].tensor
+        return _box_at(self._pieces[write_item.index.fqn], write_item.index).tensor
+
+
+def _box_at(piece: Piece, index: MetadataIndex) -> Piece:
+    offsets = None if index.offset is None else tuple(index.offset)
+    return next(box for box in piece.boxes() if offsets in (None, box.offsets))
 
 
 def _write_item(name: str, piece: Piece) -> WriteItem:
@@ -101,7 +112,9 @@ class PieceLoadPlanner(LoadPlanner):
         for name, piece in self._pieces.items():
             written = self._metadata.state_dict_metadata[name]
             assert isinstance(written, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, written, [piece.chunk])
+            items += create_read_items_for_chunk_list(
+                name, written, [box.chunk for box in piece.boxes()]
+            )
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -116,7 +129,7 @@ class PieceLoadPlanner(LoadPlanner):
         raise TypeError(f"{read_item.dest_index.fqn} is no tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        part = self._pieces[read_item.dest_index.fqn].tensor
+        part = _box_at(self._pieces[read_item.dest_index.fqn], read_item.dest_index).tensor
         for axis, start in enumerate(read_item.dest_offsets):
             part = part.narrow(axis, start, read_item.lengths[axis])
         return part

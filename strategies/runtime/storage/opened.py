@@ -132,12 +132,13 @@ class Opened:
         found = self.metadata.state_dict_metadata[name]
         assert isinstance(found, TensorStorageMetadata)
         shape = tuple(found.size)
-        sizes, offsets = shape, (0,) * len(shape)
+        sizes, offsets, strips = shape, (0,) * len(shape), None
         if isinstance(model, Tensor | Piece):
             own = as_piece(model)
             if own.global_shape == shape:
-                sizes, offsets = own.sizes, own.offsets
-        return Piece(torch.empty(sizes, dtype=found.properties.dtype), shape, offsets)
+                sizes, offsets, strips = own.sizes, own.offsets, own.strips
+        empty = torch.empty(sizes, dtype=found.properties.dtype)
+        return Piece(empty, shape, offsets, strips=strips)
 
     def _fill(self, pieces: Mapping[str, Piece]) -> None:
         planner = PieceLoadPlanner()

@@ -171,7 +171,10 @@ def join(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of one tensor: its values, local and plain, and where in the whole it begins."""
+    """A box of one tensor: its values, local and plain, and where in the whole it begins.
+
+    Or several of one size, side by side in ``tensor`` and equally far apart in the whole.
+    """
 
     tensor: Tensor
     global_shape: tuple[int, ...]
@@ -179,6 +182,20 @@ class Piece:
     # Global ranks that all hold this same box and that all say so with the same tuple; one of them
     # writes it. None: this process writes it.
     holders: tuple[int, ...] | None = None
+    # Where they are several: their dimension, and how many they are.
+    strips: tuple[int, int] | None = None
+
+    def boxes(self) -> list[Piece]:
+        """Those it is made of, as pieces of one box; their tensors are views."""
+        if self.strips is None:
+            return [self]
+        dim, count = self.strips
+        found = []
+        for number, view in enumerate(self.tensor.chunk(count, dim)):
+            start = list(self.offsets)
+            start[dim] += number * (self.global_shape[dim] // count)
+            found.append(Piece(view, self.global_shape, tuple(start), self.holders))
+        return found
 
     @property
     def sizes(self) -> tuple[int, ...]:

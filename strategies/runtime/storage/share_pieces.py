@@ -123,7 +123,8 @@ class Shares:
         rank = self._rank_for(name)
         offsets[shard.dim] = shard.start(rank)
         held = shard.unpadded(share.detach(), rank)
-        return Piece(held, tuple(shape), tuple(offsets), self._holders.get(name))
+        strips = None if shard.segments == 1 else (shard.dim, shard.segments)
+        return Piece(held, tuple(shape), tuple(offsets), self._holders.get(name), strips)
 
 
 def _follows(name: str, key: str, value: Any, share: Tensor) -> bool:

@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,18 @@ from strategies.runtime.step.rank_parts import RankParts
 from strategies.runtime.update.nan_guard import Finding, all_finite
 from strategies.runtime.update.post_validation import Question
 from strategies.runtime.update.rank_gradients import OwnedWeights, RankGradients
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """An update whose sums are complete, and whose verdict is on its way."""
+
+    gradients: RankGradients
+    norm: Fetch
+    norm_work: dist.Work | None
+    norm_to_share: bool
+    not_finite: bool
+    question: Question
 
 
 class Flush:
@@ -42,12 +55,15 @@ class Flush:
         self._where = where
         self._communicators = communicators
         self._done = False
+        self._owes = False  # whether a pass has started reductions that nobody has waited for
         self._not_finite = False
         self._loss_scale: Tensor | None = None
         self._flushed_at: Any = None
         self._norm = Fetch(torch.zeros((), dtype=torch.float64))
         self._norm_to_share = False
         self._norm_work: dist.Work | None = None
+        self._asked: deque[_Asked] = deque()  # of updates that are not due yet
+        self._question: Question | None = None  # of the one that is
         # What clipping costs, per step: the only synchronisation between the ranks of a pipeline.
         self.norm_waits_s: deque[float] = deque(maxlen=1024)
 
@@ -60,20 +76,67 @@ class Flush:
         self._done = False
         self._loss_scale = loss_scale
 
+    def owe(self) -> None:
+        """The pass that has run has started reductions."""
+        self._owes = True
+
+    def catch_up(self) -> None:
+        """Ends what is owed: an ``optimizer_step`` has run the closure and left out the step."""
+        if self._owes:
+            self.run()
+
     def run(self) -> None:
         """Waits for this rank's reductions; no other rank is waited for. Once per pass."""
+        self._owes = False
         if self._done:
             return
         self._done = True
         parts = self._parts
         parts.pulse.phase(Phase.REDUCING)
-        self._gradients.finish()
-        if parts.tensor_ranks is not None:
-            self._gradients.add_up_partial(parts.tensor_ranks, parts.model)
+        self._question = None
+        if self._asked and self._asked[0].gradients is self._gradients:
+            asked = self._asked.popleft()
+            self._norm, self._norm_work = asked.norm, asked.norm_work
+            self._norm_to_share, self._not_finite = asked.norm_to_share, asked.not_finite
+            self._question = asked.question
+            self._gradients.end()  # What counts on another rank.
+            self._gradients.show()
+        else:
+            self._end()
         self._gradients.widen()
-        self._note_norm()
         parts.pulse.phase(Phase.UPDATING)
         self._flushed_at = parts.recorder.stamp()
+
+    def _end(self, *, early: bool = False) -> None:
+        """The sums are complete and shown behind it, and their norm is noted."""
+        self._gradients.end(early=early)
+        self._gradients.show()
+        if self._parts.tensor_ranks is not None:
+            self._gradients.add_up_partial(self._parts.tensor_ranks, self._parts.model)
+        self._note_norm()
+
+    def ask_early(self, gradients: RankGradients, limit: float | None) -> None:
+        """Ends an update's reductions and starts to ask for its verdict, before it is due.
+
+        The gradients are attached, and belong to the caller again behind it. What is asked for is
+        as in ``ask``. Collective, and in the same order among everything that is, on all ranks.
+        """
+        group = self._update_group("verdict")
+        if group is None:
+            return
+        kept = self._gradients, self._norm, self._norm_work
+        kept_too = self._norm_to_share, self._not_finite, self._flushed_at
+        self._gradients = gradients
+        self._end(early=True)
+        question = self.ask(limit, group=group)
+        self._asked.append(
+            _Asked(
+                gradients, self._norm, self._norm_work, self._norm_to_share,
+                self._not_finite, question,
+            )
+        )  # fmt: skip
+        self._gradients, self._norm, self._norm_work = kept
+        self._norm_to_share, self._not_finite, self._flushed_at = kept_too
 
     def _local_squared_norm(self, only: Collection[int] | None = None) -> Tensor:
         shards = self._parts.model.shards
@@ -117,6 +180,8 @@ class Flush:
         talked about it. ``only`` are the identities of the parameters that count on this rank; None
         for all.
         """
+        if only is None and self._question is not None and self._question.limit is not None:
+            return self._answer()
         total = self._local_squared_norm(only)
         if self._not_finite:
             total = torch.full_like(total, math.nan)  # also for a loss
@@ -130,15 +195,28 @@ class Flush:
             self.norm_waits_s.append(time.perf_counter() - asked)
         return total.sqrt()
 
-    def ask(self, limit: float | None) -> Question:
+    def _answer(self) -> Tensor:
+        assert self._question is not None
+        asked = time.perf_counter()
+        self._parts.pulse.phase(Phase.REDUCING)
+        answer = self._question.answer()
+        self._parts.pulse.phase(Phase.UPDATING)
+        self.norm_waits_s.append(time.perf_counter() - asked)
+        self._flushed_at = self._parts.recorder.stamp()  # The update begins after that wait.
+        return answer
+
+    def ask(self, limit: float | None, *, group: dist.ProcessGroup | None = None) -> Question:
         """Starts to put the norm together, or the flag of ``leaves_out`` without a limit.
 
         Collective as they are; nobody waits here. There is somebody to ask.
         """
-        group = self._update_group()
+        group = group or self._update_group()
         assert group is not None
         if limit is None:
-            value, op = torch.tensor(float(self._not_finite)), dist.ReduceOp.MAX
+            value, op = (
+                torch.tensor(float(self._not_finite), dtype=torch.float32),
+                dist.ReduceOp.MAX,
+            )
         else:
             value, op = self._local_squared_norm(), dist.ReduceOp.SUM
             value = torch.full_like(value, math.nan) if self._not_finite else value
@@ -152,11 +230,11 @@ class Flush:
         """Whether this rank knows the whole norm by itself."""
         return self._update_group() is None
 
-    def _update_group(self) -> dist.ProcessGroup | None:
+    def _update_group(self, purpose: str = "control") -> dist.ProcessGroup | None:
         """Who together holds the gradient of a whole model once."""
         if self._gradients.differs:
-            return self._communicators.get("control", tuple(range(self._where.world_size)))
-        return self._communicators.get("control", self._where.replica(self._where.dp_rank))
+            return self._communicators.get(purpose, tuple(range(self._where.world_size)))
+        return self._communicators.get(purpose, self._where.replica(self._where.dp_rank))
 
     def _sees_not_finite(self) -> bool:
         """Whether this rank alone would leave the step out; reductions have ended."""
@@ -182,8 +260,10 @@ class Flush:
         Collective as ``gradient_norm`` is. Replicas that hold the same sums of gradients need no
         other word.
         """
+        if self._question is not None and self._question.limit is None:
+            return bool(self._answer())
         group = self._update_group()
-        flag = torch.tensor(float(self._not_finite))
+        flag = torch.tensor(float(self._not_finite), dtype=torch.float32)
         if group is not None:
             self._parts.pulse.phase(Phase.REDUCING)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)

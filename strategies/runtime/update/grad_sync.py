@@ -287,12 +287,15 @@ class StageGradients:
         start = start_reduce_scatter if buffer.sharded else start_all_reduce
         return start(bucket, buffer.group, wire=self.wire)
 
-    def wait(self) -> None:
+    def end(self) -> None:
         """Returns when all started reductions have ended."""
         for reduction in self._reductions:
             reduction.finish()
         self._reductions.clear()
         self._armed = False
+
+    def show(self) -> None:
+        """Puts sums that are complete where optimizers look for them."""
         for share in self._shares:
             # Optimizers skip None, but decay a weight whose gradient is zero.
             used = share.touched or (share.grouped and bool(share.mark.item()))

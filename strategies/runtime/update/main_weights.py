@@ -43,6 +43,14 @@ class Piece:
         """The same part of something that has an element per element of the parameter."""
         return tensor.reshape(-1)[self.start : self.stop].view_as(self.main)
 
+    def move(self) -> None:
+        """The parameter lies elsewhere now, and so does what is updated of it."""
+        here = self.parameter.data  # A view of it would share its count of writes.
+        if not self.whole:
+            here = here.view(-1)[self.start : self.stop]
+        moved = self.main if self.weights is None else self.weights
+        moved.data = here.view_as(moved)
+
     def publish(self) -> None:
         """Rounds values that have been updated to the parameter's type."""
         if self.weights is not None and self.main.grad is not None:
@@ -88,22 +96,31 @@ class MainWeights:
         for buffer in gradients.buffers:
             if buffer.sharded:
                 assert buffer.group is not None
-                mains._add_shares(buffer, gradients, buffer.group.rank())
+                mains._add_shares(buffer, buffer.group.rank())
             else:
-                mains._add_whole(buffer, gradients)
+                mains._add_whole(buffer)
+        mains.serve(gradients)
         return mains
 
-    def _add_whole(self, buffer: Buffer, gradients: StageGradients) -> None:
-        for parameter, start in zip(buffer.parameters, buffer.layout.starts, strict=False):
+    def serve(self, gradients: StageGradients) -> None:
+        """Lets what is updated find its gradients in these buffers, which are laid out alike."""
+        for buffer in gradients.buffers:
+            for parameter, start in zip(buffer.parameters, buffer.layout.starts, strict=False):
+                if id(parameter) in self.pieces:
+                    gradients.targets[id(parameter)] = [
+                        (p.main, buffer.flat[start + p.start : start + p.stop].view_as(p.main))
+                        for p in self.pieces[id(parameter)]
+                    ]
+
+    def _add_whole(self, buffer: Buffer) -> None:
+        for parameter in buffer.parameters:
             if parameter.dtype == main_dtype(parameter.dtype):
                 continue  # The optimizer may have the parameter itself.
             piece = widened_piece(parameter)
             _may_hold(piece.main, buffer.flat.dtype)
-            gradient = buffer.flat[start : start + parameter.numel()].view_as(parameter)
             self.pieces[id(parameter)] = (piece,)
-            gradients.targets[id(parameter)] = [(piece.main, gradient)]
 
-    def _add_shares(self, buffer: Buffer, gradients: StageGradients, member: int) -> None:
+    def _add_shares(self, buffer: Buffer, member: int) -> None:
         layout = buffer.layout
         flat = torch.zeros(
             layout.bounds[-1], dtype=buffer.parameters[0].dtype, device=buffer.flat.device
@@ -115,21 +132,16 @@ class MainWeights:
             zip(buffer.parameters, layout.starts, strict=True)
         ):
             pieces = []
-            targets = []
             for start, stop in layout.pieces(index, member):
                 weights = flat[start:stop]
                 own = weights.to(wide)  # The same memory if the type is the same.
-                gradient = buffer.flat[start:stop]
                 if stop - start == parameter.numel():
-                    own, gradient = own.view_as(parameter), gradient.view_as(parameter)
-                    weights = weights.view_as(parameter)
+                    own, weights = own.view_as(parameter), weights.view_as(parameter)
                 main = nn.Parameter(own)
                 _may_hold(main, buffer.flat.dtype)
                 apart = weights if flat.dtype != wide else None
                 pieces.append(Piece(parameter, start - first, stop - first, main, apart))
-                targets.append((main, gradient))
             self.pieces[id(parameter)] = tuple(pieces)
-            gradients.targets[id(parameter)] = targets
 
     @property
     def sharded(self) -> bool:
@@ -178,6 +190,27 @@ class MainWeights:
         for buffer, flat in self._flats:
             _move(buffer, flat)
 
+    def room(self) -> dict[int, Tensor]:
+        """Other memory for the weights that are sharded, laid out alike; by the parameter's id."""
+        found = {}
+        for buffer, flat in self._flats:
+            other = torch.zeros_like(flat)
+            for parameter, start in zip(buffer.parameters, buffer.layout.starts, strict=True):
+                view = other[start : start + parameter.numel()]
+                found[id(parameter)] = view.view_as(parameter)
+        return found
+
+    def follow(self) -> None:
+        """The parameters have moved, into memory that ``room`` has made."""
+        # Graphs of older versions hold writes against the parameters: the buffer counts its own.
+        self._flats = [
+            (buffer, buffer.parameters[0].data.as_strided(flat.shape, (1,), 0))
+            for buffer, flat in self._flats
+        ]
+        for pieces in self.pieces.values():
+            for piece in pieces:
+                piece.move()
+
     def refresh(self) -> None:
         """Takes over weights that were written into the model, by a checkpoint say."""
         self.relink()
@@ -222,6 +255,27 @@ class AllMainWeights:
 
     def add_stage(self, mains: MainWeights) -> None:
         self._stages[mains.stage] = mains
+
+    def serve(self, gradients: StageGradients) -> None:
+        """Lets what is updated of a stage find its gradients in other buffers, too."""
+        if gradients.stage in self._stages:
+            self._stages[gradients.stage].serve(gradients)
+
+    def room(self, parameters: Sequence[nn.Parameter], stage: int) -> tuple[Tensor, ...]:
+        """Other memory for a stage's parameters, in which they may be updated and gathered."""
+        own = self._stages[stage].room() if stage in self._stages else {}
+        return tuple(
+            own[id(parameter)] if id(parameter) in own else torch.empty_like(parameter.detach())
+            for parameter in parameters
+        )
+
+    def follow(self, parameters: Sequence[nn.Parameter], stage: int) -> None:
+        """A stage's parameters have moved, into memory that ``room`` has made."""
+        if stage in self._stages:
+            self._stages[stage].follow()
+        for parameter in parameters:
+            for piece in self._shared.get(id(parameter), ()):
+                piece.move()
 
     def add_shared(self, piece: Piece) -> None:
         """Adds a weight that several stages use; it is never sharded."""

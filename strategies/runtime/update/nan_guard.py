@@ -69,15 +69,22 @@ class Finding:
 class NanWatch:
     """What one rank notes from the first forward after an update to the next."""
 
-    loss: Tensor | None = None  # the sum of x - x over this rank's losses: 0, or NaN
+    # The sum of x - x over this rank's losses: 0, or NaN. None where all are known to be finite.
+    loss: Tensor | None = None
     _outputs: list[tuple[int, int, Tensor]] = field(default_factory=list)
     _losses: list[tuple[int, int, Tensor]] = field(default_factory=list)
     _buckets: list[tuple[int, Tensor]] = field(default_factory=list)
     _seen: tuple[int, int, int] = (0, 0, 0)  # notes from before the last turn
     before: NanWatch | None = None  # of the step before, where its verdict is not in yet
 
-    def turn(self) -> None:
-        """Another batch enters while the one before is not decided: notes of both are kept."""
+    def turn(self, *, behind: bool) -> None:
+        """Another batch enters while the one before is not decided: notes of both are kept.
+
+        ``behind``: it belongs to the update of the one before. If not, this rank has given its word
+        on that one, whose losses say nothing of the next.
+        """
+        if not behind:
+            self.loss = None
         outputs, losses, buckets = self._seen
         del self._outputs[:outputs], self._losses[:losses], self._buckets[:buckets]
         self._seen = (len(self._outputs), len(self._losses), len(self._buckets))
@@ -97,10 +104,16 @@ class NanWatch:
                 self._outputs.append((stage, microbatch, _total(tensor)))
 
     def note_loss(
-        self, stage: int, microbatch: int, loss: Tensor, gradients: StageGradients | None
+        self,
+        stage: int,
+        microbatch: int,
+        loss: Tensor | float,
+        gradients: StageGradients | None,
     ) -> None:
-        """Of a microbatch, as the user's step returned it."""
-        value = loss.detach().reshape(()).to(torch.float64)
+        """Of a microbatch, as the user's step returned it; a number where that is at hand."""
+        if isinstance(loss, float) and math.isfinite(loss):
+            return  # Nothing that ``findings`` could name.
+        value = torch.as_tensor(loss).detach().reshape(()).to(torch.float64)
         self._losses.append((stage, microbatch, value))
         nothing = value - value
         self.loss = nothing if self.loss is None else self.loss + nothing

@@ -59,6 +59,7 @@ class RankGradients:
         self._shared: list[_Shared] = []
         self._whole = False  # whether sums are over all replicas, where passes only add to them
         self._hooks: list[Any] = []
+        self._shared_works: list[dist.Work] | None = None  # None until they are started
 
     def build(
         self,
@@ -69,11 +70,15 @@ class RankGradients:
         narrow: bool,
         launched: Launched,
         noted: Noted | None,
+        mains: AllMainWeights | None = None,
     ) -> None:
         """Lays out gradient buffers; parameters are on their device.
 
-        ``buckets`` are per stage, 0 where nothing is reduced; for the rest see ``StageGradients``.
+        ``buckets`` are per stage, 0 where nothing is reduced; ``mains`` is what is updated with
+        these sums, too, None for their own; for the rest see ``StageGradients``.
         """
+        if mains is not None:
+            self.mains = mains
         self.remove_hooks()
         for old in self.stages.values():
             old.detach()
@@ -96,15 +101,18 @@ class RankGradients:
                 experts=experts,
                 expert_group=self._communicators.get("experts", holders) if count else None,
             )
-            mains = MainWeights.build(self.stages[stage])
             if mains is not None:
-                self.mains.add_stage(mains)
+                mains.serve(self.stages[stage])
+                continue
+            main = MainWeights.build(self.stages[stage])
+            if main is not None:
+                self.mains.add_stage(main)
         self._shared = [
             _Shared(name, p, torch.zeros_like(p, dtype=main_dtype(p.dtype)))
             for name, p in self._weights.trained_shared().items()
         ]
         for shared in self._shared:
-            if shared.widened:
+            if shared.widened and mains is None:
                 self.mains.add_shared(widened_piece(shared.parameter))
         self.add_hooks()
 
@@ -208,8 +216,10 @@ class RankGradients:
         """Whether the gradients of replicas are not the same when they have been reduced."""
         return self.mains.sharded or bool(self._weights.experts)
 
-    def finish(self) -> None:
-        """Ends this rank's reductions, those of weights that several stages use included."""
+    def start_shared(self) -> None:
+        """Starts the reductions of weights that several stages use; once per sum."""
+        if self._shared_works is not None:
+            return
         works: list[dist.Work] = []
         for shared in self._shared:
             group = self._communicators.get("reduce", self._weights.sharing(shared.name))
@@ -217,10 +227,33 @@ class RankGradients:
                 work = dist.all_reduce(shared.gradient, group=group, async_op=True)
                 assert work is not None
                 works.append(work)
+        self._shared_works = works
+
+    def end(self, *, early: bool = False) -> None:
+        """Ends this rank's reductions, those of weights that several stages use included.
+
+        Where it is ``early``, of the latter only what counts in this rank's part of the norm.
+        """
+        self.start_shared()
         for gradients in self.stages.values():
-            gradients.wait()
-        for work in works:
-            work.wait()
+            gradients.end()
+        assert self._shared_works is not None
+        if not early or any(self._counts(shared) for shared in self._shared):
+            for work in self._shared_works:
+                work.wait()
+            self._shared_works = []
+        if not early:
+            self._shared_works = None
+
+    def _counts(self, shared: _Shared) -> bool:
+        """Whether a shared weight counts here: on the first rank that holds it."""
+        stage = self._weights.shared[shared.name][0]
+        return self._placement.owners(stage)[0] == self._where.pp_rank
+
+    def show(self) -> None:
+        """Puts sums that are complete where optimizers look for them."""
+        for gradients in self.stages.values():
+            gradients.show()
         for shared in self._shared:
             for piece in self.mains.pieces_of(shared.parameter) or ():
                 piece.main.grad = shared.gradient
@@ -300,8 +333,7 @@ class RankGradients:
         for shared in self._shared:
             if counts is not None and not counts(shared.parameter):
                 continue
-            stage = self._weights.shared[shared.name][0]
-            if first and self._placement.owners(stage)[0] == where.pp_rank:
+            if first and self._counts(shared):
                 total += torch.linalg.vector_norm(shared.gradient).double().square()
         return total
 

@@ -12,7 +12,7 @@ writes where it is if there is no such graph. Nothing else that reads or writes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -22,6 +22,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import GRADIENT_KINDS, Kind
+from strategies.runtime.update.main_weights import AllMainWeights
 
 
 @dataclass
@@ -40,9 +41,13 @@ class _Stage:
 
 
 class WeightVersions:
-    """The weights of one rank's stages; a weight of several of them belongs to the first."""
+    """The weights of one rank's stages; a weight of several of them belongs to the first.
 
-    def __init__(self, stages: Mapping[int, Iterable[nn.Parameter]]) -> None:
+    ``mains`` is what an optimizer updates in their place, if anything.
+    """
+
+    def __init__(self, stages: Mapping[int, Iterable[nn.Parameter]], mains: AllMainWeights) -> None:
+        self._mains = mains
         seen: set[int] = set()
         self._stages: dict[int, _Stage] = {}
         for stage, parameters in stages.items():
@@ -86,18 +91,27 @@ class WeightVersions:
         if version is not newest and not held.needed(version):
             held.spare.append(version)
 
-    def make_room(self) -> None:
-        """Right before weights are updated: what is written is memory that no graph needs."""
+    def make_room(self) -> dict[int, Tensor]:
+        """Right before weights are updated: what is written is memory that no graph needs.
+
+        Returns:
+            By identity of a parameter, its values where they stay as they are.
+        """
+        left: dict[int, Tensor] = {}
         for stage, held in self._stages.items():
             newest = self._newest[stage]
             if held.parameters and held.needed(newest):
-                free = held.spare.pop() if held.spare else tuple(map(torch.empty_like, newest))
+                room = self._mains.room
+                free = held.spare.pop() if held.spare else room(held.parameters, stage)
                 for target, values in zip(free, newest, strict=True):
                     target.copy_(values)
                 self._newest[stage] = free
                 alive = {id(version) for version in (*held.read.values(), *held.spare, free)}
                 self.most = max(self.most, len(alive))
                 held.point_to(free)
+                self._mains.follow(held.parameters, stage)
+                left |= {id(p): old for p, old in zip(held.parameters, newest, strict=True)}
+        return left
 
     @contextmanager
     def updated(self) -> Iterator[None]:
@@ -120,3 +134,61 @@ class WeightVersions:
 
 def _memory(held: _Stage) -> tuple[Tensor, ...]:
     return tuple(parameter.detach() for parameter in held.parameters)
+
+
+# ---------------------------------------------------------------------------------- error feedback
+# An optimizer that gets the gradient of the weights before, W(n - 1), makes another update u(n)
+# than it would make at W(n). How far off that was shows one step later, when the update at W(n) is
+# there: u(n + 1) would have been the right one for step n. That error is fed back,
+#
+#     W(n + 1) = W(n) + u(n) + share * (u(n) - u(n - 1))
+#
+# which with a share of 1 is also where the line through the last two updates leads. It looks at
+# what an optimizer does and not at gradients, so any will do; momentum, weight decay and learning
+# rate are part of u. After Zmushko et al., 2026, https://arxiv.org/abs/2606.30634: a difference of
+# the last two updates, for which one copy of the model is kept.
+#
+# The first update behind an empty pipeline is not late, so in the second there is nothing to feed
+# back. What the last one before a drain was off by is left as it is: checkpoints stay plain.
+
+
+class ErrorFeedback:
+    """What one rank keeps from update to update.
+
+    Args:
+        share: Of the difference, in (0, 1].
+        parameters: What the optimizer updates.
+    """
+
+    def __init__(self, share: float, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+        self._share = share
+        self._parameters = parameters
+        self._before: list[tuple[nn.Parameter, Tensor]] = []
+        # By identity of a parameter, the update before, if its gradient was late.
+        self._last: dict[int, Tensor] = {}
+
+    def begin(self, left: Mapping[int, Tensor]) -> None:
+        """Right before an optimizer's step; ``left`` as ``WeightVersions.make_room`` returns it."""
+        self._before = []
+        for parameter in self._parameters():
+            if parameter.requires_grad:
+                values = left.get(id(parameter))
+                kept = parameter.detach().clone() if values is None else values
+                self._before.append((parameter, kept))
+
+    @torch.no_grad()
+    def end(self, *, late: bool) -> None:
+        """Behind it: adds the correction, and keeps the update if its gradient was ``late``."""
+        before, self._before = self._before, []
+        for parameter, values in before:
+            update = parameter.detach() - values
+            last = self._last.get(id(parameter))
+            if last is not None:
+                parameter.add_(update - last, alpha=self._share)
+            if late:
+                self._last[id(parameter)] = update
+
+    def forget(self) -> None:
+        """The update is left out, or nothing is under way: the next one has nothing to correct."""
+        self._before.clear()
+        self._last.clear()

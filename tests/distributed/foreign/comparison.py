@@ -2,12 +2,31 @@
 
 A case is a function of no arguments that makes a module, at the top of a test's file. It is called
 on each rank, as a user's script is.
+
+What once differed, and where it is compared now (files of this folder, if no other is named)::
+
+    finding 1, 2, 8      metrics updated, called, computed in hooks      test_metrics
+    finding 3, 6, 7, 22  teachers, clipping, backward(), unfreezing      test_parameter_hooks
+    finding 4, 9, 27, 28 sums, lists, counters, outputs for hooks        test_step_state
+    finding 5, 20, 30    state_dict after fit, summary, second Trainer   test_whole_again
+    finding 10           files of stock Lightning, and for it            test_checkpoints_as_stock
+    finding 11           import pytorch_lightning  strategies/runtime/lightning/test_ranks_strategy
+    finding 12, 13       several loaders, steps without batch_idx        test_loaders
+    finding 14, 15, 16   optimizers in steps, compiled parts, containers test_patterns
+    finding 16           models of diffusers                             test_diffusers
+    finding 17           families that are converted        launcher/workloads/hf/test_conversion
+    finding 18, 21, 24   distributions, heads, checkpoint_sequential     test_patterns
+    finding 19           all_gather in steps                             test_collectives
+    finding 23, 26       recorded values, objects between layers         test_patterns
+    finding 25           packed sequences                                test_packed_sequences
+    finding 29           predictions that are lists   strategies/runtime/step/test_microbatch
 """
 
 from __future__ import annotations
 
 import csv
 import importlib
+import itertools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,22 +49,32 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b-dp2": {"pp": 2, "dp": 2, "schedule": "1f1b"},
     "zb_v-dp2": {"pp": 2, "dp": 2, "schedule": "zb_v"},
 }
-MORE = [pytest.param(name, marks=pytest.mark.full) for name in ("zb_v", "1f1b-dp2")]
-EVERY_LAYOUT = pytest.mark.parametrize("layout", ["1f1b", "zb_v-dp2", *MORE])
+MORE = [pytest.param(name, marks=pytest.mark.full) for name in ("1f1b", "zb_v", "1f1b-dp2")]
+EVERY_LAYOUT = pytest.mark.parametrize("layout", ["zb_v-dp2", *MORE])
+_EVERY_DAY = ("1f1b", "zb_v-dp2", "zb_v")
 
 
-def spread(cases: Sequence[Callable[[], pl.LightningModule]]) -> pytest.MarkDecorator:
-    """Parameters ``case`` and ``layout``: each case in one layout every day, else in all."""
+def spread(
+    cases: Sequence[Callable[[], pl.LightningModule] | str],
+    *,
+    name: str = "case",
+    seldom: Sequence[Callable[[], pl.LightningModule] | str] = (),
+) -> pytest.MarkDecorator:
+    """Parameters ``case`` and ``layout``: each case in one layout every day, else in all.
+
+    Those of ``seldom`` are in the full matrix alone.
+    """
+    every_day = dict(zip(cases, itertools.cycle(_EVERY_DAY), strict=False))
     return pytest.mark.parametrize(
-        ("case", "layout"),
+        (name, "layout"),
         [
             pytest.param(
                 case,
                 layout,
                 id=f"{getattr(case, '__name__', case)}-{layout}",
-                marks=() if layout == ("1f1b", "zb_v-dp2")[number % 2] else pytest.mark.full,
+                marks=() if layout == every_day.get(case) else pytest.mark.full,
             )
-            for number, case in enumerate(cases)
+            for case in (*cases, *seldom)
             for layout in LAYOUTS
         ],
     )

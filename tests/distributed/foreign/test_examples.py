@@ -578,8 +578,7 @@ def script(case: str, strategy: Mapping[str, Any] | None) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("case", ["autoencoder", "classifier"])
-@EVERY_LAYOUT
+@spread(["classifier", "autoencoder"])
 def test_a_script_fits_tests_and_predicts(
     ranks: Callable[[int], Ranks], case: str, layout: str
 ) -> None:

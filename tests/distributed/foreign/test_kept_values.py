@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tests.distributed.foreign.comparison import (
-    EVERY_LAYOUT,
     LAYOUTS,
     TOLERANCE,
     Net,
     equal_to_stock,
+    spread,
     train,
 )
 from tests.distributed.pool import Ranks
@@ -116,8 +116,7 @@ def steps(module: Any, trainer: Any) -> int:
     return int(trainer.global_step)
 
 
-@EVERY_LAYOUT
-@pytest.mark.parametrize("case", [Stopping, StoppingEarly])
+@spread([StoppingEarly, Stopping])
 def test_a_step_may_end_the_training_on_all_ranks(
     case: Any, layout: str, ranks: Callable[[int], Ranks]
 ) -> None:

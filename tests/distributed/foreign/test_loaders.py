@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, Sampler
@@ -136,6 +137,49 @@ SEVERAL = [
 
 @spread(SEVERAL)
 def test_batches_of_several_loaders_are_cut_each_by_its_own_rows(
+    case: type[Net], layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    equal_to_stock(ranks, case, layout)
+
+
+# -- batches with a list of what belongs to each row, as for detection -----------------------------
+
+
+class Boxes(Net):
+    """Rows have one to four boxes each, in a list of dicts."""
+
+    def loaders(self, replicas: int) -> Any:
+        data: Any = examples().dataset
+        boxes = torch.randn(32, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        rows = [
+            (x, {"label": y, "boxes": boxes[number][: 1 + number % 4]})
+            for number, (x, y) in enumerate(data)
+        ]
+        return DataLoader(rows, batch_size=BATCH * replicas, collate_fn=_with_targets)
+
+    def val_dataloader(self) -> Any:
+        return self.loaders(1)
+
+    def cost(self, batch: Any) -> torch.Tensor:
+        losses = [
+            cross_entropy(row[None], target["label"][None]) * target["boxes"].mean().exp()
+            for row, target in zip(self(batch[0]), batch[1], strict=True)
+        ]
+        return torch.stack(losses).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.cost(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("cost", self.cost(batch), batch_size=len(batch[0]), sync_dist=True)
+
+
+def _with_targets(rows: Any) -> Any:
+    return torch.stack([x for x, _ in rows]), [target for _, target in rows]
+
+
+@spread([Boxes])
+def test_lists_with_an_entry_per_row_are_cut_with_the_rows(
     case: type[Net], layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
     equal_to_stock(ranks, case, layout)

@@ -18,7 +18,6 @@ from strategies.errors import ModelError
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed.foreign.comparison import (
     CLASSES,
-    EVERY_LAYOUT,
     WIDTH,
     Fitted,
     Net,
@@ -311,12 +310,10 @@ class Teacher(Manual):
                 q.mul_(0.9).add_(p, alpha=0.1)
 
 
-CASES: list[Any] = [Manual, Gan, Accumulating, DiscriminatorFirst, ActorCritic, Looking]
-CASES += [pytest.param(case, marks=pytest.mark.full) for case in (Closures, Cycle, Teacher)]
-
-
-@EVERY_LAYOUT
-@pytest.mark.parametrize("case", CASES)
+@spread(
+    [Manual, Gan, Accumulating, DiscriminatorFirst, ActorCritic, Looking],
+    seldom=[Closures, Cycle, Teacher],
+)
 def test_manual_optimization_is_equal_to_stock_lightning(
     case: Callable[[], Any], layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
@@ -418,7 +415,7 @@ def test_what_a_step_makes_of_its_batch_is_of_all_rows(
     ("case", "words"),
     [
         (Normalised, "is no mean over rows"),
-        (Contrastive, "is no mean over rows"),
+        pytest.param(Contrastive, "is no mean over rows", marks=pytest.mark.full),
         (Summed, "is no mean over rows"),
         (MixedInside, "mixes rows of the batch between its layers"),
     ],
@@ -537,6 +534,13 @@ class Scheduling(Manual):
         self.lr_schedulers().step(loss)
 
 
+class Packing(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        hidden, lengths = self.net(batch[0])[:, None], torch.ones(len(batch[0]))
+        packed = nn.utils.rnn.pack_padded_sequence(hidden, lengths, batch_first=True)
+        self.manual_backward(nn.functional.cross_entropy(self.head(packed.data), batch[1]))
+
+
 @pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|logging interval|validation_step).*")
 @pytest.mark.parametrize(
     ("case", "message"),
@@ -549,6 +553,7 @@ class Scheduling(Manual):
         (Clamping, "changes a parameter inside"),
         (Detached, "no gradient flows"),
         (Freezing, "sets requires_grad of parameters"),
+        (Packing, "packs sequences, and uses manual"),
         (Scheduling, "by a value that only one stage has"),
     ],
 )

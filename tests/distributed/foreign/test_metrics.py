@@ -12,13 +12,15 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from strategies.errors import ModelError
+from strategies.models.metric_objects import Replicas, share_metrics
 from tests.distributed.foreign.comparison import (
     CLASSES,
-    EVERY_LAYOUT,
     TOLERANCE,
     Net,
     equal_to_stock,
     examples,
+    spread,
     train,
 )
 from tests.distributed.pool import Ranks
@@ -302,12 +304,17 @@ class Loaders(Net):
     def __init__(self) -> None:
         super().__init__()
         self.aurocs = torch.nn.ModuleList([tm.AUROC(**KIND), tm.AUROC(**KIND)])
+        self.all = tm.MeanMetric()
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         z = self(batch[0])
         self.aurocs[dataloader_idx].update(z, batch[1])
         self.log("auroc", self.aurocs[dataloader_idx])
         self.log("loss", cross_entropy(z, batch[1]))
+        self.all.update(cross_entropy(z, batch[1]))
+
+    def on_test_epoch_end(self) -> None:
+        self.log("all", self.all.compute(), sync_dist=True)
 
 
 def told_test(module: Any, trainer: Any) -> Any:
@@ -336,8 +343,21 @@ class Hidden(Net):
         self.metrics = {"acc": tm.Accuracy(**KIND)}
 
 
-@EVERY_LAYOUT
-@pytest.mark.parametrize("case", [Updated, Called, Template, Many])
+class Box:
+    def __init__(self) -> None:
+        self.metric = tm.Accuracy(**KIND)
+
+
+def test_a_metric_in_a_plain_object_is_refused_unless_the_module_has_it_as_well() -> None:
+    module: Any = Net()
+    module.box = Box()
+    with pytest.raises(ModelError, match="box is a plain Box of torchmetrics objects"):
+        share_metrics(module, Replicas(None))
+    module.metric = module.box.metric
+    assert share_metrics(module, Replicas(None))
+
+
+@spread([Called, Many, Template, Updated])
 def test_a_metric_has_the_number_of_stock_lightning(
     case: Any, layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
@@ -345,8 +365,7 @@ def test_a_metric_has_the_number_of_stock_lightning(
     assert stock.metrics
 
 
-@EVERY_LAYOUT
-@pytest.mark.parametrize("case", [Trained, Values])
+@spread([Trained, Values])
 def test_the_value_of_a_batch_is_that_of_all_its_rows(
     case: Any, layout: str, ranks: Callable[[int], Ranks]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,17 +16,23 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, normalize
 
 from strategies.errors import ModelError
-from strategies.runtime.lightning import hook_watch
+from strategies.runtime.lightning.hooks import hook_watch
+from strategies.runtime.lightning.manual_optimization import hide_states
+from strategies.runtime.lightning.refusals import refuse_optimizers
 from tests.distributed.foreign.comparison import (
     EVERY_LAYOUT,
+    LAYOUTS,
     WIDTH,
     Net,
     equal_to_stock,
+    spread,
+    train,
 )
 from tests.distributed.pool import Ranks
 
@@ -223,9 +230,56 @@ class OwnStep(Net):
         self.log("norm", grad_norm(self, norm_type=2)["grad_2.0_norm_total"])
 
 
+class ByHand(Net):
+    """Runs the closure itself, looks at what it has left, and leaves out every second update."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        optimizer_closure()
+        if batch_idx % 2 == 0 and all(p.grad.isfinite().all() for p in self.parameters()):
+            optimizer.step()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad.add_(parameter, alpha=0.1)
+
+
+class PartFrozen(Net):
+    """Layers that it takes together for that are no module of the module."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[:4].requires_grad_(self.global_step >= 2)
+
+
+class PrunedLate(Net):
+    def on_train_epoch_end(self) -> None:
+        torch.nn.utils.prune.l1_unstructured(self.net[2], "weight", 0.3)
+
+
 class Unfreezing(Net):
     def on_train_epoch_start(self) -> None:
         self.net.requires_grad_(self.current_epoch > 0)
+
+
+class AddedGroup(Net):
+    """A parameter that is trained, too, but is in no optimizer until training begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+    def on_train_start(self) -> None:
+        self.optimizers().add_param_group({"params": [self.scale], "lr": 0.5})  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.net.parameters(), *self.head.parameters()], lr=0.1)
 
 
 class FreezingMiddle(Net):
@@ -442,6 +496,8 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "whole_forward": (WholeForward, {}),
     "head_only": (HeadOnly, {}),
     "own_step": (OwnStep, {}),
+    "by_hand": (ByHand, {"max_epochs": 2}),
+    "part_frozen": (PartFrozen, {}),
     "own_backward": (OwnBackward, {"gradient_clip_val": 0.2}),
     "own_backward_accumulated": (ScaledBackward, {"accumulate_grad_batches": 2}),
     "kept_parameters": (Net, {"callbacks": kept_parameters}),
@@ -455,25 +511,141 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "averaging": (Validated, {"callbacks": averaging, "max_epochs": 2}),
     "unfreezing": (Unfreezing, {"max_epochs": 2}),
     "freezing_middle": (FreezingMiddle, {}),
+    "added_group": (AddedGroup, {}),
     "finetuning": (Tuned, {"callbacks": finetuning, "max_epochs": 4, "told": learning_rates}),
 }
 
 
-EVERYDAY = {
+EVERYDAY = (
     "byol", "dino", "mean_teacher", "clipped_groups", "own_clipping", "norms_logged", "late_touch",
-    "own_step", "saves", "recurrent", "own_backward", "swa", "ema", "freezing_middle", "finetuning",
-}  # fmt: skip
+    "by_hand", "saves", "recurrent", "own_backward", "swa", "ema", "freezing_middle", "finetuning",
+)  # fmt: skip
 
 
-@EVERY_LAYOUT
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in EVERYDAY else pytest.mark.full) for n in CASES],
-)
+@spread(EVERYDAY, name="name", seldom=[name for name in CASES if name not in EVERYDAY])
 def test_a_hook_sees_the_whole_model(name: str, layout: str, ranks: Callable[[int], Ranks]) -> None:
     case, options = CASES[name]
     stock, piped = equal_to_stock(ranks, case, layout, **options)
     assert all(fitted.told == stock.told for fitted in piped)
+
+
+@pytest.mark.full
+def test_a_parameter_that_a_hook_adds_is_refused(ranks: Callable[[int], Ranks]) -> None:
+    with pytest.raises(AssertionError, match=r"gives net\.2 the parameter weight_orig during"):
+        ranks(2).run(train, case=f"{__name__}:PrunedLate", strategy=LAYOUTS["1f1b"])
+
+
+class Normed(torch.optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure()
+        found = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in found]).norm()
+        with torch.no_grad():
+            for parameter in found:
+                parameter.sub_(parameter.grad / norm, alpha=0.1)
+        return loss
+
+
+class Sharpness(Normed):
+    """Goes uphill by a step of that norm first, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        closure()
+        found = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in found]).norm()
+        with torch.no_grad():
+            moves = [0.05 * p.grad / norm for p in found]
+            torch._foreach_add_(found, moves)
+            closure()
+            torch._foreach_sub_(found, moves)
+            for parameter in found:
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+class Signed(Normed):
+    """Treats each parameter by itself, and keeps a momentum."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    kept = self.state[parameter].setdefault("m", torch.zeros_like(parameter))
+                    kept.mul_(0.9).add_(parameter.grad)
+                    parameter.sub_(kept.sign(), alpha=0.01)
+        return loss
+
+
+class Slow(Signed):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Normed, "updates a parameter by the gradients of others"),
+        (Sharpness, "updates a parameter by the gradients of others"),
+        (Slow, "keeps tensors of the whole model"),
+        (Signed, None),
+        (torch.optim.Adam, None),
+    ],
+)
+def test_an_optimizer_that_needs_the_whole_model_is_refused(kind: Any, words: str | None) -> None:
+    optimizer = kind(Net().parameters(), lr=0.1)
+    before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+    refused = nullcontext() if words is None else pytest.raises(ModelError, match=words)
+    with refused:
+        refuse_optimizers([optimizer], world_size=2, pipeline=2, on_nan="stop")
+    after = optimizer.param_groups[0]["params"]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert not optimizer.state
+
+
+class Moments(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        optimizer: Any = self.optimizers()
+        self.log("moments", sum(s["exp_avg"].norm() for s in optimizer.state.values()))
+
+
+class MomentsInStep(Moments):
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        self.log("moments", float(len(optimizer.state)))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "who"), [("Moments", "hook"), ("MomentsInStep", "step")])
+def test_who_looks_at_moments_is_refused(
+    case: str, who: str, ranks: Callable[[int], Ranks]
+) -> None:
+    with pytest.raises(AssertionError, match=f"a {who} looks at the state of an optimizer"):
+        ranks(2).run(train, case=f"{__name__}:{case}", strategy=LAYOUTS["1f1b"])
+
+
+def test_moments_are_hidden_from_steps_alone() -> None:
+    optimizer = torch.optim.Adam(Net().parameters())
+    shown = LightningOptimizer(optimizer)
+    inside = False
+    hide_states([shown], hidden=lambda: inside)
+    optimizer.state[0] = {"step": 1}
+    assert shown.state[0] == {"step": 1} and len(shown.state) == 1
+    inside = True
+    with pytest.raises(ModelError, match="a step looks at the state of an optimizer"):
+        shown.state.items().__iter__().__next__()
+    with pytest.raises(ModelError, match=r"self\.global_step"):
+        len(shown.state)
+    assert optimizer.state[0] == {"step": 1}
 
 
 @EVERY_LAYOUT

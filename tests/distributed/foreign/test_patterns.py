@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics as tm
 from torch import distributions as D  # noqa: N812
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint_sequential
 
-from tests.distributed.foreign.comparison import Net, equal_to_stock, spread
+from tests.distributed.foreign.comparison import Net, equal_to_stock, examples, spread
 from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -180,6 +181,59 @@ class Sparse(Net):
         return torch.optim.SparseAdam(self.table.parameters(), lr=0.1)
 
 
+# -- evaluation that no pipeline cuts: every rank runs it as a whole -------------------------------
+
+
+class Uncut(Net):
+    """Means over passes (Monte Carlo dropout), generation, looks at values between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = tm.Accuracy(task="multiclass", num_classes=3)
+        self.seen: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = torch.stack([self(batch[0]), self(batch[0] / 2)]).mean(0)
+        self.accuracy(logits, batch[1])
+        self.log("accuracy", self.accuracy)
+        loss = cross_entropy(logits, batch[1])
+        self.log("loss", loss)
+        self.seen.append(loss.item())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("seen", torch.tensor(self.seen, dtype=torch.float64).mean(), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0]
+        while self.head(x).sum().item() < 100 and x.abs().max() < 100:
+            x = 2 * x + self.net(x)
+        return x
+
+
+class Summed(Net):
+    """A prediction that is none per row."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        return logits.std() + len(logits)
+
+
+def predicted(module: Any, trainer: Any) -> Any:
+    of_rows = torch.cat(trainer.predict(module, examples(seed=3))).sum(1)
+    of_batches = torch.stack(trainer.predict(Summed().double(), examples(seed=3)))
+    return torch.cat([of_rows, of_batches])
+
+
+@spread([Uncut])
+def test_evaluation_that_cannot_be_cut_is_that_of_one_process(
+    case: type[Net], layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    stock, piped = equal_to_stock(ranks, case, layout, told=predicted, max_epochs=2)
+    assert stock.metrics.keys() == {"accuracy", "loss", "seen"}
+    if "dp2" not in layout:  # else each replica predicts its share
+        assert all(torch.allclose(stock.told, fitted.told, atol=1e-10) for fitted in piped)
+
+
 # -- layers that hand on objects, and values that are recorded on the way -------------------------
 
 
@@ -239,9 +293,67 @@ class Hooked(Objects):
         return loss + torch.stack(seen).pow(2).mean()
 
 
+class Halves(torch.nn.Module):
+    """A layer that computes its values when somebody asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        yield self.inner(x).tanh()
+        yield self.inner(x).relu()
+
+
+class Yielding(Objects):
+    layer = Halves
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.net:
+            first, second = layer(x)
+            x = first + second
+        return self.head(x)
+
+
+class Distilled(Net):
+    """A teacher behind the student: stages begin where no gradients are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 3))
+        self.teacher.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        with torch.inference_mode():
+            target = self.teacher(batch[0])
+        distance = (logits.log_softmax(1) - target.log_softmax(1)).pow(2).mean()
+        return cross_entropy(logits, batch[1]) + distance
+
+
+class Started(Net):
+    """The step uses what hooks make, which also change weights and what is trained."""
+
+    trainer_options = {"max_epochs": 2}  # noqa: RUF012
+
+    def on_fit_start(self) -> None:
+        self.noise = torch.randn(8, dtype=torch.float64)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.5)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(False)
+        self.batches: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches.append(batch_idx)
+        return cross_entropy(self(batch[0] + self.noise), batch[1]) * len(self.batches)
+
+
 PATTERNS = [
     Autoencoder, ManyKinds, Policy, Checkpointed, Configured, Rates, Progress, HeadAlone,
-    HeadUpdated, Sparse, Objects, Recorded, Hooked,
+    HeadUpdated, Sparse, Objects, Recorded, Hooked, Distilled, Yielding, Started,
 ]  # fmt: skip
 
 

@@ -109,6 +109,24 @@ class Reordered(Between):
         return nn.functional.cross_entropy(self.head(hidden), batch[1])
 
 
+class Spread(Net):
+    """Logs numbers between layers: two are no means over rows, two are, and one is of all rows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        self.log("std", hidden.std())
+        self.log("rows", float(len(hidden)))
+        self.log("mean", hidden.mean())
+        self.log("most", hidden.max(), reduce_fx="max")
+        loss = torch.nn.functional.cross_entropy(self.head(self.net[4:](hidden)), batch[1])
+        self.log("late", hidden.std())
+        return loss
+
+
+def spread_out() -> Any:
+    return Spread()
+
+
 def flipped() -> Any:
     return Flipped()
 
@@ -217,6 +235,7 @@ def told(case: str, strategy: dict[str, Any]) -> list[str]:
         (centred, {}, ["Centred.training_step mixes rows of the batch between its layers", ""]),
         (flipped, {"num_microbatches": 1}, ["", ""]),
         (harmless, {}, ["", ""]),
+        (spread_out, {}, ["Spread.training_step logs std, rows before its last layer", ""]),
         (reordered, {}, ["", ""]),
         (counting, {}, ["net.0.calls: layers change", "_u and 1 more: layers change"]),
         (counting, {"num_microbatches": 1}, ["", ""]),

@@ -59,6 +59,10 @@ class Two(Noting):
         self.seen += [*batch["a"][-1].tolist(), *batch["b"][-1].tolist()]
 
 
+# Every day: behind an epoch, in the first and in the second one.
+RESUMED = {("shuffled", "epoch"), ("own generator", "1"), ("shuffled", "5")}
+
+
 class Saving(pl.Callback):
     """Writes a checkpoint behind a step, or behind the first epoch."""
 
@@ -155,14 +159,13 @@ def test_a_pipeline_gets_the_rows_of_stock_lightning_in_its_order(
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "when"),
     [
-        "shuffled",
-        "own generator",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("workers", "some", "two loaders")),
+        pytest.param(kind, when, marks=() if (kind, when) in RESUMED else pytest.mark.full)
+        for kind in ("shuffled", "own generator", "workers", "some", "two loaders")
+        for when in ("epoch", "1", "5")
     ],
 )
-@pytest.mark.parametrize("when", ["epoch", "1", "5"])
 def test_a_resumed_run_goes_on_with_it(
     ranks: Callable[[int], Ranks], kind: str, when: str, tmp_path: Path
 ) -> None:
@@ -172,6 +175,46 @@ def test_a_resumed_run_goes_on_with_it(
     rows = 4 if kind == "two loaders" else 2
     steps = (3 if kind == "some" else 4) if when == "epoch" else int(when)
     assert rest == [seen[rows * steps :] for seen in whole]
+
+
+class Drawing(Noting):
+    """Noise of its own, in the order in which the generator gives it."""
+
+    def __init__(self) -> None:
+        super().__init__(draws=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        noise = torch.rand_like(batch[0])
+        self.noise = float(noise.sum())
+        return super().training_step([batch[0] + noise, batch[1]], batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.heard = [*getattr(self, "heard", []), self.noise]
+
+
+def noise(save: tuple[str, str] | None = None, resume: str | None = None) -> list[float]:
+    pl.seed_everything(5, verbose=False)
+    module = Drawing()
+    it = pl.Trainer(
+        accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[] if save is None else [Saving(*save)],
+        strategy=PipelineStrategy(num_microbatches=2, timeout_s=60, **PIPELINE),
+    )  # fmt: skip
+    data = TensorDataset(torch.ones(ROWS, 4), torch.arange(ROWS))
+    it.fit(module, DataLoader(data, batch_size=2), ckpt_path=resume)
+    it.strategy.engine.close()  # type: ignore[attr-defined]
+    return module.heard
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("when", "steps"), [("epoch", 4), ("4", 4), ("5", 5)])
+def test_a_resumed_run_goes_on_with_the_noise_of_its_steps(
+    ranks: Callable[[int], Ranks], when: str, steps: int, tmp_path: Path
+) -> None:
+    saved = str(tmp_path / "saved")
+    whole = ranks(2).run(noise, save=(saved, when))
+    assert ranks(2).run(noise, resume=saved) == [heard[steps:] for heard in whole]
 
 
 def test_ranks_whose_generators_differ_agree_on_another_order(

@@ -38,6 +38,14 @@ def interrupt_third(config: LaunchConfig, run_dir: Path) -> int:
     return light(config, run_dir)
 
 
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """A folder in which a sweep was interrupted, and how that went."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    with pytest.MonkeyPatch.context() as patch:
+        return run_here([*SIMULATED, "hydra.sweep.dir=s"], folder, patch, interrupt_third)
+
+
 def test_jobs_that_are_done_are_not_run_again(tmp_path, monkeypatch):
     words = [*SIMULATED, "hydra.sweep.dir=s"]
     first = run_here(words, tmp_path, monkeypatch, interrupt_third)
@@ -65,6 +73,7 @@ def test_an_interrupted_job_continues_from_its_checkpoint(tmp_path, monkeypatch)
     def interrupt(config: LaunchConfig, run_dir: Path) -> int:
         raise KeyboardInterrupt
 
+    (tmp_path / "elsewhere").touch()
     run_here([*words, "hydra.sweep.dir=s"], tmp_path, monkeypatch, interrupt)
     found = {tmp_path / "s" / "0": tmp_path / "s" / "0" / "checkpoints" / "step-7.ckpt"}
     monkeypatch.setattr("launcher.compose.multirun.newest_in", lambda folder: found.get(folder))
@@ -94,19 +103,19 @@ def test_how_a_sweep_treats_its_jobs_may_change(tmp_path, monkeypatch):
         ((*SIMULATED[:-1], "schedule=1f1b,gpipe", RESUME), "has 4 jobs, and these words 2"),
         ((*SIMULATED, "num_microbatches=4", RESUME), "job 0 of that sweep is mode=simulate"),
         ((*SIMULATED, "sweep.resume=nowhere"), "is no sweep's folder"),
-        ((*SIMULATED, "sweep.resume=auto"), "there is none below multirun"),
+        ((*SIMULATED, "sweep.resume=auto"), "there is no sweep below multirun"),
         ((*SIMULATED, RESUME, "hydra.sweep.dir=t"), "Try it without hydra.sweep.dir"),
         (("mode=simulate", RESUME), "Try it with -m."),
         (("-m", "cluster=slurm", "pp=1,2", RESUME), "Try mode=collect"),
     ],
 )
-def test_another_sweep_than_that_of_the_folder_is_refused(words, message, tmp_path, monkeypatch):
-    run_here([*SIMULATED, "hydra.sweep.dir=s"], tmp_path, monkeypatch, interrupt_third)
-    before = sorted(tmp_path.rglob("*"))
-    done = run_here(list(words), tmp_path, monkeypatch)
+def test_another_sweep_than_that_of_the_folder_is_refused(words, message, interrupted, monkeypatch):
+    folder = interrupted.folder
+    before = sorted(folder.rglob("*"))
+    done = run_here(list(words), folder, monkeypatch)
     assert (done.code, done.calls) == (2, [])
     assert message in done.errors
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(folder.rglob("*")) == before
 
 
 def test_a_pruned_job_has_a_row_and_fails_nothing(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from launcher.processes.failure import (
     blame,
     peak_bytes,
 )
+from launcher.report.result import write_atomically
 from strategies.heartbeat import Beat
 from tests.warm_server import REPOSITORY
 
@@ -119,6 +120,25 @@ def test_a_run_folder_that_is_gone_is_told(tmp_path):
     lost = OSError(errno.ESTALE, "Stale file handle", str(tmp_path / "run" / "metrics.csv"))
     told = as_full_disk(lost, tmp_path / "run")
     assert f"the run folder {tmp_path}/run is gone: somebody has deleted it" in str(told)
+
+
+def test_a_full_disk_is_named_by_the_file_that_it_did_not_take(tmp_path, monkeypatch):
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    run_dir, other = tmp_path / "run", tmp_path / "elsewhere" / "profile.json"
+    run_dir.mkdir()
+    with pytest.raises(OSError, match=r"profile\.json") as raised:
+        write_atomically(other, "{}")
+    told = str(as_full_disk(raised.value, run_dir))
+    assert told.startswith(f"{other} cannot be written: No space left on device (")
+    assert told.endswith("Free some, or try another place for it.")
+    (run_dir / "checkpoints" / "step-1.ckpt").mkdir(parents=True)
+    inside = OSError(errno.ENOSPC, "", str(run_dir / "metrics.csv"))
+    assert "another hydra.run.dir; trainer.resume=auto goes on" in str(
+        as_full_disk(inside, run_dir)
+    )
 
 
 def test_other_failures_stay_what_they_are():

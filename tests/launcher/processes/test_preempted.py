@@ -145,3 +145,26 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again():
     run = Run(9, [failure(6)], [])
     run.asked_to_stop = True
     assert run.refusal().endswith("\nNot restarted: a signal had asked for the end.")
+
+
+def test_ranks_that_a_pause_has_ended_start_again_without_being_asked_for():
+    said, begun = [], []
+
+    def start(checkpoint: Path | None) -> None:
+        begun.append(checkpoint)
+        if len(begun) < 3:
+            failure = Failure(1, "red", 0.0, "RuntimeError", "Timed out waiting", 1, step=7)
+            raise RankFailedError("rank 1 failed", failure, paused_s=4000.0)
+
+    restarts = Restarts(0, lambda _: Path("/r/step-00000007.ckpt"), said.append)
+    restarts.run(start, None)
+    assert begun == [None, Path("/r/step-00000007.ckpt"), Path("/r/step-00000007.ckpt")]
+    assert (restarts.count, restarts.pauses) == (0, 2)
+    assert said[0].startswith("everything has stood still for 4000 s")
+
+    def stopped(_: Path | None) -> None:
+        failure = Failure(1, "red", 0.0, "RuntimeError", "Timed out waiting", 1)
+        raise RankFailedError("rank 1 failed", failure, asked_to_stop=True, paused_s=4000.0)
+
+    with pytest.raises(RankFailedError):
+        restarts.run(stopped, None)

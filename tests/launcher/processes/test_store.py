@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from launcher.processes.local import LocalRanks
 from launcher.processes.store import (
+    Store,
     listen_at,
     meeting_address,
     serve_for_good,
@@ -111,7 +112,7 @@ def test_large_values_come_through_whole(port):
     ],
 )
 def test_whoever_is_not_torch_is_shown_out_and_changes_nothing(port, said):
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
         stranger.sendall(said)
         assert stranger.recv(1) == b""
     assert not client(port).check(["word"])
@@ -122,7 +123,7 @@ def test_it_outlives_every_client_and_listens_on_this_machine_only(port):
     first.set("word", "spoken")
     del first
     assert client(port).get("word") == b"spoken"
-    with pytest.raises(OSError), socket.create_connection(("::1", port), timeout=5):
+    with pytest.raises(OSError), socket.create_connection(("::1", port), timeout=30):
         pass
 
 
@@ -130,7 +131,7 @@ def test_the_port_is_free_again_after_the_block():
     with store_served() as port:
         pass
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=5)
+        socket.create_connection(("127.0.0.1", port), timeout=30)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_a_stranger_can_have_nothing_large_kept():
     """What is not a whole request yet has to be kept; of a client with the token, all of it."""
     with store_served("secret") as port:
         with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.settimeout(10)
+            stranger.settimeout(30)
             large = 1 << 23
             key = b"/other/key"
             request = b"\1" + struct.pack("<Q", len(key)) + key + struct.pack("<Q", large)
@@ -217,3 +218,18 @@ def test_a_store_for_several_machines_listens_at_its_address_and_wants_the_token
     # One that no interface of this machine has: of TEST-NET-3.
     with listen_at("203.0.113.7") as everywhere:
         assert everywhere.getsockname()[0] in ("::", "0.0.0.0")
+
+
+def test_strangers_who_stay_take_no_descriptor_that_others_need(monkeypatch):
+    monkeypatch.setattr(Store, "_most_clients", staticmethod(lambda: 3))
+    with store_served("token") as port, contextlib.ExitStack() as stack:
+        ours = dist.PrefixStore("token", client(port))
+        ours.set("word", "spoken")
+        held = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+            for _ in range(20)
+        ]
+        another = dist.PrefixStore("token", client(port))
+        another.set("more", "words")
+        assert ours.get("more") == b"words"
+        assert held[0].recv(1) == b""

@@ -95,6 +95,7 @@ def test_a_joined_run_is_the_same_as_one_of_our_own(trained, tmp_path):
     assert done.stdout.count(f"files: {theirs}") == 1
 
 
+@pytest.mark.full  # test_torchrun_protocol has the leader that refuses, and its follower.
 @pytest.mark.distributed
 def test_a_wrong_request_is_said_once_and_ends_all(tmp_path):
     done = subprocess.run(

@@ -31,6 +31,7 @@ INSIDE = {
 OUTCOME = {
     "steps": 3, "checkpoint": "/c", "step_time_s": 0.5, "tokens_per_s": 2.0, "loss_last": 1.5,
     "timeline": None, "buckets": [0, 0], "skips": [],
+    "exchanges": [],
 }  # fmt: skip
 
 
@@ -169,7 +170,7 @@ def test_a_refusal_is_said_once_and_ends_all(words, message, store, tmp_path, mo
     codes: list[int] = []
     other = follower(codes)
     code, output, errors = lead(*MODEL, *words)
-    other.join(10)
+    other.join(60)
     assert (code, codes, output) == (2, [2], "")
     assert message in errors
     assert errors.count("\n") == 1
@@ -229,11 +230,11 @@ def test_what_a_stranger_has_left_in_the_store_ends_nobody(left, store, tmp_path
     store.set("foldpipe/task", left)
     codes: list[int] = []
     other = follower(codes)
-    other.join(0.3)
+    other.join(0.1)
     assert other.is_alive()
     assert codes == []
     assert lead(*RUN)[0] == 0
-    other.join(10)
+    other.join(60)
     assert codes == [0]
     assert len(seen) == 2
 
@@ -244,7 +245,7 @@ def test_a_refusal_is_heard_over_a_stranger(store, tmp_path, monkeypatch):
     codes: list[int] = []
     other = follower(codes)
     assert lead(*MODEL, "pp=4")[0] == 2
-    other.join(10)
+    other.join(60)
     assert codes == [2]
 
 

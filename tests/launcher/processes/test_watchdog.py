@@ -170,6 +170,18 @@ def test_time_in_which_the_watching_process_did_not_run_does_not_count(bench):
     assert it.after(2).index == 0
 
 
+def test_a_pause_is_known_for_a_while(bench):
+    it = bench(2)
+    assert it.after(5) is None
+    assert it.dog.paused_s(10) == 0
+    it.now += 3600
+    assert it.dog.paused_s(10) == 3600  # it has not looked since
+    assert it.after(9) is None
+    assert it.dog.paused_s(10) == 3600
+    it.after(2)
+    assert it.dog.paused_s(10) == 0
+
+
 def test_a_deadline_of_0_never_ends_a_run(bench):
     it = bench(2)
     it.dog.deadline_s = 0.0

@@ -71,7 +71,7 @@ def test_a_forked_rank_is_what_a_started_one_is_and_a_lost_server_is_replaced(tm
                 os.kill(lost, signal.SIGKILL)
                 assert within(60, lambda: _has_another_server(run, lost))  # noqa: B023
                 os.kill(_server(run), signal.SIGKILL)
-                done = run.finish(timeout_s=20)
+                done = run.finish(timeout_s=60)
                 assert run.family() == {}
     assert shown["fork"] == shown["fresh"]
     assert losses["fork"] == losses["fresh"]
@@ -89,6 +89,7 @@ def test_a_forked_rank_is_what_a_started_one_is_and_a_lost_server_is_replaced(tm
     assert "trainer.max_restarts=1 are used up" in done.errors
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_jobs_of_a_sweep_are_forked_from_one_server_that_does_not_outlive_a_killed_launcher(
     tmp_path,
@@ -102,7 +103,7 @@ def test_jobs_of_a_sweep_are_forked_from_one_server_that_does_not_outlive_a_kill
         assert len(run.family()) == 3
         run.process.kill()
         run.process.wait()
-        assert within(2, lambda: run.family() == {}), run.family()
+        assert within(30, lambda: run.family() == {}), run.family()
 
 
 def test_a_rank_that_ends_as_soon_as_it_has_started_is_known():

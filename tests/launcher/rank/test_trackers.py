@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -12,7 +13,7 @@ import pytest
 
 from launcher.compose.job_start import grouped
 from launcher.config import LaunchConfig
-from launcher.rank.trackers import build_loggers
+from launcher.rank.trackers import Tracked, build_loggers
 from tests.launcher.runs import MODEL, Finished, launch, read_metrics
 from tests.launcher.wandb_log import read_records, rows_and_run
 
@@ -50,6 +51,21 @@ def test_the_terminal_says_where_wandb_keeps_a_run_and_how_to_bring_it_there(wan
     (folder,) = wandb_run.folder.rglob("offline-run-*")
     lines = [line for line in wandb_run.output.splitlines() if line.startswith("wandb: ")]
     assert lines == [f"wandb: offline, in {folder}", f"wandb: wandb sync {folder}"]
+
+
+def test_a_training_goes_on_where_wandb_has_no_room(tmp_path, monkeypatch):
+    said: list[str] = []
+    tracked = Tracked([], tmp_path, said.append)
+    row = {"step": 1, "lr": 0.1}
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tracked, "_checkpoints", full)
+    tracked.row(row, [])
+    tracked.row(row, [])  # told once
+    assert len(said) == 1
+    assert said[0].startswith("warning: wandb's folders take no more ([Errno 28] No space left")
 
 
 def test_wandb_without_a_key_writes_every_step_locally(wandb_run, history):

@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -64,7 +65,7 @@ def test_a_failing_rename_leaves_the_old_file_and_no_litter(tmp_path, monkeypatc
     write_result(path, {"status": "old"})
 
     def fail(self, target):
-        raise OSError("no rename today")
+        raise OSError(errno.EIO, "no rename today")
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="no rename today"):

@@ -16,7 +16,7 @@ from launcher.workloads.hf.hf_model import HfLanguageModel
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.loads import selective_shares, unit_loads
 from launcher.workloads.transformer_shape import MoeShape, unit_specs
-from strategies.costs.analytic import sum_loads
+from strategies.costs.load import sum_loads
 from strategies.errors import PlanError
 from strategies.models.nested import tensors as tensors_in
 from strategies.models.selective.policy import Selection

@@ -8,8 +8,13 @@ from launcher.config import from_dict
 from launcher.config.check import check
 from launcher.config.workload import OptimizerConfig
 from launcher.workloads.language_model import LanguageModel
-from launcher.workloads.muon import Muon, build_muon, embeddings_and_head
-from launcher.workloads.optimizer import build_optimizer, build_scheduler
+from launcher.workloads.optimizer import (
+    Muon,
+    build_muon,
+    build_optimizer,
+    build_scheduler,
+    embeddings_and_head,
+)
 from strategies.errors import ModelError, PlanError
 from strategies.runtime.update.main_optimizer import check_elementwise
 from tests.distributed.training import small_shape

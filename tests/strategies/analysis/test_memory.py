@@ -18,10 +18,13 @@ from strategies.analysis.memory import (
     peak_saved,
 )
 from strategies.compiler import compile_plan
+from strategies.costs.analytic import AnalyticCosts
+from strategies.costs.load import Load
 from strategies.costs.table import StageMemory
 from strategies.ir.placement import bidirectional, v
 from strategies.plan import Recompute
 from strategies.schedules import find_schedule
+from tests.strategies.planner.models import MACHINE
 from tests.strategies.programs import plans, uneven, written
 
 
@@ -242,6 +245,24 @@ def test_the_peak_is_the_moment_at_which_all_together_is_most():
     (peak,) = peak_memory(program, table)
     assert peak.total == 7000 + 200 + 14 + 5
     assert peak_memory_bytes(program, table) == (peak.total,)
+
+
+LOAD = Load(forward_flops=1e6, parameters=100, output_elements=10, saved_elements=50)
+
+
+def test_error_feedback_keeps_an_update_and_the_weights_before_it():
+    asked = {"schedule": "pipedream_2bw", "pp": 2, "num_microbatches": 2}
+    plain, fed = (compile_program(**asked, error_feedback=share) for share in (0.0, 1.0))
+    table = replace(UniformCosts().table(plain), memory=memory(2))
+    before, after = (peak_memory(program, table) for program in (plain, fed))
+    assert before is not None
+    assert after is not None
+    # The first rank has the weights before an update anyway: microbatches use them.
+    assert [held.parameters for held in before] == [2000, 1000]
+    assert [held.parameters for held in after] == [2000, 2000]
+    # Beside the optimizer's state there is the update before, an element per weight.
+    state = [AnalyticCosts((LOAD, LOAD), MACHINE).table(p).state_bytes for p in (plain, fed)]
+    assert [b - a for a, b in zip(*state, strict=True)] == [4 * LOAD.parameters] * 2
 
 
 def test_costs_without_a_breakdown_give_state_and_activations():

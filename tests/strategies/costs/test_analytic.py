@@ -6,8 +6,9 @@ import pytest
 
 from strategies import compile_program, simulate
 from strategies.analysis.memory import peak_bytes
-from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
+from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.hardware import ElementSizes, Hardware
+from strategies.costs.load import Load, sum_loads
 from strategies.errors import CostError
 from strategies.ir.placement import bidirectional
 from tests.strategies.programs import written
@@ -47,6 +48,17 @@ def test_each_number_format_has_its_own_peak_or_the_one_for_all():
     assert forward(machine, "bf16") == (0.5, 1, 0.25)
     with pytest.raises(CostError, match=r"abacus has no peak for fp32: it has one for bf16\. Try"):
         forward(replace(machine, peak_flops=None), "fp32")
+
+
+def test_figures_that_costs_share_are_not_those_of_other_machines():
+    program = compile_program(schedule="1f1b", pp=3, num_microbatches=2)
+    costs, other = AnalyticCosts(STAGES, MACHINE), replace(MACHINE, peak_flops=50.0)
+    shared = costs.table(program)
+    assert replace(costs, dp=2).known is costs.known
+    assert replace(costs, hardware=other).table(program) == (
+        AnalyticCosts(STAGES, other).table(program)
+    )
+    assert costs.table(program) == shared
 
 
 def test_compute_takes_flops_over_reached_peak_or_bytes_over_bandwidth():

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from strategies.costs.analytic import AnalyticCosts, Load
+from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.hardware import Hardware
+from strategies.costs.load import Load
 from strategies.costs.rings import all_to_all, exchangers, expert_holders
 from strategies.ir.placement import loop
 from strategies.ir.program import Program, chain

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from strategies.costs.analytic import AnalyticCosts, Load, sum_loads
+from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.hardware import ElementSizes, Hardware
 from strategies.costs.kernels import Core, Product, Work, unit_seconds
+from strategies.costs.load import Load, sum_loads
 from strategies.errors import CostError
 from strategies.ir.placement import loop
 from strategies.ir.program import Program, chain

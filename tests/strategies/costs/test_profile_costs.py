@@ -1,8 +1,9 @@
 import pytest
 
 from strategies import compile_program
-from strategies.costs.analytic import AnalyticCosts, Load
+from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.hardware import Hardware
+from strategies.costs.load import Load
 from strategies.costs.profile_costs import ProfiledCosts, stage_classes
 from strategies.errors import CostError
 from tests.strategies.costs.test_profile_file import PROFILE

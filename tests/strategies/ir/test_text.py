@@ -8,7 +8,7 @@ from strategies import compile_program
 from strategies.errors import ProgramError
 from strategies.ir import Instruction, Kind, format_instruction, parse_instruction
 from strategies.ir.instruction import backward, forward, input_gradient, overlap
-from strategies.ir.kinds import MESSAGE_KINDS, MICROBATCH_KINDS
+from strategies.ir.kinds import EXCHANGE_KINDS, MESSAGE_KINDS, MICROBATCH_KINDS
 from strategies.ir.text import format_rows, parse_rows
 
 SPELLINGS = {
@@ -21,6 +21,8 @@ SPELLINGS = {
     "3RECV_F0<2": Instruction(Kind.RECV, 3, 0, payload=Kind.F, peer=2),
     "3SEND_B7>2": Instruction(Kind.SEND, 3, 7, payload=Kind.B, peer=2),
     "12RECV_B7<15": Instruction(Kind.RECV, 12, 7, payload=Kind.B, peer=15),
+    "2DISPATCH_B3.1": Instruction(Kind.DISPATCH, 2, 3, bucket=1, payload=Kind.B),
+    "0COMBINE_F12.0": Instruction(Kind.COMBINE, 0, 12, bucket=0, payload=Kind.F),
     "2REDUCE1": Instruction(Kind.REDUCE, 2, bucket=1),
     "2GATHER": Instruction(Kind.GATHER, 2),
     "2STEP": Instruction(Kind.STEP, 2),
@@ -64,13 +66,14 @@ def plain_instructions(draw):
     if kind is Kind.OVERLAP:
         second = draw(st.sampled_from((backward, input_gradient)))
         return overlap(forward(draw(small), draw(small)), second(draw(small), draw(small)))
-    message = kind in MESSAGE_KINDS
+    message, travels = kind in MESSAGE_KINDS, kind in EXCHANGE_KINDS
+    ways = (Kind.F, Kind.B) if message else (Kind.F, Kind.R, Kind.B)
     return Instruction(
         kind,
         draw(small),
-        draw(small) if message or kind in MICROBATCH_KINDS else None,
-        bucket=draw(small) if kind is Kind.REDUCE else None,
-        payload=draw(st.sampled_from((Kind.F, Kind.B))) if message else None,
+        draw(small) if message or travels or kind in MICROBATCH_KINDS else None,
+        bucket=draw(small) if travels or kind is Kind.REDUCE else None,
+        payload=draw(st.sampled_from(ways)) if message or travels else None,
         peer=draw(small) if message else None,
         version=draw(st.none() | small),
     )

@@ -12,6 +12,12 @@ SOUND = """
 """.strip()
 
 
+GATHERED = """
+0F0#0 0B0#0 0STEP#1 0GATHER#1 0F1#1 0B1#1 0STEP#2 0GATHER#2 0F2#2 0B2#2 0STEP#3
+1F0#0 1B0#0 1STEP#1 1GATHER#1 1F1#1 1B1#1 1STEP#2 1GATHER#2 1F2#2 1B2#2 1STEP#3
+""".strip()
+
+
 def stashed(text, per_update=1):
     rows = parse_rows(text + "\n")
     return Program("mine", loop(2, 1), 3, rows, chain(2), per_update=per_update)
@@ -40,6 +46,20 @@ def test_a_wrong_version_is_refused_with_its_place(old, new, message):
     assert old in SOUND
     with pytest.raises(ProgramError, match=message):
         verify(stashed(SOUND.replace(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("0GATHER#2 0F2#2", "0F2#2 0GATHER#2", "0F2#2 reads version 2 .* gathered none"),
+        ("0STEP#2 0GATHER#2", "0GATHER#2 0STEP#2", "0GATHER#2 gathers version 2 .* is 1"),
+        ("1GATHER#2", "1GATHER#1", "rank 1 runs 1GATHER 2 times"),
+    ],
+)
+def test_shares_are_gathered_before_they_are_read(old, new, message):
+    assert verify(stashed(GATHERED))
+    with pytest.raises(ProgramError, match=message):
+        verify(stashed(GATHERED.replace(old, new)))
 
 
 def test_the_step_is_marked_in_the_lists():

@@ -11,7 +11,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
-from strategies.models.step_state import Slot, StepState, join_parts
+from strategies.models.step_places import Slot
+from strategies.models.step_state import StepState, join_parts
 
 
 class Meter:
@@ -148,3 +149,24 @@ def test_a_loss_on_the_way_is_a_mean_by_shares() -> None:
 def test_parts_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ModelError, match=r"\[2, 2\], \[2, 2\].*\[4, 4\]"):
         join_parts(rows(2, 2), [0.5, 0.5], (4, 4))
+
+
+class Slotted:
+    __slots__ = ("later", "number")
+
+    def __init__(self) -> None:
+        self.number = 1
+
+
+def test_nothing_is_changed_until_something_is_another_object(module: Module) -> None:
+    module.slotted = Slotted()
+    watched = StepState(module, [module.layer])
+    watched.begin()
+    assert watched.is_as_begun()
+    module.slotted.later = 2  # had no value
+    assert not watched.is_as_begun()
+    watched.take_back()
+    assert not hasattr(module.slotted, "later")
+    assert watched.is_as_begun()
+    module.seen += 1
+    assert not watched.is_as_begun()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from strategies.costs.analytic import Load
 from strategies.costs.hardware import ElementSizes, Hardware
+from strategies.costs.load import Load
 from strategies.planner.problem import Machine, Problem
 
 MACHINE = Hardware(

@@ -11,7 +11,7 @@ from strategies.analysis.memory import peak_bytes, peak_memory_bytes
 from strategies.compiler import compile_plan
 from strategies.planner.group import Group, expected_bytes, groups
 from strategies.planner.layout_search import leaner_than, rank_key, search
-from strategies.planner.outcome import Evaluator, Outcome, plan_of, program_of
+from strategies.planner.outcome import Evaluator, Outcome, plan_of, program_of, program_step
 from strategies.planner.problem import Order, Problem
 from strategies.planner.space import Space, degrees, layouts
 from strategies.simulator.engine import simulate
@@ -77,11 +77,11 @@ def exhaustive(asked: Problem, space: Space) -> list[Outcome]:
                         if any(fits(*other, space, limit) for other in others):
                             continue
                         program = program_of(group, order)
-                        timeline = simulate(program, group.costs)
                         held = real_bytes(group, order)
                         waits = asked.machine.waits_at_flush
-                        time = timeline.makespan if waits else timeline.period
+                        time = program_step(program, group.costs, waits=waits)
                         assert time >= group.bound * (1 - 1e-9), group.candidate(order)
+                        assert max(held) >= group.least_bytes, group.candidate(order)
                         if max(held) <= limit:
                             found.append(
                                 Outcome(
@@ -103,11 +103,18 @@ CASES = {
     "two nodes and a pinned schedule": (problem(5), Space(16, 32, schedule="interleaved_1f1b")),
     "half of the space pinned": (problem(6, memory=1.5e8), Space(8, 24, tp=1, dp=2)),
     "ZeRO-1 pinned": (problem(3, memory=6e7), Space(4, 16, overlap="zero1")),
+    "ZeRO-1 and few microbatches": (problem(3, memory=6e7), Space(4, 4, overlap="zero1")),
+    "late gradients": (
+        problem(4, barrier=True),
+        Space(4, 16, tp=1, pp=4, microbatch_size=1, asynchronous=True),
+    ),
     "every schedule": (problem(2), Space(4, 8, level="O3", tp=1, microbatch_size=1, pp=2)),
 }
 
 
-LONG = ("roomy", "a barrier at the flush", "tight")
+LONG = (
+    "roomy", "a barrier at the flush", "tight", "half of the space pinned", "ZeRO-1 pinned",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -127,6 +134,41 @@ def test_the_first_five_are_those_of_simulating_everything(name):
     assert answer.num_simulated <= len(expected)
     for plan in answer.plans:
         assert plan.peak_bytes <= asked.machine.memory_bytes
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
+@pytest.mark.parametrize("barrier", [True, False], ids=["makespan", "period"])
+def test_the_bound_of_two_copies_of_the_weights_knows_the_way_to_the_middle(schedule, barrier):
+    asked = problem(8, barrier=barrier)
+    space = Space(4, 8, tp=1, pp=4, microbatch_size=1, schedule=schedule)
+    (layout,) = layouts(space, asked, 1, 4, 1)
+    for recompute in space.recomputes:
+        (group,) = groups(asked, space, layout, recompute)
+        program = program_of(group, *group.orders)
+        time = program_step(program, group.costs, waits=barrier)
+        assert group.bound <= time * (1 + 1e-9)
+        whole = zip(group.table.forward, group.table.backward, strict=True)
+        assert group.bound > layout.num_microbatches * sum(f + b for f, b in whole) / layout.pp
+
+
+def test_gradients_are_late_only_where_that_is_asked_for():
+    asked = problem(4)
+    space = Space(4, 4, tp=1, pp=4, microbatch_size=1)
+    assert "pipedream_2bw" not in {p.candidate.order.schedule for p in search(asked, space).plans}
+    late = replace(space, asynchronous=True)
+    best = search(asked, late).plans[0]
+    assert best.candidate.order.schedule == "pipedream_2bw"
+    program = compile_plan(best.plan).train
+    costs = best.plan.costs
+    assert best.step_time_s == pytest.approx(simulate(program, costs).period)
+    assert best.rank_bytes == peak_memory_bytes(program, costs.table(program))
+    # Its versions of the weights count: with a byte less they do not fit.
+    tight = replace(asked, machine=replace(asked.machine, memory_bytes=best.peak_bytes - 1))
+    assert best.candidate not in {p.candidate for p in search(tight, late).plans}
+    # Where ranks agree on every update, they wait for each other, but drain nothing.
+    waiting = program_step(program, costs, waits=True)
+    flushed = compile_plan(replace(best.plan, schedule="1f1b")).train
+    assert best.step_time_s < waiting < program_step(flushed, costs, waits=True)
 
 
 def test_tight_memory_brings_recomputation_in():

@@ -9,7 +9,8 @@ import pytest
 
 from strategies.analysis.memory import peak_bytes, peak_memory
 from strategies.compiler import compile_plan
-from strategies.costs.analytic import AnalyticCosts, Load
+from strategies.costs.analytic import AnalyticCosts
+from strategies.costs.load import Load
 from strategies.errors import PlanError
 from strategies.plan import Overlap, Plan, Recompute, num_buckets
 from strategies.planner.holdings import (

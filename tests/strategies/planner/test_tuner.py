@@ -28,7 +28,7 @@ def limited(memory: float) -> Problem:
     return replace(asked, machine=replace(asked.machine, hardware=hardware))
 
 
-@pytest.mark.parametrize("memory", [1e9, 0.16e9, 0.12e9])
+@pytest.mark.parametrize("memory", [1e9, 0.16e9, pytest.param(0.12e9, marks=pytest.mark.full)])
 def test_it_lists_what_simulating_everything_finds_best(memory):
     asked = limited(memory)
     best = {}

@@ -239,6 +239,17 @@ def test_fused_pairs_count_as_cells_in_the_grid():
     assert refusal(text).startswith("my.csv, line 1, column 2: (0F1;0B0)OVERLAP_F_B never begins")
 
 
+def test_versions_are_those_of_one_step_or_refused_where_they_stand():
+    named = "0F0#0,0F1#0,0B0#0,0B1#0\n1F0,1B0,1F1,1B1\n"
+    assert from_file(own(named), pp=2) == from_file(own(PLAIN), pp=2)
+    mixed = refusal(PLAIN.replace("0B1", "0B1#1"))
+    assert "rank 0, step 3: 0B1#1 reads version 1 of the weights, but its forward 0F1" in mixed
+    assert "rank 0 | 0F0 0F1 0B0 [0B1#1]  <-- here" in mixed
+    made = refusal(PLAIN.replace("1F1", "1F1#2").replace("1B1", "1B1#2"))
+    assert made.startswith("my.csv, line 2, column 3: 1F1#2 reads version 2 of the weights, which")
+    assert "schedule=pipedream_2bw" in made
+
+
 def test_a_file_is_a_schedule_for_its_own_degrees_only():
     schedule = custom_schedule(own(PLAIN), pp=2)
     assert (schedule.name, schedule.num_microbatches, schedule.weight_copies) == ("custom", 2, 1)

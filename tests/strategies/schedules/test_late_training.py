@@ -1,8 +1,12 @@
 import pytest
 
+from launcher.config import LaunchConfig
+from launcher.config.launch import HardwareConfig
+from launcher.config.pipeline import CostsConfig, ScheduleConfig
+from launcher.resolve import resolve
 from strategies.errors import PlanError
 from strategies.schedules import find_schedule
-from strategies.schedules.schedule import refuse_training
+from strategies.schedules.schedule import refuse_late, refuse_training
 
 ASKED = {
     "pp": 4, "num_microbatches": 4, "vertical_sync": False, "accumulation": 1, "clip": None,
@@ -13,7 +17,6 @@ ASKED = {
 @pytest.mark.parametrize(
     ("name", "more", "message"),
     [
-        ("pipedream_2bw", {"accumulation": 3}, "accumulate_grad_batches=3 .* num_microbatches=12"),
         ("pipedream", {"accumulation": 2}, "accumulate_grad_batches=2 .* schedule=pipedream_2bw"),
         ("pipedream_2bw", {"precision": "16-mixed"}, "precision=16-mixed .*=bf16-mixed"),
         ("pipedream", {}, "num_microbatches=4 with schedule=pipedream.* num_microbatches=1"),
@@ -30,10 +33,34 @@ def test_what_contradicts_training_without_a_flush_is_refused(name, more, messag
     ("name", "more"),
     [
         ("1f1b", {"accumulation": 3, "precision": "16-mixed", "clip": 1.0}),
-        ("pipedream_2bw", {"clip": 1.0, "on_nan": "skip"}),
+        ("pipedream_2bw", {"clip": 1.0, "on_nan": "skip", "accumulation": 3}),
         ("pipedream", {"num_microbatches": 1, "vertical_sync": True, "clip": 1.0}),
         ("pipedream", {"num_microbatches": 1, "pp": 1, "clip": 1.0, "on_nan": "skip"}),
     ],
 )
 def test_the_rest_is_not(name, more):
     refuse_training(find_schedule(name), **(ASKED | more))
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "message"),
+    [
+        ("1f1b", {"synchronous_steps": 5}, "synchronous_steps=5: 1f1b ends every step .*2bw"),
+        ("zb_v", {"error_feedback": 0.5}, "error_feedback=0.5: zb_v ends every step .*2bw"),
+        ("pipedream", {"error_feedback": 1.0}, "error_feedback=1: .* one update late.*2bw"),
+    ],
+)
+def test_remedies_are_refused_where_there_is_nothing_to_remedy(name, asked, message):
+    with pytest.raises(PlanError, match=message):
+        refuse_late(find_schedule(name), **asked)
+    refuse_late(find_schedule(name))
+    refuse_late(find_schedule("pipedream_2bw"), synchronous_steps=5, error_feedback=1.0)
+
+
+def test_versions_that_do_not_fit_are_refused_with_their_bytes():
+    config = LaunchConfig(
+        mode="validate", pp=2, num_microbatches=2, schedule=ScheduleConfig(name="pipedream_2bw"),
+        costs=CostsConfig(name="analytic"), hardware=HardwareConfig(memory_gb=0.003),
+    )  # fmt: skip
+    with pytest.raises(PlanError, match=r"for 2 versions of its weights, and hardware.memory_gb="):
+        resolve(config)

@@ -69,6 +69,19 @@ def test_reductions_run_under_the_next_batch():
 def test_fewer_microbatches_than_ranks_are_refused():
     with pytest.raises(PlanError, match=r"num_microbatches=3: pipedream_2bw .* num_microbatches=4"):
         compile_program(schedule="pipedream_2bw", pp=4, num_microbatches=3)
+    with pytest.raises(PlanError, match=r"=1 over accumulate_grad_batches=3 .* num_microbatches=2"):
+        compile_plan(Plan("pipedream_2bw", 4, 1, accumulation=3))
+
+
+def test_several_batches_may_make_an_update():
+    plan = Plan("pipedream_2bw", 4, 2, accumulation=3)
+    program = compile_plan(plan).train
+    assert {(i.microbatch // 6, i.version) for i in program.ranks[0] if i.kind is Kind.F} == {
+        (0, 0), (1, 0), (2, 1),
+    }  # fmt: skip
+    assert weight_versions(program) == (2, 2, 2, 1)
+    figures = measure(simulate(program, UniformCosts()), UniformCosts())
+    assert (figures.period, figures.bubble_ratio) == (6, pytest.approx(0, abs=1e-9))
 
 
 def test_a_call_lets_a_batch_in_and_applies_the_update_of_the_one_before():
@@ -90,12 +103,24 @@ def test_a_call_lets_a_batch_in_and_applies_the_update_of_the_one_before():
     assert format_rows(end.ranks) == "0RECV_B3<1 0B3 0REDUCE0#0 0STEP#0\n1STEP#0\n"
 
 
-@pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (2, 3), (4, 4), (4, 9)])
-@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
-def test_calls_behind_each_other_and_a_drain_are_the_stream(name, pp, microbatches):
+@pytest.mark.parametrize(
+    ("name", "pp", "microbatches", "accumulation"),
+    [
+        *(
+            (name, *sizes, 1)
+            for name in ("pipedream", "pipedream_2bw")
+            for sizes in ((1, 1), (2, 3), (4, 4), (4, 9))
+        ),
+        ("pipedream_2bw", 2, 1, 3),
+        ("pipedream_2bw", 4, 2, 3),
+        ("pipedream_2bw", 4, 1, 4),
+    ],
+)
+def test_calls_behind_each_other_and_a_drain_are_the_stream(name, pp, microbatches, accumulation):
     """Each rank's lists, put together, run every forward, backward and update once, in order."""
-    calls = compile_plan(Plan(name, pp, microbatches)).calls
-    for batches in (1, 2, 5):
+    plan = Plan(name, pp, microbatches, accumulation=accumulation, overlap="zero1")
+    calls = compile_plan(plan).calls
+    for batches in (1, 2, 5, 8):
         programs = [calls.call(n) for n in range(batches)] + list(calls.drain(batches))
         for rank in range(pp):
             row = [item for program in programs for item in program.ranks[rank]]
@@ -104,16 +129,20 @@ def test_calls_behind_each_other_and_a_drain_are_the_stream(name, pp, microbatch
                 count = range(batches * microbatches)
                 assert found == [number % calls.num_labels for number in count]
             steps = sum(item.kind is Kind.STEP for item in row)
-            assert steps == batches * microbatches // calls.lateness.per_update
+            assert steps == -(-batches * microbatches // calls.lateness.per_update)
+            # No forward reads what the last updates make.
+            read = {item.version for item in calls.program.ranks[rank] if item.kind is Kind.F}
+            gathers = sum(i.kind is Kind.GATHER for i in calls.program.ranks[rank])
+            assert gathers == len(read) - 1
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"overlap": "zero1"}, "overlap=zero1 with schedule=pipedream_2bw"),
         ({"split_backward": True}, "schedule.split_backward=true with schedule=pipedream_2bw"),
         ({"loss_over": "batch"}, "loss_over=batch with schedule=pipedream_2bw"),
         ({"vertical_sync": True}, "schedule.vertical_sync=true: pipedream_2bw uses one version"),
+        ({"error_feedback": 1.5}, "schedule.error_feedback=1.5 is a share"),
     ],
 )
 def test_what_needs_a_flush_is_refused(more, message):

@@ -339,3 +339,27 @@ def test_a_convolution_hands_its_channels_to_the_next_through_norm_and_pooling()
         "column", "column", "column", "column", "row",
     ]  # fmt: skip
     assert not plan.layer("net.1").whole_input
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.LSTM(16, 32, batch_first=True)
+        self.look = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.wide, self.narrow = nn.Linear(32, 64), nn.Linear(64, 8)
+
+    def forward(self, batch):
+        x, _ = self.body(batch[0])
+        x = x + self.look(x, x, x, need_weights=False)[0]
+        return F.cross_entropy(self.narrow(self.wide(x[:, -1]).relu()), batch[1])
+
+
+def test_weights_that_a_module_uses_by_itself_stay_whole_with_their_price():
+    plan = found(Recurrent(), (torch.zeros(4, 8, 16), torch.zeros(4, dtype=torch.long)))
+    assert styles(plan) == {"wide": "column", "narrow": "row"}
+    recurrence, attention = plan.reasons
+    assert "in body has no known shardings: every rank does the whole of it, " in recurrence
+    size = 4 * (4 * 32 * 32 + 4 * 32)
+    words = f"look uses {size / 1e6:.3g} MB of weights by itself: every rank has them whole and "
+    assert attention.startswith(words)
+    assert all(float(told.rpartition(", ")[2].removesuffix(" us")) > 0 for told in plan.reasons)

@@ -24,7 +24,10 @@ from launcher.report.sweep.picture import (
 from launcher.report.sweep.sweep_jobs import make_sweep
 from tests.launcher.report.sweep.sweeps import job, predicted, simulated, trained
 
-DRAWN = ("F", "B", "I", "W", "R", "OVERLAP_F_B", "REDUCE", "GATHER", "STEP", "LOSS")
+DRAWN = (
+    "F", "B", "I", "W", "R", "OVERLAP_F_B", "REDUCE", "GATHER", "STEP", "LOSS", "DISPATCH",
+    "COMBINE",
+)  # fmt: skip
 
 
 def test_the_colours_are_those_of_the_interactive_pages():

@@ -123,8 +123,8 @@ def test_a_column_has_one_unit_and_aligned_decimals(values, quantity, unit, expe
 HEADER = (
     "job folder status label schedule pp dp tp stages_per_rank num_microbatches makespan period "
     "bubble_ratio peak_activations_max peak_memory_bytes_max exposed_grad_reduce bound_gap "
-    "gap_to_ideal weight_copies time_unit step_time_s predicted_step_time_s measured_bubble_ratio "
-    "measured_makespan_s measured_period_s measured_exposed_grad_reduce_s "
+    "gap_to_ideal weight_copies synchronous time_unit step_time_s predicted_step_time_s "
+    "measured_bubble_ratio measured_makespan_s measured_period_s measured_exposed_grad_reduce_s "
     "predicted_peak_memory_bytes_max loss_last val_loss tokens_per_s error"
 )
 

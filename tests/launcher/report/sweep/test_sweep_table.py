@@ -1,5 +1,6 @@
 import io
 import re
+from dataclasses import replace
 from textwrap import dedent
 
 from launcher.report.sweep.sweep_jobs import make_sweep
@@ -31,6 +32,18 @@ def test_a_sweep_over_schedules(tmp_path):
            2  foldx_fifo        13.5*      13.5*      11.1*           2.5             0       0.0     12.5*        1
         * best of its column"""  # noqa: E501
     )
+
+
+def test_values_are_cut_and_reach_no_terminal(tmp_path):
+    jobs = [simulated(tmp_path, index, "1f1b") for index in (0, 1)]
+    values = ("a\x1b[2J[/bold]\u202e", "x" * 3000)
+    jobs = [replace(j, overrides=(f"user.a={v}",)) for j, v in zip(jobs, values, strict=True)]
+    file = io.StringIO()
+    print_sweep(make_sweep(jobs, [j.overrides for j in jobs]), file=file)
+    text = file.getvalue()
+    assert "a\\x1b[2J[/bold]\\u202e" in text
+    assert not {"\x1b", "\u202e"} & {*text}
+    assert max(map(len, text.splitlines())) < 250
 
 
 def test_a_run_has_measured_figures_beside_predicted_ones(tmp_path):
@@ -111,3 +124,11 @@ def test_columns_without_room_are_named_and_never_wrapped(tmp_path, monkeypatch)
     for name in note.partition(": ")[2].split(", "):
         assert name.split()[0] in wide
         assert not any(name in line for line in table)
+
+
+def test_where_a_job_has_no_flush_every_job_says_whether_it_has(tmp_path):
+    names = ("1f1b", "pipedream_2bw")
+    jobs = [simulated(tmp_path, index, name) for index, name in enumerate(names)]
+    head, *rows = (line.split() for line in printed(jobs).splitlines()[2:5])
+    assert "flush" in head
+    assert [row[:3] for row in rows] == [["0", "1f1b", "yes"], ["1", "pipedream_2bw", "no"]]

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.workloads.data.order import ReplicaOrder
+from launcher.workloads.data.module import ReplicaOrder
 
 
 def orders(num_blocks, *, num_replicas=1, epoch=0, **options):

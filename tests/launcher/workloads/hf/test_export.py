@@ -20,7 +20,7 @@ from launcher.workloads.hf.hf_model import HfLanguageModel
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.transformer_shape import MoeShape, TransformerShape
 from strategies.errors import ModelError, PlanError, RunError
-from strategies.runtime.lightning.rank_folder import save
+from strategies.runtime.lightning.checkpoints.rank_folder import save
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.storage.saver import Saver

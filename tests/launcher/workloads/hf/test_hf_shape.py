@@ -201,7 +201,7 @@ def test_parameters_per_unit_are_those_of_the_cut_module(family, changes, tmp_pa
     [
         ("llama", 4, False, "tp=4 does not divide num_key_value_heads=2. Try tp=2."),
         ("llama", 2, True, "sequence_parallel=true: layers of the transformers library"),
-        ("gpt2", 2, False, "tp=2: the transformers library keeps queries, keys and values"),
+        ("gpt2", 3, False, "tp=3 does not divide n_head=4. Try tp=2 or tp=4."),
     ],
 )
 def test_what_cannot_be_cut_is_told_before_anything_starts(

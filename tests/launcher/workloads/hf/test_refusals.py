@@ -86,6 +86,23 @@ def test_a_family_without_a_loss_of_routers_has_none(tmp_path):
     assert build_skeleton(shape_of(tmp_path, pretrained=False)).balance is None
 
 
+def test_a_loss_that_has_more_in_it_than_tokens_and_routers_is_refused(tmp_path):
+    more = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]}
+    for coefficient, folder in ((0.0, tmp_path / "without"), (0.1, tmp_path / "with")):
+        tiny_config("bamba", z_loss_coefficient=coefficient, **more).save_pretrained(folder)
+    assert build_skeleton(shape_of(tmp_path / "without", pretrained=False)).balance is None
+    with pytest.raises(ModelError, match="BambaForCausalLM adds something to the loss of its tok"):
+        build_skeleton(shape_of(tmp_path / "with", pretrained=False))
+
+
+@pytest.mark.parametrize("family", ["jetmoe", "doge"])
+def test_routers_that_the_library_records_in_another_way_are_refused(family, tmp_path):
+    config = tiny_config(family, output_router_logits=True, num_experts_per_tok=2, is_moe=True)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="makes of its routers is not one of sums over tokens"):
+        build_skeleton(shape_of(tmp_path, pretrained=False))
+
+
 @pytest.mark.parametrize("family", ["t5", "no_such_thing"])
 def test_what_is_no_causal_language_model_is_refused(family, tmp_path):
     config = {"model_type": family, "vocab_size": 64}

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 from launcher.workloads.hf.hf_model import HfLanguageModel
+from strategies.tracing.plan_search import styles_by_hand
 from strategies.tracing.trace import trace_model
 from tests.tiny_models import SEQUENCE, batch_of, shape_of, write_model
 
@@ -32,6 +33,13 @@ def test_a_known_family_is_traced_as_its_formulas_have_it(family: str, tmp_path:
         stream = 2 * SEQUENCE * shape.hidden
         assert spec.saved_elements - stream <= unit.saved_bytes.at(1) / 4
         assert unit.saved_bytes.at(1) / 4 <= spec.saved_elements + constants
+
+
+def test_a_family_without_a_plan_of_the_librarys_has_none_by_hand(tmp_path: Path):
+    write_model(tmp_path, "mixtral")
+    with torch.device("meta"):
+        module = HfLanguageModel(shape_of(tmp_path))
+    assert styles_by_hand(module) is None
 
 
 def test_a_family_that_is_not_known_is_traced_without_unknown_operations(tmp_path: Path):

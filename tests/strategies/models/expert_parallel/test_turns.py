@@ -1,5 +1,7 @@
 """Two strands of one rank: only one runs at a time, and what either raises is raised."""
 
+import threading
+
 import pytest
 import torch
 
@@ -28,6 +30,18 @@ def test_strands_take_turns_until_one_has_ended(turns):
         seen = []
         turns.run(strand(turns, "F", seen), strand(turns, "B", seen, 3))
         assert seen == ["B0", "F0", "B1", "F1", "B2", "F ends", "B ends"]
+
+
+def test_a_strand_may_go_on_in_a_thread_of_its_own(turns):
+    seen = []
+
+    def elsewhere():
+        thread = threading.Thread(target=strand(turns, "B", seen))
+        thread.start()
+        thread.join()
+
+    turns.run(strand(turns, "F", seen), elsewhere)
+    assert seen == ["B0", "F0", "B1", "F1", "B ends", "F ends"]
 
 
 def test_outside_of_a_pair_nobody_waits(turns):

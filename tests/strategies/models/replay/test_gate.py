@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from strategies.models.replay.gate import unchanged
 
@@ -77,3 +78,10 @@ def test_containers_that_were_filled_hold_what_they_held_before() -> None:
         assert {k: v for k, v in held.items() if k != "tensors"} == {  # type: ignore[operator,union-attr]
             k: v for k, v in contents().items() if k != "tensors"
         }
+
+
+def test_shapes_without_numbers_stay_as_they_are() -> None:
+    with FakeTensorMode():
+        module = nn.BatchNorm1d(2)
+        with unchanged(module):
+            module(torch.zeros(3, 2))

@@ -44,3 +44,16 @@ def test_padding_comes_off_and_on_again():
         assert shard.unpadded(share, rank).shape == (2, held)
         assert torch.equal(shard.padded(shard.unpadded(share, rank).clone(), rank), share)
         assert shard.padded(share, rank) is share
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_of_parts_side_by_side_a_rank_has_a_share_of_each(dim):
+    shape = [2, 2]
+    shape[dim] = 12
+    whole = torch.arange(24.0).reshape(shape)
+    shard = Shard(dim, 12, 2, segments=3)
+    shares = [shard.local(whole, rank) for rank in range(2)]
+    assert torch.equal(shard.whole(shares), whole)
+    parts = [part.chunk(2, dim)[1] for part in whole.chunk(3, dim)]
+    assert torch.equal(shares[1], torch.cat(parts, dim))
+    assert (shard.width, shard.held(1), shard.start(1)) == (6, 6, 2)

@@ -7,8 +7,9 @@ import pytest
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.memory import peak_memory_bytes
 from strategies.compiler import compile_plan, compile_short
-from strategies.costs.analytic import AnalyticCosts, Load
+from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.hardware import Hardware
+from strategies.costs.load import Load
 from strategies.errors import PlanError
 from strategies.ir import Kind
 from strategies.ir.program import recomputed_pairs

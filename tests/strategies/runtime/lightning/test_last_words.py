@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 
 from strategies import PipelineStrategy
 from strategies.errors import ModelError, PipelineError, PlanError
-from strategies.runtime.lightning.last_words import LastWords, Voices, speak_once
+from strategies.runtime.lightning.last_words import LastWords, Voices, in_python, speak_once
 
 SCRIPT = """
 import lightning.pytorch as pl, torch
@@ -75,6 +75,14 @@ def test_a_refusal_is_one_line_without_a_traceback(capsys: pytest.CaptureFixture
     assert isinstance(words, LastWords)
     assert _end(words, PlanError("pp=0: ranks are counted from 1.\x1b[2J")) == 2
     assert capsys.readouterr().err == "error: pp=0: ranks are counted from 1.\\x1b[2J\n"
+
+
+def test_keys_of_the_command_line_are_told_as_python_has_them() -> None:
+    told = "trainer.on_nan=skip goes on; trainer.resume=a/b.ckpt goes on, say."
+    assert in_python(told) == (
+        'PipelineStrategy(on_nan="skip") goes on; fit(ckpt_path="a/b.ckpt") goes on, say.'
+    )
+    assert in_python("within 5 s (cluster.timeout_s); pp=4") == "within 5 s (timeout_s); pp=4"
 
 
 def test_all_else_goes_to_the_hook_that_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +165,14 @@ REFUSE = (
 @pytest.mark.parametrize(
     ("optimizer", "hook", "told", "code"),
     [
-        pytest.param("LBFGS", "pass", "LBFGS decides on each rank by itself how ", 2, id="all"),
+        pytest.param(
+            "LBFGS",
+            "pass",
+            "LBFGS decides on each rank by itself how ",
+            2,
+            id="all",
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             "Adam", REFUSE.format(rank=0), "only here", 2, id="first", marks=pytest.mark.full
         ),

@@ -10,7 +10,7 @@ import pytest
 from strategies import PipelineStrategy
 from strategies.errors import PlanError
 from strategies.plan import Options, Plan, Recompute, ScheduleFile
-from strategies.runtime.lightning.request import Keywords
+from strategies.runtime.lightning.request import Keywords, check_request
 
 CSV = "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"
 
@@ -21,8 +21,10 @@ def request(strategy):
 
 def test_every_field_of_plan_and_options_has_its_keyword():
     wanted = [entry.name for kind in (Plan, Options) for entry in fields(kind)]
-    # The model says which stages it skips.
-    assert sorted(["pp", *Keywords.__annotations__, "skips"]) == sorted(wanted)
+    # The model says which stages it skips and which exchange tokens, the Trainer how many batches
+    # make an update.
+    others = ["skips", "exchanges", "accumulation"]
+    assert sorted(["pp", *Keywords.__annotations__, *others]) == sorted(wanted)
 
 
 def test_keywords_and_a_plan_with_options_ask_for_the_same():
@@ -81,8 +83,42 @@ def test_a_request_is_not_said_in_two_ways(given, named):
 
 
 def test_a_keyword_that_does_not_exist_is_a_type_error_as_everywhere():
-    with pytest.raises(TypeError, match="got an unexpected keyword argument 'num_micro_batches'"):
-        PipelineStrategy(num_micro_batches=2)
+    for word, fix in {
+        "num_micro_batches": "Try num_microbatches=8.", "chunks": "Try num_microbatches=8.",
+        "num_microbatch": "Did you mean num_microbatches?", "stages": "Try pp=4.",
+        "devices": "Try Trainer(devices=...), which takes it.", "zzz": "It takes pp, plan,",
+    }.items():  # fmt: skip
+        with pytest.raises(TypeError, match=f"got an unexpected keyword argument '{word}'") as told:
+            PipelineStrategy(**{word: 2})
+        assert isinstance(told.value, PlanError)
+        assert fix in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"plan": 3}, "PipelineStrategy(plan=3): expected a Plan."),
+        ({"plan": Plan(), "options": "x"}, "expected a Options."),
+        ({"plan": Plan(pp=0)}, "PipelineStrategy(pp=0): pp is at least 1."),
+        ({"plan": Plan(), "options": Options(tp=0)}, "tp is at least 1"),
+        ({"plan": Plan("chimera", pp=3)}, "pp=3 is odd"),
+        ({"metadata": 3}, "expected names and values"),
+        ({"configuration": [1]}, "expected names and values"),
+        ({"pp": 10**30}, "pp is at most 65536. Try pp=2."),
+        ({"num_microbatches": 10**12}, "at most 1000000"),
+        ({"seed": 2**80}, "at most 4294967295"),
+        ({"pipeline_layers": ""}, "is empty. Try pipeline_layers='net.layers'."),
+        ({"memory_bytes": "4GB"}, "Try memory_bytes=4000000000."),
+        ({"pairs": True}, "ep=1. Try ep=2, or leave pairs out."),
+        ({"pp": 2, "buckets": (1,)}, "has 1 numbers, but there are 2 stages"),
+        ({"pp": 2, "schedule": "zb_h1", "split_backward": True}, "splits its backwards by itself"),
+        ({"schedule": "qqqqqq"}, "Try schedule=1f1b, or another of"),
+    ],
+)
+def test_what_could_only_fail_in_the_midst_of_a_fit_is_refused_at_once(words, message):
+    with pytest.raises(PlanError) as refused:
+        PipelineStrategy(**words)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +139,7 @@ def test_a_keyword_that_does_not_exist_is_a_type_error_as_everywhere():
         ({"backend": "mpi"}, "expected 'auto' or 'gloo'"),
         ({"grad_dtype": "fp16"}, "expected 'fp32' or 'bf16'"),
         ({"check_batches": "no"}, "expected True or False"),
-        ({"costs": 3}, "expected Costs or None"),
+        ({"costs": 3}, "expected costs such as UniformCosts() or None"),
         ({"recompute": 1}, "or 'none' or 'full'"),
         ({"pp": 2, "units_per_stage": (1, 2, 3)}, "has 3 counts, but there are 2 stages"),
         ({"pp": 2, "units_per_stage": [1, -2]}, "units_per_stage is at least 0"),
@@ -120,3 +156,19 @@ def test_what_cannot_be_meant_is_told_where_it_stands(words, message):
 
 def test_a_list_is_as_good_as_a_tuple():
     assert PipelineStrategy(2, units_per_stage=[1, 2])._options.units_per_stage == (1, 2)
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("chimera", 2), ("dualpipe", 2), ("zb_v", 4)])
+def test_stages_with_two_owners_are_counted_once(schedule, stages):
+    made = PipelineStrategy(2, schedule=schedule, num_microbatches=8, units_per_stage=[3] * stages)
+    again = PipelineStrategy(plan=made._plan, options=made._options)
+    assert again._options.units_per_stage == (3,) * stages
+    with pytest.raises(PlanError, match=f"has 3 counts, but there are {stages} stages"):
+        PipelineStrategy(2, schedule=schedule, num_microbatches=8, units_per_stage=[3] * 3)
+
+
+@pytest.mark.parametrize("buckets", [0, 3, (1, 2), None])
+def test_a_plan_may_have_one_number_of_buckets_for_all_stages(buckets):
+    """As the launcher's own plans have, none where there is nobody to reduce with."""
+    plan = Plan("1f1b", 2, 4, buckets=buckets)
+    assert check_request(plan, Options()) == (plan, Options())

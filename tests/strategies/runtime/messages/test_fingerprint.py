@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from strategies.compiler import compile_plan
+from strategies.costs.analytic import AnalyticCosts
 from strategies.plan import Plan, Recompute
 from strategies.runtime.messages.fingerprint import (
     difference,
@@ -18,6 +19,7 @@ from strategies.runtime.messages.fingerprint import (
     versions_print,
     weights_print,
 )
+from tests.strategies.costs.test_analytic import MACHINE, STAGES
 
 
 def test_a_difference_names_ranks_hosts_and_values():
@@ -70,6 +72,12 @@ def test_equal_plans_print_alike_and_every_field_counts():
     other = options_print("", replace(plan, num_microbatches=8))
     changed = {name for name, value in options_print("", plan).items() if other[name] != value}
     assert changed == {"num_microbatches"}
+
+
+def test_what_costs_keep_of_earlier_questions_does_not_count():
+    asked, fresh = (AnalyticCosts(STAGES, MACHINE) for _ in range(2))
+    asked.table(compile_plan(Plan("1f1b", pp=len(STAGES), num_microbatches=4)).train)
+    assert shared_print({"costs": asked}) == shared_print({"costs": fresh})
 
 
 @pytest.mark.parametrize(

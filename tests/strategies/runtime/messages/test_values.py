@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strategies.errors import ModelError
-from strategies.models.step_state import ABSENT
+from strategies.models.step_places import ABSENT
 from strategies.runtime.messages.values import Opening, Parcel
 
 CPU = torch.device("cpu")

@@ -36,6 +36,26 @@ def test_loaders_of_equal_rows_are_cut_like_one() -> None:
     assert sum(s.share for s in shares) == pytest.approx(1)
 
 
+def test_lists_of_boxes_are_cut_with_the_rows_and_columns_as_columns() -> None:
+    boxes = [torch.zeros(1 + row % 4, 4) for row in range(8)]
+    records = [{"boxes": b, "label": torch.tensor(i)} for i, b in enumerate(boxes)]
+    columns = [torch.zeros(8, 2), torch.zeros(8, 3)]
+    batch = {"x": torch.zeros(8, 5), "boxes": boxes, "records": tuple(records), "views": columns}
+    first, *_ = split_batch(batch, 4)
+    assert count_rows(batch) == 8
+    assert [box.shape for box in first.data["boxes"]] == [(1, 4), (2, 4)]
+    assert [int(record["label"]) for record in first.data["records"]] == [0, 1]
+    assert [view.shape for view in first.data["views"]] == [(2, 2), (2, 3)]
+
+
+def test_two_views_of_two_rows_are_columns() -> None:
+    batch = [[torch.zeros(2, 5), torch.zeros(2, 5)], torch.zeros(2)]
+    _, second = split_batch(batch, 4)
+    assert [view.shape for view in second.data[0]] == [(1, 5), (1, 5)]
+    constant = [[torch.zeros(2, 5), torch.zeros(1, 7)], torch.zeros(2)]
+    assert [part.shape for part in split_batch(constant, 2)[0].data[0]] == [(1, 5), (1, 7)]
+
+
 def test_a_loader_that_is_through_gives_nothing_to_any_share() -> None:
     spec = loaders([torch.arange(4), torch.arange(4)])
     shares = split_batch([None, torch.arange(4)], 2, spec)
@@ -121,3 +141,9 @@ def same(first: Any, second: Any) -> bool:
 def test_what_belongs_to_a_microbatch_as_a_whole_is_refused(parts: list[Any]) -> None:
     with pytest.raises(ModelError, match="num_microbatches=1"):
         concatenate(parts, [2, 2])
+
+
+def test_a_number_of_rows_is_a_microbatch_s_own() -> None:
+    with pytest.raises(ModelError, match="int for a microbatch as a whole"):
+        concatenate([2, 2], [2, 2])
+    assert concatenate([2, 2], [3, 3]) == 2

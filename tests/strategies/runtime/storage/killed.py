@@ -129,7 +129,7 @@ def one_of_two(folder: Path, kills: int, seed: int = 0) -> int:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
             where = Coordinates.of(rank, pp=1, dp=2)
             groups = Communicators(where)
-            groups.create([("save", (0, 1))], backends={"save": "gloo"}, timeout_s=20)
+            groups.create([("save", (0, 1))], backends={"save": "gloo"}, timeout_s=60)
             saver = Saver(Exchange(groups.get("save", (0, 1))))
             for step in range(start + 1, start + 1000):
                 name = "last.ckpt" if step % 2 else f"step-{step}.ckpt"
@@ -139,7 +139,7 @@ def one_of_two(folder: Path, kills: int, seed: int = 0) -> int:
                     saver.remove(folder / f"step-{step - 2}.ckpt")
 
         children = [forked(lambda rank=rank: work(rank)) for rank in (0, 1)]
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while len(list(folder.parent.glob(f"{store.name}-*"))) < 2:
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -149,7 +149,7 @@ def one_of_two(folder: Path, kills: int, seed: int = 0) -> int:
         assert ended(children[victim]) == -signal.SIGKILL
         killed = time.monotonic()
         assert ended(children[1 - victim]) == 1, "the other rank went on"
-        assert time.monotonic() - killed < 10
+        assert time.monotonic() - killed < 30
         found = newest(folder, size=_LARGE)
         assert found >= reached, (found, reached)
         reached = found

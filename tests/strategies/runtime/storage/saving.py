@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from strategies.errors import CheckpointError
-from strategies.runtime.lightning import checkpointing_strategy
+from strategies.runtime.lightning.checkpoints import checkpointing_strategy
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.storage.saver import Saver

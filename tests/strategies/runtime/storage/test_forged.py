@@ -14,8 +14,8 @@ import torch
 
 from strategies.errors import CheckpointError
 from strategies.manifest import read_manifest
-from strategies.runtime.lightning import stock_file
-from strategies.runtime.lightning.checkpointing_strategy import load_state_dict
+from strategies.runtime.lightning.checkpoints import stock_file
+from strategies.runtime.lightning.checkpoints.checkpointing_strategy import load_state_dict
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.storage.saver import Saver
 from tests.forgery import reseal, rewrite

@@ -41,9 +41,3 @@ def test_one_of_two_ranks(everyday: dict[str, Any]) -> None:
 @pytest.mark.full
 def test_at_random_while_a_thread_saves(tmp_path: Path) -> None:
     assert run(tmp_path, "random=12")["random"] > 0
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("kind", ["random", "ranks"])
-def test_many_times(kind: str, tmp_path: Path) -> None:
-    assert run(tmp_path, f"{kind}={300 if kind == 'random' else 40}")[kind] > 0

@@ -20,10 +20,13 @@ from torch import Tensor
 
 from strategies.errors import CheckpointError
 from strategies.manifest import TENSORS
+from strategies.models.tensor_parallel.tensor_ranks import Shard
+from strategies.runtime.lightning.checkpoints.stock_file import boxed
 from strategies.runtime.storage import part as piece
 from strategies.runtime.storage import tensor_files
 from strategies.runtime.storage.dcp_planners import PieceLoadPlanner, PieceSavePlanner
 from strategies.runtime.storage.part import Piece, as_piece, own_share
+from strategies.runtime.storage.share_pieces import Shares
 from strategies.runtime.storage.tensor_files import TensorReader, TensorWriter, write_index
 
 
@@ -179,3 +182,27 @@ def test_the_examples_in_the_docstrings_hold() -> None:
         result = doctest.testmod(module)
         assert result.failed == 0
         assert result.attempted > 0
+
+
+@pytest.mark.parametrize(("dim", "ranks"), [(0, 2), (1, 2), (1, 4)])
+def test_shares_of_parts_side_by_side_load_at_any_number_of_ranks(
+    dim: int, ranks: int, tmp_path: Path
+) -> None:
+    whole = torch.arange(192, dtype=torch.float64).reshape((24, 8) if dim == 0 else (8, 24))
+    shard = Shard(dim, 24, ranks, segments=3)
+
+    def shares_of(shard: Shard, rank: int) -> Shares:
+        return Shares({"w": shard}, rank, {}, first_replica=True)
+
+    written = [
+        shares_of(shard, rank).pieces({"w": shard.local(whole, rank)}) for rank in range(ranks)
+    ]
+    write(tmp_path, written)
+    for wanted in (Shard(dim, 24, 1), Shard(dim, 24, 2, segments=3), Shard(dim, 24, 3)):
+        for rank in range(wanted.parts):
+            local = wanted.local(whole, rank)
+            box = shares_of(wanted, rank).boxes({"w": torch.full_like(local, -1)})["w"]
+            assert isinstance(box, Piece)
+            read(tmp_path, {"w": box})
+            assert torch.equal(box.tensor, local)
+            assert torch.equal(boxed(whole, box), local)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strategies.errors import CheckpointError
-from strategies.runtime.lightning import checkpointing_strategy
+from strategies.runtime.lightning.checkpoints import checkpointing_strategy
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.storage import commit, tensor_files
 from strategies.runtime.storage.saver import Saver

@@ -42,7 +42,8 @@ def test_small_updates_of_short_weights_add_up():
     for _ in range(1000):
         gradients.attach(zero=True)
         accumulate(parameter, torch.ones(2, 3, dtype=torch.bfloat16), 1)
-        gradients.wait()
+        gradients.end()
+        gradients.show()
         assert parameter.grad is None
         optimizer.step()
         mains.updated()
@@ -78,7 +79,8 @@ def test_a_weight_without_a_gradient_keeps_what_others_wrote():
     mains = MainWeights.build(gradients)
     assert mains is not None
     gradients.attach(zero=True)
-    gradients.wait()
+    gradients.end()
+    gradients.show()
     parameter.detach().fill_(5.0)
     mains.updated()
     assert parameter.tolist() == [5.0, 5.0]

@@ -1,0 +1,222 @@
+"""What layers get of each row of a batch, told with numbers: whether other rows have a part in it.
+
+Nobody could tell that from shapes. So the step is run with numbers before training, its layers
+replaced by random ones that give a row the same whatever stands beside it: for a batch, and for
+parts of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from strategies.errors import ModelError
+from strategies.models.nested import rebuild, tensors
+from strategies.models.replay.hole import (
+    Args,
+    Function,
+    Hole,
+    Kwargs,
+    dataless,
+    exchange,
+    operation_name,
+    user_line,
+)
+from strategies.models.replay.inference import Outcome
+from strategies.models.replay.path import Path, Position
+from strategies.models.replay.rows.batch_rows import Rows, random_like
+from strategies.models.replay.rows.value_plan import Share, part_of, ways_of
+from strategies.models.replay.rows.whole_values import Hand
+from strategies.models.replay.shape_mode import ShapeMode
+from strategies.models.stage_model import LogCall
+from strategies.models.state import kept_generators
+
+Scout = TypeVar("Scout", bound="RowScout")
+
+
+def scout(
+    run: Callable[[Any, Share, RowScout | None], Scout],
+    whole: Any,
+    parts: Sequence[Any],
+    rows: Sequence[int],
+) -> tuple[Scout, list[Scout]] | None:
+    """Runs a step for a batch and for its parts; None where random numbers are not for it.
+
+    Args:
+        run: Runs the step for a batch, which has these rows of another.
+        whole: That batch.
+        parts: Its rows, in order, in two or more batches.
+        rows: How many each has.
+
+    Raises:
+        ModelError: The step does what a ``run`` refuses.
+    """
+    total = sum(rows)
+    starts = [sum(rows[:number]) for number in range(len(rows))]
+    try:
+        both = run(whole, Share(0, total, total), None)
+        return both, [
+            run(part, Share(start, size, total), both)
+            for part, start, size in zip(parts, starts, rows, strict=True)
+        ]
+    except ModelError:
+        raise
+    except Exception:
+        return None
+
+
+class UndecidedError(Exception):
+    """Nobody can tell where the rows are."""
+
+
+class RowScout(ShapeMode):
+    """Goes through a step with layers that give random rows.
+
+    Args:
+        units: As for ``ShapeMode``, like ``device`` and ``cache``.
+        path: What the probe has seen: which operations draw.
+        share: Which rows of the batch this is.
+        whole: The run for all rows; None where this is it.
+        hand: What is dealt out of the whole batch's values; None if nothing.
+
+    Attributes:
+        mixed: The line of the first layer that gets rows which others have a part in.
+        logged: What the step has logged before its last layer.
+    """
+
+    def __init__(
+        self,
+        units: list[nn.Module],
+        device: torch.device,
+        cache: MutableMapping[Hashable, Outcome],
+        *,
+        path: Path,
+        share: Share,
+        whole: RowScout | None,
+        hand: Hand | None,
+    ) -> None:
+        super().__init__(units, device, cache)
+        self.mixed: str | None = None
+        self.logged: tuple[LogCall, ...] = ()
+        self._path = path
+        self._share = share
+        self._whole = whole
+        self._hand = hand
+        self._position: Position = (0, 0)
+        self._given: dict[int, list[Tensor]] = {}
+        self._picks: dict[int, Tensor] = {}
+        self._made: dict[tuple[int, int], Tensor] = {}
+        self._parameters: dict[str, Tensor] = {}
+
+    def logs_early(self, value: Any) -> bool:
+        """Whether a number is logged that no stage knows of the whole batch."""
+        early = self._position[0] < len(self._path.calls)
+        return early and isinstance(value, Tensor | int | float) and not isinstance(value, Hole)
+
+    def plain(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        if self._hand is not None and self._inside is None and self._hand.draws(func):
+            return self._hand.draw(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
+        call = self._position[0]
+        args, kwargs = self._dealt(args, kwargs)
+        given = [t.detach().clone() for t in tensors((args, kwargs)) if not isinstance(t, Hole)]
+        with kept_generators():
+            result, produced = self.skip(index, forward, args, kwargs, call)
+        self._given[call] = given
+        ways = self._ways(call, given)
+        for ordinal, hole in enumerate(produced):
+            if isinstance(hole, Hole):
+                exchange(hole, self._output((call, ordinal), hole, ways))
+                self.mark(hole)
+        self._position = (call + 1, 0)
+        return result
+
+    def on_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        known, answer = dataless(func, args, kwargs)
+        if known:
+            return answer
+        args, kwargs = self._dealt(args, kwargs)
+        args, kwargs = rebuild((args, kwargs), self._with_data)
+        call, event = self._position
+        events = self._path.events[call] if call < len(self._path.events) else ()
+        given = tensors((args, kwargs))
+        if event < len(events) and events[event].random and given:
+            result: Any = given[0].clone()  # Draws of layers' values have no part in this.
+        else:
+            result = func(*args, **kwargs)
+        if operation_name(func) == "__setitem__" or tensors(result):
+            self._position = (call, event + 1)
+        for tensor in tensors(result):
+            self.mark(tensor)
+        return result
+
+    def _dealt(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if self._hand is None:
+            return args, kwargs
+        return self._hand.arguments(self._position, args, kwargs, self.tracked)
+
+    def _ways(self, call: int, given: Sequence[Tensor]) -> list[Rows | None]:
+        """How this part's rows lie in a layer's arguments of the whole batch."""
+        found: list[Rows | None] = []
+        if self._whole is None:
+            return found
+        for value, own in zip(self._whole._given.get(call, ()), given, strict=False):
+            if value.shape == own.shape or value.dim() != own.dim():
+                continue
+            ways = ways_of(self._share, value, own)
+            picked = None if ways else _picked(value, own)
+            if picked is not None:
+                self._picks.setdefault(call, picked)
+            elif not ways and self.mixed is None:
+                self.mixed = user_line()
+            found += [way for way in ways if way not in found]
+        return found
+
+    def _output(self, key: tuple[int, int], hole: Hole, ways: list[Rows | None]) -> Tensor:
+        spec = hole.spec
+        if self._whole is None:
+            made = random_like(spec, self._device, key[0] * 1009 + key[1])
+            if spec.dtype.is_floating_point:
+                made = made.sigmoid()  # Some losses take nothing but probabilities.
+            self._made[key] = made
+            return made.clone()
+        value = self._whole._made.get(key)
+        if value is None:
+            raise UndecidedError
+        if value.shape == spec.shape:
+            return value.clone()
+        picks = self._picks.get(key[0])
+        if picks is not None and (len(picks), *value.shape[1:]) == spec.shape:
+            return value.index_select(0, picks)
+        rows = [Rows(dim) for dim in range(value.dim())]
+        for way in [*ways, *rows]:
+            own = None if way is None else part_of(self._share, value, way)
+            if own is not None and own.shape == spec.shape:
+                return own.clone()
+        raise UndecidedError
+
+    def _with_data(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Hole | nn.Parameter):
+            return leaf
+        if isinstance(leaf, Hole) and leaf.parameter is None:
+            raise UndecidedError
+        if isinstance(leaf, nn.Parameter):
+            return leaf.detach()
+        name = str(leaf.parameter)
+        if name not in self._parameters:
+            self._parameters[name] = random_like(leaf.spec, self._device, len(name))
+        return self._parameters[name]
+
+
+def _picked(value: Tensor, own: Tensor) -> Tensor | None:
+    """Which rows of a value these are, in whatever order; None if one is of no row alone."""
+    if value.dim() == 0 or value.shape[1:] != own.shape[1:]:
+        return None
+    with torch._C.DisableTorchFunction():
+        same = (own.flatten(1)[:, None] == value.flatten(1)[None]).all(dim=2)
+        return same.int().argmax(dim=1) if bool(same.any(dim=1).all()) else None

@@ -1,0 +1,274 @@
+"""What a step makes of its batch and of random numbers alone, as the whole batch would have it.
+
+A microbatch's step has some of the rows. What its layers give does not depend on the others, but
+what stands before them may: a mixup takes rows of the whole batch, ``x.flip(0)`` its last ones, and
+noise is drawn for all rows at once. No layer has a part in such values, so every rank can compute
+them: the step runs once for the whole batch without its layers (``ValueRun``), and wherever a
+microbatch's step hands such a value to a layer, or joins it with what layers gave, it gets its rows
+of the whole batch's (``Hand``). Which values that concerns, and how their rows lie, is found before
+the first step by runs that are compared (``find_plan``); a step without any costs nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.models.nested import rebuild
+from strategies.models.replay.hole import (
+    Args,
+    Function,
+    Kwargs,
+)
+from strategies.models.replay.path import Position
+from strategies.models.replay.rows.batch_rows import Pair
+from strategies.models.replay.rows.packed_rows import keep_longest
+from strategies.models.replay.rows.value_plan import (
+    NOTHING,
+    Draw,
+    Share,
+    ValuePlan,
+    Values,
+    find_plan,
+    is_same,
+    rows_stay,
+)
+from strategies.models.replay.rows.value_run import seed_all
+from strategies.models.stage_model import STEP_NAMES, Mode
+from strategies.models.state import Generators, kept_generators
+
+# Mode, index of the loader, structure of the batch.
+Step = tuple[Mode, int, Hashable]
+Where = tuple[int, int | None]  # indices of batch and loader, as the step is given them
+
+
+class Hand:
+    """What a run for some rows gets of the whole batch's values."""
+
+    def __init__(self, plan: ValuePlan, values: Values, share: Share) -> None:
+        self._plan = plan
+        self._values = values
+        self._share = share
+        self._drawn: int | None = 0
+        self._packed = 0
+
+    @property
+    def packs(self) -> bool:
+        return self._plan.packs
+
+    def on_packing(self, counts: Tensor) -> None:
+        """What is packed will be filled up to the longest sequence of the whole batch."""
+        if self._packed < len(self._values.longest):
+            keep_longest(counts, self._values.longest[self._packed])
+        self._packed += 1
+
+    @property
+    def last(self) -> Position:
+        return self._plan.last
+
+    def arguments(
+        self, position: Position, args: Args, kwargs: Kwargs, tracked: Callable[[Tensor], bool]
+    ) -> tuple[Args, Kwargs]:
+        """The arguments of a call, with this run's rows of what is dealt out."""
+        ways = self._plan.ways.get(position)
+        if ways is None:
+            return args, kwargs
+        places = count()
+
+        def dealt(leaf: Any) -> Any:
+            place = next(places)
+            point = (*position, place)
+            value = self._values.at.get(point) if place in ways else None
+            if value is None or not isinstance(leaf, Tensor) or tracked(leaf):
+                return leaf
+            own = self._share.of(value, ways[place])
+            if own.shape != leaf.shape or leaf.requires_grad:
+                return leaf
+            if point in self._plan.inside:
+                leaf.data.copy_(own)
+                return leaf
+            return own
+
+        changed: tuple[Args, Kwargs] = rebuild((args, kwargs), dealt)
+        return changed
+
+    def draws(self, func: Function) -> bool:
+        return func in self._plan.drawing
+
+    def draw(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        """What a drawing call gives: the whole batch's result, where it is one for all rows.
+
+        What has rows is drawn for these rows alone, and dealt out where it is used.
+        """
+        known: Draw | None = None
+        if self._drawn is not None:
+            draws = self._values.draws
+            known = draws[self._drawn] if self._drawn < len(draws) else None
+            # Past the last one, or on another way than the whole batch's step.
+            self._drawn = None if known is None or known.func is not func else self._drawn + 1
+        with _kept(kwargs.get("generator")):
+            result = func(*args, **kwargs)
+        if self._drawn is None or known is None:
+            return result
+        drawn = known.result
+        both = isinstance(result, Tensor) and isinstance(drawn, Tensor)
+        if both and result.shape == drawn.shape and result.dtype == drawn.dtype:
+            with torch.no_grad():
+                result.copy_(drawn)
+        return result
+
+
+class Dealer:
+    """Finds out what of a module's steps is dealt out, and deals it.
+
+    ``run`` goes through a step, given its key, a batch, its indices, a plan, and whether draws are
+    to be neutral; ``calls`` tells how many layers it calls.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Step, Any, Where, ValuePlan | None, bool], Values],
+        calls: Callable[[Step, Any, Where], int],
+    ) -> None:
+        self._run = run
+        self._calls = calls
+        self._plans: dict[Step, ValuePlan] = {}
+        self._plan: ValuePlan | None = None
+        self._values = Values()
+        self._shares: Sequence[Share] = ()
+        self._begin: Generators | None = None
+
+    def plan(self, step: Step) -> ValuePlan | None:
+        """What is known of a step; None before ``look``."""
+        return self._plans.get(step)
+
+    def look(
+        self,
+        step: Step,
+        whole: Any,
+        part: Any,
+        turned: Any,
+        front: Any,
+        *,
+        rows: int,
+        first: int,
+        where: Where,
+    ) -> ValuePlan:
+        """Finds the plan of a step from a batch of so many rows, and those from ``first`` on.
+
+        ``turned`` has as many other rows of the batch, ``front`` its first rows, as many as
+        ``part``. The generators are the caller's care.
+
+        Raises:
+            ModelError: As ``find_plan``.
+        """
+
+        def run(batch: Any, *, seed: int = 1, neutral: bool = False) -> Values:
+            seed_all(seed)
+            return self._run(step, batch, where, None, neutral)
+
+        every, last, early = run(whole), run(part), run(front)
+        pair = Pair(rows, first)
+        plan = NOTHING
+        if every.draws or every.host or not rows_stay(every, last, early, pair):
+            still = (every, last)
+            if every.draws:
+                still = (run(whole, neutral=True), run(part, neutral=True))
+            plan = find_plan(
+                every,
+                run(whole, seed=2),
+                last,
+                turned=run(turned),
+                front=early,
+                still=still,
+                pair=pair,
+                num_calls=self._calls(step, part, where),
+                step=STEP_NAMES[step[0]],
+            )
+        if every.longest:
+            plan = replace(plan, packs=True, last=max(plan.last, every.end))
+        self._plans[step] = plan
+        return plan
+
+    def read_before(
+        self, step: Step, batch: Any, *, where: Where, place: Position, change: Callable[[], None]
+    ) -> bool:
+        """Whether layers, or operations up to a place, get other values behind a change.
+
+        The generators are the caller's care, and so is the change. Where the step cannot be run,
+        nobody knows that they do not.
+        """
+        try:
+            seed_all(1)
+            first = self._run(step, batch, where, None, False).at
+            change()
+            seed_all(1)
+            second = self._run(step, batch, where, None, False).at
+        except Exception:
+            return True
+        return any(
+            point[:2] <= place and not is_same(second.get(point), value)
+            for point, value in first.items()
+        )
+
+    def deal(self, step: Step, whole: Any, shares: Sequence[Share], *, where: Where) -> None:
+        """Computes a batch's values, drawing from the generators where they are.
+
+        Args:
+            step: Of which ``plan`` is known.
+            whole: The rows of all replicas.
+            shares: Of the microbatches, and last that of this replica's batch.
+            where: For the step's arguments.
+        """
+        self._plan, self._shares = self._plans[step], shares
+        self._begin = Generators.now() if self._plan.host else None
+        self._values = self._run(step, whole, where, self._plan, False)
+
+    def clear(self) -> None:
+        """Passes get nothing until ``deal``."""
+        self._plan, self._values, self._shares, self._begin = None, Values(), (), None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, other batches may be dealt; behind it, the pass goes on with its own."""
+        before = self._plan, self._values, self._shares, self._begin
+        try:
+            yield
+        finally:
+            self._plan, self._values, self._shares, self._begin = before
+
+    @property
+    def longest(self) -> tuple[int, ...]:
+        """Of the sequences that the batch's step packs."""
+        return tuple(self._values.longest)
+
+    def begin(self) -> None:
+        """Behind it, Python and numpy draw what they drew for the batch."""
+        if self._begin is not None:
+            self._begin.put_back(host_only=True)
+
+    def hand(self, microbatch: int | None) -> Hand | None:
+        """For a run of one microbatch, or of all, which begins now; None if nothing is dealt."""
+        if self._plan is None:
+            return None
+        self.begin()
+        share = self._shares[-1 if microbatch is None else microbatch]
+        return Hand(self._plan, self._values, share)
+
+
+@contextmanager
+def _kept(generator: torch.Generator | None) -> Iterator[None]:
+    """What is drawn inside counts for nobody else."""
+    state = None if generator is None else generator.get_state()
+    try:
+        with kept_generators():
+            yield
+    finally:
+        if generator is not None and state is not None:
+            generator.set_state(state)

@@ -1,0 +1,341 @@
+"""One pass of a rank: the batch cut, the list run, and what is said to the other ranks around it.
+
+Loss, logs and the last step's times travel in one message of each rank, posted behind its last
+forward and read at the end of its list. What ranks of a pipeline must have in common of a batch is
+compared here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import TreeSpec
+
+from strategies.compiler import compile_short
+from strategies.errors import DataError, ModelError
+from strategies.heartbeat import Phase
+from strategies.ir.program import Program
+from strategies.models.collectives import default_group, listed
+from strategies.models.logs import join_replicas, start_packing, unpack_logs
+from strategies.models.stage_model import LogCall
+from strategies.models.state import Fetch, kept_generators
+from strategies.models.step_places import Slot
+from strategies.models.step_state import StepState
+from strategies.runtime.engine.rank_weights import RankWeights
+from strategies.runtime.messages.fingerprint import compare, shared_print
+from strategies.runtime.step.calls_state import Stream
+from strategies.runtime.step.microbatch import (
+    Microbatch,
+    count_rows,
+    first_rows,
+    share_sizes,
+    split_batch,
+    start_checksum,
+)
+from strategies.runtime.step.recorder import RankStep, StepRecord, joined_stats
+from strategies.runtime.step.stage_compute import PassOptions, StepResult
+from strategies.runtime.step.whole_batch import Whole
+from strategies.runtime.update.post_validation import UpdateUndone
+
+
+@dataclass
+class PassResult:
+    """A pass as all ranks of the pipeline see it."""
+
+    loss: float | None  # mean over all replicas' batches; None when the step returned none
+    logs: list[LogCall]  # one call per logged name
+    results: list[Any]  # return values per microbatch; on the last stage's rank only
+    output: Any = None  # the step's return value for the batch, on every rank, if hooks look at it
+    rows: int | None = None  # of all replicas' batches; None where ``logs`` are this replica's
+    uncut: bool = False  # whether each rank has run the whole step: ``output`` is what it returned
+
+
+class RankPasses(RankWeights):
+    """Runs one list over a batch and puts together what all ranks have to say of it."""
+
+    def _by_replica(self, answers: list[Any], joins: bool) -> list[list[Any]]:
+        where = self.coordinates
+        if not joins:
+            return [answers]
+        return [[answers[r] for r in where.replica(d)] for d in range(where.dp)]
+
+    def _run(
+        self,
+        batch: Any,
+        options: PassOptions,
+        *,
+        step: int,
+        update: bool,
+        loaders: TreeSpec | None,
+        backward: bool = True,
+    ) -> PassResult:
+        microbatches = split_batch(batch, self.plan.num_microbatches, loaders)
+        count = len(microbatches)
+        if self.coordinates.exchanges_across:
+            self._refuse_other_counts(count)
+        full = count == self.plan.num_microbatches
+        programs = self.programs if full else compile_short(self.plan, count)
+        if options.mode != "train" or not backward:
+            program = programs.forward
+        else:
+            program = programs.alone if update else programs.accumulate
+        hear = self._begin_pass(
+            batch, microbatches, options, program, step=step, update=update, loaders=loaders
+        )
+        return hear()
+
+    def _begin_pass(
+        self,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        options: PassOptions,
+        program: Program,
+        *,
+        step: int,
+        update: bool,
+        loaders: TreeSpec | None,
+        stream: Stream | None = None,
+    ) -> Callable[[], PassResult]:
+        """Runs a list; what it returns waits for what the other ranks say, and puts it together."""
+        train = options.mode == "train"
+        if train and not self._compared and self.coordinates.world_size > 1:
+            self._compared = True
+            self._compare_shapes(microbatches)
+        if not options.part:
+            self._draws.look(
+                batch, microbatches, options, loaders, whole=self.whole,
+                then=self.whole.compare_layers if train else None,
+            )  # fmt: skip
+        if self.plan.loss_over == "batch":
+            self._compare_rows(batch, microbatches, options, loaders)
+        marks = self.options.check_batches and self.control_group is not None
+        mark = start_checksum(batch) if marks else lambda: 0
+        previous = self._last_step()
+        joins = train and self.coordinates.dp > 1
+        bulletin = self._world_bulletin if joins else self._bulletin
+        carries = options.mode in self.whole.carried
+        rows = count_rows(batch, loaders)
+        whole = Whole()
+        self.whole.begin(batch, microbatches, options)
+
+        def read(slot: Slot) -> bool:
+            place = self.model.last_place(options.mode)
+            own = StepState(self.model.module, self.model.layers())
+            return self._draws.reads(
+                batch, microbatches, options, state=own, slot=slot, place=place
+            )
+
+        shares: list[Callable[[], None]] = []
+
+        def share_later(result: StepResult) -> None:
+            nonlocal whole
+            with default_group(self._parts.replicas):
+                whole, entries = self.whole.end(result.logs, result.loss)
+            loss = None if result.loss is None else Fetch(result.loss)
+            logs = start_packing(entries)
+
+            def share() -> None:
+                value = None if loss is None else float(loss.tensor())
+                said = self.mirror.message(whole, carries=carries, read=read)
+                times = self._times(previous)
+                stops = stream is not None and stream.asked_to_stop
+                bulletin.post([mark(), value, logs(), times, said, rows, stops])
+
+            shares.append(share)
+            if not self._runs_ahead:
+                shares.pop()()
+
+        drawn = None
+        if not options.part:
+            drawn = self._draws.deal(
+                batch, microbatches, options, loaders,
+                seed=self.seed_of(step), state=self.whole.state,
+            )  # fmt: skip
+        while True:
+            try:
+                with listed(self._parts.replicas), kept_generators():
+                    result = self._executor.run(
+                        program,
+                        self._draws.signed(microbatches),
+                        options,
+                        step=step,
+                        forwards_done=share_later,
+                        stream=stream,
+                        verdict=self._confirm if self.late.open else None,
+                    )
+                break
+            except UpdateUndone:
+                self._executor.abandon(program)
+                self.late.repair()
+                self._gradients.attach(zero=True)
+                self.whole.begin(batch, microbatches, options)
+        if drawn is not None:
+            drawn.put_back()
+        for share in shares:
+            share()
+
+        def hear() -> PassResult:
+            self.pulse.phase(Phase.SHARING)
+            replicas = self._by_replica(bulletin.read(), joins)
+            answers = replicas[self.coordinates.dp_rank if joins else 0]
+            self.pulse.phase(Phase.UPDATING if train and update else Phase.BETWEEN)
+            if not (train and update) and stream is None:
+                # Without an optimizer step the pass ends here; only training steps are kept.
+                self.recorder.finish(keep=False)
+            self._check_same([answer[0] for answer in answers])
+            self._note([answer[3] for answer in answers])
+            said = next((answer[4] for answer in answers if answer[4] is not None), None)
+            self.mirror.take(said)
+            self.mirror.share(now=True)
+            if options.mode in self.mirrored:
+                self.mirror.share()
+            if stream is not None:
+                stream.stops = stream.stops or any(a[6] for each in replicas for a in each)
+            if stream is not None and said is not None:
+                stream.waits = True  # The step changes what other stages may read in the next one.
+            joined = self._joined(replicas, result, rows=joins)
+            if carries:
+                joined.output = self.mirror.carry(said, whole.result)
+            return joined
+
+        return hear
+
+    def _refuse_other_counts(self, count: int) -> None:
+        """Replicas that exchange tokens do so in every microbatch."""
+        where = self.coordinates
+        group = self.communicators.get("metrics", where.replicas((where.pp_rank,)))
+        bounds = torch.tensor([count, -count])
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+        most, least = int(bounds[0]), -int(bounds[1])
+        if most != least:
+            raise DataError(
+                f"replicas have from {least} to {most} microbatches of this batch, and with "
+                f"ep={where.ep} over dp={where.dp} replicas they exchange tokens in each. Give all "
+                "replicas batches of as many rows (drop_last=True), or use ep=1."
+            )
+
+    def _compare_shapes(self, microbatches: Sequence[Microbatch]) -> None:
+        """Refuses a first batch that ranks of a pipeline see in different shapes or types.
+
+        Replicas may have different ones; but all have to hear that some pipeline has been refused.
+        """
+        replica = f"replica {self.coordinates.dp_rank}, " if self.coordinates.dp > 1 else ""
+        found = {f"{replica}microbatch {m}": p.signature for m, p in enumerate(microbatches)}
+        compare(shared_print(found), what="first batch", partial=True)
+
+    def _compare_rows(
+        self,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        options: PassOptions,
+        loaders: TreeSpec | None,
+    ) -> None:
+        """Refuses, on all ranks, values that cannot be put together for one loss."""
+        step = options.step_of(batch)
+        if step in self._joined_steps:
+            return
+        refused: ModelError | None = None
+        if len(microbatches) > 1:
+            try:
+                self._compare_pair(batch, microbatches, options, loaders)
+            except ModelError as error:
+                refused = error
+            self._joined_steps.add(step)
+        if self.coordinates.world_size > 1 and step not in self._heard_steps:
+            self._heard_steps.add(step)
+            anywhere = torch.tensor(int(refused is not None))
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+            if refused is None and bool(anywhere):
+                refused = ModelError("loss_over=batch: another rank has refused its first batch.")
+        if refused is not None:
+            raise refused
+
+    def _compare_pair(
+        self,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        options: PassOptions,
+        loaders: TreeSpec | None,
+    ) -> None:
+        if loaders is not None:
+            raise ModelError(
+                "loss_over=batch with several training loaders, whose batches have rows of their "
+                "own: nobody knows which of them a value has. Use one loader of pairs, or "
+                "loss_over=microbatch."
+            )
+        first, second, *_ = share_sizes(count_rows(batch), len(microbatches))
+        with default_group(self._parts.replicas), kept_generators():
+            self.model.compare_rows(
+                options.mode,
+                first_rows(batch, first + second),
+                microbatches[1].data,
+                (first, second),
+                options.dataloader_idx,
+            )
+
+    def _joined(
+        self, replicas: list[list[list[Any]]], result: StepResult, *, rows: bool
+    ) -> PassResult:
+        where = self.coordinates
+        # All sharers of a stage know the same.
+        pipelines = [answers[where.tp_rank :: where.tp] for answers in replicas]
+        loss = self._mean_loss(replicas)
+        logs = [unpack_logs([answer[2] for answer in answers]) for answers in pipelines]
+        results = [result.results[key] for key in sorted(result.results)]
+        if not rows:
+            return PassResult(loss, logs[0], results)
+        total = sum(answers[0][5] for answers in pipelines)
+        return PassResult(loss, join_replicas(logs, where.dp_rank), results, rows=total)
+
+    def _mean_loss(self, replicas: list[list[list[Any]]]) -> float | None:
+        where = self.coordinates
+        pipelines = [answers[where.tp_rank :: where.tp] for answers in replicas]
+        losses = [
+            sum(answer[1] for answer in answers if answer[1] is not None)
+            for answers in pipelines
+            if any(answer[1] is not None for answer in answers)
+        ]
+        return sum(losses) / len(losses) if losses else None
+
+    def _check_same(self, marks: list[int]) -> None:
+        if len(set(marks)) > 1:
+            tp = self.coordinates.tp
+            listing = ", ".join(
+                f"rank {place // tp}" + (f" tp {place % tp}" if tp > 1 else "") + f": {mark:08x}"
+                for place, mark in enumerate(marks)
+            )
+            raise DataError(
+                "the ranks of one pipeline see different batches (checksums "
+                f"{listing}). The data order must not depend on the global random state: give the "
+                "loader a seeded generator or sampler, or set check_batches=False if the batches "
+                "differ on purpose."
+            )
+
+    def _last_step(self) -> StepRecord | None:
+        """The last one that was a batch's, not a drain."""
+        return next((record for record in reversed(self.recorder.kept) if record.step >= 0), None)
+
+    def _times(self, record: StepRecord | None) -> RankStep | None:
+        if record is None:
+            return None
+        norm = self._flush.noted_squared_norm()
+        spans = self.recorder.spans(record)
+        return RankStep(
+            step=record.step,
+            begun=spans.begun,
+            finished=spans.finished,
+            squared_norm=norm,
+            busy_s=spans.busy,
+            computed=spans.computed,
+            reduced=spans.reduced,
+            peak_bytes=self._memory.peak_bytes(),
+        )
+
+    def _note(self, said: Sequence[Sequence[Any] | None]) -> None:
+        flushes = self.stream is None
+        stats = joined_stats(said, tp=self.coordinates.tp, flushes=flushes)
+        self.stats = stats or self.stats

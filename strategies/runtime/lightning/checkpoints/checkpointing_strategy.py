@@ -1,0 +1,481 @@
+"""The state of a run, in and out: each rank's part under the names of the uncut module."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.errors import CheckpointError
+from strategies.heartbeat import Heartbeat, Phase
+from strategies.manifest import MANIFEST, committed, read_manifest
+from strategies.models.unit_model import HasUnits
+from strategies.plan import Options, Plan
+from strategies.runtime.engine.rank_engine import Engine
+from strategies.runtime.lightning.checkpoints import stock_file
+from strategies.runtime.lightning.checkpoints.rank_folder import (
+    DATA_HYPER_PARAMETERS,
+    is_plain,
+    layout_of,
+    load,
+    load_state_dict,
+    name_optimizer_state,
+    random_state,
+    save,
+    set_random_state,
+    without_configs,
+)
+from strategies.runtime.lightning.checkpoints.stock_file import HYPER_PARAMETERS, RANDOM, boxed
+from strategies.runtime.lightning.checkpoints.whole_state import WholeModule, bring_together, fits
+from strategies.runtime.lightning.ranks_strategy import RanksStrategy
+from strategies.runtime.messages.exchange import Exchange, everybody
+from strategies.runtime.messages.fingerprint import checksums, digest, odd_ones, tell_odd_ones
+from strategies.runtime.storage.saver import Saver
+from strategies.runtime.storage.share_pieces import Shares
+from strategies.runtime.update.main_optimizer import MainOptimizer
+
+# Two of them can be imported from here as from where they are.
+__all__ = ["CheckpointingStrategy", "load_state_dict", "owned_state", "save"]
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointingStrategy(RanksStrategy):
+    """Lightning's hooks for checkpoints; ``metadata`` is written into their manifests."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: Options,
+        *,
+        metadata: Mapping[str, Any] | None,
+        heartbeat: Heartbeat | None,
+    ) -> None:
+        super().__init__(plan, options, heartbeat=heartbeat)
+        self._metadata = dict(metadata or {})
+        self._engine: Engine | None = None
+        self._main_optimizers: list[MainOptimizer] = []
+        self._saver: Saver | None = None
+        self._checkpoints: set[Path] = set()
+        self._random_state: Mapping[str, Any] | None = None
+        self._whole: WholeModule | None = None
+        self._from_file = False  # what has been loaded last
+        self._fits_rank_0: bool | None = None  # whether one rank can have all state
+        self._told_objects = False
+        self._orders: list[Any] | None = None  # of the optimizers' parameters, in the whole module
+        self._begun = time.time()
+
+    @property
+    def engine(self) -> Engine:
+        """The running pipeline; there from ``setup`` on."""
+        assert self._engine is not None, "the strategy is set up by Trainer.fit and its kin"
+        return self._engine
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Only then is the module cut, and its state can be put where it belongs."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's part, under the names of the uncut module; collective."""
+        return self._shares(self.engine.holders(share=True)).pieces(self._own(self.whole.part()))
+
+    def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Any]:
+        """The whole module's ``state_dict``, in host memory; collective.
+
+        From ``setup`` on: in a hook that runs on all ranks, or after training.
+
+        Args:
+            everywhere: Whether every rank gets it; else rank 0 does, and the others get {}.
+        """
+        state = self.lightning_module_state_dict()
+        where, experts = self.coordinates, self.engine.model.experts
+        if where.dp_rank > 0:
+            first = where.place < where.ep
+            state = {n: value for n, value in state.items() if first and n in experts}
+        found = bring_together(state, everywhere=everywhere)
+        known = {name: found[name] for name in self.whole.names if name in found}
+        return known | found
+
+    @property
+    def whole(self) -> WholeModule:
+        assert self._whole is not None
+        return self._whole
+
+    def _own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Without what is another rank's; collective."""
+        self.engine.complete()
+        where = self.coordinates
+        own = owned_state(
+            state,
+            every_parameter=self.engine.model.parameter_names,
+            owned_parameters=set(self.engine.named_parameters()),
+        )
+        foreign = self.whole.foreign(speaks=where.dp_rank == where.tp_rank == 0)
+        return {name: value for name, value in own.items() if name not in foreign}
+
+    def _note_cut(self) -> None:
+        """The module has been cut, and its buffers are the same on all ranks."""
+        names = self.engine.model.parameter_names
+        free = owned_state(self.whole.part(), every_parameter=names, owned_parameters=set())
+        self.whole.cut(free.keys() - set(names))
+
+    def _make_whole(self) -> None:
+        """After training, all weights on every rank, if that is asked for and fits; collective."""
+        asked, copies = self._options.whole_after, self.num_processes
+        reason = "ep > 1 has spread its experts" if self._options.ep > 1 else None
+        if self._options.tp > 1:
+            reason = "tp > 1 has cut its matrices"
+        if asked is False or self.whole.restored:
+            reason = ""
+        elif asked == "auto" and reason is None:
+            enough, figures = fits(self.whole.num_bytes, copies=copies)
+            if not self.reduce_boolean_decision(enough):
+                reason = f"it would take {figures}"
+        if reason is None:
+            self.whole.restore(self.engine.model, self._own(self.whole.tensors(self.engine)))
+            return
+        self.whole.leave(cut=not self.whole.restored)
+        if reason and self.is_global_zero:
+            _log.warning(
+                "%s stays cut over the ranks: %s. trainer.strategy.full_state_dict() on all ranks "
+                "brings the weights to rank 0; checkpoints have all of them.",
+                type(self.lightning_module).__name__,
+                reason,
+            )
+
+    def _shares(self, holders: Mapping[str, tuple[int, ...]]) -> Shares:
+        where = self.coordinates
+        first = where.dp_rank == 0
+        model = self.engine.model
+        return Shares(
+            model.shards,
+            where.tp_rank,
+            holders,
+            first_replica=first,
+            experts=model.experts,
+            expert_rank=where.ep_rank,
+            first_experts=where.place < where.ep,
+        )
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """This rank's part, keyed by parameter names instead of positions; collective."""
+        named = self.engine.named_parameters()
+        # Sharded state has been put together on the first replica.
+        holders = {} if self.engine.mains.sharded else self.engine.holders(share=True)
+        state = self._named_state(optimizer, named)
+        return self._shares(holders).optimizer_pieces(state, named)
+
+    def _named_state(self, optimizer: Optimizer, named: dict[str, nn.Parameter]) -> dict[str, Any]:
+        for main in self._main_optimizers:
+            if main.optimizer is getattr(optimizer, "optimizer", optimizer):
+                return main.named_state(named, group_of=self.engine.owners_group)
+        return name_optimizer_state(optimizer, named)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """A file as stock Lightning's, or a folder with files per rank; collective.
+
+        Either has its name when it is complete. Inside ``fit``, with ``async_save``, a folder is
+        written later: it returns when the state is copied. What goes wrong then is raised by the
+        next training step, save or load, or at the end of training.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        self._heartbeat.phase(Phase.SAVING)
+        self._compare_replicas()
+        path = Path(self.broadcast(str(filepath)))
+        self._checkpoints.add(path.absolute())
+        for key in (HYPER_PARAMETERS, DATA_HYPER_PARAMETERS):
+            if key in checkpoint:
+                checkpoint[key] = without_configs(checkpoint[key])
+        for key in ("hparams_type", "datamodule_hparams_type"):
+            checkpoint.pop(key, None)  # of omegaconf's containers
+        if self._as_file(checkpoint):
+            self.saver.finish()
+            self._save_file(checkpoint, path)
+        else:
+            self._save_folder(checkpoint, path)
+        self._heartbeat.phase(Phase.BETWEEN)
+
+    def _as_file(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Whether this is to be a file, the same on all ranks; collective when first asked."""
+        asked = self._options.checkpoints
+        if asked != "auto":
+            return asked == "file"
+        if isinstance(self.lightning_module, HasUnits):
+            return False
+        reason = None
+        objects = [
+            name
+            for key in (HYPER_PARAMETERS, DATA_HYPER_PARAMETERS)
+            for name, value in checkpoint.get(key, {}).items()
+            if not is_plain(value)
+        ]
+        if self._fits_rank_0 is None:
+            # Weights and two values of an optimizer for each.
+            enough, figures = fits(3 * self.whole.num_bytes, copies=1)
+            self._fits_rank_0 = bool(everybody().first_says(enough))
+            reason = None if self._fits_rank_0 else f"a file would take {figures}"
+        if objects and not self._told_objects:
+            self._told_objects = True
+            reason = f"the hyper-parameters {', '.join(objects)} are objects, and no file with such"
+            reason += " is loaded here (save_hyperparameters(ignore=[...]) leaves them out)"
+        if reason is not None and self.is_global_zero:
+            _log.warning(
+                "checkpoints are folders: %s. load_from_checkpoint() reads them where strategies "
+                "has been imported; PipelineStrategy(checkpoints='file') writes files.",
+                reason,
+            )
+        return self._fits_rank_0 and not objects
+
+    def _save_file(self, checkpoint: dict[str, Any], path: Path) -> None:
+        orders = self._stock_orders() if "optimizer_states" in checkpoint else []
+        where = self.coordinates
+        stock_file.write(
+            checkpoint,
+            path,
+            orders=orders,
+            names=self.whole.names,
+            first_replica=where.dp_rank == 0,
+            own={RANDOM: random_state(), "layout": layout_of(where)},
+        )
+
+    def _stock_orders(self) -> list[Any]:
+        if self._orders is None:
+            module = self.lightning_module
+            assert module is not None
+            with self.whole.shown(self.engine.model):
+                self._orders = stock_file.stock_orders(module)
+        return self._orders
+
+    def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
+        state = self._trainer.state
+        holders = self.engine.holders()
+        running = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        save(
+            self.saver,
+            checkpoint,
+            path,
+            coordinates=self.coordinates,
+            holders=holders,
+            # Sharded state has been put together on the first replica.
+            optimizer_holders={} if self.engine.mains.sharded else holders,
+            in_thread=self._options.async_save and running,
+            metadata=self._metadata
+            | {
+                "schedule": self._plan.schedule,
+                "seed": self.engine.seed,
+                "step": checkpoint.get("global_step"),
+                "begun": self._begun,
+                "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+                "parameters": sorted(self.engine.model.parameter_names),
+            },
+        )
+
+    def _compare_replicas(self) -> None:
+        """Refuses to keep weights that replicas have not got alike; collective."""
+        where = self.coordinates
+        if where.dp == 1:
+            return
+        experts = self.engine.model.experts
+        named = self.engine.named_parameters()
+        place = f"pipeline rank {where.pp_rank}, tp rank {where.tp_rank}"
+        self._compare_copies({n: p for n, p in named.items() if n not in experts}, place)
+        if experts:
+            place = f"pipeline rank {where.pp_rank}, ep rank {where.ep_rank}"
+            self._compare_copies({n: p for n, p in named.items() if n in experts}, place)
+
+    def _compare_copies(self, parameters: Mapping[str, Tensor], place: str) -> None:
+        """Refuses to keep what ranks of one ``place`` have not got alike; collective."""
+        where = self.coordinates
+        sums = checksums(parameters)
+        exchange = everybody()
+        found = exchange.everyone((place, where.dp_rank, digest(sums)))
+        if not any(odd_ones(found).values()):
+            return
+        details = exchange.everyone(sums)
+        raise CheckpointError(f"no checkpoint was written: {tell_odd_ones(found, details)}")
+
+    @property
+    def saver(self) -> Saver:
+        if self._saver is None:
+            self._saver = Saver(self._exchange())
+        return self._saver
+
+    def _exchange(self) -> Exchange:
+        everybody = tuple(range(self.world_size))
+        return Exchange(self.engine.communicators.get("checkpoint", everybody))
+
+    def has_checkpoint(self, filepath: str | Path) -> bool:
+        """Whether this run has loaded it, or written it, or is writing it."""
+        return Path(filepath).absolute() in self._checkpoints
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """What this rank needs of a checkpoint, verified before anything changes.
+
+        Raises:
+            CheckpointError: It is missing, damaged, or of another model.
+        """
+        self.saver.finish()
+        path = Path(self.broadcast(str(checkpoint_path)))
+        assert self.lightning_module is not None
+        self._checkpoints.add(path.absolute())
+        fitting = self._trainer.state.fn == TrainerFn.FITTING
+        shares = self._shares({})
+        self._from_file = bool(everybody().first_says(committed(path).is_file()))
+        if self._from_file:
+            return self._load_file(path)
+        found = load(
+            path,
+            exchange=self._exchange(),
+            coordinates=self.coordinates,
+            state=shares.boxes(self.whole.part()),
+            parameters=set(self.engine.model.parameter_names),
+            optimized=shares.boxes(self.engine.named_parameters()) if fitting else {},
+            strict=self.lightning_module.strict_loading,
+        )
+        if fitting:
+            self._go_on_from(committed(path))
+        return found
+
+    def _go_on_from(self, path: Path) -> None:
+        """Refuses the state of other optimizers; this run is younger than the one it goes on."""
+        written = read_manifest(path)["metadata"]
+        self._begun = max(self._begun, (written.get("begun") or 0.0) + 1e-3)
+        then, now = written.get("optimizers"), [type(each).__name__ for each in self.optimizers]
+        if then and then != now:
+            raise CheckpointError(
+                f"{path} was written with the optimizer {', '.join(then)}, and this module is "
+                f"trained by {', '.join(now) or 'none'}: the state of one is of no use to the "
+                "other. Use the optimizer it was written with, or train anew."
+            )
+
+    def _load_file(self, path: Path) -> dict[str, Any]:
+        """A file of stock Lightning's, or one of ours, whole; nothing of it has been read yet."""
+        exchange, found, problem = self._exchange(), {}, None
+        try:
+            found = stock_file.read(path)
+        except CheckpointError as error:
+            problem = str(error)
+        problems = [said for said in exchange.everyone(problem) if said is not None]
+        if problems:
+            raise CheckpointError(problems[0])
+        own = found.pop(stock_file.OWN, {})
+        found = stock_file.with_loaders(found, own.get("loaders", []))
+        ranks = own.get("ranks", {})
+        if ranks:
+            where = self.coordinates
+            old = ranks[0]["layout"]
+            same = old == layout_of(where)
+            source = where.dp_rank % old["dp"] * old["tp"]
+            found[RANDOM] = ranks[self.global_rank if same else source][RANDOM]
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        shares, state = self._shares({}), checkpoint["state_dict"]
+        if self._from_file:
+            if strict:
+                self.whole.check(state)
+            wanted = shares.boxes(self.whole.part())
+            state = {n: boxed(state[n], box) for n, box in wanted.items() if n in state}
+        self.lightning_module.load_state_dict(shares.padded(state), strict=strict)
+        self.engine.mains.refresh()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        named = self.engine.named_parameters()
+        shares = self._shares({})
+        states = checkpoint["optimizer_states"]
+        if self._from_file:
+            wanted = shares.boxes(named)
+            orders = zip(states, self._stock_orders(), strict=True)
+            states = [stock_file.by_names(state, order, wanted) for state, order in orders]
+        saved = [shares.padded_optimizer(state, named) for state in states]
+        mains = self._main_optimizers or [MainOptimizer.plain(each) for each in self.optimizers]
+        for main, state in zip(mains, saved, strict=True):
+            main.load(state, named)
+        # configure_optimizers() may have asked for the number of steps, which makes the loaders
+        # before the loops know where they are. They are made again.
+        loop: Any = self._trainer.fit_loop
+        loop._combined_loader = None
+        self._random_state = checkpoint
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Deletes a whole folder, once, and not before the one being written is committed."""
+        self._checkpoints.discard(Path(filepath).absolute())
+        if self.is_global_zero:
+            self.saver.remove(Path(filepath))
+
+    def _repeat_random_state(self) -> None:
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+
+    def _restore_random_state(self) -> None:
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+            self._random_state = None
+
+    def _last_checkpoint(self) -> str:
+        """Where to go on from after a step that could not be applied, in a sentence."""
+        skip = "trainer.on_nan=skip leaves such steps out and goes on"
+        try:
+            self.saver.finish()
+        except CheckpointError as error:
+            return f"The last checkpoint failed, too: {error} Try a smaller rate; {skip}."
+        there = [p for p in self._checkpoints if p.is_file() or (p / MANIFEST).is_file()]
+        if not there:
+            return f"No checkpoint has been written. Try a smaller rate; {skip}."
+        newest = max(there, key=lambda path: path.stat().st_mtime)
+        return (
+            f"The last checkpoint is {newest}: trainer.resume={newest} goes on from there, say "
+            f"with a smaller rate; {skip}."
+        )
+
+
+def owned_state(
+    state: Mapping[str, Tensor], *, every_parameter: Sequence[str], owned_parameters: set[str]
+) -> dict[str, Tensor]:
+    """A rank's state without buffers that follow another rank's parameters.
+
+    Such a buffer (a foreign BatchNorm's statistics, say) stays on this rank but goes stale. A
+    buffer belongs to the parameters of its module, or of the nearest module around it that has any.
+
+    >>> from torch import zeros
+    >>> full = {"a.weight": zeros(1), "a.mean": zeros(1), "b.mean": zeros(1), "scale": zeros(1)}
+    >>> list(owned_state(full, every_parameter=["a.weight", "b.weight"],
+    ...                  owned_parameters={"a.weight"}))
+    ['a.weight', 'a.mean', 'scale']
+    """
+    parameters = set(every_parameter)
+
+    def stays(name: str) -> bool:
+        prefix = name.rpartition(".")[0]
+        while prefix:
+            around = [known for known in parameters if known.startswith(prefix + ".")]
+            if around:
+                return any(known in owned_parameters for known in around)
+            prefix = prefix.rpartition(".")[0]
+        return True
+
+    return {key: value for key, value in state.items() if key in parameters or stays(key)}

@@ -1,0 +1,1 @@
+"""What people's hooks see of a module of which each rank has a part."""

@@ -1,0 +1,154 @@
+"""The module's state where hooks look at it, and the log calls of steps where Lightning looks.
+
+Hooks run on every rank, steps leave their traces on the last stage's. So this callback stands
+before all others and brings these traces to all ranks of a pipeline: at the end of an epoch, and
+after each batch where a hook between batches is overridden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import isfinite, isinf
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torchmetrics import Metric
+
+from strategies.errors import DataError
+from strategies.models.metric_objects import Replicas, share_metrics
+from strategies.models.stage_model import LogCall, Mode
+from strategies.runtime.engine.rank_engine import Engine
+
+ALIKE: Any = object()
+"""A ``sync_dist_group``: all ranks have the same value already."""
+EPOCH: Any = object()
+"""A ``sync_dist_group``: the value of a batch is a replica's, the value of an epoch that of all."""
+
+_BETWEEN: dict[Mode, tuple[str, ...]] = {
+    "train": (
+        "on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward",
+        "on_before_optimizer_step", "on_before_zero_grad", "optimizer_step", "lr_scheduler_step",
+        "configure_gradient_clipping",
+    ),
+    "validate": ("on_validation_batch_start", "on_validation_batch_end"),
+    "test": ("on_test_batch_start", "on_test_batch_end"),
+    "predict": ("on_predict_batch_start", "on_predict_batch_end"),
+}  # fmt: skip
+
+
+class HookState(pl.Callback):
+    """Mirrors what steps have left before hooks look at it; of no cost where they left nothing."""
+
+    def __init__(self, engine: Callable[[], Engine]) -> None:
+        self._engine = engine
+
+    def _begins(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Before the first batch: who looks, and with whom metrics are computed."""
+        engine = self._engine()
+        found: Iterable[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = [c for c in found if not type(c).__module__.startswith("lightning.")]
+        callbacks = [c for c in callbacks if type(c).__module__.partition(".")[0] != "strategies"]
+        reads: set[Mode] = set()
+        carries: set[Mode] = set()
+        for mode, hooks in _BETWEEN.items():
+            overridden = {
+                hook
+                for hook in hooks
+                if is_overridden(hook, pl_module)
+                or any(is_overridden(hook, c, pl.Callback) for c in callbacks if _has(hook))
+            }
+            if overridden:
+                reads.add(mode)
+            if mode != "predict" and any(hook.endswith("_batch_end") for hook in overridden):
+                carries.add(mode)
+        engine.mirrored = frozenset(reads)
+        engine.whole.carried = frozenset(carries)
+        where = engine.coordinates
+        if engine.whole.replicas.group is None:
+            replicas = engine.communicators.get("metrics", where.replicas((where.pp_rank,)))
+            engine.whole.replicas = Replicas(replicas)
+        if not trainer.training and where.dp > 1:
+            now: Mode = (
+                "test" if trainer.testing else "predict" if trainer.predicting else "validate"
+            )
+            engine.whole.together.discard(now)
+            if _as_many_batches(trainer, engine):
+                engine.whole.together.add(now)
+            elif where.exchanges_across:
+                raise DataError(
+                    f"{now} with ep={where.ep} over dp={where.dp} replicas: they do not have as "
+                    "many batches each (or nobody knows how many), and replicas that exchange "
+                    "tokens have to run every batch together. Use a data set that dp times "
+                    "batch_size divides, drop_last=True, or ep=1."
+                )
+        engine.whole.state.forget()
+        share_metrics(pl_module, engine.whole.replicas)
+
+    def _ends(self, *_: Any, **__: Any) -> None:
+        self._engine().mirror.share()
+
+    on_fit_start = on_train_epoch_start = on_validation_epoch_start = _begins
+    on_test_epoch_start = on_predict_epoch_start = _begins
+    on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _ends
+
+
+def _has(hook: str) -> bool:
+    return hasattr(pl.Callback, hook)
+
+
+def repeat_logs(
+    module: pl.LightningModule, calls: Iterable[LogCall], *, rows: int, alike: bool
+) -> None:
+    """Logs on this rank what the step has logged.
+
+    Args:
+        module: The module, inside the hook of its step.
+        calls: One per name.
+        rows: Of the batch, for Lightning's means over an epoch.
+        alike: Whether all replicas have the same values; else Lightning brings those of an epoch
+            together.
+    """
+    for call in calls:
+        options: dict[str, Any] = {"batch_size": rows, **call.options}
+        if call.metric is not None:
+            metric: Any = module.get_submodule(call.metric)
+            assert isinstance(metric, Metric)
+            value = call.value
+            cache: Any = None if value is None else torch.tensor(value, dtype=torch.float64)
+            metric._forward_cache = cache
+            module.log(call.name, metric, **options)
+            continue
+        if alike:
+            options |= {"sync_dist": True, "sync_dist_group": ALIKE}
+        elif not options.get("sync_dist"):
+            # Batch for batch would wait for replicas that evaluate fewer of them.
+            options |= {"sync_dist": True, "sync_dist_group": EPOCH}
+        module.log(call.name, torch.tensor(call.value, dtype=torch.float64), **options)
+
+
+def _as_many_batches(trainer: pl.Trainer, engine: Engine) -> bool:
+    """Whether all replicas evaluate as many batches, so that none waits for another in vain."""
+    loop: Any = trainer._active_loop
+    counts = loop.max_batches
+    number = float(sum(counts) if isinstance(counts, list) else counts)
+    everybody = tuple(range(engine.coordinates.world_size))
+    bounds = torch.tensor([number, -number], dtype=torch.float64)
+    group = engine.communicators.get("control", everybody)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    return isfinite(number) and float(bounds[0]) == -float(bounds[1])
+
+
+def ends_loader(trainer: pl.Trainer, loader: Sequence[int]) -> bool:
+    """Whether this evaluation batch is the last of its loader, or may be."""
+    loop: Any = trainer._active_loop
+    progress = loop.batch_progress
+    if progress.is_last_batch:
+        return True
+    counts = loop.max_batches
+    if not isinstance(counts, list) or len(counts) < 2:
+        return False
+    through = sum(counts[: (loader[0] if loader else 0) + 1])
+    return bool(isinf(through) or progress.current.ready >= through)

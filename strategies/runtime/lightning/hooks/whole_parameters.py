@@ -1,0 +1,363 @@
+"""The whole model on every rank while a hook looks at it: brought there, and parted behind it.
+
+At the first touch all ranks tell each other what they have come to and what they want (weights,
+gradients); each brings what it owns. Behind the hook each keeps its own part of what was changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.errors import ModelError
+from strategies.models.replay.hole import Hole
+from strategies.models.replay.path import ParameterTable
+from strategies.runtime.engine.rank_engine import Engine
+from strategies.runtime.lightning.last_words import is_lost
+from strategies.runtime.messages.control import Bulletin
+
+_PATIENCE_S = 300.0
+WEIGHTS, GRADIENTS, END = "weights", "gradients", "end"
+
+
+class WholeParameters:
+    """Brings the whole model to this rank while a hook looks at it.
+
+    Args:
+        engine: Of a module whose parameters are known everywhere by name (``StageModel.table``).
+        reduced: Whether gradients behind this pass are those of all replicas.
+        changed: Called when a hook has ended that had the whole model.
+        settle: Called before weights or gradients are brought; what is under way may end there.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        module: pl.LightningModule,
+        *,
+        reduced: Callable[[], bool],
+        changed: Callable[[], None],
+        settle: Callable[[], None],
+    ) -> None:
+        table = engine.model.table
+        assert table is not None
+        self._engine = engine
+        self._module = module
+        self._table: ParameterTable = table
+        self._reduced = reduced
+        self._changed = changed
+        self._settle = settle
+        self._where = engine.coordinates
+        self._patience_s = min(_PATIENCE_S, engine.options.timeout_s)
+        engine.create_hook_groups(timeout_s=self._patience_s)
+        self._group = self._group_of("hooks")
+        self._bulletin = Bulletin(self._group, self._where.pp)
+        first = engine.model.first_stages()
+        self._owners = {
+            name: engine.placement.owners(first[name])[0] for name in engine.model.parameter_names
+        }
+        self._buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+        self._optimizers: list[Groups] = []
+        self._wrapped: list[tuple[Any, str, Any]] = []  # with what was there before, if anything
+        self._settled: set[tuple[int, str]] = set()  # hooks that have run
+        self._uneven: set[tuple[int, str]] = set()  # of those, what not all ranks have touched
+        self._told: set[str] = set()
+        self._call: tuple[tuple[int, str], str] | None = None  # the hook that runs, and its name
+        self._watching = False
+        self._look()
+        self._here = False  # whether the holes' places are filled
+        self._has_gradients = False
+
+    def _look(self) -> None:
+        """Notes which objects count as the module's."""
+        self._foreign = {id(self._table.original(name)): name for name in self._table.freed}
+        own = {id(parameter) for parameter in self._engine.named_parameters().values()}
+        self._parameters = own | self._foreign.keys()
+        modules = list(self._module.modules())
+        self._modules = {id(module) for module in modules}
+        self._tables = [module._buffers for module in modules]
+        self._look_at_buffers()
+
+    def _look_at_buffers(self) -> None:
+        """The same of buffers, which others may take the place of at any time."""
+        self._buffer_ids = {id(b) for table in self._tables for b in table.values()} - {id(None)}
+
+    def _is_foreign(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._foreign
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _exchange(self, kind: str) -> None:
+        """Tells the other ranks what this one has come to, and brings what any of them asks for.
+
+        Raises:
+            ModelError: The others have come to something else.
+        """
+        assert self._call is not None
+        key, label = self._call
+        loose = key not in self._settled or key in self._uneven
+        while True:
+            own = {"hook": label, "kind": kind, **self._contribution()}
+            self._bulletin.post(own)
+            try:
+                said = self._bulletin.read()
+            except RuntimeError as error:
+                if is_lost(error):
+                    raise
+                raise self._apart(label, f"nothing for {self._patience_s:.0f} s") from error
+            kinds = {one["kind"] for one in said}
+            others = {one["hook"] for one in said} - {label}
+            if others or (len(kinds) > 1 and not loose):
+                raise self._apart(label, ", ".join(sorted(others or kinds - {kind})))
+            if len(kinds) > 1:
+                self._uneven.add(key)
+            if kinds - {END} and not self._here:
+                self._bring_weights(said, label)
+            if GRADIENTS in kinds and not self._has_gradients:
+                self._bring_gradients(said)
+            if kind != END or kinds == {END}:
+                return
+
+    def _apart(self, label: str, met: str) -> ModelError:
+        return ModelError(
+            f"{label} looked at parameters or gradients on pipeline rank {self._where.pp_rank}, "
+            f"and another rank of the pipeline came to: {met}. Hooks must look at them on all "
+            "ranks in the same calls; where only one rank is to use what it sees, let all ranks "
+            "look and one rank write."
+        )
+
+    def _contribution(self) -> dict[str, Any]:
+        """What the other ranks need to know to receive this rank's part."""
+        now = dict(self._module.named_buffers())
+        changed = {
+            name: list(buffer.shape)
+            for name, buffer in now.items()
+            if not _same(buffer, self._buffers.get(name))
+        }
+        graded = [
+            name
+            for name, parameter in self._engine.named_parameters().items()
+            if parameter.grad is not None and self._owners[name] == self._where.pp_rank
+        ]
+        return {"buffers": changed, "gradients": graded}
+
+    def _bring_weights(self, said: Sequence[Mapping[str, Any]], label: str) -> None:
+        self._engine.complete()
+        wanted = {
+            name: (owner, self._table.spec(name).shape, self._table.spec(name).dtype)
+            for name, owner in self._owners.items()
+        }
+        own = self._engine.named_parameters()
+        values = self._spread(wanted, {name: p.detach() for name, p in own.items()})
+        size = sum(self._table.spec(name).num_bytes for name in wanted)
+        self._bring_buffers(said)
+        self._bring_generators()
+        self._table.fill(values)
+        self._here = True
+        self._look_at_buffers()
+        if label not in self._told:
+            self._told.add(label)
+            rank_zero_info(
+                f"{label} looks at parameters: the whole model ({size / 2**20:.1f} MiB) is brought "
+                "to every pipeline rank in each call that does."
+            )
+
+    def _bring_buffers(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """Each buffer as the rank has it that has changed it last; of several the last stage's."""
+        last = self._engine.placement.owners(self._engine.placement.num_stages - 1)[0]
+        ranks = [rank for rank in range(self._where.pp) if rank != last] + [last]
+        found = {
+            name: (rank, tuple(shape), dict(self._module.named_buffers())[name].dtype)
+            for rank in ranks
+            for name, shape in said[rank]["buffers"].items()
+        }
+        now = dict(self._module.named_buffers())
+        for name, value in self._spread(found, now).items():
+            if now[name].shape == value.shape:
+                now[name].copy_(value)
+            else:
+                now[name].data = value
+
+    def _bring_generators(self) -> None:
+        """Draws in the hook are the same everywhere."""
+        if self._group is not None:
+            state = torch.default_generator.get_state()
+            first = self._where.global_rank(0, self._where.dp_rank)
+            dist.broadcast(state, src=first, group=self._group)
+            torch.default_generator.set_state(state)
+
+    def _bring_gradients(self, said: Sequence[Mapping[str, Any]]) -> None:
+        wanted = {
+            name: (rank, self._table.spec(name).shape, self._table.spec(name).dtype)
+            for rank, one in enumerate(said)
+            for name in one["gradients"]
+        }
+        own = {n: p.grad for n, p in self._engine.named_parameters().items() if p.grad is not None}
+        for name, gradient in self._spread(wanted, own).items():
+            if name in self._table.freed:
+                self._table.original(name).grad = gradient
+        self._has_gradients = True
+
+    def _spread(
+        self,
+        wanted: Mapping[str, tuple[int, tuple[int, ...], torch.dtype]],
+        own: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Tensors of other ranks, by owner, shape and type; collective over the pipeline."""
+        packs: dict[tuple[int, torch.dtype], list[str]] = {}
+        for name, (owner, _, dtype) in wanted.items():
+            packs.setdefault((owner, dtype), []).append(name)
+        fast = self._engine.options.backend == "nccl"
+        device = self._engine.device if fast else torch.device("cpu")
+        group = self._group_of("whole") if fast else self._group
+        found: dict[str, Tensor] = {}
+        for (owner, dtype), names in packs.items():
+            sizes = [torch.Size(wanted[name][1]).numel() for name in names]
+            if owner == self._where.pp_rank:
+                flat = torch.cat([own[name].detach().reshape(-1) for name in names]).to(device)
+            else:
+                flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+            source = self._where.global_rank(owner, self._where.dp_rank)
+            if group is not None and flat.numel():
+                dist.broadcast(flat.view(torch.uint8), src=source, group=group)
+            if owner != self._where.pp_rank:
+                parts = torch.split(flat.to(self._engine.device), sizes)
+                for name, part in zip(names, parts, strict=True):
+                    found[name] = part.view(wanted[name][1])
+        return found
+
+    def _group_of(self, purpose: str) -> dist.ProcessGroup | None:
+        return self._engine.communicators.get(purpose, self._where.replica(self._where.dp_rank))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _leave(self) -> None:
+        """Each rank keeps what is its own of what the hook has done."""
+        self._watching = False
+        here, self._here = self._here, False
+        gradients, self._has_gradients = self._has_gradients, False
+        for groups in self._optimizers:
+            groups.hide(self._is_foreign)
+        if not here:
+            return
+        for name in self._table.names:
+            parameter = self._table.find(name)
+            if not isinstance(parameter, Hole) and parameter.grad_fn is not None:
+                parameter.detach_()  # Written in place, of values with gradients.
+        frozen = self._table.take_out()
+        self._buffers = {n: b.detach().clone() for n, b in self._module.named_buffers()}
+        self._engine.adopt(gradients=gradients)
+        if frozen or self._engine.trained != self._engine.trained_now():
+            self._engine.follow_freezing()
+        self._changed()
+
+
+class Groups:
+    """An optimizer whose groups can have the parameters of all ranks."""
+
+    def __init__(self, optimizer: Optimizer, foreign: Callable[[Tensor], bool]) -> None:
+        self.optimizer = optimizer
+        self._whole: list[list[nn.Parameter]] = [list(g["params"]) for g in optimizer.param_groups]
+        self._own: list[list[nn.Parameter]] = []
+        self._sizes: list[int] = []
+        self._shown = True
+        self._foreign = foreign
+        self._state: Any = optimizer.state
+        self.hide(foreign)
+
+    def show(self) -> None:
+        if not self._shown:
+            self._shown = True
+            self._own = [group["params"] for group in self.optimizer.param_groups]
+            self._whole += map(list, self._own[len(self._whole) :])  # added outside of hooks
+            for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
+                group["params"] = whole
+            self._state = self.optimizer.state
+            shown: Any = self.optimizer
+            shown.state = _States(self._state, self._foreign)
+            self._sizes = [len(whole) for whole in self._whole]
+
+    def hide(self, foreign: Callable[[Tensor], bool]) -> None:
+        """Leaves each group its own parameters; a hook may have added groups."""
+        if not self._shown:
+            return
+        self._shown = False
+        groups = self.optimizer.param_groups
+        for index, group in enumerate(groups):
+            whole = group["params"]
+            known = index < len(self._own) and whole is self._whole[index]
+            if known and len(whole) == self._sizes[index]:
+                group["params"] = self._own[index]
+            else:
+                group["params"] = [p for p in whole if not foreign(p)]
+                self._whole[index:] = [list(whole), *self._whole[index + 1 :]]
+        if isinstance(self.optimizer.state, _States):  # Nobody has loaded another one.
+            kept = dict(dict.items(self.optimizer.state))
+            self._state.clear()
+            self._state.update(kept)
+            hidden: Any = self.optimizer
+            hidden.state = self._state
+        for parameter in [p for p in self.optimizer.state if foreign(p)]:
+            del self.optimizer.state[parameter]
+
+
+class _States(defaultdict[Any, Any]):
+    """An optimizer's state while a hook runs: of other ranks' parameters there is none here."""
+
+    def __init__(self, state: Mapping[Any, Any], foreign: Callable[[Tensor], bool]) -> None:
+        super().__init__(dict, state)
+        self._foreign = foreign
+
+    def __getitem__(self, key: Any) -> Any:
+        if self._foreign(key):
+            self._refuse()
+        return super().__getitem__(key)
+
+    def __contains__(self, key: Any) -> bool:
+        if self._foreign(key):
+            self._refuse()
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self._refuse()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._refuse()
+        return super().values()
+
+    def items(self) -> Any:
+        self._refuse()
+        return super().items()
+
+    def _refuse(self) -> None:
+        """Its own methods may: they treat each parameter by itself."""
+        frame = sys._getframe(2)
+        for _ in range(3):
+            if isinstance(frame.f_locals.get("self"), Optimizer):
+                return
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        raise ModelError(
+            "a hook looks at the state of an optimizer (moments, step counts), of which each rank "
+            "of a pipeline has that of its own parameters. Look at parameters and gradients, which "
+            "are brought to all ranks, or at the state in a checkpoint."
+        )
+
+
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and torch.equal(one, other)

@@ -1,0 +1,63 @@
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from torch import nn
+
+from strategies.errors import ModelError, PlanError
+from strategies.plan import Plan
+from strategies.runtime.lightning.stream_loop import changes_gradients, refuse_stream
+
+
+class Net(nn.Module):
+    automatic_optimization = True
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+
+def trainer_of(*callbacks: Callback, accumulation: int = 1, clip: float | None = None):
+    return SimpleNamespace(
+        callbacks=list(callbacks),
+        precision_plugin=SimpleNamespace(scaler=None),
+        gradient_clip_algorithm=None,
+        gradient_clip_val=clip,
+        accumulate_grad_batches=accumulation,
+    )
+
+
+PLAN = Plan("pipedream_2bw", 2, 2)
+
+
+def test_what_several_batches_add_up_to_is_fixed_with_the_program():
+    refuse_stream(trainer_of(accumulation=3), Net(nn.LayerNorm(4)), PLAN, on_nan="stop")
+    changing = trainer_of(GradientAccumulationScheduler({2: 4}))
+    with pytest.raises(PlanError, match="GradientAccumulationScheduler with"):
+        refuse_stream(changing, Net(nn.LayerNorm(4)), PLAN, on_nan="stop")
+
+
+def test_running_statistics_are_those_of_later_forwards():
+    with pytest.raises(ModelError, match=r"norm keeps running statistics.*GroupNorm, LayerNorm"):
+        refuse_stream(trainer_of(), Net(nn.BatchNorm1d(4)), PLAN, on_nan="stop")
+    bare = nn.BatchNorm1d(4, track_running_stats=False)
+    refuse_stream(trainer_of(), Net(bare), PLAN, on_nan="stop")
+
+
+def test_a_module_that_steps_by_itself_does_so_at_no_place_of_the_program():
+    net = Net(nn.LayerNorm(4))
+    net.automatic_optimization = False
+    with pytest.raises(ModelError, match=r"automatic_optimization=False with schedule"):
+        refuse_stream(trainer_of(), net, PLAN, on_nan="stop")
+
+
+class Noise(Callback):
+    def on_before_optimizer_step(self, *_: object) -> None:
+        """Might change gradients."""
+
+
+def test_ranks_agree_early_where_nobody_changes_gradients_meanwhile():
+    import lightning.pytorch as pl
+
+    assert not changes_gradients(trainer_of(Callback()), pl.LightningModule())
+    assert changes_gradients(trainer_of(Noise()), pl.LightningModule())
