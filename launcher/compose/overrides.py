@@ -316,10 +316,14 @@ def _unreadable(word: str) -> PlanError:
         items = value.removeprefix("[").removesuffix("]").replace("'", "").replace('"', "")
         listed = ",".join(f"'{item.strip()}'" for item in items.split(",") if item.strip())
         spelt = _shell(f"{name}=[{shorten(listed)}]")
+    advice = f" Try {spelt}." if len(spelt) < _PASTED else ""
     return PlanError(
         f"{shorten(word)}: this value cannot be read. Text with other characters than letters, "
-        f"digits and any of - _ . / % + @ needs quotes inside the shell's quotes. Try {spelt}."
+        f"digits and any of - _ . / % + @ needs quotes inside the shell's quotes.{advice}"
     )
+
+
+_PASTED = 600  # characters: advice that is longer is no help
 
 
 _KEY_NAME = re.compile(r"[A-Za-z_][\w-]*([./@][A-Za-z_][\w-]*)*")
