@@ -1,13 +1,19 @@
-"""What all tests share: golden files, skips for missing machinery, Hypothesis profiles, order."""
+"""What all tests share: golden files, skips for missing machinery, Hypothesis profiles, order.
+
+And a process that each test leaves as it found it.
+"""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import gc
+import os
 import re
 import shutil
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,6 +99,34 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         missing = [name for name in SLURM_DAEMONS if shutil.which(name) is None]
         if missing:
             pytest.skip(f"not installed on this machine: {' '.join(missing)}")
+
+
+# Not SIGCHLD: torch sets its handler once per process, and notices dead loaders by it.
+_ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@pytest.fixture(autouse=True)
+def process_left_as_found() -> Iterator[None]:
+    """The variables, folder, paths, umask and signal handlers of this process are put back.
+
+    Set up before all others of a test, so it sees what their ends have left. It is silent, since
+    libraries set variables where they are imported first. Of wider fixtures it knows nothing.
+    """
+    variables, paths, folder = dict(os.environ), list(sys.path), Path.cwd()
+    umask = os.umask(0o077)
+    os.umask(umask)
+    handlers = {number: signal.getsignal(number) for number in _ASKING}
+    yield
+    if os.environ != variables:
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
+    sys.path[:] = paths
+    os.chdir(folder)
+    os.umask(umask)
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture

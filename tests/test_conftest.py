@@ -1,12 +1,20 @@
-"""`make test`: two files at a time; then, in two lots, those that start several themselves."""
+"""`make test`: two files at a time; then, in two lots, those that start several themselves.
+
+And each test leaves the process as it found it.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 CONFTEST = Path(__file__).with_name("conftest.py")
 NOTE = """
@@ -51,3 +59,30 @@ def test_files_with_several_processes_come_last_each_lot_in_one_process(tmp_path
     several = [name for name, _ in told if name.startswith("several")]
     assert several == ["several_a"] * 3 + ["several_b"] * 3
     assert len({worker for name, worker in told if name.startswith("ranks")}) == 1
+
+
+@pytest.fixture(scope="module")
+def found() -> Iterator[list[Any]]:
+    yield [_state()]
+
+
+def _state() -> tuple[Any, ...]:
+    umask = os.umask(0o022)
+    os.umask(umask)
+    # Which test runs is in a variable, too.
+    variables = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    return variables, list(sys.path), Path.cwd(), umask, signal.getsignal(signal.SIGUSR2)
+
+
+def test_a_careless_test(found: list[Any], tmp_path: Path) -> None:
+    os.environ.pop("HOME")
+    os.environ.update(PATH="/nowhere", MPLCONFIGDIR="/nowhere")
+    sys.path.insert(0, "/nowhere")
+    os.chdir(tmp_path)
+    os.umask(0o011)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    assert all(a != b for a, b in zip(_state(), found[0], strict=True))
+
+
+def test_changes_nothing_for_the_one_behind_it(found: list[Any]) -> None:
+    assert _state() == found[0]
