@@ -80,7 +80,7 @@ def _answer(config: LaunchConfig, run_dir: Path) -> int:
     listed = list_plans(config, asked, answer, in_detail=bool(config.planner.explain))
     mapping = answer_mapping(asked, answer, listed)
     first = listed[0]
-    shardings = useless or _shardings(config, first, run_dir)
+    shardings = useless or _shardings(config, first, asked, run_dir)
     if shardings is not None:
         mapping["tensor_plan"] = shardings.to_json()
     exported = _export(config, first, run_dir, mapping)
@@ -100,12 +100,19 @@ def _answer(config: LaunchConfig, run_dir: Path) -> int:
     return 0
 
 
-def _shardings(config: LaunchConfig, first: ListedPlan, run_dir: Path) -> TensorPlan | None:
+def _shardings(
+    config: LaunchConfig, first: ListedPlan, asked: Question, run_dir: Path
+) -> TensorPlan | None:
     """What is found for the ranks that share matrices, where that is asked for."""
     layout = first.outcome.candidate.layout
     if layout.tp == 1 or not any(word.startswith("tp") for word in config.planner.explain):
         return None
-    return _explained_shardings(config, layout, layout.tp, run_dir)
+    found = _explained_shardings(config, layout, layout.tp, run_dir)
+    group = first.outcome.group
+    if group.recompute.policy in ("selective", "layer"):
+        return found  # What backwards compute again is in the table's figures.
+    table, listed = group.table, isinstance(asked.shape, TracedShape)
+    return replace(found, planned_s=sum(table.forward) + sum(table.backward), listed=listed)
 
 
 def _useless(

@@ -142,10 +142,10 @@ def dump_wrong(message: str) -> str:
 
 
 def _degrees(config: LaunchConfig) -> tuple[int, ...]:
-    """Numbers of ranks that may be asked for: what divides those that there are."""
+    """Numbers of ranks that may be asked for: what divides those that there are; 2 if nothing."""
     places = config.planner.num_gpus or num_places(config)
     most = min(config.hardware.gpus_per_node, places, _MOST_TP)
-    return tuple(n for n in range(2, most + 1) if places % n == 0)
+    return tuple(n for n in range(2, most + 1) if places % n == 0) or (2,)
 
 
 @dataclass
@@ -163,10 +163,13 @@ class _FoundCuts:
             self.known[tp, rows] = self._find(tp, rows)
         found = self.known[tp, rows]
         if isinstance(found, str):
-            raise PlanError(f"tp={tp} with model={self.config.model.name}: {found}")
+            asked = "" if tp == 1 else f"tp={tp} with model={self.config.model.name}: "
+            raise PlanError(f"{asked}{found}")
         return found
 
     def _graph(self, tp: int) -> OperatorGraph | str:
+        if tp == 1:  # What nothing is cut in is the same for all numbers of ranks.
+            return self._graph(next(iter(self.graphs), _degrees(self.config)[0]))
         if tp not in self.graphs:
             degrees = sorted({tp, *_degrees(self.config)})
             try:
@@ -188,10 +191,12 @@ class _FoundCuts:
             sizes=element_sizes(config),
             number_format=config.trainer.number_format,
         )
+        if tp == 1:
+            return unit_cuts(graph, [0] * len(graph.operators), self.units, prices)
         try:
             solved = Planner(graph, prices, level=config.planner.level).solved()
         except PipelineError as error:
             return str(error)
         if not solved.plan.worth:
             return f"nothing is worth cutting over {tp} ranks. Try tp=1, which is as good."
-        return unit_cuts(graph, solved.picks, self.units)
+        return unit_cuts(graph, solved.picks, self.units, prices)

@@ -297,10 +297,14 @@ def calibration(asked: Question) -> str:
         )
     number_format = config.trainer.number_format
     kernels = config.hardware.num_sms is not None
+    unlisted = asked.shape.unlisted() if isinstance(asked.shape, TracedShape) else None
+    note = (
+        "" if unlisted is None else f"\nby FLOPs and kept bytes alone, kernels unknown: {unlisted}"
+    )
     return (
         "uncalibrated: times are computed from datasheet figures, "
         f"{'large products ' if kernels else ''}at {config.hardware.efficiency:.0%} of "
-        f"{format_peak(config.hardware.peak(number_format), number_format)}"
+        f"{format_peak(config.hardware.peak(number_format), number_format)}{note}"
     )
 
 

@@ -25,6 +25,9 @@ class TensorPlan:
         picks: The number of each operator's choice.
         by_hand: The model's own plan with the same prices; None where it has none.
         fits: Whether its own plan goes with the shapes; if not, it is not priced.
+        planned_s: What the planner's table has for a microbatch's forward and backward on these
+            ranks; None where it has none.
+        listed: Whether that goes by the same operators; else by what is known of built-in models.
     """
 
     plan: FoundPlan
@@ -32,10 +35,13 @@ class TensorPlan:
     picks: tuple[int, ...]
     by_hand: FoundPlan | None
     fits: bool = True
+    planned_s: float | None = None
+    listed: bool = True
 
     def to_json(self) -> dict[str, object]:
         hand = self.by_hand
         return self.plan.to_json() | {
+            "planned_seconds": self.planned_s,
             "by_hand_seconds": None if hand is None else hand.seconds,
             "by_hand_above": None if hand is None else hand.seconds / self.plan.seconds - 1.0,
         }
@@ -88,6 +94,11 @@ def _lines(found: TensorPlan) -> Iterator[str]:
         f"{format_duration(plan.seconds_whole, 's')} at tp=1; "
         f"{_bytes(plan.weight_bytes)} of weights per rank, of {_bytes(plan.weight_bytes_whole)}"
     )
+    if found.planned_s is not None:
+        why = "in whole backwards messages run under the weights' gradients"
+        if not found.listed:
+            why += ", and the kernels of built-in models go by formulas (fused attention)"
+        yield f"  the table above has {format_duration(found.planned_s, 's')} for it: {why}"
     for reason in plan.reasons:
         yield f"  {reason}"
     rows = [row for row in plan.layers if row.style != "replicated" or row.partial]

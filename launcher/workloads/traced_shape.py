@@ -23,6 +23,7 @@ class TracedShape:
     sequence: int  # tokens; 1 where rows are no text
     activation_bytes: int  # of an element: the trace counts bytes, costs count elements
     # What is found for (tp, rows of a microbatch), per unit; raises PlanError where there is none.
+    # For tp=1 that is what the units' operations are.
     cuts: Callable[[int, int], tuple[UnitCut, ...]] | None = field(default=None, compare=False)
 
     @property
@@ -61,10 +62,20 @@ class TracedShape:
             PlanError: The model cannot be cut into so many.
         """
         whole = tuple(self._load(n, unit, rows) for n, unit in enumerate(self.trace.units))
-        if tp == 1:
+        if tp == 1 and self.unlisted() is not None:
             return whole
         cuts = self.found_cuts(tp, rows)
         return tuple(_share(load, cut, cuts, rows) for load, cut in zip(whole, cuts, strict=True))
+
+    def unlisted(self) -> str | None:
+        """Why its units go by FLOPs, their operations not being known; else None."""
+        if self.cuts is None:
+            return "its operations were not looked at"
+        try:
+            self.cuts(1, 1)
+        except PlanError as error:
+            return str(error)
+        return None
 
     def found_cuts(self, tp: int, rows: int) -> tuple[UnitCut, ...]:
         """What is found for so many ranks.
@@ -118,6 +129,8 @@ def _share(load: Load, cut: UnitCut, cuts: Sequence[UnitCut], rows: int) -> Load
         backward_sums=tuple(round(size * rows) for size in cut.backward_sums),
         backward_flops=None if both is None else (both[0] * cut.work, both[1] * cut.work),
         tied=tuple((unit, round(n * cuts[unit].weights)) for unit, n in load.tied),
+        works=((cut.kernels, 1),),
+        listed=True,
     )
 
 

@@ -398,7 +398,7 @@ class AnalyticCosts:
     def _computed(self, load: Load) -> Seconds:
         """Without what ranks add up."""
         hardware = self.hardware
-        if hardware.num_sms is None or not load.works:
+        if not load.works or (hardware.num_sms is None and not load.listed):
             backward = self._backward(load, 0), self._backward(load, 1)
             return Seconds(self._forward(load), *backward, self._computing(load.again_flops))
         waiting = 1.0 + hardware.lockstep_loss if self.tp > 1 else 1.0
@@ -406,7 +406,13 @@ class AnalyticCosts:
             (unit_seconds(work, hardware, self._sizes, self.number_format), number * waiting)
             for work, number in load.works
         ]
-        return Seconds(*(sum(took[part] * n for took, n in found) for part in range(4)))
+        forward, inputs, weights, again = (
+            sum(took[part] * n for took, n in found) for part in range(4)
+        )
+        started = 0.0
+        if hardware.num_sms is None:
+            started = hardware.stage_overhead_s + load.num_units * hardware.unit_overhead_s
+        return Seconds(forward + started, inputs + started, weights + started, again)
 
     def _exchange(self, sizes: Sequence[int]) -> float:
         """Tokens to experts and back, layer by layer; gradients take the same ways.

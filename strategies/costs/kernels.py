@@ -108,7 +108,7 @@ class Seconds(NamedTuple):
 def unit_seconds(
     work: Work, hardware: Hardware, sizes: ElementSizes, number_format: NumberFormat
 ) -> Seconds:
-    """Of a unit on a card that says how many multiprocessors it has.
+    """Of a unit: by a card's multiprocessors, or where it says none, by FLOPs and bytes alone.
 
     Raises:
         CostError: The card has no peak for the number format.
@@ -175,10 +175,9 @@ class _Card:
     """A card's figures, for one number format."""
 
     def __init__(self, hardware: Hardware, number_format: NumberFormat, size: int) -> None:
-        assert hardware.num_sms is not None
         peak = hardware.peak(number_format)
         self.num_sms = hardware.num_sms
-        self.sm_flops = peak * hardware.efficiency / self.num_sms
+        self.reached_flops = peak * hardware.efficiency
         self.fused_flops = peak * hardware.attention_efficiency
         self.bandwidth = hardware.memory_bandwidth * hardware.bandwidth_efficiency
         self.start_s = hardware.kernel_overhead_s
@@ -187,16 +186,19 @@ class _Card:
     def product(self, product: Product) -> float:
         """By the best tile, or the time of moving both operands and the result."""
         rows, columns, inner, batch = product
+        elements = batch * (rows * (inner + columns) + inner * columns)
+        moving = elements * self.size / self.bandwidth
+        if self.num_sms is None:
+            return max(product.flops / self.reached_flops, moving) + self.start_s
         waves = min(
             -(-(-(-rows // high) * -(-columns // wide) * batch) // self.num_sms)
             * (high * wide / share)
             for high, wide, share in _TILES
         )
-        computing = 2.0 * waves * (inner + _FILLING) / self.sm_flops
+        computing = 2.0 * waves * (inner + _FILLING) * self.num_sms / self.reached_flops
         if columns * self.size % _LINE_BYTES or inner * self.size % _LINE_BYTES:
             computing *= _UNALIGNED
-        elements = batch * (rows * (inner + columns) + inner * columns)
-        return max(computing, elements * self.size / self.bandwidth) + self.start_s
+        return max(computing, moving) + self.start_s
 
     def moving(self, elements: float, kernels: int) -> float:
         return elements * self.size / self.bandwidth + kernels * self.start_s

@@ -25,6 +25,7 @@ class Load:
         owns: Names of groups of parameters that it has, which others may use, too.
         tied: (group, parameters) that it uses of other units; a stage without that unit has a copy.
         works: (kernels of a unit, units that have them); () where they are not known.
+        listed: Whether a trace has listed those, all that there are: they hold on any machine.
         lean_parameters: Those of which the optimizer keeps one element less than of the others.
         again_sums: As ``backward_sums``, of what a backward computes again.
         first_saved_elements: What it keeps beyond ``saved_elements`` where a stage begins with it.
@@ -49,6 +50,7 @@ class Load:
     owns: tuple[int, ...] = ()
     tied: tuple[tuple[int, int], ...] = ()
     works: tuple[tuple[Work, int], ...] = ()
+    listed: bool = False
     lean_parameters: int = 0
     again_sums: tuple[int, ...] = ()
     first_saved_elements: int = 0
@@ -115,6 +117,7 @@ def sum_loads(loads: list[Load]) -> Load:
         (inputs, weights) if known else None,
         units,
         works=tuple(works.items()),
+        listed=any(load.listed for load in loads),
         lean_parameters=lean,
         again_sums=tuple(again_sums),
         rebuilt_elements=_rebuilt(loads),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
-from strategies.costs.kernels import Product, Work, memory_bound, unit_seconds
+from strategies.costs.kernels import Product, Work, unit_seconds
 from strategies.costs.rings import half_round, sharers
 from strategies.planner.shardings.operators import (
     Choice,
@@ -96,7 +96,8 @@ class Prices:
         summed = self._message(Message("sum", operator.weights, backward=True, once=True))[0]
         started = self._message(Message("sum", 0.0, backward=True, once=True))[0]
         # All gradients go in a few large messages: nobody waits for the start of one of his own.
-        return self._computing(operator, choice) / self.tp + summed - started
+        alone = self._computing(operator, choice) / (1.0 + self.hardware.lockstep_loss)
+        return alone / self.tp + summed - started
 
     def entrance(self, value: Value) -> tuple[float, float]:
         """Seconds and bytes of adding up a value's gradient."""
@@ -104,7 +105,8 @@ class Prices:
 
     def whole(self, graph: OperatorGraph) -> float:
         """Seconds where nothing is cut."""
-        return sum(self._computing(o, o.choices[0]) for o in graph.operators)
+        took = sum(self._computing(o, o.choices[0]) for o in graph.operators)
+        return took / (1.0 + self.hardware.lockstep_loss)
 
     def _message(self, message: Message) -> tuple[float, float]:
         """Seconds, and bytes that a rank sends."""
@@ -125,8 +127,15 @@ class Prices:
                choice.style, choice.whole_input, operator.weights)  # fmt: skip
         if key not in self._known:
             part = self._part(operator, choice)
-            self._known[key] = self._kernels(part, operator, choice)
+            work = self._work(part, operator, choice)
+            took = sum(unit_seconds(work, self.hardware, self.sizes, self.number_format))
+            # Ranks wait for each other after each product, as the planner counts it.
+            self._known[key] = took * (1.0 + self.hardware.lockstep_loss)
         return self._known[key]
+
+    def work(self, operator: Operator, choice: Choice) -> Work:
+        """A rank's kernels."""
+        return self._work(self._part(operator, choice), operator, choice)
 
     def _part(self, operator: Operator, choice: Choice) -> Product | None:
         """A rank's share of a product."""
@@ -144,32 +153,20 @@ class Prices:
             rows = max(1, round(rows * choice.work))
         return Product(rows, columns, inner, batch)
 
-    def _kernels(self, product: Product | None, operator: Operator, choice: Choice) -> float:
-        hardware, sizes = self.hardware, self.sizes
-        elements = operator.moved * self.rows
-        weights = operator.weights * choice.weights
-        if product is None:
-            elements *= choice.work
-        if hardware.num_sms is not None:
-            if product is not None:
-                work = Work(products=(product,), weights=round(weights))
-            elif operator.flops:
-                # A product of two activations: an attention's scores, say.
-                side = max(1, round((operator.flops * choice.work * self.rows / 2) ** (1 / 3)))
-                work = Work(products=(Product(side, side, side),))
-            else:
-                kernels = 1 if operator.moved else 0
-                work = Work(
-                    forward_elements=round(elements), backward_elements=round(2 * elements),
-                    forward_kernels=kernels, backward_kernels=kernels, weights=round(weights),
-                )  # fmt: skip
-            return sum(unit_seconds(work, hardware, sizes, self.number_format))
-        flops = operator.flops * choice.work * self.rows if product is None else product.flops
-        reached = hardware.peak(self.number_format) * hardware.efficiency
-        moved = memory_bound(hardware, elements * sizes.activation)
-        # Gradients of weights are added to their sums: read and written.
-        summed = memory_bound(hardware, 2 * weights * sizes.gradient)
-        return 3.0 * max(flops / reached, moved) + summed
+    def _work(self, product: Product | None, operator: Operator, choice: Choice) -> Work:
+        weights = round(operator.weights * choice.weights)
+        if product is not None:
+            return Work(products=(product,), weights=weights)
+        if operator.flops:
+            # A product of two activations: an attention's scores, say.
+            side = max(1, round((operator.flops * choice.work * self.rows / 2) ** (1 / 3)))
+            return Work(products=(Product(side, side, side),), weights=weights)
+        elements = operator.moved * self.rows * choice.work
+        kernels = 1 if operator.moved else 0
+        return Work(
+            forward_elements=round(elements), backward_elements=round(2 * elements),
+            forward_kernels=kernels, backward_kernels=kernels, weights=weights,
+        )  # fmt: skip
 
 
 # Layers that hold less of a model's weights than this are light.

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from strategies.costs.kernels import Product, Work
 from strategies.planner.shardings.operators import ENTERED, WHOLE, Choice, OperatorGraph
+from strategies.planner.shardings.prices import Prices
 
 
 @dataclass(slots=True)
@@ -17,6 +19,19 @@ class _Sums:
     made: list[float] = field(default_factory=lambda: [0.0, 0.0])
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+
+    def kernels(self) -> Work:
+        """All operations as those of one unit."""
+        products: tuple[Product, ...] = tuple(p for work in self.works for p in work.products)
+        return Work(
+            products=products,
+            forward_elements=sum(work.forward_elements for work in self.works),
+            backward_elements=sum(work.backward_elements for work in self.works),
+            forward_kernels=sum(work.forward_kernels for work in self.works),
+            backward_kernels=sum(work.backward_kernels for work in self.works),
+            weights=sum(work.weights for work in self.works),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +45,7 @@ class UnitCut:
         forward_sums: Elements per row of a microbatch that a forward adds up over the ranks, tensor
             by tensor; a gather, which takes half as long, counts half.
         backward_sums: The same of a backward.
+        kernels: All its operations on one rank, for the microbatch that was asked for.
     """
 
     work: float = 1.0
@@ -37,10 +53,11 @@ class UnitCut:
     kept: float = 1.0
     forward_sums: tuple[float, ...] = ()
     backward_sums: tuple[float, ...] = ()
+    kernels: Work = field(default_factory=Work)
 
 
 def unit_cuts(
-    graph: OperatorGraph, picks: Sequence[int], units: Sequence[str]
+    graph: OperatorGraph, picks: Sequence[int], units: Sequence[str], prices: Prices
 ) -> tuple[UnitCut, ...]:
     """One for each unit; operations between units belong to the one before.
 
@@ -48,6 +65,7 @@ def unit_cuts(
         graph: All operators.
         picks: The number of each operator's choice.
         units: Their names, in the order in which they run.
+        prices: Say how large the microbatch is.
     """
     sums = [_Sums() for _ in units]
     entered: set[int] = set()
@@ -57,6 +75,7 @@ def unit_cuts(
         at = _unit(operator.name, units, at)
         own, choice = sums[at], operator.choices[pick]
         _add(own.work, operator.flops, choice.work)
+        own.works.append(prices.work(operator, choice))
         if operator.parameters and operator.parameters not in counted:
             counted.add(operator.parameters)
             _add(own.weights, operator.weights, choice.weights)
@@ -70,7 +89,7 @@ def unit_cuts(
                 own.backward.append(graph.values[value].elements / graph.rows)
     return tuple(
         UnitCut(_ratio(s.work), _ratio(s.weights), _ratio(s.made), tuple(s.forward),
-                tuple(s.backward))
+                tuple(s.backward), s.kernels())
         for s in sums
     )  # fmt: skip
 
