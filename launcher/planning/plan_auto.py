@@ -120,7 +120,7 @@ def _policies(asked: Question) -> tuple[Recompute, ...]:
     measured = asked.problem.measured
     if measured is not None and measured.selective:
         return (Recompute("selective"),)
-    leaves_out = asked.space.whole_backward or measured is not None
+    leaves_out = asked.space.whole_backward or measured is not None or not asked.space.selective
     return tuple(p for p in POLICIES if not (leaves_out and p.policy == "selective"))
 
 

@@ -69,7 +69,7 @@ def question(
     _check_costs(config)
     shape: PlannedShape = traced or _known_shape(config)
     if traced is not None:
-        _check_traced(config, frozenset(pinned))
+        _check_traced(config, frozenset(pinned), traced)
     memory_gb = config.planner.memory_gb or config.hardware.memory_gb
     late = config.trainer.post_validation is True
     machine = Machine(
@@ -160,7 +160,7 @@ def _check_costs(config: LaunchConfig) -> None:
         )
 
 
-def _check_traced(config: LaunchConfig, pinned: frozenset[str]) -> None:
+def _check_traced(config: LaunchConfig, pinned: frozenset[str], shape: TracedShape) -> None:
     if config.costs.name == "profiled":
         raise PlanError(
             f"costs=profiled with model={config.model.name}: mode=profile measures the units of "
@@ -168,11 +168,17 @@ def _check_traced(config: LaunchConfig, pinned: frozenset[str]) -> None:
             "measured (mode=profile profile.hardware=FILE)."
         )
     asked = {"recompute", "recompute.name"} & pinned
-    if asked and config.recompute.name in ("selective", "layer"):
+    unknown = config.recompute.name == "layer" or not shape.runs_again
+    if asked and config.recompute.name in ("selective", "layer") and unknown:
         raise PlanError(
             f"recompute={config.recompute.name} with model={config.model.name}: a trace does not "
             "know what its layers would compute again. Try recompute=full, or leave it to the "
             "planner."
+        )
+    if asked and config.recompute.layers:
+        raise PlanError(
+            f"recompute.layers with model={config.model.name}: a trace knows what layers compute "
+            "again as recompute=selective has it. Try recompute.layers=[]."
         )
 
 
@@ -218,7 +224,7 @@ def _space(config: LaunchConfig, pinned: frozenset[str], shape: PlannedShape) ->
         whole_backward=config.compile,
         partition=config.planner.partition,
         balance_ratio=config.planner.balance_ratio,
-        selective=not isinstance(shape, TracedShape),
+        selective=not isinstance(shape, TracedShape) or shape.runs_again,
     )
 
 

@@ -42,8 +42,7 @@ def unit_loads(
     ``gpu_element``: bytes of an activation on a GPU, whose kernels keep less than those of a CPU.
     """
     if isinstance(shape, TracedShape):
-        assert not selective
-        return shape.loads(microbatch_size, tp)
+        return shape.loads(microbatch_size, tp, selective=selective)
     units = model_units(shape)
     stream = shape.sequence * shape.hidden * microbatch_size
     loads = tuple(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from launcher.workloads.transformer_shape import UnitSpec
+from strategies.costs.kernels import Work
 from strategies.costs.load import Load
 from strategies.costs.trace_file import TracedModel, TracedUnit
 from strategies.errors import PlanError
@@ -55,17 +56,34 @@ class TracedShape:
             for unit, load in zip(self.trace.units, loads, strict=True)
         )
 
-    def loads(self, rows: int, tp: int = 1) -> tuple[Load, ...]:
+    @property
+    def runs_again(self) -> bool:
+        """Whether all its layers can recompute selectively."""
+        return all(unit.again is not None for unit in self.trace.units)
+
+    def loads(self, rows: int, tp: int = 1, *, selective: bool = False) -> tuple[Load, ...]:
         """One load per unit, for a microbatch of so many sequences, of one of ``tp`` ranks.
+
+        With ``selective`` layers compute again what is cheap; only where ``runs_again``.
 
         Raises:
             PlanError: The model cannot be cut into so many.
         """
         whole = tuple(self._load(n, unit, rows) for n, unit in enumerate(self.trace.units))
+        if selective:
+            pairs = zip(whole, self.trace.units, strict=True)
+            whole = tuple(self._selective(load, unit, rows) for load, unit in pairs)
         if tp == 1 and self.unlisted() is not None:
             return whole
         cuts = self.found_cuts(tp, rows)
-        return tuple(_share(load, cut, cuts, rows) for load, cut in zip(whole, cuts, strict=True))
+        again = [
+            unit.again.elements.at(rows) if selective and unit.again is not None else 0.0
+            for unit in self.trace.units
+        ]
+        return tuple(
+            _share(load, cut, cuts, rows, again=moved)
+            for load, cut, moved in zip(whole, cuts, again, strict=True)
+        )
 
     def unlisted(self) -> str | None:
         """Why its units go by FLOPs, their operations not being known; else None."""
@@ -110,6 +128,15 @@ class TracedShape:
             tied=unit.tied,
         )
 
+    def _selective(self, load: Load, unit: TracedUnit, rows: int) -> Load:
+        again, size = unit.again, self.activation_bytes
+        assert again is not None
+        return replace(
+            load,
+            saved_elements=round(again.saved_bytes.at(rows) / size),
+            again_flops=again.flops.at(rows),
+        )
+
 
 def check_traced_tp(shape: TracedShape, tp: int) -> None:
     """Refuses tensor-parallel ranks for which no shardings are found."""
@@ -117,8 +144,8 @@ def check_traced_tp(shape: TracedShape, tp: int) -> None:
         shape.found_cuts(tp, 1)
 
 
-def _share(load: Load, cut: UnitCut, cuts: Sequence[UnitCut], rows: int) -> Load:
-    """A unit's load on one of the ranks that share it."""
+def _share(load: Load, cut: UnitCut, cuts: Sequence[UnitCut], rows: int, *, again: float) -> Load:
+    """A unit's load on one of the ranks that share it; ``again``: elements that it moves twice."""
     both = load.backward_flops
     return replace(
         load,
@@ -129,8 +156,18 @@ def _share(load: Load, cut: UnitCut, cuts: Sequence[UnitCut], rows: int) -> Load
         backward_sums=tuple(round(size * rows) for size in cut.backward_sums),
         backward_flops=None if both is None else (both[0] * cut.work, both[1] * cut.work),
         tied=tuple((unit, round(n * cuts[unit].weights)) for unit, n in load.tied),
-        works=((cut.kernels, 1),),
+        again_flops=load.again_flops * cut.work,
+        works=((_again(cut, load, again), 1),),
         listed=True,
+    )
+
+
+def _again(cut: UnitCut, load: Load, elements: float) -> Work:
+    """A unit's kernels on a rank, with what its backward runs again."""
+    return replace(
+        cut.kernels,
+        again_elements=round(elements * cut.kept),
+        again_products=load.again_flops / load.forward_flops if load.forward_flops else 0.0,
     )
 
 

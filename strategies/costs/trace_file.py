@@ -4,7 +4,7 @@ A trace runs nothing and allocates no weights: shapes alone say how many operati
 it keeps for its backward, and which tensors go from unit to unit. All figures are straight lines in
 the rows (sequences) of a microbatch. One JSON object::
 
-    {"format": "foldpipe-trace", "version": 1, "model": "Net", "num_parameters": 1234,
+    {"format": "foldpipe-trace", "version": 2, "model": "Net", "num_parameters": 1234,
      "units": [{"name": "layers.0", "parameters": 72, "forward_flops": [0, 128], ...}, ...],
      "tensors": [{"producer": 0, "consumers": [1, 3], "num_bytes": [0, 32]}, ...],
      "unknown": [["aten::cdist", "layers.2"], ...], "declared": false}
@@ -23,7 +23,7 @@ from strategies.errors import ModelError
 from strategies.small_file import parse_json
 
 FORMAT = "foldpipe-trace"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,21 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
+class TracedAgain:
+    """A unit that computes again, in its backward, what is cheap.
+
+    Attributes:
+        saved_bytes: Kept meanwhile; as ``TracedUnit.saved_bytes`` otherwise.
+        flops: Of products that run again.
+        elements: Read and written by all else that runs again.
+    """
+
+    saved_bytes: Line
+    flops: Line
+    elements: Line
+
+
+@dataclass(frozen=True, slots=True)
 class TracedUnit:
     """One unit that a pipeline may cut around.
 
@@ -62,6 +77,7 @@ class TracedUnit:
         input_flops: Of the backward, for the gradients of its inputs.
         weight_flops: Of the backward, for those of its weights.
         saved_bytes: Kept from forward to backward; what the unit before keeps, too, is not counted.
+        again: What it takes with ``recompute=selective``; None where it cannot be run so on shapes.
     """
 
     name: str
@@ -71,6 +87,7 @@ class TracedUnit:
     input_flops: Line
     weight_flops: Line
     saved_bytes: Line
+    again: TracedAgain | None = None
 
     @property
     def tied_parameters(self) -> int:
@@ -161,6 +178,7 @@ def _line(value: Sequence[float]) -> Line:
 
 
 def _unit(entry: Mapping[str, Any]) -> TracedUnit:
+    again = entry["again"]
     return TracedUnit(
         name=str(entry["name"]),
         parameters=int(entry["parameters"]),
@@ -169,7 +187,11 @@ def _unit(entry: Mapping[str, Any]) -> TracedUnit:
         input_flops=_line(entry["input_flops"]),
         weight_flops=_line(entry["weight_flops"]),
         saved_bytes=_line(entry["saved_bytes"]),
+        again=None if again is None else TracedAgain(*(_line(again[n]) for n in _AGAIN)),
     )
+
+
+_AGAIN = ("saved_bytes", "flops", "elements")
 
 
 def _tensor(entry: Mapping[str, Any], count: int) -> TracedTensor:

@@ -13,12 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies.errors import ModelError
 from strategies.models.flops import FlopCount
 from strategies.models.nested import leaves, rebuild, replaced, tensors
 from strategies.models.replay.gate import KeptObjects
 from strategies.models.replay.hole import Args, Function, Kwargs, Spec
+from strategies.models.selective.lineage import family_of, makes_new
+from strategies.models.selective.policy import Selection
+from strategies.models.selective.region import measured
 
 MOST_MADE_UP = 2_000_000_000  # bytes
 # Parts of the names of attributes that number a layer and decide nothing else.
@@ -61,6 +65,8 @@ class Figures:
         kept: What autograd keeps; parameters, buffers and the batch do not count.
         outputs: The tensors of its result.
         unknown: Operations without a formula.
+        again: With ``recompute=selective``; None for an operation between layers, which always
+            keeps what it keeps, and for a layer that cannot run so.
     """
 
     forward_flops: float
@@ -69,6 +75,22 @@ class Figures:
     kept: tuple[Kept, ...]
     outputs: tuple[Spec, ...]
     unknown: tuple[str, ...]
+    again: Again | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A layer that runs its cheap parts again in its backward.
+
+    Attributes:
+        kept: What is kept for that.
+        flops: Of products that run again.
+        elements: Read and written by all else that does.
+    """
+
+    kept: tuple[Kept, ...]
+    flops: float
+    elements: float
 
 
 class Tracer:
@@ -178,6 +200,7 @@ class Tracer:
                 both, weights = _backward(count, roots, inputs, own)
             outputs = {_storage(t): i for i, t in enumerate(results)}
             kept = [_kept(s, tensor, known, outputs) for s, tensor in saved.items()]
+            again = None if module is None else _again(func, given, named, module, known)
         return Figures(
             forward,
             both - weights,
@@ -186,7 +209,43 @@ class Tracer:
             # A fake's device is the one it stands for.
             tuple(Spec.of(t, torch.device("cpu")) for t in results),
             tuple(sorted(count.unknown)),
+            again,
         )
+
+
+def _again(
+    func: Function,
+    args: Args,
+    kwargs: Kwargs,
+    module: nn.Module,
+    known: dict[int, tuple[Tensor, int | None]],
+) -> Again | None:
+    """As a layer does that recomputes selectively: the rank's own two runs, on what is given."""
+    count, moved = FlopCount(), _Moved()
+    try:
+        held, results = measured(func, args, kwargs, module, Selection().default, (count, moved))
+    except Exception:
+        return None
+    outputs = {_storage(t): i for i, t in enumerate(results)}
+    found = {_storage(tensor): tensor for tensor in held}
+    kept = [_kept(storage, tensor, known, outputs) for storage, tensor in found.items()]
+    return Again(tuple(entry for entry in kept if entry is not None), count.flops, moved.elements)
+
+
+class _Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Elements that operations read and write which are no products and no views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if makes_new(func) and family_of(func) != "matmul":
+            self.elements += sum(t.numel() for t in tensors((args, kwargs, made)))
+        return made
 
 
 def _backward(

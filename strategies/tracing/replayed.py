@@ -151,7 +151,13 @@ def _figures(
             )
             name = f"{operation_name(seen.func)} between {units[number].name} and the next"
             figures = tracer.operation(name, seen.func, seen.args, seen.kwargs)
-        units[number].add(figures, call=place, inputs=seen.inputs, outputs=seen.outputs)
+        units[number].add(
+            figures,
+            call=place,
+            inputs=seen.inputs,
+            outputs=seen.outputs,
+            layer=seen.unit is not None,
+        )
     return ModelFigures(tuple(units), _crossing(path, groups))
 
 
@@ -208,7 +214,7 @@ def trace_declared(module: nn.Module, batch: Any, tracer: Tracer) -> ModelFigure
         given = keys
         keys = tuple(("edge", index, number) for number in range(len(figures.outputs)))
         args = tuple(map(_slot, figures.outputs, keys))
-        found.add(figures, call=index, inputs=given, outputs=keys)
+        found.add(figures, call=index, inputs=given, outputs=keys, layer=True)
         units.append(found)
         if index + 1 < len(declared):
             size = sum(spec.num_bytes for spec in figures.outputs)
@@ -219,7 +225,7 @@ def trace_declared(module: nn.Module, batch: Any, tracer: Tracer) -> ModelFigure
             return module.pipeline_result(outputs, batch, 0, "train")
 
     figures = tracer.operation("pipeline_result()", result, args, {})
-    units[-1].add(figures, call="result", inputs=keys, outputs=())
+    units[-1].add(figures, call="result", inputs=keys, outputs=(), layer=False)
     return ModelFigures(tuple(units), tuple(tensors))
 
 
@@ -237,6 +243,9 @@ class UnitFigures:
 
     Attributes:
         kept: Bytes by the storage that is kept: a value's key, or one of the call's own.
+        again_kept: The same where it recomputes selectively; likewise the FLOPs of products and
+            the elements of all else that then runs again.
+        runs_again: Whether that could be found out.
         parameters: Names of the parameters that it uses.
         unknown: Operations without a formula.
     """
@@ -246,6 +255,10 @@ class UnitFigures:
     input_flops: float = 0.0
     weight_flops: float = 0.0
     kept: dict[Hashable, int] = field(default_factory=dict)
+    again_flops: float = 0.0
+    again_elements: float = 0.0
+    again_kept: dict[Hashable, int] = field(default_factory=dict)
+    runs_again: bool = True
     parameters: dict[str, None] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
 
@@ -256,23 +269,31 @@ class UnitFigures:
         call: Hashable,
         inputs: Sequence[Hashable],
         outputs: Sequence[Hashable],
+        layer: bool,
     ) -> None:
         """Adds a call; ``call`` tells it from all others.
 
         ``inputs`` are the keys of the values that it was given, each once, in order; ``outputs``
-        those of the tensors that it returned.
+        those of the tensors that it returned; ``layer``: whether it is one, which may recompute.
         """
         self.forward_flops += figures.forward_flops
         self.input_flops += figures.input_flops
         self.weight_flops += figures.weight_flops
         self.unknown.update(figures.unknown)
-        for number, entry in enumerate(figures.kept):
-            key: Hashable = ("own", call, number)
-            if entry.origin == "input":
-                key = inputs[entry.index]
-            elif entry.origin == "output" and entry.index < len(outputs):
-                key = outputs[entry.index]
-            self.kept[key] = max(entry.num_bytes, self.kept.get(key, 0))
+        again = figures.again
+        self.runs_again = self.runs_again and (again is not None or not layer)
+        if again is not None:
+            self.again_flops += again.flops
+            self.again_elements += again.elements
+        kept_again = figures.kept if again is None else again.kept
+        for kept, entries in ((self.kept, figures.kept), (self.again_kept, kept_again)):
+            for number, entry in enumerate(entries):
+                key: Hashable = ("own", call, number)
+                if entry.origin == "input":
+                    key = inputs[entry.index]
+                elif entry.origin == "output" and entry.index < len(outputs):
+                    key = outputs[entry.index]
+                kept[key] = max(entry.num_bytes, kept.get(key, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,5 +306,14 @@ class ModelFigures:
 
 def saved_bytes(units: Sequence[UnitFigures], number: int) -> int:
     """What a unit keeps beyond what the one before it keeps anyway."""
-    before = units[number - 1].kept if number else {}
-    return sum(size for key, size in units[number].kept.items() if key not in before)
+    return _beyond([unit.kept for unit in units], number)
+
+
+def again_bytes(units: Sequence[UnitFigures], number: int) -> int:
+    """The same where all of them recompute selectively."""
+    return _beyond([unit.again_kept for unit in units], number)
+
+
+def _beyond(kept: Sequence[dict[Hashable, int]], number: int) -> int:
+    before = kept[number - 1] if number else {}
+    return sum(size for key, size in kept[number].items() if key not in before)

@@ -10,11 +10,17 @@ from typing import Any, cast
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from strategies.costs.trace_file import Line, TracedModel, TracedTensor, TracedUnit
+from strategies.costs.trace_file import Line, TracedAgain, TracedModel, TracedTensor, TracedUnit
 from strategies.errors import ModelError
 from strategies.models.unit_model import HasUnits
 from strategies.tracing.figures import Tracer
-from strategies.tracing.replayed import ModelFigures, saved_bytes, trace_declared, trace_replayed
+from strategies.tracing.replayed import (
+    ModelFigures,
+    again_bytes,
+    saved_bytes,
+    trace_declared,
+    trace_replayed,
+)
 
 
 def trace_model(
@@ -87,6 +93,13 @@ def _traced(
                 input_flops=line(lambda f, n=number: f.units[n].input_flops),  # type: ignore[misc]
                 weight_flops=line(lambda f, n=number: f.units[n].weight_flops),  # type: ignore[misc]
                 saved_bytes=line(lambda f, n=number: saved_bytes(f.units, n)),  # type: ignore[misc]
+                again=TracedAgain(
+                    line(lambda f, n=number: again_bytes(f.units, n)),  # type: ignore[misc]
+                    line(lambda f, n=number: f.units[n].again_flops),  # type: ignore[misc]
+                    line(lambda f, n=number: f.units[n].again_elements),  # type: ignore[misc]
+                )
+                if unit.runs_again
+                else None,
             )
         )
         unknown += [(operation, unit.name) for operation in sorted(unit.unknown)]

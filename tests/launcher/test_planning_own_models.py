@@ -20,7 +20,7 @@ from launcher.planning.report import better_order, candidate_config
 from launcher.resolve import resolve
 from launcher.workloads.traced_shape import TracedShape
 from strategies.analysis.memory import peak_memory_bytes
-from strategies.costs.trace_file import Line, TracedModel, TracedTensor, TracedUnit
+from strategies.costs.trace_file import Line, TracedAgain, TracedModel, TracedTensor, TracedUnit
 from strategies.errors import PlanError
 from strategies.planner.layout_search import search
 from strategies.planner.unit_graph import UnitGraph, crossing_bytes, cut_in_order, skips
@@ -257,6 +257,15 @@ def test_what_a_trace_cannot_tell_is_refused():
     config = replace(config_of(), recompute=RecomputeConfig(name="selective"))
     with pytest.raises(PlanError, match=r"Try recompute=full"):
         question(config, ("recompute",), u_net())
+    shape = u_net()
+    again = TracedAgain(*(Line(0.0, 8.0) for _ in range(3)))
+    units = tuple(replace(unit, again=again) for unit in shape.trace.units)
+    knows = replace(shape, trace=replace(shape.trace, units=units))
+    assert question(config, ("recompute",), knows).space.selective
+    for other in ({"name": "layer"}, {"name": "selective", "layers": ("Mlp:norm",)}):
+        with pytest.raises(PlanError, match="Try recompute"):
+            asked = replace(config, recompute=RecomputeConfig(**other))
+            question(asked, ("recompute",), knows)
     asked = question(replace(config_of(), tp=2), ("tp",), u_net())
     refused = asked.problem.refuse_tp(2)
     assert refused is not None

@@ -10,7 +10,7 @@ changed in place, as sums over tensor-parallel ranks do, is computed again inste
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,39 @@ class SelectiveLayer:
         copied = self._changes_inputs
         region.end(kept if copied else given, before, result, copied=copied)
         return result
+
+
+def measured(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    module: nn.Module,
+    recomputed: frozenset[Family],
+    modes: Sequence[AbstractContextManager[Any]],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """One call of a module and its second run, which goes through ``modes``.
+
+    Returns:
+        All that is held between the two, and the call's results.
+    """
+    region = Region(call, recomputed, tensors((args, kwargs)))
+    packed: list[Kept | Computed] = []
+
+    def pack(tensor: Tensor) -> Kept | Computed:
+        packed.append(region.pack(tensor))
+        return packed[-1]
+
+    state = ModuleState(module)
+    with state.kept(0) as before, saved_tensors_hooks(pack, unpack), _Answering(region.watch):
+        result = call(*args, **kwargs)
+    region.end((args, kwargs), before, result, copied=False)
+    held = [tensor for each in packed for tensor in each.held_tensors()]
+    if any(isinstance(each, Computed) for each in packed):
+        with ExitStack() as contexts:
+            for mode in modes:
+                contexts.enter_context(mode)
+            region.run_again()
+    return held, tensors(result)
 
 
 class Region:

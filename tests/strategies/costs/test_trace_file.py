@@ -9,6 +9,7 @@ import pytest
 
 from strategies.costs.trace_file import (
     Line,
+    TracedAgain,
     TracedModel,
     TracedTensor,
     TracedUnit,
@@ -17,11 +18,12 @@ from strategies.costs.trace_file import (
 )
 from strategies.errors import ModelError
 
+AGAIN = TracedAgain(Line(0, 3), Line(0, 1), Line(1, 5))
 UNIT = TracedUnit("a", 3, ((0, 2),), Line(0, 2), Line(0, 2), Line(0, 1), Line(4, 8))
 TRACE = TracedModel(
     "Net",
     3,
-    (UNIT, replace(UNIT, name="b"), replace(UNIT, name="c")),
+    (UNIT, replace(UNIT, name="b", again=AGAIN), replace(UNIT, name="c")),
     (TracedTensor(0, (1, 2), Line(0, 4)), TracedTensor(1, (2,), Line(8, 0))),
     (("aten::mix", "b"),),
 )

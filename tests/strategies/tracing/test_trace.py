@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import register_flop_formula
 
 from launcher.workloads.language_model import LanguageModel
+from launcher.workloads.loads import selective_shares
 from launcher.workloads.transformer_shape import TransformerShape, unit_specs
 from strategies.errors import ModelError
 from strategies.models.flops import FlopCount, formula_of
@@ -47,6 +48,10 @@ def trace_of(shape: TransformerShape):
 def test_the_built_in_transformer_is_what_its_formulas_say(shape):
     trace = trace_of(shape)
     specs = unit_specs(shape)
+    for unit, share in zip(trace.units[1:-1], selective_shares(shape, 1)[1:-1], strict=True):
+        assert unit.again is not None
+        assert unit.again.flops.per_row == share.again_flops
+        assert unit.again.saved_bytes.per_row == 4 * share.saved_elements
     assert trace.declared
     assert trace.unknown == ()
     assert trace.num_parameters == shape.num_parameters
