@@ -302,7 +302,6 @@ def _refuse_late(config: LaunchConfig, schedule: Schedule, plan: Plan, programs:
         pp=plan.pp,
         num_microbatches=plan.num_microbatches,
         vertical_sync=plan.vertical_sync,
-        accumulation=trainer.accumulate_grad_batches,
         clip=trainer.gradient_clip_val if by_norm else None,
         on_nan=trainer.on_nan,
         precision=trainer.precision,

@@ -368,7 +368,8 @@ def _streamed(plan: Plan) -> Programs:
         gathers=plan.overlap == "zero1",
     )
     whole = Calls.count(lateness, update, shape.pp, shape.num_microbatches)
-    compute = compile_compute(replace(plan, num_microbatches=whole * shape.num_microbatches))
+    count = whole * shape.num_microbatches
+    compute = compile_compute(replace(plan, num_microbatches=count, accumulation=1))
     compute = replace(compute, feeds_back=plan.error_feedback > 0)
     stream = add_updates(compute, lateness, update, per_batch=shape.num_microbatches)
     calls = Calls(stream, lateness, update, shape.num_microbatches)

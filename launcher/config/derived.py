@@ -62,6 +62,7 @@ def asked_schedule(config: LaunchConfig, dp: int | None, file: ScheduleFile | No
         schedule,
         synchronous_steps=asked.synchronous_steps,
         error_feedback=asked.error_feedback,
+        post_validation=config.trainer.post_validation,
     )
     fixed = schedule.num_microbatches
     default = fixed or (1 if schedule.name == "pipedream" else 2 * config.pp)

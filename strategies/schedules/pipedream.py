@@ -23,12 +23,18 @@ With ``schedule.vertical_sync=true`` a microbatch uses one version on all ranks,
 P-1 updates late: a rank behind it applies its gradients when the first one does. Rank r then holds
 P-r versions and r+1 sums of gradients.
 
+With accumulation over K batches, of a microbatch each, K of them make one update. The weights that
+an update's microbatches use are the newest that rank r has when the first of them comes:
+ceil((P-1-r) / K) updates late; with one version on all ranks ceil((P-1) / K). From K = P-1 on that
+is one update, and none on the last rank.
+
 In steady state a rank never waits: bubble 0, a period of F + B per microbatch. Filling and draining
 take (P-1) (F + B) together, once. Rank r holds P-r activations, like 1F1B. Any M.
 """
 
 from __future__ import annotations
 
+from strategies.errors import PlanError
 from strategies.schedules import one_f_one_b
 from strategies.schedules.schedule import Lateness, Rows, Schedule, Shape
 
@@ -39,10 +45,20 @@ def order(shape: Shape) -> Rows:
 
 
 def _lateness(shape: Shape) -> Lateness:
-    """As many updates as there are microbatches under way behind the stage, or before the first."""
-    last = shape.pp - 1
-    late = (last,) * shape.pp if shape.vertical_sync else tuple(range(last, -1, -1))
-    return Lateness(1, late)
+    """As many microbatches as are under way behind the stage, or before the first, in updates."""
+    last, size = shape.pp - 1, shape.accumulation
+    behind = (last,) * shape.pp if shape.vertical_sync else tuple(range(last, -1, -1))
+    return Lateness(size, tuple(-(-count // size) for count in behind))
 
 
-PIPEDREAM = Schedule("pipedream", order, repeats=True, lateness=_lateness)
+def _rule(shape: Shape) -> None:
+    if shape.accumulation > 1 and shape.num_microbatches > 1:
+        raise PlanError(
+            f"num_microbatches={shape.num_microbatches} with accumulate_grad_batches="
+            f"{shape.accumulation}: pipedream makes an update of every microbatch, or of as many as "
+            "accumulate_grad_batches says, each a batch. Try num_microbatches=1 with smaller "
+            "batches, or schedule=pipedream_2bw."
+        )
+
+
+PIPEDREAM = Schedule("pipedream", order, repeats=True, rule=_rule, lateness=_lateness)

@@ -62,7 +62,7 @@ def _rule(shape: Shape) -> None:
             f"num_microbatches={shape.num_microbatches}{several}: pipedream_2bw keeps two versions "
             "of the weights, and with fewer microbatches per update than ranks "
             f"(pp={shape.pp}) those under way would need more. Try "
-            f"num_microbatches={-(-shape.pp // batches)}, or schedule=pipedream."
+            f"num_microbatches={-(-shape.pp // batches)}, or schedule=pipedream num_microbatches=1."
         )
 
 

@@ -290,14 +290,24 @@ def existing(row: Iterable[Instruction], shape: Shape) -> tuple[Instruction, ...
 
 
 def refuse_late(
-    schedule: Schedule, *, synchronous_steps: int = 0, error_feedback: float = 0.0
+    schedule: Schedule,
+    *,
+    synchronous_steps: int = 0,
+    error_feedback: float = 0.0,
+    post_validation: bool | str = "auto",
 ) -> None:
-    """Refuses remedies for gradients that are late where there is nothing to remedy.
+    """Refuses remedies for late gradients, or for the wait at a flush, where there are none.
 
     Raises:
-        PlanError: The schedule flushes at every step, or is late by more than one update.
+        PlanError: The schedule flushes at every step, never does, or is late by more than one
+            update.
     """
     name = schedule.name
+    if post_validation is True and not schedule.synchronous:
+        raise PlanError(
+            f"trainer.post_validation=true: {name} has no flush at which ranks would wait for the "
+            "verdict on an update. Remove trainer.post_validation, or try schedule=zb_v."
+        )
     if schedule.synchronous and synchronous_steps:
         raise PlanError(
             f"schedule.synchronous_steps={synchronous_steps}: {name} ends every step with a flush. "
@@ -322,7 +332,6 @@ def refuse_training(
     pp: int,
     num_microbatches: int,
     vertical_sync: bool,
-    accumulation: int,
     clip: float | None,
     on_nan: str,
     precision: str,
@@ -334,7 +343,6 @@ def refuse_training(
         pp: P.
         num_microbatches: M.
         vertical_sync: As in ``Shape``.
-        accumulation: Batches per optimizer step.
         clip: The limit of the gradient's norm; None for none.
         on_nan: What happens where a gradient is not finite.
         precision: Lightning's word.
@@ -345,12 +353,6 @@ def refuse_training(
     if schedule.synchronous:
         return
     name = schedule.name
-    if accumulation > 1 and name == "pipedream":
-        raise PlanError(
-            f"accumulate_grad_batches={accumulation} with schedule=pipedream: it updates the "
-            "weights behind every microbatch, whatever batch that belongs to. Try "
-            "accumulate_grad_batches=1, or schedule=pipedream_2bw, which adds gradients up."
-        )
     if precision == "16-mixed":
         raise PlanError(
             f"precision=16-mixed with schedule={name}: its scale of the loss changes with an "
@@ -363,7 +365,8 @@ def refuse_training(
         raise PlanError(
             f"num_microbatches={num_microbatches} with schedule=pipedream: it updates the weights "
             "behind every microbatch, and a training step is one update. Try num_microbatches=1 "
-            f"with batches {num_microbatches} times smaller, or schedule=pipedream_2bw, which "
+            f"with batches {num_microbatches} times smaller (accumulate_grad_batches="
+            f"{num_microbatches} makes one update of as many), or schedule=pipedream_2bw, which "
             "makes one update per batch."
         )
     apart = not vertical_sync and pp > 1

@@ -113,7 +113,8 @@ class Case:
         if self.schedule == "pipedream_2bw":
             return [1] * self.pp
         last = self.pp - 1
-        return [last if self.vertical_sync else last - stage for stage in range(self.pp)]
+        behind = [last if self.vertical_sync else last - stage for stage in range(self.pp)]
+        return [-(-count // self.accumulation) for count in behind]
 
 
 def rows_of(case: Case) -> tuple[Tensor, Tensor]:
@@ -302,6 +303,7 @@ EVERY_DAY = [
     Case("pipedream_2bw", 4, recompute="full", overlap="none", synchronous=4, feedback=1.0),
     Case("pipedream", 4, microbatches=1, clip=0.003, by_value=True, synchronous=5),
     Case("pipedream", 2, 2, microbatches=1, vertical_sync=True, clip=0.02, overlap="zero1"),
+    Case("pipedream", 4, microbatches=1, accumulation=2, check_every=5),
 ]
 
 
@@ -346,6 +348,24 @@ def test_updates_of_several_batches(
         ),
         ranks,
     )  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("short", [0, 3])
+@pytest.mark.parametrize("check_every", [None, 5])
+@pytest.mark.parametrize("accumulation", [2, 3, 4])
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize(("pp", "dp", "overlap"), [(2, 1, "none"), (4, 1, "none"), (2, 2, "zero1")])
+def test_updates_of_several_microbatches_by_stage(
+    pp, dp, overlap, sync, accumulation, check_every, short, ranks
+):
+    """A stage uses the newest weights that there are when an update's first microbatch comes."""
+    case = Case(
+        "pipedream", pp, dp, "AdamW", 1, clip=0.02 if sync else 0.003, by_value=not sync,
+        vertical_sync=sync, overlap=overlap, accumulation=accumulation, check_every=check_every,
+        short_last=short, tied=sync,
+    )  # fmt: skip
+    compare(case, ranks)
 
 
 @pytest.mark.full

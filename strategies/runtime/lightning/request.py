@@ -180,12 +180,16 @@ def _unknown(name: str) -> KeywordError:
 
 def _check_together(plan: Plan, options: Options) -> None:
     schedule = schedule_of(plan)
-    if schedule.lateness is not None:
+    if schedule.name == "pipedream_2bw":
         # How many batches make an update the Trainer says: checked when training begins.
         plan = replace(plan, accumulation=max(plan.accumulation, plan.pp))
     # Where every stage has two owners, pp ranks hold half as many.
     stages = plan.pp * check_plan(plan).stages_per_rank // schedule.weight_copies
-    refuse_late(schedule, synchronous_steps=options.synchronous_steps)
+    refuse_late(
+        schedule,
+        synchronous_steps=options.synchronous_steps,
+        post_validation=options.post_validation,
+    )
     counts = options.units_per_stage
     if counts is not None and len(counts) != stages:
         raise PlanError(

@@ -178,7 +178,9 @@ class StreamLoop:
 
         ``apply`` is Lightning's way through a step: closure, hooks, clipping, update.
         """
-        updates = self._stream.updates_next
+        trainer: Any = self._strategy._trainer
+        behind = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches
+        updates = self._stream.updates_next(behind=behind)
         entered = _settings_of(optimizer)
 
         def enter() -> Any:
@@ -319,7 +321,6 @@ def refuse_stream(trainer: Any, module: Any, plan: Plan, *, on_nan: str) -> None
         pp=plan.pp,
         num_microbatches=plan.num_microbatches,
         vertical_sync=plan.vertical_sync,
-        accumulation=trainer.accumulate_grad_batches,
         clip=trainer.gradient_clip_val if by_norm else None,
         on_nan=on_nan,
         precision="16-mixed" if scaled else "32-true",

@@ -116,10 +116,13 @@ class Stream:
     def empty(self) -> bool:
         return self._count == 0
 
-    @property
-    def updates_next(self) -> bool:
-        """Whether any rank has an update to apply at the end of the next call."""
-        program = self._calls.call(self._count)
+    def updates_next(self, *, behind: int) -> bool:
+        """Whether any rank has an update to apply at the end of the next call.
+
+        ``behind`` as in ``enter``.
+        """
+        calls = self._whole.behind(behind) if self.empty else self._calls
+        program = calls.call(self._count)
         return any(item.kind is Kind.STEP for row in program.ranks for item in row)
 
     def takes(self, signature: Any) -> bool:

@@ -9,17 +9,20 @@ from strategies.schedules import find_schedule
 from strategies.schedules.schedule import refuse_late, refuse_training
 
 ASKED = {
-    "pp": 4, "num_microbatches": 4, "vertical_sync": False, "accumulation": 1, "clip": None,
-    "on_nan": "stop", "precision": "32-true",
+    "pp": 4, "num_microbatches": 4, "vertical_sync": False, "clip": None, "on_nan": "stop",
+    "precision": "32-true",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "more", "message"),
     [
-        ("pipedream", {"accumulation": 2}, "accumulate_grad_batches=2 .* schedule=pipedream_2bw"),
         ("pipedream_2bw", {"precision": "16-mixed"}, "precision=16-mixed .*=bf16-mixed"),
-        ("pipedream", {}, "num_microbatches=4 with schedule=pipedream.* num_microbatches=1"),
+        (
+            "pipedream",
+            {},
+            "num_microbatches=4 with schedule=pipedream.* num_microbatches=1 with .*batches=4 makes",
+        ),
         ("pipedream", {"num_microbatches": 1, "clip": 1.0}, "gradient_clip_val=1 .* 3 backwards"),
         ("pipedream", {"num_microbatches": 1, "on_nan": "skip"}, "on_nan=skip"),
     ],
@@ -32,8 +35,8 @@ def test_what_contradicts_training_without_a_flush_is_refused(name, more, messag
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("1f1b", {"accumulation": 3, "precision": "16-mixed", "clip": 1.0}),
-        ("pipedream_2bw", {"clip": 1.0, "on_nan": "skip", "accumulation": 3}),
+        ("1f1b", {"precision": "16-mixed", "clip": 1.0}),
+        ("pipedream_2bw", {"clip": 1.0, "on_nan": "skip"}),
         ("pipedream", {"num_microbatches": 1, "vertical_sync": True, "clip": 1.0}),
         ("pipedream", {"num_microbatches": 1, "pp": 1, "clip": 1.0, "on_nan": "skip"}),
     ],
@@ -47,6 +50,7 @@ def test_the_rest_is_not(name, more):
     [
         ("1f1b", {"synchronous_steps": 5}, "synchronous_steps=5: 1f1b ends every step .*2bw"),
         ("zb_v", {"error_feedback": 0.5}, "error_feedback=0.5: zb_v ends every step .*2bw"),
+        ("pipedream", {"post_validation": True}, "post_validation=true: .* no flush .*zb_v"),
         ("pipedream", {"error_feedback": 1.0}, "error_feedback=1: .* one update late.*2bw"),
     ],
 )

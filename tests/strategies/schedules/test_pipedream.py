@@ -2,8 +2,11 @@ import pytest
 
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.metrics import measure
+from strategies.compiler import compile_plan
+from strategies.errors import PlanError
 from strategies.ir.kinds import Kind
 from strategies.ir.versions import gradient_sums, staleness, weight_versions
+from strategies.plan import Plan
 from tests.strategies.schedules.figures import picture
 
 
@@ -39,6 +42,27 @@ def test_vertical_sync_is_one_version_on_all_ranks(pp):
             if item.kind is Kind.F:
                 read.setdefault(item.microbatch, set()).add(item.version)
     assert all(len(versions) == 1 for versions in read.values())
+
+
+@pytest.mark.parametrize(
+    ("pp", "batches", "late", "sums"),
+    [
+        (2, 3, (1, 0), (2, 1)),
+        (4, 2, (2, 1, 1, 0), (2, 1, 2, 1)),
+        (4, 3, (1, 1, 1, 0), (1, 2, 2, 1)),
+    ],
+)
+def test_an_update_of_several_microbatches_takes_the_newest_weights(pp, batches, late, sums):
+    made = compile_plan(Plan("pipedream", pp, 1, accumulation=batches)).train
+    assert staleness(made) == late
+    assert weight_versions(made) == tuple(n + 1 for n in late)
+    assert gradient_sums(made) == sums
+    synced = compile_plan(Plan("pipedream", pp, 1, accumulation=batches, vertical_sync=True)).train
+    assert staleness(synced) == (late[0],) * pp
+    figures = measure(simulate(made, UniformCosts()), UniformCosts())
+    assert (figures.period, figures.bubble_ratio) == (3, pytest.approx(0, abs=1e-9))
+    with pytest.raises(PlanError, match=f"=2 with accumulate_grad_batches={batches}: .*2bw"):
+        compile_plan(Plan("pipedream", pp, 2, accumulation=batches))
 
 
 @pytest.mark.parametrize("microbatches", [1, 4, 7])

@@ -114,6 +114,9 @@ def test_a_call_lets_a_batch_in_and_applies_the_update_of_the_one_before():
         ("pipedream_2bw", 2, 1, 3),
         ("pipedream_2bw", 4, 2, 3),
         ("pipedream_2bw", 4, 1, 4),
+        ("pipedream", 4, 1, 2),
+        ("pipedream", 4, 1, 3),
+        ("pipedream", 2, 1, 3),
     ],
 )
 def test_calls_behind_each_other_and_a_drain_are_the_stream(name, pp, microbatches, accumulation):
