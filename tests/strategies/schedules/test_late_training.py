@@ -21,7 +21,7 @@ ASKED = {
         (
             "pipedream",
             {},
-            "num_microbatches=4 with schedule=pipedream.* num_microbatches=1 with .*batches=4 makes",
+            "num_microbatches=4 with .*pipedream.* num_microbatches=1 with .*batches=4 makes",
         ),
         ("pipedream", {"num_microbatches": 1, "clip": 1.0}, "gradient_clip_val=1 .* 3 backwards"),
         ("pipedream", {"num_microbatches": 1, "on_nan": "skip"}, "on_nan=skip"),
