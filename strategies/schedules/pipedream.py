@@ -55,8 +55,8 @@ def _rule(shape: Shape) -> None:
     if shape.accumulation > 1 and shape.num_microbatches > 1:
         raise PlanError(
             f"num_microbatches={shape.num_microbatches} with accumulate_grad_batches="
-            f"{shape.accumulation}: pipedream makes an update of every microbatch, or of as many as "
-            "accumulate_grad_batches says, each a batch. Try num_microbatches=1 with smaller "
+            f"{shape.accumulation}: pipedream makes an update of every microbatch, or of as many "
+            "as accumulate_grad_batches says, each a batch. Try num_microbatches=1 with smaller "
             "batches, or schedule=pipedream_2bw."
         )
 
