@@ -48,6 +48,7 @@ from launcher.compose.user_files import check_user_files
 from launcher.config import LaunchConfig, Mode
 from launcher.config.check_code import own_code
 from launcher.config.decode import brings_own
+from launcher.config.key import shorten
 from launcher.processes import torchrun
 from launcher.processes.failure import as_full_disk
 from launcher.processes.guardian import fork_under_guard
@@ -324,8 +325,26 @@ def _check_code(configs: list[LaunchConfig]) -> None:
         importlib.import_module("launcher.commands.code_check").check_own_code(configs)
 
 
+def _check_folders(flags: Flags) -> None:
+    """A folder of a sweep for one run, or of one run for a sweep, would be made nowhere."""
+    one, several = "hydra.run.dir", "hydra.sweep.dir"
+    for word in flags.overrides:
+        name, _, value = word.partition("=")
+        if name == one and flags.multirun:
+            raise PlanError(
+                f"{one}={shorten(value)} is the folder of one run, and a sweep has one for all of "
+                f"its jobs. Try {several}={shorten(value)}."
+            )
+        if name.startswith("hydra.sweep.") and not flags.multirun:
+            raise PlanError(
+                f"{name}={shorten(value)} is about the folder of a sweep, and this is one run. "
+                f"Try {one}={shorten(value)}, or -m."
+            )
+
+
 def _check_sweep(config: LaunchConfig, flags: Flags) -> None:
     sweep, multirun = config.sweep, flags.multirun
+    _check_folders(flags)
     if flags.verbose and not multirun and config.mode != "train":
         raise PlanError(
             f"--verbose prints every figure of a training run, and mode={config.mode} prints all "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -24,7 +23,7 @@ from launcher.config.check_code import CODE_MODES, own_code
 from launcher.config.decode import CLASS, brings_own
 from launcher.config.key import Args, shorten, typed, value_at
 from launcher.processes.failure import describe, read_failure
-from launcher.processes.local import rank_environment
+from launcher.processes.local import our_python, rank_environment
 from launcher.processes.task import rewrite_task
 from launcher.resolve import Run, num_replicas
 from launcher.terminal import say
@@ -88,7 +87,7 @@ def _asked(config: LaunchConfig, folder: Path) -> int:
     with (folder / "logs" / _LOG).open("wb") as log:
         if server is None:
             return subprocess.run(
-                [sys.executable, "-m", "launcher.rank.worker", str(folder)],
+                our_python("launcher.rank.worker", str(folder)),
                 env=own | {"FOLDPIPE_PARENT": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -99,7 +99,7 @@ def make_run_folder(pattern: str, *, unique: bool, kind: str = "run") -> RunFold
 
     ``unique``: whether to append _2, _3, ... where the folder exists, as opposed to reusing it.
     """
-    path = Path(pattern).absolute()
+    path = Path(pattern).expanduser().absolute()
     if not pattern.strip() or path in (Path(path.anchor), Path.home()):
         reason = f"{path} is nobody's run" if pattern.strip() else "it is empty"
         raise PlanError(f"hydra.{kind}.dir={pattern}: {reason}. Try hydra.{kind}.dir=my_run.")

@@ -28,6 +28,8 @@ from strategies.small_file import FileRefusedError, read_text
 
 _NOT_GROUPS = ("hydra",)
 _OWN_ONLY = ("callbacks",)  # without an option of ours
+# What a file of options is called where it should be called .yaml.
+_ENDINGS = (".yaml", ".yml", ".YAML", ".yaml.txt", ".json", ".toml", ".ini", ".cfg", ".txt", "")
 # Files of one's own that are given for an option: which option takes them, and under which key.
 _TAKES_FILES = {
     ("schedule", ".csv"): ("custom", "file"),
@@ -90,8 +92,12 @@ class Groups:
             hint = f" Try {group}={kind} {typed(f'{group}.{key}', option)}."
         misplaced = self._misplaced(group, option)
         if misplaced is not None and self.folder is not None:
-            fix = f"Move it to {self.folder / group / option}.yaml."
-            if misplaced.parent == self.folder and self.folder.name == group:
+            inside = self.folder if self.folder.name == group else self.folder / group
+            target = inside / f"{option}.yaml"
+            fix = f"Move it to {target}."
+            if misplaced.suffix not in (".yaml", ".yml"):
+                fix = f"Options are YAML: write it as {target}."
+            elif misplaced.parent == self.folder and self.folder.name == group:
                 fix = f"Try --config-dir {shlex.quote(str(self.folder.parent))}."
             raise PlanError(
                 f"{group}={shorten(option)} does not exist: {misplaced} is not where options of "
@@ -107,7 +113,7 @@ class Groups:
         folder = self.folder
         if folder is None or not re.fullmatch(r"[\w.-]+", option):
             return None
-        names = (f"{option}.yaml", f"{option}.yml")
+        names = tuple(f"{option}{ending}" for ending in _ENDINGS)
         try:
             inside = sorted(path for path in folder.iterdir() if path.is_dir())
             places = [folder, folder / group, *inside]
@@ -234,6 +240,12 @@ def _own_key(flag: str) -> str:
     return f" Keys have no dashes. Try {found[0]}=VALUE." if len(found) == 1 else ""
 
 
+def _own_folder(name: str) -> Path:
+    if not name.strip():
+        raise PlanError("--config-dir is empty. Try --config-dir DIR, or without it.")
+    return Path(name).expanduser()
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise PlanError(f"{shortened(message, 400)}. Try --help.")
@@ -249,7 +261,7 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("-p", "--package")
-    parser.add_argument("-cd", "--config-dir", type=Path)
+    parser.add_argument("-cd", "--config-dir", type=_own_folder)
     parser.add_argument("-sc", "--shell-completion", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("overrides", nargs="*")

@@ -83,14 +83,16 @@ def expand(overrides: Iterable[Override]) -> list[list[str]]:
         else:
             raise PlanError(
                 f"{shorten(override.input_line)}: a sweep needs a list of values. "
-                f"Try {name}=1,2,3 or {name}=range(1,4), or sweep.trials=20 for a search in the "
+                f"Try {name}=1,2,3 or '{name}=range(1,4)', or sweep.trials=20 for a search in the "
                 "interval."
             )
     jobs = 1
     for choices in values.values():
         jobs *= len(choices)
     if not 1 <= jobs <= MAX_JOBS:
-        raise PlanError(f"The sweep has {jobs} jobs; from 1 to {MAX_JOBS} are possible.")
+        empty = next((name for name, choices in values.items() if not choices), "")
+        fix = f" {empty} has no value that fits. Try {empty}=A,B." if empty else ""
+        raise PlanError(f"The sweep has {jobs} jobs; from 1 to {MAX_JOBS} are possible.{fix}")
     return [list(job) for job in itertools.product(*values.values())]
 
 
@@ -158,11 +160,25 @@ def _check_word(word: str) -> None:
         raise PlanError(f"{shorten(name)}: {NO_TARGET}")
     if not name or (not separator and not word.startswith("~")):
         keys = [entry.path for entry in keys_of(LaunchConfig)]
-        hint = did_you_mean(f"{path}=..." for path in nearest(word, keys, limit=1))
+        bare = word.rstrip(":")
+        near = (bare,) if bare in _CHOICES else nearest(bare, keys, limit=1)
+        hint = did_you_mean(f"{path}=..." for path in near)
         mode = meant_value("mode", word, switch=False, whole=False, number=False) or word
         if word in TOOLS:
             raise PlanError(f"{word} stands first. Try python -m launcher {word}.")
-        if mode in get_args(Mode):
+        if separator or _VALUE_ALONE.fullmatch(word):
+            hint = (
+                " No blanks stand around the =, nor between values: try pp=4, or -m pp=1,2,4 for "
+                "one run each."
+            )
+        elif _SCRIPT.fullmatch(word):
+            hint = (
+                " A script of your own is started by python itself, with PipelineStrategy in it; "
+                "classes of it are named as model=class model.path=my_pkg.nets:LitNet."
+            )
+        elif meant := _colon(word):
+            hint = f" Try {meant}."
+        elif mode in get_args(Mode):
             hint = f" Did you mean mode={mode}?"
         elif word.lower() in _HELP:
             hint = ""
@@ -170,6 +186,20 @@ def _check_word(word: str) -> None:
             hint = f" {OWN_FILES}"
         hint = hint or " Try --help."
         raise PlanError(f"{shorten(word)}: expected key=value.{hint}")
+
+
+_CHOICES = {*nodes_of(LaunchConfig), "experiment"}
+_VALUE_ALONE = re.compile(r"[+-]?[\d.][\w.,+-]*|[\[({].*")
+_SCRIPT = re.compile(r"python[\d.]*|torchrun|[\w./-]+\.(py|sh|ipynb)")
+
+
+def _colon(word: str) -> str | None:
+    """``pp=4`` for ``pp:4``, ``pp: 4`` and ``pp = 4``."""
+    name, sign, value = re.sub(r"\s*([:=]+)\s*", r"\1", word, count=1).partition(":")
+    name, _, value = f"{name}{sign and '='}{value}".partition("=")
+    names = {entry.path for entry in keys_of(LaunchConfig)} | _CHOICES
+    value = value.lstrip("=").strip()
+    return typed(name, value) if name in names and value else None
 
 
 def _is_own(override: Override, groups: Groups) -> bool:
@@ -289,6 +319,10 @@ def _unreadable(word: str) -> PlanError:
         return PlanError(
             f"{shorten(word)}: keys cannot be removed. Leave it out, or give the key another value."
         )
+    if value.startswith("=") or name != name.strip():
+        meant = _colon(word)
+        if meant:
+            return PlanError(f"{shorten(word)}: expected key=value, with one =. Try {meant}.")
     if not _KEY_NAME.fullmatch(name.lstrip("+~")):
         plain = re.sub(r"\.+", ".", name.strip("+~.")) or "pp"
         keys = [entry.path for entry in keys_of(LaunchConfig)]
@@ -311,7 +345,7 @@ def _unreadable(word: str) -> PlanError:
             f"{shorten(word)}: expected {describe(entry.hint)}. "
             f"Try {name}={meant_list(value, entry) or spell(entry.example)}."
         )
-    spelt = typed(name, value)
+    spelt = typed(name, value.replace("${", r"\${"))
     if entry is not None and "list" in describe(entry.hint):
         items = value.removeprefix("[").removesuffix("]").replace("'", "").replace('"', "")
         listed = ",".join(f"'{item.strip()}'" for item in items.split(",") if item.strip())

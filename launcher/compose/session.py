@@ -34,7 +34,7 @@ from launcher.compose.overrides import listed_options, quote
 from launcher.config import LaunchConfig, check, dump, from_dict
 from launcher.config.check_training import HUGGING_FACE
 from launcher.config.decode import CLASS, ENTRY_POINTS, installed_names
-from launcher.config.key import free_keys, shorten, typed
+from launcher.config.key import describe, free_keys, keys_of, shorten, spell, typed
 from launcher.config.pipeline import HardwareConfig
 from launcher.config.running import TrackerName
 from launcher.secrets import refuse_secret
@@ -222,7 +222,9 @@ def compose_whole(overrides: Sequence[str]) -> tuple[LaunchConfig, DictConfig]:
     except PipelineError:
         raise
     except Exception as error:  # Hydra, OmegaConf and YAML raise a dozen unrelated types.
-        raise PlanError(f"The configuration cannot be composed: {_reason(error)}") from error
+        raise PlanError(
+            f"The configuration cannot be composed: {_reason(error, overrides)}"
+        ) from error
     return config, composed
 
 
@@ -338,11 +340,15 @@ def _refuse_secrets(value: object, path: str) -> None:
         refuse_secret(path, value, place="the composed configuration")
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException, words: Sequence[str]) -> str:
+    """What is wrong in a sentence, and a way out; ``words``: the overrides."""
     if isinstance(error, RecursionError):
         return "it refers to itself, or is nested too deeply."
     cause = error.__cause__ or error.__context__
     text = str(error) or (str(cause) if cause else "") or type(error).__name__
+    merged = text.startswith("Error merging override ")
+    if merged and cause is not None:  # the word itself, which is said anyway
+        text = str(cause)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     kept = [
         line
@@ -350,4 +356,20 @@ def _reason(error: BaseException) -> str:
         if not line.startswith(("full_key:", "object_type=", "reference_type="))
     ]
     place = getattr(error, "full_key", None) or getattr(cause, "full_key", None)
-    return (f"{place}: " if place else "") + " ".join(kept).rstrip(".")[:400] + ". Try --help."
+    said = " ".join(kept).rstrip(".")[:400]
+    if not place:
+        return f"{said}. Try --help."
+    word = next((word for word in reversed(words) if word.lstrip("+").startswith(f"{place}=")), "")
+    return f"{place}: {said}.{_written_out(place, word.partition('=')[2]) or ' Try --help.'}"
+
+
+def _written_out(place: str, value: str) -> str:
+    """What ``${`` means here, and the value without that meaning."""
+    value = value.strip("'\"").replace("$\\{", "${")
+    if "${" not in value:
+        return ""
+    entry = next((one for one in keys_of(LaunchConfig) if one.path == place), None)
+    fix = typed(place, value.replace("\\${", "${").replace("${", "\\${")) + " for a text"
+    if entry is not None and "text" not in describe(entry.hint):
+        fix = f"{place}={spell(entry.example)}"
+    return f" ${{KEY}} takes the value of another key, ${{oc.env:NAME}} of a variable. Try {fix}."

@@ -91,7 +91,7 @@ def check_cluster(config: LaunchConfig) -> None:
         )
     _match("partition", cluster.partition, _WORDS, "names of letters, digits, '_', '.', '@', '-'")
     _match("account", cluster.account, _WORD, "a name of letters, digits, '_', '.', '@' and '-'")
-    _match("time", cluster.time, _TIME, "minutes, HH:MM:SS or D-HH:MM:SS", "24:00:00")
+    _match("time", cluster.time, _TIME, "minutes, HH:MM:SS or D-HH:MM:SS", _clock(cluster.time))
     _match("master", cluster.master, _MASTER, "HOST:PORT", "node0:29500")
     if cluster.master is not None and not 0 < int(cluster.master.rpartition(":")[2]) < 65536:
         raise PlanError(
@@ -224,6 +224,16 @@ def _refuse_slurm_keys(config: LaunchConfig) -> None:
             f"cluster.submit=false writes a script for cluster=slurm, but cluster={cluster.name}. "
             "Try cluster=slurm cluster.submit=false."
         )
+
+
+def _clock(time: str | None) -> str:
+    """What SLURM reads for ``2h``, ``90min``, ``1d12h``; a day for what nobody can read."""
+    text = (time or "").replace(" ", "").lower()
+    parts = re.findall(r"(\d{1,4})(d|h|m|s)[a-z]*", text)
+    if not parts or re.sub(r"(\d{1,4})(d|h|m|s)[a-z]*", "", text):
+        return "24:00:00"
+    seconds = sum(int(n) * {"d": 86400, "h": 3600, "m": 60, "s": 1}[unit] for n, unit in parts)
+    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
 def _match(

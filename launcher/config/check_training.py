@@ -67,6 +67,11 @@ def check_trainer(config: LaunchConfig) -> None:
         )
     if trainer.max_steps == 0:
         raise PlanError("trainer.max_steps=0 trains nothing. Try mode=validate.")
+    if trainer.limit_train_batches == 0 and config.mode == "train":
+        raise PlanError(
+            "trainer.limit_train_batches=0 trains nothing. Try trainer.limit_train_batches=10, or "
+            "mode=eval."
+        )
     if trainer.max_restarts and config.cluster.name != "local":
         does = {
             "slurm": "a failed job is submitted again with sbatch, and goes on where it was",

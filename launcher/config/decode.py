@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -109,9 +110,35 @@ def _typed_value(value: object, hint: object, path: str, example: object) -> obj
         number=bool(kinds & {int, float}),
     )
     hinted = meant or (near[0] if near else spell(example))
+    shown = f"'{value}'" if meant == value else shorten(value)  # a number in quotes
+    several = _several(value) if kinds & {int, float} else None
+    other = f", or -m {path}={several} for one run each" if several else ""
     raise KeyPlaceError(
-        f"{path}={shorten(value)}: expected {describe(hint)}. Try {path}={hinted}.", path
+        f"{path}={shown}: expected {describe(hint)}. Try {path}={hinted}{other}.", path
     )
+
+
+def _several(value: object) -> str | None:
+    """The values of a sweep, where one is expected.
+
+    >>> _several([1, 2]), _several("1-3"), _several("1:8:2"), _several("{1,2}"), _several("1e-3")
+    ('1,2', "'range(1,4)'", '1,8,2', '1,2', None)
+    """
+    if isinstance(value, Mapping) and all(item is None for item in value.values()):
+        value = list(value)
+    if isinstance(value, list | tuple):
+        plain = [spell(item) for item in value]
+        return ",".join(plain) if len(plain) > 1 and all(map(_is_number, plain)) else None
+    text = str(value).strip("()[]{} ")
+    if found := re.fullmatch(r"(\d+)\s*(?:-|\.\.\.?)\s*(\d+)", text):
+        first, last = int(found[1]), int(found[2])
+        return f"'range({first},{last + 1})'" if first < last else None
+    parts = [part for part in re.split(r"[\s,;:|/]+", text) if part]
+    return ",".join(parts) if len(parts) > 1 and all(map(_is_number, parts)) else None
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text) is not None
 
 
 def unknown_key(path: str, *, nested: bool = False) -> KeyPlaceError:

@@ -31,6 +31,14 @@ MEANT_KEYS = {
     "output.dir output.path checkpoint.dir checkpoint.path": "hydra.run.dir=FOLDER",
     "checkpoint.every checkpoint.interval": "trainer.checkpoint_every_n_steps=100",
     "tracking.mode": "tracking.offline=true",
+    "data.shuffle data.drop_last data.pin_memory data.streaming data.cache_dir data.collate_fn "
+    "data.sampler": "data=class data.path=my_pkg.data:LitData, whose loaders do as they like",
+    "data.split data.val_split data.test_split data.validation_split": "data.val_fraction=0.1",
+    "costs.fwd costs.f": "costs=uniform costs.forward=1",
+    "costs.bwd costs.b": "costs=uniform costs.backward=2",
+    "planner.gpu planner.device": "hardware=a100_80g",
+    "cluster.host cluster.hosts cluster.hostfile cluster.ssh":
+        "cluster=slurm, or cluster=torchrun, which is started on each host",
     "tracking.notes tracking.note": "user.note=TEXT, which trackers get, too",
     "tracking.run_name tracking.run tracking.id": "experiment_name=my_run",
     "zero_optimization.stage": "overlap=zero1",
@@ -82,6 +90,8 @@ MEANT_KEYS = {
     "workers dataloader_num_workers": "data.num_workers=2",
     # The optimizer.
     "learning_rate base_lr max_lr": "optimizer.lr=3e-4",
+    "decay_steps lr_decay_steps lr_decay_iters":
+        "optimizer.schedule=cosine, which ends at trainer.max_steps",
     "min_learning_rate min_lr": "optimizer.min_lr_ratio=0.1",
     "warmup warmup_iters lr_warmup_steps lr_warmup_iters warmup_ratio warmup_fraction "
     "num_warmup_steps": "optimizer.warmup_steps=100",
@@ -129,21 +139,24 @@ MEANT_KEYS = {
     "hidden_act activation_function": "model.activation=gelu",
     "rope position_embedding_type rotary": "model.position=rope",
     "tie tie_weights tie_word_embeddings": "model.tie_embeddings=true",
+    "pretrained_model_name_or_path model_name_or_path pretrained_model":
+        "model=hf model.path=/models/my_llama",
     "class cls entry module target class_path import_path": _OWN_CLASS,
     "gradient_checkpointing gradient_checkpointing_enable activation_checkpointing "
     "activation_checkpoint checkpoint_activations recompute_granularity recompute_method "
     "recompute_activations recompute_num_layers": "recompute=full",
     # Numbers, and what is printed.
+    "cuda device use_cuda use_gpu": "trainer.accelerator=gpu",
     "fp16 use_fp16 half": "trainer.precision=16-mixed",
     "amp amp_level bf16 use_bf16 bfloat16 dtype torch_dtype mixed_precision autocast param_dtype":
         "trainer.precision=bf16-mixed",
     "tf32 allow_tf32": "trainer.float32_matmul_precision=high",
     "torch_compile": "compile=true",
-    "logger loggers wandb tensorboard report_to log_with": "tracking=csv, wandb, tensorboard or "
+    "log logger loggers wandb tensorboard report_to log_with": "tracking=csv, wandb, tensorboard or "
         "none",
     "verbose debug log_level logging loglevel": "--verbose, or the logs in the run's folder",
     "name run_name job_name exp_name wandb_run_name run_id": "experiment_name=my_run",
-    "output_dir save_dir log_dir run_dir default_root_dir out_dir": "hydra.run.dir=FOLDER",
+    "out output_dir save_dir log_dir run_dir default_root_dir out_dir": "hydra.run.dir=FOLDER",
     "eval test evaluate do_eval do_test": "mode=eval",
     "train do_train fit": "mode=train",
     "predict do_predict inference": "mode=predict",
@@ -192,6 +205,7 @@ _SWITCH = {
     "none": "false", "disable": "false", "disabled": "false",
 }  # fmt: skip
 _WITH_UNIT = re.compile(r"([+-]?(?:\d[\d_,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%]+)")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
 _DECIMAL = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15}
 _TIMES = {
     "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "secs": 1.0, "second": 1.0, "seconds": 1.0,
@@ -238,6 +252,8 @@ def _measured(path: str, value: str, *, whole: bool) -> str | None:
     >>> _measured("trainer.max_steps", "10k", whole=True)
     '10000'
     """
+    if _NUMBER.fullmatch(value) and not (whole and float(value) % 1):
+        return value  # in quotes, which a file keeps
     found = _WITH_UNIT.fullmatch(value)
     if found is None:
         return None

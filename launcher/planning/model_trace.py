@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from pathlib import Path
 from launcher.config import LaunchConfig, dump
 from launcher.config.decode import CLASS, brings_own
 from launcher.config.key import value_at
-from launcher.processes.local import user_cache
+from launcher.processes.local import our_path, our_python, user_cache
 from launcher.report.result import write_atomically
 from launcher.resolve import Run, element_sizes, model_shape
 from launcher.terminal import say
@@ -207,12 +206,14 @@ def ask_child(
     (folder / TASK).write_text(json.dumps(task))
     with (folder / LOG).open("w") as output:
         code = subprocess.run(
-            [sys.executable, "-m", "launcher.rank.trace_job", str(folder)],
+            our_python("launcher.rank.trace_job", str(folder)),
             stdout=output,
             stderr=subprocess.STDOUT,
             check=False,
             # A GPU would be taken for a trace that runs on shapes.
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "FOLDPIPE_PARENT": str(os.getpid())},
+            env=os.environ
+            | {"CUDA_VISIBLE_DEVICES": "", "FOLDPIPE_PARENT": str(os.getpid())}
+            | {"PYTHONPATH": our_path(os.environ)},
         ).returncode
     (folder / TASK).unlink(missing_ok=True)
     problem = folder / PROBLEM

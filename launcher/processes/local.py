@@ -205,7 +205,7 @@ class LocalRanks:
         if self.server is not None:
             return self.server.start(self.run_dir, variables, log, descriptors)
         return subprocess.Popen(
-            [sys.executable, "-m", "launcher.rank.worker", str(self.run_dir)],
+            our_python("launcher.rank.worker", str(self.run_dir)),
             env={**variables, **files},
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -366,11 +366,23 @@ def rank_environment(world_size: int, threads: int | None = None) -> dict[str, s
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     environment |= private_caches(environment)
     environment["PYTHONUNBUFFERED"] = "1"
-    # Workers must find the same code that started them, also from a checkout.
-    root = str(Path(__file__).resolve().parents[2])
-    known = environment.get("PYTHONPATH", "")
-    environment["PYTHONPATH"] = os.pathsep.join(part for part in (root, known) if part)
+    environment["PYTHONPATH"] = our_path(environment)
     return environment
+
+
+def our_path(environment: Mapping[str, str]) -> str:
+    """``PYTHONPATH`` of a child process: the code that has started it first, a checkout's, too."""
+    parts = (str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH", ""))
+    return os.pathsep.join(part for part in parts if part)
+
+
+def our_python(module: str, *words: str) -> list[str]:
+    """The command of a child process that runs a module of ours, under ``rank_environment()``.
+
+    Without ``-P`` Python would look for our modules, and its own, in the working directory first:
+    in a user's package ``launcher``, or in his ``types.py``.
+    """
+    return [sys.executable, "-P", "-m", module, *words]
 
 
 def user_cache() -> Path:

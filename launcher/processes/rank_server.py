@@ -87,7 +87,7 @@ class RankServer:
         atexit.register(self.close)
 
     def _start_process(self, channel: int) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", "launcher.rank.fork_server", str(channel)]
+        words = [sys.executable, "-P", "-m", "launcher.rank.fork_server", str(channel)]
         own = {ROOM_VARIABLE: "." * _ROOM_VARIABLES, "FOLDPIPE_PARENT": str(os.getpid())}
         # It begins with these blocked, as the child does that is forked here.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_OTHERS)

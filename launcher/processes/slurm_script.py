@@ -59,7 +59,7 @@ code={_AGAIN}
 while [ "$code" -eq {_AGAIN} ]; do
   # Finds the newest checkpoint of this folder, and an address and port of this node, where rank 0
   # will be. Only who knows the token reads or writes there.
-  meeting=$("$python" -m launcher.processes.slurm_job begin "$run_dir") || exit
+  meeting=$("$python" -P -m launcher.processes.slurm_job begin "$run_dir") || exit
   read -r MASTER_ADDR MASTER_PORT FOLDPIPE_STORE <<< "$meeting"
   export MASTER_ADDR MASTER_PORT FOLDPIPE_STORE
 
@@ -69,7 +69,7 @@ while [ "$code" -eq {_AGAIN} ]; do
 
   # Writes result.json, and names the first failing rank. {_AGAIN}: the ranks have found the newest
   # checkpoint damaged, and the one before is taken.
-  "$python" -m launcher.processes.slurm_job end "$run_dir" "$code"
+  "$python" -P -m launcher.processes.slurm_job end "$run_dir" "$code"
   code=$?
 done
 
@@ -168,7 +168,7 @@ def _srun(config: LaunchConfig, run_dir: Path, cwd: Path) -> str:
         # Packages of this machine are none of the image's; a checkout is.
         path = f"PYTHONPATH={shlex.quote(str(_ROOT))}" if _is_checkout() else "-u PYTHONPATH"
         start = f"env {path} {shlex.quote(container.python)}"
-    lines.append(f'{start} -m launcher.rank.slurm_rank "$run_dir"')
+    lines.append(f'{start} -P -m launcher.rank.slurm_rank "$run_dir"')
     return " \\\n    ".join(lines)
 
 

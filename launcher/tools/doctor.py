@@ -30,7 +30,7 @@ from rich.text import Text
 
 from launcher.commands.ranks import IDLE_RANK_BYTES
 from launcher.processes.failure import free_bytes
-from launcher.processes.local import rank_environment
+from launcher.processes.local import our_python, rank_environment
 from launcher.resolve import num_cores
 from launcher.terminal import say
 from launcher.tools.host_link import answer, clock_state, measure_link
@@ -418,7 +418,7 @@ def _probe(*, world: int) -> dict[str, Any]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = rank_environment(world)
-    command = [sys.executable, "-m", "launcher.rank.link_probe"]
+    command = our_python("launcher.rank.link_probe")
     with tempfile.TemporaryFile() as errors:
         ranks = [
             subprocess.Popen(

@@ -9,6 +9,7 @@ Free of torch itself, not so what it imports.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher import TAKEN_NAMES
 from launcher.config.check_code import Code
@@ -28,8 +29,10 @@ from launcher.config.decode import did_you_mean, nearest
 from launcher.config.key import shorten, spell
 from strategies.errors import DataError, ModelError, PipelineError, PlanError
 from strategies.schedules import SCHEDULES, Schedule, register_schedule
+from strategies.schedules.schedule import Shape
 
 _MOST_WORDS = 400
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +161,40 @@ def load_schedule(path: str) -> None:
     found = load_object("schedule", path)
     registered = next((entry for entry in SCHEDULES.values() if entry.order is found), found)
     if isinstance(registered, Schedule):
-        SCHEDULES[path] = replace(registered, name=path)
+        place, rule = registered.placement, registered.rule
+        SCHEDULES[path] = replace(
+            registered,
+            name=path,
+            order=_told(path, registered.order),
+            placement=_told(path, place) if callable(place) else place,
+            rule=None if rule is None else _told(path, rule),
+        )
     elif callable(found) and not isinstance(found, type):
-        register_schedule(path)(found)
+        register_schedule(path)(_told(path, found))
     else:
         raise PlanError(
             f"schedule.path={path} is {shorten(found)}, but must be a function from a Shape to "
             "rows of instructions, or a Schedule. Try the name of a function there."
         )
+
+
+def _told(path: str, function: Callable[[Shape], _Found]) -> Callable[[Shape], _Found]:
+    """The same, which says in one sentence what is wrong with it, and in which line."""
+
+    @functools.wraps(function)
+    def call(shape: Shape) -> _Found:
+        try:
+            return function(shape)
+        except (PipelineError, MemoryError):
+            raise
+        except (Exception, SystemExit) as reason:
+            raise PlanError(
+                f"schedule.path={path}: {_name(function)} fails with {one_line(reason)} for "
+                f"pp={shape.pp} and {shape.num_microbatches} microbatches. It is called with one "
+                "Shape. Correct it there, or try schedule=1f1b."
+            ) from reason
+
+    return call
 
 
 def described(target: Callable[..., Any]) -> str:

@@ -20,6 +20,7 @@ from launcher.compose.option_groups import find_groups
 from launcher.config import LaunchConfig
 from launcher.config.foreign_words import MEANT_KEYS
 from launcher.config.key import describe, is_free, keys_of, typed
+from launcher.processes.local import our_python, rank_environment
 from launcher.workloads.own_code import require_place
 from strategies.errors import ModelError, PlanError, RunError
 from tests.launcher.command_line import launch_here, run_here
@@ -186,7 +187,7 @@ FIRST_HOUR = [
     ("model.experts=8 dp=2 ep=2 sequence_parallel=true tp=2", "balance loss"),
     ("pp=1,2", "Try -m pp=1,2"),
     ("pp 4", "Did you mean pp=...?"),
-    ("pp:4", "Did you mean pp=...?"),
+    ("pp:4", "Try pp=4."),
     ("num_microbatches=0", "Try num_microbatches=8."),
     ("trainer.max_step=3", "Did you mean trainer.max_steps"),
     ("trainer.epochs=3", "Try trainer.max_epochs=3."),
@@ -257,6 +258,13 @@ def test_names_of_libraries_in_the_working_directory_hide_none(
     done = run_outside(["schedle=1f1b"], tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: schedle is not a key. Did you mean schedule=1f1b?\n"
+    # Nor in what the launcher starts, where Python could not even begin with the last of these.
+    (tmp_path / "launcher").mkdir()
+    for name in ("launcher/__init__", "types"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not the library')\n")
+    command = [*our_python("launcher"), "--version"]
+    child = subprocess.run(command, cwd=tmp_path, env=rank_environment(1), capture_output=True)
+    assert (child.returncode, child.stderr) == (0, b"")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=r"my_random:Net after renaming the file to my_random.py"):
         require_place("model", "random:Net")

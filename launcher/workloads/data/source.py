@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import stat
 import sysconfig
 from collections.abc import Iterator
@@ -104,6 +105,8 @@ def check_source(
     """
     if source.tokenizer is not None:
         check_file("data.tokenizer", source.tokenizer)
+    if source.path is not None and not os.path.isdir(Path(source.path).expanduser()):
+        _refuse_format(source, check_file("data.path", source.path))
     needed = _enough_tokens(sequence, batch_size * num_replicas, val_fraction)
     split_blocks(
         _count_tokens(source, up_to=needed),
@@ -145,6 +148,64 @@ def check_file(key: str, name: str) -> Path:
             f"{key}={name} cannot be read: {error.strerror}. Try {key}=/path/to/a/readable/file."
         ) from None
     raise DataError(f"{key}={name} is not a regular file. Try {key}=/path/to/a/file.")
+
+
+# Formats that begin with bytes of their own: name, how to make a file of them that can be read.
+_FORMATS = {
+    b"\x1f\x8b\x08": ("gzip", "gunzip -k {file}"),
+    b"BZh": ("bzip2", "bunzip2 -k {file}"),
+    b"\xfd7zXZ\0": ("xz", "unxz -k {file}"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd {file}"),
+    b"PK\x03\x04": ("zip", "unzip {file}"),
+    b"\x93NUMPY": ("numpy", ""),
+    b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 {file} > utf8.txt"),
+    b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 {file} > utf8.txt"),
+    b"%PDF-": ("PDF", "pdftotext {file}"),
+    b"PAR1": ("parquet", ""),
+    b"ARROW1": ("arrow", ""),
+    b"\x89HDF": ("HDF5", ""),
+    b"\x89PNG": ("PNG", ""),
+    b"\xff\xd8\xff": ("JPEG", ""),
+    b"SQLite format 3": ("SQLite", ""),
+}
+_TEXT = frozenset({*range(0x20, 0x7F), *b"\t\n\r\f"})
+_OWN_DATA = "a file of text, or data=class data.path=my_pkg.data:LitData, which reads what it likes"
+
+
+def _refuse_format(source: TextSource, file: Path) -> None:
+    """Refuses a file that is read without an error, and is something else: bytes always look fine.
+
+    Raises:
+        DataError: It begins as a file of another format does, or as one of the other kind.
+    """
+    try:
+        with file.open("rb") as stream:
+            begin = stream.read(_SNIFFED_BYTES)
+    except OSError as error:
+        raise DataError(_unreadable(file, error)) from None
+    for magic, (name, command) in _FORMATS.items():
+        # Two bytes may be the first id of a file of ids.
+        if begin.startswith(magic) and (source.kind == "text" or len(magic) > 2):
+            fix = f"`{command.format(file=shlex.quote(str(file)))}`, and the file that it writes"
+            if name == "numpy":
+                code = f"import numpy; numpy.load({str(file)!r}).astype('uint32').tofile('ids.bin')"
+                fix = f"`python -c {shlex.quote(code)}` for a list of ids, and data=tokens "
+                fix += "data.path=ids.bin data.dtype=uint32"
+            raise DataError(
+                f"{source.label} is a file of {name}, and would be read byte by byte as if it held "
+                f"{'text' if source.kind == 'text' else 'ids'}. "
+                f"Try {fix if command or name == 'numpy' else _OWN_DATA}."
+            )
+    if source.kind == "text" and b"\0" in begin:
+        raise DataError(
+            f"{source.label} is no text: there is a NUL byte among its first {len(begin):,}. Try "
+            f"data=tokens for a file of token ids, or {_OWN_DATA}."
+        )
+    if source.kind == "tokens" and len(begin) >= 64 and _TEXT.issuperset(begin):
+        raise DataError(
+            f"{source.label} is text, and data=tokens reads every {_BYTES_PER_TOKEN[source.dtype]} "
+            f"bytes as the id of a token. Try data=text."
+        )
 
 
 def _count_tokens(source: TextSource, *, up_to: int) -> int:

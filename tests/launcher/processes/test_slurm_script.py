@@ -262,7 +262,7 @@ def test_an_image_is_started_by_apptainer_with_the_folders_that_a_run_needs():
     root = Path(__file__).resolve().parents[3]
     assert f"--bind /data/run:/data/run,/home/me:/home/me,{root}:{root},/data:/in:ro " in line
     assert "--nv" in line  # for GPUs
-    assert f"/images/torch.sif env PYTHONPATH={root} python -m launcher.rank.slurm_rank" in line
+    assert f"/images/torch.sif env PYTHONPATH={root} python -P -m launcher.rank.slurm_rank" in line
     # A run folder below the working directory needs no mount of its own.
     below = script(run_dir="/home/me/run", container={"image": "x.sif"}).replace("\\\n", " ")
     assert "--bind /home/me:/home/me," in below
@@ -274,7 +274,7 @@ def test_an_image_is_started_by_pyxis_as_options_of_srun():
     assert "--container-image='nvcr.io#nvidia/pytorch:25.01-py3'" in line
     assert "--container-mounts=/data/run:/data/run," in line
     assert "--container-workdir=/home/me" in line
-    assert "/opt/bin/python3 -m launcher.rank.slurm_rank" in line
+    assert "/opt/bin/python3 -P -m launcher.rank.slurm_rank" in line
     assert "grep -q -e --container-image" in text
 
 

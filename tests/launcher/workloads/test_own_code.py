@@ -9,7 +9,7 @@ import pytest
 from launcher.config.check_code import Code
 from launcher.config.key import Args
 from launcher.workloads.own_code import Offer, bound, build, load_object, load_schedule, one_line
-from strategies import schedules
+from strategies import compile_program, schedules
 from strategies.errors import DataError, ModelError, PipelineError, PlanError
 
 NETS = """
@@ -32,6 +32,14 @@ def registered(shape):
     return plain(shape)
 entry = Schedule("other", plain)
 number = 3
+def takes_nothing(): ...
+def raises(shape):
+    return shape.nope
+def leaves(shape):
+    raise SystemExit(3)
+def ruled(shape):
+    raise KeyError("no rule")
+by_rule = Schedule("by_rule", plain, rule=ruled)
 """
 
 
@@ -235,6 +243,23 @@ def test_an_order_is_registered_under_its_path(here, name: str):
 def test_what_is_no_order_is_refused(here):
     with pytest.raises(PlanError, match=r"schedule.path=own_orders:number is 3, but must be"):
         load_schedule("own_orders:number")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("takes_nothing", "takes_nothing fails with TypeError: "),
+        ("raises", "raises fails with AttributeError: 'Shape' object has no attribute 'nope' (own"),
+        ("leaves", "leaves fails with SystemExit: 3"),
+        ("by_rule", "ruled fails with KeyError: 'no rule' (own_orders.py:"),
+    ],
+)
+def test_an_order_that_fails_is_one_sentence(here, name: str, told: str):
+    load_schedule(f"own_orders:{name}")
+    with pytest.raises(PlanError) as caught:
+        compile_program(schedule=f"own_orders:{name}", pp=2, num_microbatches=4)
+    assert str(caught.value).startswith(f"schedule.path=own_orders:{name}: {told}")
+    assert "for pp=2 and 4 microbatches" in str(caught.value)
 
 
 def test_args_are_values_that_nobody_changes():

@@ -1,0 +1,173 @@
+"""What tired people type: refused in one sentence, and the advice, pasted, is a run."""
+
+from __future__ import annotations
+
+import gzip
+import shlex
+from pathlib import Path
+
+import pytest
+
+from launcher.workloads.data.source import TextSource, check_source
+from strategies.errors import DataError
+from tests.launcher.command_line import run_here
+
+# A command line, what its refusal says, and the command line with the advice pasted into it.
+MISTAKES = [
+    # Signs and blanks.
+    ("schedule:gpipe", "Try schedule=gpipe.", "schedule=gpipe"),
+    ("trainer.max_steps:9", "Try trainer.max_steps=9.", "trainer.max_steps=9"),
+    ("schedule==gpipe", "with one =. Try schedule=gpipe.", "schedule=gpipe"),
+    ("'pp = 2'", "Try pp=2.", "pp=2"),
+    ("'schedule = gpipe'", "Try schedule=gpipe.", "schedule=gpipe"),
+    ("experiment:fold_laptop", "Try experiment=fold_laptop.", "experiment=fold_laptop"),
+    ("pp= 2", "2: expected key=value. No blanks stand around the =", None),
+    ("-m pp=1, 2", "2: expected key=value. No blanks", "-m pp=1,2"),
+    ("-m pp=1 2 4", "-m pp=1,2,4 for one run each", "-m pp=1,2,4"),
+    ("schedule = gpipe", "Did you mean schedule=...?", None),
+    ("experiment", "Did you mean experiment=...?", None),
+    # Sweeps.
+    ("-m pp=1-4", "or -m pp='range(1,5)' for one run each", "-m pp='range(1,5)'"),
+    ("-m pp=1:2:4", "or -m pp=1,2,4 for one run each", "-m pp=1,2,4"),
+    ("-m pp=[1,2]", "or -m pp=1,2 for one run each", "-m pp=1,2"),
+    ("-m \"pp='1 2'\"", "or -m pp=1,2 for one run each", "-m pp=1,2"),
+    ("-m optimizer.lr=[1e-3,1e-4]", "-m optimizer.lr=0.001,0.0001", "-m optimizer.lr=0.001,0.0001"),
+    ("-m 'schedule=glob(x*)'", "schedule has no value that fits. Try schedule=A,B.", None),
+    ("-m pp=1,2 hydra.run.dir=x", "Try hydra.sweep.dir=x.", "-m pp=1,2 hydra.sweep.dir=x"),
+    ("hydra.sweep.dir=x", "Try hydra.run.dir=x, or -m.", "hydra.run.dir=x"),
+    ("hydra.sweep.subdir=x", "Try hydra.run.dir=x, or -m.", "-m hydra.sweep.subdir=x"),
+    # Scripts and folders.
+    ("train.py", "A script of your own is started by python itself", None),
+    ("python train.py pp=2", "A script of your own is started by python itself", None),
+    ("--config-dir= pp=2", "--config-dir is empty.", "pp=2"),
+    ("--config-dir '' pp=2", "--config-dir is empty.", "pp=2"),
+    # Numbers and their units.
+    ("\"pp='2'\"", "pp='2': expected a whole number. Try pp=2.", "pp=2"),
+    ("\"optimizer.lr='3e-4'\"", "Try optimizer.lr=3e-4.", "optimizer.lr=3e-4"),
+    ("cluster=slurm cluster.submit=false cluster.time=2h", "Try cluster.time=02:00:00.",
+     "cluster=slurm cluster.submit=false cluster.time=02:00:00"),
+    ("cluster=slurm cluster.submit=false cluster.time=1d12h", "Try cluster.time=36:00:00.", None),
+    ("cluster=slurm cluster.submit=false cluster.time=90min", "Try cluster.time=01:30:00.", None),
+    ("trainer.limit_train_batches=0", "trains nothing", "trainer.limit_train_batches=10"),
+    ("trainer.limit_train_batches=0.0", "trains nothing", "mode=eval trainer.limit_train_batches=0"),
+    ("data.val_fraction=1.5", "at most 0.9. Try data.val_fraction=0.1.", "data.val_fraction=0.1"),
+    # What stands in ${...}.
+    ("'user.x=${foo:3}'", "Unsupported interpolation type foo.", "'user.x=\"\\${foo:3}\"'"),
+    ("'user.x=$\\{a'", "Try 'user.x=\"\\${a\"' for a text.", "'user.x=\"\\${a\"'"),
+    ("'user.x=${a b}'", "Try 'user.x=\"\\${a b}\"' for a text.", "'user.x=\"\\${a b}\"'"),
+    ("'user.x=${}'", "Try 'user.x=\"\\${}\"'.", "'user.x=\"\\${}\"'"),
+    ("'pp=${eval:2*3}'", "${KEY} takes the value of another key", "pp=4"),
+    ("'seed=${nope}'", "${oc.env:NAME} of a variable. Try seed=0.", "seed=0"),
+    ("'user.x=${oc.decode:1}'", "`oc.decode` can only take strings", None),
+    # Keys of others.
+    ("data.shuffle=true", "Try data=class data.path=my_pkg.data:LitData", None),
+    ("data.streaming=true", "Try data=class data.path=my_pkg.data:LitData", None),
+    ("data.val_split=0.2", "Try data.val_fraction=0.1.", "data.val_fraction=0.1"),
+    ("costs.fwd=1", "Try costs=uniform costs.forward=1.",
+     "mode=simulate costs=uniform costs.forward=1"),
+    ("costs.bwd=2", "Try costs=uniform costs.backward=2.",
+     "mode=simulate costs=uniform costs.backward=2"),
+    ("planner.gpu=a100", "Try hardware=a100_80g.", "mode=plan hardware=a100_80g"),
+    ("cluster.hosts=[a,b]", "cluster=torchrun, which is started on each host", None),
+    ("device=cuda", "Try trainer.accelerator=gpu.", None),
+    ("log=wandb", "Try tracking=csv, wandb, tensorboard or none.", "tracking=wandb"),
+    ("out=x", "Try hydra.run.dir=FOLDER.", "hydra.run.dir=x"),
+    ("optimizer.lr_decay_iters=9", "which ends at trainer.max_steps", None),
+    ("model.model_name_or_path=gpt2", "Try model=hf model.path=/models/my_llama.", None),
+    ("trainer.gpus=2", "Try pp=, dp= and tp=", "pp=2"),
+    ("model.n_layers=4", "Try model.layers=8.", "model.layers=8"),
+    ("training.max_steps=9", "Did you mean trainer.max_steps", "trainer.max_steps=9"),
+    ("schedule.pp=4", "Did you mean pp?", "pp=4"),
+    ("generate.max_tokens=5", "Did you mean generate.max_new_tokens?",
+     "mode=generate generate.max_new_tokens=5"),
+    ("trainer.precision=fp16", "Try trainer.precision=16-mixed.", None),
+    ("optimizer.betas=[0.9]", "expected a list of two numbers", "optimizer.betas=[0.9,0.95]"),
+    ("compile=default", "Try compile=true.", "compile=true"),
+    ("plan=yes", "expected manual or auto. Try plan=manual.", "plan=manual"),
+    ("experiment_name='my run'", "Try experiment_name=my_run.", "experiment_name=my_run"),
+    ("mode=debug", "Try mode=train.", "mode=train"),
+    ("overlap=zero3", "Did you mean overlap=zero1?", "overlap=zero1"),
+    ("data=text data.path=~/x.txt", "Try \"data.path='~/x.txt'\".",
+     "data=text \"data.path='~/x.txt'\""),
+]  # fmt: skip
+
+
+def test_sixty_more_are_tried() -> None:
+    assert len({words for words, *_ in MISTAKES}) == len(MISTAKES) >= 60
+
+
+@pytest.mark.parametrize(("words", "told", "pasted"), MISTAKES, ids=lambda value: str(value)[:30])
+def test_a_mistake_is_one_sentence_and_its_advice_is_a_run(
+    words: str,
+    told: str,
+    pasted: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    done = run_here(shlex.split(words), tmp_path / "wrong", monkeypatch)
+    done.assert_refused()
+    assert told in done.errors
+    if pasted is not None:
+        done = run_here(shlex.split(pasted), tmp_path / "right", monkeypatch)
+        assert (done.code, done.errors) == (0, "")
+
+
+OPTIONS = [
+    ("mine.json", "Options are YAML: write it as cfg/experiment/mine.yaml."),
+    ("experiment/mine.toml", "Options are YAML: write it as cfg/experiment/mine.yaml."),
+    ("experiment/mine.yaml.txt", "Options are YAML: write it as cfg/experiment/mine.yaml."),
+    ("experiment/mine", "Options are YAML: write it as cfg/experiment/mine.yaml."),
+]
+
+
+@pytest.mark.parametrize(("name", "told"), OPTIONS)
+def test_a_file_of_options_with_another_ending_is_found(name, told, tmp_path, monkeypatch):
+    file = tmp_path / "cfg" / name
+    file.parent.mkdir(parents=True)
+    file.write_text('{"pp": 2}')
+    monkeypatch.chdir(tmp_path)
+    words = ["--config-dir", str(tmp_path / "cfg"), "experiment=mine"]
+    done = run_here(words, tmp_path / "run", monkeypatch)
+    done.assert_refused()
+    assert told in done.errors.replace(f"{tmp_path}/", "")
+
+
+def test_a_tilde_is_the_users_own_folder(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    options = home / "cfg" / "experiment"
+    options.mkdir(parents=True)
+    (options / "mine.yaml").write_text("# @package _global_\npp: 2\n")
+    monkeypatch.setenv("HOME", str(home))
+    words = ["hydra.run.dir='~/r'", "mode=simulate", "--config-dir", "~/cfg", "experiment=mine"]
+    done = run_here(words, tmp_path / "here", monkeypatch)
+    assert (done.code, done.errors) == (0, "")
+    assert done.calls[0].run_dir == home / "r"
+    assert done.calls[0].config.pp == 2
+    words = ["-m", "pp=1,2", "hydra.sweep.dir='~/s'", "mode=simulate"]
+    assert run_here(words, tmp_path / "here", monkeypatch).calls[1].run_dir == home / "s" / "1"
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+FORMATS = {
+    "gzip": gzip.compress(b"hello" * 9),
+    "zip": b"PK\3\4" + b"a" * 90,
+    "parquet": b"PAR1" + b"a" * 90,
+    "numpy": b"\x93NUMPY" + b"\0" * 90,
+    "UTF-16": "hello".encode("utf-16"),
+    "no text": bytes(range(256)),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_of_another_format_is_not_read_byte_by_byte(name, tmp_path):
+    file = tmp_path / "it's data"
+    file.write_bytes(FORMATS[name])
+    with pytest.raises(DataError, match=f"{name}.* Try "):
+        check_source(TextSource(kind="text", path=str(file)), sequence=4)
+    if name in ("zip", "parquet", "numpy"):
+        with pytest.raises(DataError, match=f"a file of {name}"):
+            check_source(TextSource(kind="tokens", path=str(file)), sequence=4)
+    file.write_bytes(b"plain text, which tokens are not\n" * 4)
+    with pytest.raises(DataError, match="is text, and data=tokens reads every 2 bytes"):
+        check_source(TextSource(kind="tokens", path=str(file)), sequence=4)
