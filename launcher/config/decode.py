@@ -110,7 +110,7 @@ def _typed_value(value: object, hint: object, path: str, example: object) -> obj
         number=bool(kinds & {int, float}),
     )
     hinted = meant or (near[0] if near else spell(example))
-    shown = f"'{value}'" if meant == value else shorten(value)  # a number in quotes
+    shown = f"'{value}'" if meant is not None and meant == value else shorten(value)
     several = _several(value) if kinds & {int, float} else None
     other = f", or -m {path}={several} for one run each" if several else ""
     raise KeyPlaceError(

@@ -152,8 +152,8 @@ MEANT_KEYS = {
         "trainer.precision=bf16-mixed",
     "tf32 allow_tf32": "trainer.float32_matmul_precision=high",
     "torch_compile": "compile=true",
-    "log logger loggers wandb tensorboard report_to log_with": "tracking=csv, wandb, tensorboard or "
-        "none",
+    "log logger loggers wandb tensorboard report_to log_with":
+        "tracking=csv, wandb, tensorboard or none",
     "verbose debug log_level logging loglevel": "--verbose, or the logs in the run's folder",
     "name run_name job_name exp_name wandb_run_name run_id": "experiment_name=my_run",
     "out output_dir save_dir log_dir run_dir default_root_dir out_dir": "hydra.run.dir=FOLDER",

@@ -49,7 +49,7 @@ MISTAKES = [
     ("cluster=slurm cluster.submit=false cluster.time=1d12h", "Try cluster.time=36:00:00.", None),
     ("cluster=slurm cluster.submit=false cluster.time=90min", "Try cluster.time=01:30:00.", None),
     ("trainer.limit_train_batches=0", "trains nothing", "trainer.limit_train_batches=10"),
-    ("trainer.limit_train_batches=0.0", "trains nothing", "mode=eval trainer.limit_train_batches=0"),
+    ("trainer.limit_train_batches=0.0", "trains nothing", "mode=eval"),
     ("data.val_fraction=1.5", "at most 0.9. Try data.val_fraction=0.1.", "data.val_fraction=0.1"),
     # What stands in ${...}.
     ("'user.x=${foo:3}'", "Unsupported interpolation type foo.", "'user.x=\"\\${foo:3}\"'"),
