@@ -171,7 +171,7 @@ def test_the_number_that_nothing_is_lost_in_changes_its_type():
     ("values", "message"),
     [
         ({"pp": True}, "pp=true: expected a whole number. Try pp=4."),
-        ({"pp": "4"}, "pp=4: expected a whole number. Try pp=4."),
+        ({"pp": "4"}, "pp='4': expected a whole number. Try pp=4."),
         ({"model": {"tie_embeddings": 1}}, "expected true or false"),
         ({"model": {"norm": "layer"}}, "Try model.norm=layernorm."),
         ({"model": None}, "model=null: model holds keys"),

@@ -144,7 +144,7 @@ def test_only_options_that_say_what_a_job_gets_may_be_added(option):
         (["cluster=torchrun", "cluster.nodes=2"], "Try without cluster.nodes"),
         (["cluster=torchrun", "cluster.time=10"], "is for cluster=slurm"),
         (["cluster=slurm", "mode=generate"], "Try cluster=local."),
-        (["cluster=slurm", "cluster.time=1h"], "Try cluster.time=24:00:00."),
+        (["cluster=slurm", "cluster.time=1h"], "Try cluster.time=01:00:00."),
         (["cluster=slurm", "cluster.extra=['--qso=a']"], "Did you mean --qos"),
         (["cluster=slurm", "cluster.extra=['--time=9']"], "Try cluster.time="),
         (["mode=validate", "cluster.nodes=2", "cluster.master=h"], "Try cluster.master=node0:"),
