@@ -30,6 +30,7 @@ from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.plan import Options, Plan
 from strategies.runtime.engine.rank_passes import PassResult
 from strategies.runtime.lightning.checkpoints.stock_file import serve_folders
+from strategies.runtime.lightning.checkpoints.whole_state import StateOnSight
 from strategies.runtime.lightning.data_order import (
     catch_up,
 )
@@ -216,11 +217,21 @@ class PipelineStrategy(SetupStrategy):
             self._loop.arrives(moved, self._loaders)
         return moved
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> Any:
         self.drain()
         self.engine.mirror.share()  # A checkpoint is of what all ranks have.
         with self._away():
-            return super().lightning_module_state_dict()
+            parts = super().lightning_module_state_dict()
+        if not self._has_sights or self._hooks is None:
+            return parts
+        self._sight = StateOnSight(parts, self._whole_in_hook)
+        return self._sight
+
+    def _whole_in_hook(self) -> dict[str, Any] | None:
+        """The whole state where it is to be had: in a hook, or behind a training."""
+        if self.whole.restored:
+            return dict(self.whole.module.state_dict())
+        return None if self._hooks is None else self._hooks.state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         with self._away():

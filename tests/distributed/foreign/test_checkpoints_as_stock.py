@@ -12,12 +12,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from strategies import PipelineStrategy
-from strategies.errors import CheckpointError
+from strategies.errors import CheckpointError, ModelError
 from strategies.runtime.lightning.checkpoints.stock_file import load_checkpoint
 from tests.distributed.foreign.comparison import (
     EVERY_LAYOUT,
@@ -174,6 +174,91 @@ def test_an_optimizer_that_is_spread_over_replicas_comes_together_in_a_file(
     first, *_ = ranks(4).run(run, save=path, strategy={"overlap": "zero1"}, **options)
     for continued in ranks(4).run(run, resume=path, strategy=plain, **options):
         assert_same(continued, first, steps=5)
+
+
+class Partly(Named):
+    """Its checkpoints leave out weights of two stages, as one with a frozen encoder does."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        for name in ("net.0.weight", "head.bias"):
+            state.pop(name)
+        checkpoint["doubled"] = {name: value * 2 for name, value in state.items()}
+        checkpoint["norm"] = sum(float(p.detach().norm()) for p in self.parameters())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        missing = {n: torch.ones_like(v) for n, v in self.state_dict().items() if n not in state}
+        state.update(missing)
+
+
+def save_partly(layout: str | None, path: str, after: str, kind: str = "auto") -> dict[str, Any]:
+    more = {} if layout is None else {"checkpoints": kind}
+    trainer = pl.Trainer(
+        **QUIET, max_epochs=1, callbacks=[Losses(path, at=4)], **strategy_of(layout, **more)
+    )
+    module = Partly(0.01)
+    trainer.fit(module, examples())
+    trainer.save_checkpoint(after)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, examples(), ckpt_path=path)
+    end = {name: value.clone() for name, value in module.state_dict().items()}
+    if isinstance(trainer.strategy, PipelineStrategy):
+        trainer.strategy.engine.close()
+    written = [load_checkpoint(place) for place in (path, after)]
+    keys = ("state_dict", "doubled", "norm")
+    return {"end": end, "written": [{key: one[key] for key in keys} for one in written]}
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("1f1b", "auto"), ("zb_v", "folder")])
+def test_hooks_find_the_whole_state_in_checkpoints(
+    layout: str, kind: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    def paths(name: str) -> dict[str, str]:
+        return {"path": str(tmp_path / f"{name}.ckpt"), "after": str(tmp_path / f"{name}2.ckpt")}
+
+    (stock,) = ranks(1).run(save_partly, layout=None, **paths("stock"))
+    for found in ranks(2).run(save_partly, layout=layout, kind=kind, **paths("own")):
+        for one, other in zip(found["written"], stock["written"], strict=True):
+            assert one["norm"] == pytest.approx(other["norm"])
+            for key in ("state_dict", "doubled"):
+                assert sorted(one[key]) == sorted(other[key])
+                for name, value in other[key].items():
+                    assert torch.allclose(one[key][name], value, atol=1e-10), name
+        for name, value in stock["end"].items():
+            assert torch.allclose(found["end"][name], value, atol=1e-10), name
+
+
+def average(
+    layout: str | None, save: str | None = None, resume: str | None = None, kind: str = "auto"
+) -> tuple[dict[str, Tensor], str]:
+    module, said = Named(0.01), ""
+    more = {} if layout is None else {"checkpoints": kind}
+    callbacks = [EMAWeightAveraging(decay=0.8), Losses(save, at=4)]
+    trainer = pl.Trainer(**QUIET, max_epochs=2, callbacks=callbacks, **strategy_of(layout, **more))
+    try:
+        trainer.fit(module, examples(), ckpt_path=resume)
+    except ModelError as error:
+        said = str(error)
+    if isinstance(trainer.strategy, PipelineStrategy):
+        trainer.strategy.engine.close()
+    return {} if said else {n: v.clone() for n, v in module.state_dict().items()}, said
+
+
+def test_averages_of_weights_go_on_from_a_file(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    path, folder = str(tmp_path / "averages.ckpt"), str(tmp_path / "folder.ckpt")
+    (wanted, _), _ = ranks(2).run(average, layout="1f1b", save=path)
+    written = torch.load(path, weights_only=True)
+    assert list(written["current_model_state"]) == list(written["state_dict"]) == list(wanted)
+    continued = ranks(2).run(average, layout="zb_v", resume=path)
+    for found, _ in [*continued, *ranks(1).run(average, layout=None, resume=path)]:
+        for name, value in wanted.items():
+            assert torch.allclose(found[name], value, atol=1e-10), name
+    ranks(2).run(average, layout="1f1b", save=folder, kind="folder")
+    for _, said in ranks(2).run(average, layout="1f1b", resume=folder):
+        assert "a folder with the averages of WeightAveraging" in said
 
 
 def use_checkpoints(folder: str, kind: str) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,7 +34,14 @@ from strategies.runtime.lightning.checkpoints.rank_folder import (
     without_configs,
 )
 from strategies.runtime.lightning.checkpoints.stock_file import HYPER_PARAMETERS, RANDOM, boxed
-from strategies.runtime.lightning.checkpoints.whole_state import WholeModule, bring_together, fits
+from strategies.runtime.lightning.checkpoints.whole_state import (
+    StateOnSight,
+    WholeModule,
+    bring_together,
+    fits,
+    has_unseen,
+    without_sights,
+)
 from strategies.runtime.lightning.ranks_strategy import RanksStrategy
 from strategies.runtime.messages.exchange import Exchange, everybody
 from strategies.runtime.messages.fingerprint import checksums, digest, odd_ones, tell_odd_ones
@@ -66,11 +74,14 @@ class CheckpointingStrategy(RanksStrategy):
         self._checkpoints: set[Path] = set()
         self._random_state: Mapping[str, Any] | None = None
         self._whole: WholeModule | None = None
-        self._from_file = False  # what has been loaded last
+        self.from_file = False  # whether what has been loaded last is a file
+        self._loaded_whole = False  # and whether each rank has all of it
         self._fits_rank_0: bool | None = None  # whether one rank can have all state
         self._told_objects = False
         self._orders: list[Any] | None = None  # of the optimizers' parameters, in the whole module
         self._begun = time.time()
+        self._sight: StateOnSight | None = None  # what hooks find in a checkpoint being made
+        self._parts: dict[str, Any] = {}  # this rank's of its state
 
     @property
     def engine(self) -> Engine:
@@ -104,7 +115,8 @@ class CheckpointingStrategy(RanksStrategy):
         Args:
             everywhere: Whether every rank gets it; else rank 0 does, and the others get {}.
         """
-        state = self.lightning_module_state_dict()
+        state: Any = self.lightning_module_state_dict()
+        state = without_sights(state, None)
         where, experts = self.coordinates, self.engine.model.experts
         if where.dp_rank > 0:
             first = where.place < where.ep
@@ -211,10 +223,49 @@ class CheckpointingStrategy(RanksStrategy):
             checkpoint.pop(key, None)  # of omegaconf's containers
         if self._as_file(checkpoint):
             self.saver.finish()
-            self._save_file(checkpoint, path)
+            self._save_file(self._of_hooks(checkpoint, self._seen_whole), path)
         else:
-            self._save_folder(checkpoint, path)
+            self._save_folder(self._of_hooks(checkpoint, self._seen_parts), path)
         self._heartbeat.phase(Phase.BETWEEN)
+
+    def _of_hooks(
+        self, checkpoint: dict[str, Any], plain: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """What hooks have made of a checkpoint, as plain data; collective where they could."""
+        sight, self._sight = self._sight, None
+        if sight is None:
+            return checkpoint
+        self._parts = sight.parts
+        return plain(checkpoint)
+
+    def _seen_whole(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """For a file: what rank 0 has. Where nobody has looked, each rank has its part."""
+        state = checkpoint["state_dict"]
+        rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+        unseen, moved = everybody().first_says([has_unseen(state), has_unseen(rest)])
+        whole: dict[str, Any] = {}
+        if moved:
+            found = bring_together(self._first_parts(), everywhere=False)
+            whole = {name: found[name] for name in self.whole.names if name in found}
+        if unseen:
+            state = self._parts
+        else:
+            state = without_sights(state, whole) if self.is_global_zero else {}
+        return {**without_sights(rest, whole), "state_dict": state}
+
+    def _first_parts(self) -> dict[str, Any]:
+        return self._parts if self.coordinates.dp_rank == 0 else {}
+
+    def _seen_parts(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """For a folder: of what hooks have made of the whole state, this rank's part."""
+        plain: dict[str, Any] = without_sights(checkpoint, None)
+        known = set(self.whole.names)
+        plain["state_dict"] = {
+            name: value
+            for name, value in plain["state_dict"].items()
+            if name in self._parts or (name not in known and self.is_global_zero)
+        }
+        return plain
 
     def _as_file(self, checkpoint: Mapping[str, Any]) -> bool:
         """Whether this is to be a file, the same on all ranks; collective when first asked."""
@@ -343,8 +394,9 @@ class CheckpointingStrategy(RanksStrategy):
         self._checkpoints.add(path.absolute())
         fitting = self._trainer.state.fn == TrainerFn.FITTING
         shares = self._shares({})
-        self._from_file = bool(everybody().first_says(committed(path).is_file()))
-        if self._from_file:
+        self.from_file = bool(everybody().first_says(committed(path).is_file()))
+        self._loaded_whole = self.from_file or self._hook_loads
+        if self.from_file:
             return self._load_file(path)
         found = load(
             path,
@@ -354,6 +406,7 @@ class CheckpointingStrategy(RanksStrategy):
             parameters=set(self.engine.model.parameter_names),
             optimized=shares.boxes(self.engine.named_parameters()) if fitting else {},
             strict=self.lightning_module.strict_loading,
+            whole=self._loaded_whole,
         )
         if fitting:
             self._go_on_from(committed(path))
@@ -395,19 +448,40 @@ class CheckpointingStrategy(RanksStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         shares, state = self._shares({}), checkpoint["state_dict"]
-        if self._from_file:
+        if self._loaded_whole:
             if strict:
-                self.whole.check(state)
+                self._check_alike(state)
             wanted = shares.boxes(self.whole.part())
             state = {n: boxed(state[n], box) for n, box in wanted.items() if n in state}
         self.lightning_module.load_state_dict(shares.padded(state), strict=strict)
         self.engine.mains.refresh()
 
+    def _check_alike(self, state: Mapping[str, Any]) -> None:
+        """Refuses another model's state, on all ranks alike: hooks may have changed it on some."""
+        problem = None
+        try:
+            self.whole.check(state)
+        except CheckpointError as error:
+            problem = str(error)
+        problems = [said for said in everybody().everyone(problem) if said is not None]
+        if problems:
+            raise CheckpointError(problems[0])
+
+    @property
+    def _hook_loads(self) -> bool:
+        """Whether the module's ``on_load_checkpoint`` is to find the whole state."""
+        return self._has_sights and is_overridden("on_load_checkpoint", self.lightning_module)
+
+    @property
+    def _has_sights(self) -> bool:
+        """Whether hooks find the whole state in checkpoints; else this rank's part."""
+        return self.coordinates.pp > 1 and self._options.tp == self._options.ep == 1
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         named = self.engine.named_parameters()
         shares = self._shares({})
         states = checkpoint["optimizer_states"]
-        if self._from_file:
+        if self.from_file:
             wanted = shares.boxes(named)
             orders = zip(states, self._stock_orders(), strict=True)
             states = [stock_file.by_names(state, order, wanted) for state, order in orders]

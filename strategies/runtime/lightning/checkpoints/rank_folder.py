@@ -133,11 +133,13 @@ def load(
     parameters: set[str],
     optimized: Mapping[str, Tensor | Piece],
     strict: bool,
+    whole: bool = False,
 ) -> dict[str, Any]:
     """What one rank needs of a checkpoint, read when all of it is verified; collective.
 
     Of the module's ``state`` and the ``optimized`` parameters this rank wants the boxes given. With
     ``strict`` the checkpoint may have neither more nor fewer ``parameters`` than the whole model.
+    With ``whole`` it wants all of the state there is, which nobody compares with the model's.
 
     Raises:
         CheckpointError: It is damaged, or of another model. All ranks raise.
@@ -152,7 +154,11 @@ def load(
         problem = str(error)
     _agree(problem, exchange, DamagedCheckpointError)
     assert opened is not None
-    _agree(opened.misfit(state, parameters=parameters, strict=strict), exchange, CheckpointError)
+    if whole:
+        state = dict.fromkeys(opened.whole_names())
+    else:
+        misfit = opened.misfit(state, parameters=parameters, strict=strict)
+        _agree(misfit, exchange, CheckpointError)
     now = layout_of(coordinates)
     same = all(manifest[degree] == size for degree, size in now.items())
     # In another layout: the replica's own, if there was one. What is drawn from its generators

@@ -7,8 +7,17 @@ travels as bytes over the default group, and the holes of a module are filled wi
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -155,6 +164,77 @@ def _sent(
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+class StateOnSight(MutableMapping[str, Any]):
+    """A module's state as hooks find it in a checkpoint: it becomes whole when one looks at it.
+
+    Attributes:
+        parts: What this rank has of it.
+        seen: Whether somebody has looked. Then it may have been changed, too.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, Any], bring: Callable[[], dict[str, Any] | None]
+    ) -> None:
+        self.parts = dict(parts)
+        self.seen = False
+        self._bring = bring
+        self._found: dict[str, Any] = {}
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        if not self.seen:
+            found = self._bring()
+            if found is None:
+                return self.parts  # It is asked for outside of hooks.
+            self._found, self.seen = found, True
+        return self._found
+
+    def __getitem__(self, name: str) -> Any:
+        return self._data[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._data[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._data[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return self._data | dict(other)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self._data)
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return copy.deepcopy(self._data, memo)
+
+    def plain(self, whole: Mapping[str, Any] | None) -> dict[str, Any]:
+        """As a dict; ``whole`` of one that nobody has looked at."""
+        return dict(self._found if self.seen else self.parts if whole is None else whole)
+
+
+def without_sights(value: Any, whole: Mapping[str, Any] | None) -> Any:
+    """Plain data, with what nobody has looked at as ``whole``, or in parts."""
+    if isinstance(value, StateOnSight):
+        return value.plain(whole)
+    if type(value) is dict:
+        return {key: without_sights(item, whole) for key, item in value.items()}
+    return [without_sights(item, whole) for item in value] if type(value) is list else value
+
+
+def has_unseen(value: Any) -> bool:
+    """Whether there is a state that nobody has looked at."""
+    if isinstance(value, StateOnSight):
+        return not value.seen
+    inside = value.values() if type(value) is dict else value if type(value) is list else ()
+    return any(map(has_unseen, inside))
 
 
 # ---------------------------------------------------------------------------------- whole module

@@ -24,8 +24,7 @@ from strategies.models.replay.hole import Hole
 from strategies.runtime.lightning.refusals import is_weight_averaging
 
 _BESIDE = {
-    "on_exception", "on_save_checkpoint", "on_load_checkpoint", "on_gpu",
-    "on_before_batch_transfer", "on_after_batch_transfer",
+    "on_exception", "on_gpu", "on_before_batch_transfer", "on_after_batch_transfer",
 }  # fmt: skip
 # In the code of hooks: what may be done on some ranks alone.
 _RANK_WORDS = {"is_global_zero", "global_rank", "local_rank", "node_rank", "get_rank", "LOCAL_RANK"}

@@ -21,7 +21,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import nn
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.errors import ModelError
@@ -73,8 +74,8 @@ class ParameterHooks(WholeParameters):
                     self._uneven.add((id(owner), name))
                 vars(owner)[name] = _watched_hook(self, owner, name)
         for callback in filter(is_weight_averaging, callbacks):
-            self._wrapped.append((callback, "on_load_checkpoint", None))
-            vars(callback)["on_load_checkpoint"] = _no_averages
+            own = vars(callback)
+            own["on_load_checkpoint"] = _averages_of_files(callback.on_load_checkpoint)
 
     def unwatch(self) -> None:
         for owner, name, before in self._wrapped:
@@ -83,6 +84,13 @@ class ParameterHooks(WholeParameters):
             else:
                 vars(owner)[name] = before
         self._wrapped.clear()
+
+    def state(self) -> dict[str, Any] | None:
+        """The whole module's state, copied, where a hook is running; None elsewhere."""
+        if self._call is None or not self._watching:
+            return None
+        found: dict[str, Any] = self._module.state_dict()  # Being listed, it is brought here.
+        return {n: v.detach().clone() if isinstance(v, Tensor) else v for n, v in found.items()}
 
     @contextmanager
     def whole_groups(self, optimizers: Callable[[], Sequence[Optimizer]]) -> Iterator[None]:
@@ -249,10 +257,16 @@ def _watched_hook(hooks: ParameterHooks, owner: Any, name: str) -> Callable[...,
     return run
 
 
-def _no_averages(trainer: Any, module: Any, checkpoint: Mapping[str, Any]) -> None:
-    if "averaging_state" in checkpoint:
-        raise ModelError(
-            "this checkpoint has the averages of WeightAveraging, which are not put together again "
-            f"for the {trainer.strategy.plan.pp} ranks of a pipeline. Go on without that callback, "
-            "from the averages; or begin anew."
-        )
+def _averages_of_files(load: Callable[..., Any]) -> Callable[..., Any]:
+    def run(trainer: Any, module: Any, checkpoint: Mapping[str, Any]) -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and "averaging_state" in checkpoint and not trainer.strategy.from_file:
+            raise ModelError(
+                "this checkpoint is a folder with the averages of WeightAveraging, of which each "
+                f"of the {trainer.strategy.plan.pp} ranks of a pipeline has written its part, and "
+                "they are not put together again. Go on without that callback, from the averages, "
+                "or begin anew with PipelineStrategy(checkpoints='file')."
+            )
+        load(trainer, module, checkpoint)
+
+    return run
