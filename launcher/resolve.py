@@ -46,7 +46,7 @@ from strategies.plan import (
     Plan,
     Recompute,
     ScheduleFile,
-    indivisible,
+    check_experts,
     num_buckets,
     refuse_split_backward,
 )
@@ -191,8 +191,7 @@ def resolve(
             "its place. Try trainer.precision=bf16-mixed."
         )
     dp = num_replicas(config)
-    if dp * config.tp % config.ep:
-        raise PlanError(indivisible(config.ep, dp=dp, tp=config.tp))
+    check_experts(dp=dp, tp=config.tp, ep=config.ep, expert_tp=config.expert_tp)
     asked = asked_schedule(config, dp, file)
     if config.compile and config.mode in ("train", "validate"):
         schedule, wanted = asked.schedule, config.schedule.split_backward
@@ -440,6 +439,7 @@ def _options(config: LaunchConfig, dp: int, cut: tuple[int, ...] | None) -> Opti
         dp=dp,
         tp=config.tp,
         ep=config.ep,
+        expert_tp=config.expert_tp,
         sequence_parallel=config.sequence_parallel,
         units_per_stage=cut,
         bucket_mb=config.overlap.bucket_mb,
@@ -471,6 +471,7 @@ def _loads(
         layers=recompute.layers,
         attention=config.costs.attention,
         momentum_only=config.optimizer.name == "muon",
+        expert_tp=config.expert_tp,
     )
     return tuple(sum_loads([units[index] for index in stage]) for stage in stages)
 
@@ -490,7 +491,8 @@ def _buckets(
     if dp < 2 and placement.weight_copies < 2 and not _spreads(config, dp):
         return 0
     size = element_sizes(config).wire
-    held = [load.parameters - load.experts + load.experts // config.ep for load in loads]
+    block = config.ep * (config.tp if config.expert_tp else 1)
+    held = [load.parameters - load.experts + load.experts // block for load in loads]
     return tuple(num_buckets(count * size, config.overlap.bucket_mb) for count in held)
 
 
@@ -502,7 +504,9 @@ def _exchanges(config: LaunchConfig, loads: tuple[Load, ...]) -> tuple[int, ...]
 
 def _spreads(config: LaunchConfig, dp: int) -> bool:
     """Whether tensor-parallel ranks alone have the same experts."""
-    return config.model.experts is not None and dp * config.tp > config.ep
+    return config.model.experts is not None and dp * config.tp > (
+        config.ep * (config.tp if config.expert_tp else 1)
+    )
 
 
 def gpu_element(config: LaunchConfig) -> int | None:
@@ -544,5 +548,6 @@ def _analytic(config: LaunchConfig, dp: int, loads: tuple[Load, ...]) -> Analyti
         sequence_parallel=config.sequence_parallel,
         number_format=config.trainer.number_format,
         ep=config.ep,
+        expert_tp=config.expert_tp,
         imbalance=config.model.expert_imbalance,
     )

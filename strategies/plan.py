@@ -274,6 +274,7 @@ class Options:
     dp: int | Literal["auto"] = "auto"
     tp: int = 1
     ep: int = 1
+    expert_tp: bool = False
     sequence_parallel: bool = False
     units_per_stage: tuple[int, ...] | None = None
     bucket_mb: float = 25.0
@@ -291,6 +292,41 @@ class Options:
     whole_after: bool | Literal["auto"] = "auto"
     post_validation: bool | Literal["auto"] = "auto"
     synchronous_steps: int = 0
+
+
+def check_experts(
+    *,
+    dp: int | Literal["auto"],
+    tp: int,
+    ep: int,
+    expert_tp: bool,
+    sequence_parallel: bool = False,
+) -> None:
+    """Refuses degrees over which experts do not come out even; of ``dp=auto`` all else.
+
+    Raises:
+        PlanError: What is wrong, and what would do.
+    """
+    if not expert_tp:
+        if dp != "auto" and dp * tp % ep:
+            raise PlanError(indivisible(ep, dp=dp, tp=tp))
+        return
+    if tp == 1:
+        raise PlanError(
+            "expert_tp=true cuts each expert's matrices over the ranks of tp, and tp=1. Try tp=2, "
+            "or expert_tp=false."
+        )
+    if sequence_parallel:
+        raise PlanError(
+            "expert_tp=true with sequence_parallel=true: ranks that share an expert's matrices "
+            "need the same tokens. Try sequence_parallel=false."
+        )
+    if dp != "auto" and dp % ep:
+        fit = max(n for n in range(1, min(ep, dp) + 1) if dp % n == 0)
+        raise PlanError(
+            f"expert_tp=true cuts each expert over tp={tp} ranks and leaves dp={dp} to spread them "
+            f"over, which ep={ep} does not divide. Try ep={fit}, or dp={ep}."
+        )
 
 
 def indivisible(ep: int, *, dp: int, tp: int) -> str:

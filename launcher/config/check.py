@@ -30,7 +30,7 @@ from launcher.workloads.model_share import check_ep
 from launcher.workloads.transformer_shape import TransformerShape
 from launcher.workloads.transformer_share import check_transformer_tp
 from strategies.errors import PlanError
-from strategies.plan import indivisible, refuse_own_order, refuse_selective
+from strategies.plan import check_experts, refuse_own_order, refuse_selective
 
 _MOST = 2**53  # beyond it JSON and floats lose digits
 _MAY_BE_EMPTY = ("generate.prompt", "experiment_name")
@@ -145,8 +145,47 @@ def _check_sharing(config: LaunchConfig, shape: TransformerShape) -> None:
             "overlap.exchange=true runs the exchange of tokens under other compute, and ep=1 has "
             "none. Try ep=2 with a model that has experts, or overlap.exchange=false."
         )
-    if config.dp != "auto" and int(config.dp) * config.tp % config.ep and not _leaves_open(config):
-        raise PlanError(indivisible(config.ep, dp=int(config.dp), tp=config.tp))
+    if config.expert_tp:
+        _check_expert_tp(config, shape)
+    if not _leaves_open(config):
+        check_experts(
+            dp="auto" if config.dp == "auto" else int(config.dp),
+            tp=config.tp,
+            ep=config.ep,
+            expert_tp=config.expert_tp,
+            sequence_parallel=config.sequence_parallel,
+        )
+
+
+def _check_expert_tp(config: LaunchConfig, shape: TransformerShape) -> None:
+    """What cutting each expert's matrices asks of a model, and where it is not known."""
+    if _leaves_open(config):
+        raise PlanError(
+            "expert_tp=true is not planned: plans have whole experts on each rank. Try "
+            "expert_tp=false, or mode=simulate tp=2 expert_tp=true with degrees of your own."
+        )
+    if config.mode == "profile" or config.costs.name == "profiled":
+        raise PlanError(
+            "expert_tp=true with measured units: a profile measures whole experts. Try "
+            "expert_tp=false, or costs=analytic."
+        )
+    if config.model.name == "hf":
+        raise PlanError(
+            "expert_tp=true with model=hf: families of transformers do not say along which "
+            "dimension an expert's matrices may be cut. Try expert_tp=false."
+        )
+    if brings_own("model", config.model.name):
+        return  # Its ranks know.
+    if shape.moe is None:
+        raise PlanError(
+            "expert_tp=true cuts experts over the ranks of tp, and this model has none. Try "
+            "expert_tp=false, or model.experts=8."
+        )
+    if shape.moe.ffn % config.tp:
+        raise PlanError(
+            f"expert_tp=true: tp={config.tp} does not divide model.expert_ffn={shape.moe.ffn}. Try "
+            f"model.expert_ffn={-(-shape.moe.ffn // config.tp) * config.tp}, or expert_tp=false."
+        )
 
 
 def _check_order(config: LaunchConfig) -> None:

@@ -62,6 +62,8 @@ MEANT_KEYS = {
         "tp=2 sequence_parallel=true",
     "expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size "
     "ep_size": "ep=2",
+    "expert_tensor_parallel expert_tensor_parallel_size expert_tensor_parallel_degree etp":
+        "tp=2 expert_tp=true",
     "data_parallel data_parallel_size data_parallel_degree dp_size dp_degree replicas "
     "data_parallel_replicate_degree": "dp=2",
     "zero zero_stage zero_optimization fsdp deepspeed sharding_strategy distributed_optimizer "

@@ -61,6 +61,11 @@ class LaunchConfig:
         high=65536,
         example=2,
     )
+    expert_tp: bool = key(
+        False,
+        "With tp > 1: cut each expert's matrices over these ranks, too; ep then divides dp. Else "
+        "each of them has whole experts, and its share of the tokens.",
+    )
     sequence_parallel: bool = key(
         False, "With tp > 1: cut activations between the matrices along the sequence, too."
     )

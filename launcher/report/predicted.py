@@ -69,6 +69,7 @@ def asked_mapping(
         "dp": dp,
         "tp": config.tp,
         "ep": config.ep,
+        "expert_tp": config.expert_tp,
         "sequence_parallel": config.sequence_parallel,
         "stages_per_rank": plan.stages_per_rank,
         "num_microbatches": plan.num_microbatches,

@@ -32,6 +32,7 @@ def unit_loads(
     attention: Attention = "fused",
     momentum_only: bool = False,
     gpu_element: int | None = None,
+    expert_tp: bool = False,
 ) -> tuple[Load, ...]:
     """One load per unit, in execution order.
 
@@ -40,7 +41,15 @@ def unit_loads(
     With ``momentum_only`` the optimizer keeps one element per parameter between the first and the
     last unit (norms and biases count with the matrices); of a trace nobody knows which those are.
     ``gpu_element``: bytes of an activation on a GPU, whose kernels keep less than those of a CPU.
+    With ``expert_tp`` each rank has a share of every expert's matrices, instead of whole ones.
     """
+    if expert_tp and isinstance(shape, TransformerShape) and shape.moe is not None:
+        whole = unit_loads(
+            shape, tp, microbatch_size, selective=selective, whole_layers=whole_layers,
+            layers=layers, attention=attention, momentum_only=momentum_only,
+            gpu_element=gpu_element,
+        )  # fmt: skip
+        return tuple(_sliced(shape, load, tp, microbatch_size) for load in whole)
     if isinstance(shape, TracedShape):
         return shape.loads(microbatch_size, tp, selective=selective)
     units = model_units(shape)
@@ -124,6 +133,35 @@ def _of_experts(shape: ModelShape, number: int, tp: int, size: int) -> dict[str,
         "expert_saved": part.saved_elements * size // tp,
         "exchanged": (part.exchanged * size,),
     }
+
+
+def _sliced(shape: TransformerShape, load: Load, tp: int, size: int) -> Load:
+    """A unit of which a rank has a share of each expert, and computes all tokens with it."""
+    moe = shape.moe
+    if not load.exchanged:
+        return load
+    assert moe is not None
+    rows, inner = shape.sequence * moe.per_token * size, moe.ffn // tp
+    kept = rows * (shape.hidden + (4 if shape.activation == "swiglu" else 2) * inner)
+    more = kept - load.expert_saved if load.expert_saved else 0
+    stream = shape.sequence * shape.hidden * size
+    ((work, count),) = load.works
+    router, wide, narrow, *others = work.products
+    group = max(1, rows // moe.experts)
+    products = (
+        router,
+        wide._replace(rows=group, columns=wide.columns // tp),
+        narrow._replace(rows=group, inner=inner),
+        *others,
+    )
+    return replace(
+        load,
+        saved_elements=load.saved_elements + more,
+        expert_saved=load.expert_saved + more,
+        forward_sums=(*load.forward_sums, stream),
+        backward_sums=(*load.backward_sums, stream),
+        works=((replace(work, products=products), count),),
+    )
 
 
 def _each(different: Sequence[Work], count: int) -> list[Work]:

@@ -85,6 +85,7 @@ class AnalyticCosts:
             else nothing slows them but others of their kind. Only for ``buffered``.
         number_format: Of matrix products; the machine's peak is that of it.
         ep: Ranks that the experts of a stage are spread over.
+        expert_tp: Whether ranks that share matrices share those of each expert, too.
         imbalance: What the fullest of them has to compute, over the mean; counts for ep > 1.
         keeps_updates: Whether what an update changes is kept, to undo it.
         known: Shared by costs that differ in cuts and degrees only.
@@ -105,12 +106,14 @@ class AnalyticCosts:
     number_format: NumberFormat = "fp32"
     ep: int = 1
     imbalance: float = 1.0
+    expert_tp: bool = False
     known: Known = field(default_factory=Known, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         of = (
             self.hardware, self.sizes, self.element_bytes, self.optimizer_elements,
             self.sequence_parallel, self.keeps_updates, self.number_format, self.imbalance,
+            self.expert_tp,
         )  # fmt: skip
         if not self.known.of:
             self.known.of = of
@@ -212,7 +215,7 @@ class AnalyticCosts:
 
     def _holders(self, owners: tuple[int, ...]) -> tuple[Group, Group]:
         """The replicas of a stage on its owners, and those ranks that hold the same experts."""
-        key = (owners, self.dp, self.tp, self.ep)
+        key = (owners, self.dp, self.tp, self._block)
         if key not in self.known.holders:
             self.known.holders[key] = (
                 replicas(self.hardware, owners, self.dp, self.tp),
@@ -281,7 +284,7 @@ class AnalyticCosts:
 
     def held(self, load: Load) -> int:
         """Parameters of a stage, or unit, that one rank has."""
-        return load.parameters - load.experts + -(-load.experts // self.ep)
+        return load.parameters - load.experts + -(-load.experts // self._block)
 
     def _widened_bytes(self, program: Program, stage: int, *, sharded: bool) -> int:
         """Gradients that were summed in 16 bits, as the optimizer reads them in 32."""
@@ -289,7 +292,7 @@ class AnalyticCosts:
         if sizes.main <= sizes.gradient:
             return 0
         shares, of_experts = self._sharers(program, stage) if sharded else (1, 1)
-        experts = -(-load.experts // self.ep)
+        experts = -(-load.experts // self._block)
         whole = -(-(load.parameters - load.experts) * sizes.main // shares)
         return whole + -(-experts * sizes.main // of_experts)
 
@@ -326,7 +329,7 @@ class AnalyticCosts:
             # The one before; and what weights were, where no version of them is what is updated.
             element += (2 if sizes.main or sharded else 1) * (sizes.main or sizes.weight)
         shares, of_experts = self._sharers(program, stage) if sharded else (1, 1)
-        experts = -(-load.experts // self.ep)
+        experts = -(-load.experts // self._block)
         spread = (load.parameters - load.experts) * element
         spread -= load.lean_parameters * sizes.moment * (2 if self.keeps_updates else 1)
         held = self.held(load) * (sizes.weight + sizes.gradient)
@@ -335,7 +338,7 @@ class AnalyticCosts:
     def _sharers(self, program: Program, stage: int) -> tuple[int, int]:
         """How many ranks hold a stage, and how many the same of its experts."""
         owners = len(program.placement.owners(stage))
-        return owners * self.dp, max(1, owners * self.dp * self.tp // self.ep)
+        return owners * self.dp, max(1, owners * self.dp * self.tp // self._block)
 
     def _step(self, program: Program, stage: int, *, sharded: bool) -> float:
         """The optimizer reads gradient, weight and two moments and writes all but the first."""
@@ -345,7 +348,7 @@ class AnalyticCosts:
         touched += sizes.weight if sizes.main else 0
         touched += 5 * (sizes.main or sizes.weight) if program.feeds_back else 0
         moved = (load.parameters - load.experts) * touched / shares
-        moved += load.experts * touched / self.ep / of_experts
+        moved += load.experts * touched / self._block / of_experts
         took = memory_bound(self.hardware, moved)
         if not self.hardware.step_overhead_s:
             return took
@@ -419,16 +422,16 @@ class AnalyticCosts:
 
         Ranks that share matrices each send their part of the tokens, and gather the results.
         """
-        if self.ep == 1 and self.tp == 1:
+        if self.ep == 1 and (self.tp == 1 or self.expert_tp):
             return 0.0
         hardware, element = self.hardware, self._sizes.activation
-        group, took = exchangers(hardware, self.ep), 0.0
+        group, took = self._exchangers(), 0.0
         told = all_to_all(hardware, group, 0)  # how many tokens are going to come
         known: dict[int, tuple[float, float]] = {}  # mostly all layers are alike
         for size in sizes:
             if size not in known:
-                part, gathered = size * element / self.tp * self.imbalance, 0.0
-                if self.tp > 1:
+                part, gathered = size * element / self._parts * self.imbalance, 0.0
+                if self._parts > 1:
                     gathered = half_round(hardware, sharers(hardware, self.tp), size * element)
                 known[size] = told + 2 * all_to_all(hardware, group, part), gathered
             travel, gathered = known[size]
@@ -436,13 +439,27 @@ class AnalyticCosts:
             took += gathered
         return took
 
+    @property
+    def _block(self) -> int:
+        """Ranks that hold all experts of a stage together."""
+        return self.ep * (self.tp if self.expert_tp else 1)
+
+    @property
+    def _parts(self) -> int:
+        """Ranks that send a part each of the tokens that they all have."""
+        return 1 if self.expert_tp else self.tp
+
+    def _exchangers(self) -> Group:
+        return exchangers(self.hardware, self.ep, self.tp if self.expert_tp else 1)
+
     def _hidden(self) -> tuple[float, ...]:
         """What of a stage's exchange is on its way while others may compute; () for nothing."""
         if self.ep == 1:
             return ()
-        group, element = exchangers(self.hardware, self.ep), self._sizes.activation
+        group, element = self._exchangers(), self._sizes.activation
         known = {
-            size: 2 * all_to_all(self.hardware, group, size * element / self.tp * self.imbalance)
+            size: 2
+            * all_to_all(self.hardware, group, size * element / self._parts * self.imbalance)
             for size in {size for load in self.stages for size in load.exchanged}
         }
         return tuple(sum(known[size] for size in load.exchanged) for load in self.stages)
@@ -495,5 +512,5 @@ class AnalyticCosts:
         spread = load.experts if self.ep > 1 or self.tp > 1 else 0
         took = half_round(self.hardware, group, (load.parameters - spread) * size / parts)
         if spread:
-            took += half_round(self.hardware, same, spread / self.ep * size / parts)
+            took += half_round(self.hardware, same, spread / self._block * size / parts)
         return took

@@ -62,11 +62,15 @@ def half_round(hardware: Hardware, group: Group, num_bytes: float) -> float:
 
 
 @lru_cache(maxsize=1024)
-def exchangers(hardware: Hardware, ep: int) -> Group:
-    """Ranks that hold all experts of a stage: neighbours, the block over the most nodes."""
+def exchangers(hardware: Hardware, ep: int, apart: int = 1) -> Group:
+    """Ranks that hold all experts of a stage: every ``apart``-th of a block of neighbours.
+
+    Of all blocks, the one over the most nodes.
+    """
+    size = ep * apart
     blocks = [
-        _group(hardware, list(range(first, first + ep)))
-        for first in range(0, ep * hardware.gpus_per_node, ep)
+        _group(hardware, list(range(first, first + size, apart)))
+        for first in range(0, size * hardware.gpus_per_node, size)
     ]
     return max(blocks, key=lambda group: (group.num_nodes, -group.per_node))
 

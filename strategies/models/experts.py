@@ -201,10 +201,15 @@ class Mixture(nn.Module):
     def forward(self, tokens: Tensor) -> tuple[Tensor, Routing]:
         """``[batch, sequence, hidden]`` to the same shape, and how tokens were routed."""
         routing = self.route(tokens)
-        flat = tokens.flatten(0, 1)
+        flat, weights, ranks = tokens.flatten(0, 1), routing.weights, self.exchange
+        if ranks is not None:
+            flat, weights = ranks.enter(flat), ranks.enter(weights)
         sent = self.dispatch(flat, routing.ids)
         results = self.compute(sent.rows, sent.counts)
-        return self.combine(results, sent.order, routing.weights).view_as(tokens), routing
+        mixed = self.combine(results, sent.order, weights)
+        if ranks is not None:
+            mixed = ranks.leave(mixed)
+        return mixed.view_as(tokens), routing
 
     def route(self, tokens: Tensor) -> Routing:
         routing: Routing = self.router(tokens)
@@ -226,7 +231,7 @@ class Mixture(nn.Module):
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         if self.exchange is not None:
-            return self.exchange.around(self.experts, rows, counts)
+            return self.exchange.around(self.experts, rows, counts, parts=True)
         results: Tensor = self.experts(rows, counts)
         return results
 
@@ -246,6 +251,12 @@ class Mixture(nn.Module):
     def expert_parameters(self) -> tuple[str, ...]:
         """What is spread where ranks share the experts."""
         return tuple(f"experts.{name}" for name, _ in self.experts.named_parameters())
+
+    @property
+    def expert_slices(self) -> dict[str, int]:
+        """Where ranks share each expert, too: its inner width, of which results are sums."""
+        dims = {"gate": 1, "up": 1, "down": 2}
+        return {f"experts.{name}": dims[name] for name, _ in self.experts.named_parameters()}
 
 
 class _Groups:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from strategies.errors import ModelError
 from strategies.models.expert_parallel import ExpertRanks
-from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
+from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard, TensorRanks
 
 if TYPE_CHECKING:
     from strategies.models.replay.path import ParameterTable
@@ -388,7 +388,7 @@ class StageModel(ABC):
         return {}
 
     @property
-    def experts(self) -> Mapping[str, Shard]:
+    def experts(self) -> Mapping[str, Shard | Grid]:
         """Names of the parameters that are spread over expert-parallel ranks, and how."""
         return {}
 

@@ -38,7 +38,7 @@ from strategies.models.stage_model import Mode, Search, StageModel, StageOutput,
 from strategies.models.state import reseed
 from strategies.models.step_state import join_parts
 from strategies.models.tensor_parallel.sharding import Sharding
-from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
+from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard, TensorRanks
 from strategies.plan import FAMILIES
 from strategies.sharding_plan import FoundPlan
 
@@ -233,7 +233,7 @@ class UnitModel(StageModel):
             self._mixtures = tuple(len(named_expert_layers(unit)) for unit in units)
 
     @property
-    def experts(self) -> Mapping[str, Shard]:
+    def experts(self) -> Mapping[str, Shard | Grid]:
         return {} if self._expert_shares is None else self._expert_shares.shards
 
     @property

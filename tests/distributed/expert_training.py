@@ -27,6 +27,7 @@ class Experts(nn.Module):
     """Top-2 of ``num_experts`` small networks, with a residual."""
 
     expert_parameters = ("stacks.up", "stacks.down")
+    expert_slices = {"stacks.up": 2, "stacks.down": 1}  # noqa: RUF012
 
     def __init__(self, num_experts: int, *, one: bool) -> None:
         super().__init__()
@@ -122,6 +123,7 @@ class ExpertCase:
     dp: int = 1
     tp: int = 1
     ep: int = 1
+    expert_tp: bool = False
     experts: int = 4
     one: bool = False  # whether one expert gets all tokens
     tied: bool = False
@@ -156,6 +158,7 @@ def train_experts(
         dp=case.dp,
         tp=case.tp,
         ep=case.ep,
+        expert_tp=case.expert_tp,
         schedule=case.schedule,
         num_microbatches=case.microbatches,
         overlap=case.overlap,  # type: ignore[arg-type]

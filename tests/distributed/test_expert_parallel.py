@@ -14,6 +14,7 @@ import torch
 from launcher.workloads.transformer_shape import MoeShape
 from strategies.plan import Recompute
 from tests.distributed.expert_training import (
+    HIDDEN,
     ExpertCase,
     predict_unevenly,
     reference_experts,
@@ -46,6 +47,8 @@ def check(case: ExpertCase, ranks: Callable[[int], Ranks]) -> list[dict[str, Any
         for name, shape in result["held"].items():
             if ".stacks." in name:
                 assert shape[0] == case.experts // case.ep, "a rank holds its share only"
+                inner = shape[2 if name.endswith("up") else 1]
+                assert inner == 2 * HIDDEN // (case.tp if case.expert_tp else 1)
     return results
 
 
@@ -70,6 +73,8 @@ LONG = [
     ExpertCase("dualpipe", pp=2, dp=2, ep=2, microbatches=4),
     ExpertCase(dp=4, ep=2, overlap="zero1", one=True),
     ExpertCase(tp=2),
+    ExpertCase(tp=2, expert_tp=True, accumulation=2),
+    ExpertCase("zb_v", dp=2, tp=2, ep=2, expert_tp=True, overlap="zero1", one=True),
 ]
 
 
@@ -90,8 +95,13 @@ def test_training_equals_a_single_process(case: ExpertCase, ranks: Callable[[int
             ExpertCase(dp=2, ep=2),
             marks=FULL,
         ),
+        pytest.param(
+            ExpertCase(dp=2, tp=2, ep=2, expert_tp=True, overlap="zero1"),
+            ExpertCase(pp=2, tp=2, expert_tp=True),
+            marks=FULL,
+        ),
     ],
-    ids=["grown", "zero1-to-dense", "tp-to-dp"],
+    ids=["grown", "zero1-to-dense", "tp-to-dp", "sliced"],
 )
 def test_a_checkpoint_goes_on_at_another_layout(
     first: ExpertCase, second: ExpertCase, ranks: Callable[[int], Ranks], tmp_path: Path
@@ -164,7 +174,8 @@ def check_built_in(case: Case, ranks: Callable[[int], Ranks]) -> None:
             seen.setdefault(name, set()).add(result["ep_rank"])
     tied = {"net.head.projection.weight"} if case.shape.tie_embeddings else set()
     assert set(seen) >= set(parameters) - tied
-    assert all(who == set(range(case.ep)) for name, who in seen.items() if ".experts." in name)
+    block = case.ep * (case.tp if case.expert_tp else 1)
+    assert all(who == set(range(block)) for name, who in seen.items() if ".experts." in name)
 
 
 PAIRED = {
@@ -208,6 +219,14 @@ BUILT_IN = {
         overlap="zero1",
     ),
     "selective": Case(dp=2, ep=2, shape=SHARED, recompute=Recompute("selective"), clip=0.05),
+    "sliced": Case(
+        "1f1b", dp=2, tp=2, ep=2, expert_tp=True, shape=SHARED, clip=0.05, overlap="zero1"
+    ),
+    "sliced_whole": Case("zb_v", pp=2, tp=2, expert_tp=True, shape=SHARED, clip=0.05),
+    "sliced_optimal": Case(
+        dp=2, tp=2, ep=2, expert_tp=True, shape=SHARED, accumulation=2,
+        recompute=Recompute("optimal", max_full_activations=1.0),
+    ),
     "tensor": Case(dp=2, tp=2, ep=4, shape=SHARED, clip=0.05, overlap="zero1"),
 }  # fmt: skip
 
@@ -215,7 +234,7 @@ BUILT_IN = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if name in ("tensor", "zb_v") else FULL)
+        pytest.param(case, marks=() if name in ("tensor", "sliced") else FULL)
         for name, case in BUILT_IN.items()
     ],
     ids=BUILT_IN,

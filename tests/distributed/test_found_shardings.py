@@ -111,6 +111,15 @@ def test_a_module_that_declares_nothing_keeps_parity(
     compare(alone, ranks(4).run(train, name=name, pp=2, tp=2))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODULES)
+def test_four_ranks_share_what_comes_out_even_and_keep_parity(
+    name: str, ranks: Callable[[int], Ranks]
+) -> None:
+    (alone,) = ranks(1).run(train, name=name, pp=1, tp=1)
+    compare(alone, ranks(8).run(train, name=name, pp=2, tp=4))
+
+
 def test_a_checkpoint_of_shares_goes_on_anywhere(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:

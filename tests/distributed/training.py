@@ -90,6 +90,7 @@ class Case:
     dp: int = 1
     tp: int = 1
     ep: int = 1
+    expert_tp: bool = False
     sequence_parallel: bool = False
     accumulation: int = 1
     rows: int = 8
@@ -139,6 +140,7 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
         dp=case.dp,
         tp=case.tp,
         ep=case.ep,
+        expert_tp=case.expert_tp,
         sequence_parallel=case.sequence_parallel,
         schedule=case.schedule,
         num_microbatches=case.microbatches,

@@ -15,7 +15,7 @@ import pytest
 from tests.launcher.runs import MODEL, environment, launch, read_metrics, read_result
 
 ALL_MODES = (
-    "status", "mode", "schedule", "pp", "dp", "tp", "ep", "sequence_parallel",
+    "status", "mode", "schedule", "pp", "dp", "tp", "ep", "expert_tp", "sequence_parallel",
     "stages_per_rank", "num_microbatches", "recompute", "overlap", "seed", "versions",
     "group", "group_choice", "split_backward",
 )  # fmt: skip

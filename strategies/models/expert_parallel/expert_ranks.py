@@ -10,7 +10,9 @@ All ranks of a group run the same program on as many microbatches, so their exch
 order, in forwards, backwards and forwards that are run again.
 
 Ranks of tensor parallelism have the same tokens. Each of them has its share of the rows computed,
-and all of them gather the results, so no expert sees a token twice.
+and all of them gather the results, so no expert sees a token twice. Or each has a share of every
+expert's matrices (``expert_tp``): then all rows go to ranks with the same share, what comes back
+are parts, and the ranks of tensor parallelism add these up.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.models.expert_parallel.turns import Turns
-from strategies.models.tensor_parallel.regions import as_written
+from strategies.models.tensor_parallel.regions import Entrance, as_written, leave
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -36,6 +38,7 @@ class ExpertRanks:
         rank: This process among them.
         size: How many they are, ep >= 1.
         turns: Where a forward and a backward run in turn; else an exchange is waited for at once.
+        slicers: Who shares each expert's matrices; None where they are whole.
     """
 
     def __init__(
@@ -44,10 +47,12 @@ class ExpertRanks:
         *,
         sharers: TensorRanks | None = None,
         turns: Turns | None = None,
+        sliced: bool = False,
     ) -> None:
         """``group`` is None for a single process; ``sharers`` share its matrices.
 
-        They have the same tokens as this rank, unless the sequence is cut between them.
+        They have the same tokens as this rank, unless the sequence is cut between them. With
+        ``sliced`` they share those of experts, too.
         """
         self._group = group
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -55,10 +60,31 @@ class ExpertRanks:
         self.turns = turns
         # Is told of every exchange that begins, and whether it is one of gradients.
         self.watch: Callable[[dist.Work, bool], None] | None = None
-        self._sharers = None if sharers is None or sharers.sequence else sharers
+        self.slicers = sharers if sliced else None
+        self._sharers = None if sliced or sharers is None or sharers.sequence else sharers
+
+    @property
+    def place(self) -> int:
+        """Which of all shares of a layer's experts this process has."""
+        return (
+            self.rank if self.slicers is None else self.rank * self.slicers.size + self.slicers.rank
+        )
 
     @as_written
-    def around(self, compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
+    def enter(self, tensor: Tensor) -> Tensor:
+        """What experts, or the sum of their results, read; slices of them add up its gradient."""
+        if self.slicers is None:
+            return tensor
+        return Entrance(self.slicers)(tensor)
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """The sum of what slices of experts have given; takes the tensor's memory."""
+        return partial if self.slicers is None else leave(partial, self.slicers)
+
+    @as_written
+    def around(
+        self, compute: Compute, rows: Tensor, counts: Tensor, *, parts: bool = False
+    ) -> Tensor:
         """Has rows computed where their experts are.
 
         Args:
@@ -67,10 +93,14 @@ class ExpertRanks:
                 parameters then.
             rows: ``[n, in]``, sorted by expert.
             counts: How many rows each expert of the layer has, ``[experts]``, whole numbers.
+            parts: Whether the caller has entered what rows are made of, and makes the sum itself of
+                what slices of experts give.
 
         Returns:
             ``[n, out]`` in the order of ``rows``.
         """
+        if self.slicers is not None and not parts:
+            return self.leave(self._exchanged(compute, self.enter(rows), counts))
         if self._sharers is None:
             return self._exchanged(compute, rows, counts)
         share = _Share(self._sharers, len(rows))

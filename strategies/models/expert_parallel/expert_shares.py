@@ -8,7 +8,7 @@ from torch import nn
 
 from strategies.errors import ModelError
 from strategies.models.expert_parallel.expert_ranks import ExpertRanks
-from strategies.models.tensor_parallel.tensor_ranks import Shard
+from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard
 
 
 @runtime_checkable
@@ -23,6 +23,10 @@ class HasExperts(Protocol):
         num_experts: In the whole layer.
         expert_parameters: Names of the stacked parameters inside the layer.
         exchange: Who computes the experts together; None where they are all here.
+
+    Where ranks share each expert's matrices (``expert_tp``) a layer says in ``expert_slices``, by
+    name, along which dimension a stacked parameter is cut so that what the experts give on each
+    rank adds up to the whole: a network's inner width.
     """
 
     num_experts: int
@@ -47,11 +51,16 @@ class ExpertShares:
         """
         self.ranks = ranks
         layers = named_expert_layers(module)
-        self.shards = {
-            f"{name}.{inside}": Shard(0, layer.num_experts, ranks.size)
+        self.shards: dict[str, Shard | Grid] = {
+            f"{name}.{inside}": _cut(module, ranks, name, layer, inside)
             for name, layer in layers
             for inside in layer.expert_parameters
         }
+        if ranks.slicers is not None and not layers:
+            raise ModelError(
+                f"expert_tp=true cuts experts over tp={ranks.slicers.size} ranks, and "
+                f"{type(module).__name__} has no layer that declares experts. Try expert_tp=false."
+            )
         if ranks.size > 1 and not layers:
             raise ModelError(
                 f"ep={ranks.size} spreads experts over ranks, and {type(module).__name__} has no "
@@ -76,10 +85,39 @@ class ExpertShares:
                 owner = layer.get_submodule(path)
                 whole = owner.get_parameter(leaf)
                 assert whole.shape[0] == layer.num_experts
-                if self.ranks.size > 1:
+                if self.ranks.size > 1 or self.ranks.slicers is not None:
                     shard = self.shards[f"{name}.{inside}"]
-                    share = shard.local(whole.detach(), self.ranks.rank)
+                    share = shard.local(whole.detach(), self.ranks.place)
                     setattr(owner, leaf, nn.Parameter(share, requires_grad=whole.requires_grad))
+
+
+def _cut(
+    module: nn.Module, ranks: ExpertRanks, name: str, layer: HasExperts, inside: str
+) -> Shard | Grid:
+    """How a stacked parameter is cut.
+
+    Raises:
+        ModelError: Its matrices are to be cut, and the layer does not say how, or do not come out
+            even.
+    """
+    experts = Shard(0, layer.num_experts, ranks.size)
+    if ranks.slicers is None:
+        return experts
+    tp = ranks.slicers.size
+    slices: dict[str, int] | None = getattr(layer, "expert_slices", None)
+    if slices is None or inside not in slices:
+        raise ModelError(
+            f"expert_tp=true cuts each expert of {name} over tp={tp} ranks, and the layer does not "
+            f"say along which dimension of {inside} (expert_slices, see "
+            "strategies/models/expert_parallel/expert_shares.py). Try expert_tp=false."
+        )
+    size = module.get_parameter(f"{name}.{inside}").shape[slices[inside]]
+    if size % tp:
+        raise ModelError(
+            f"expert_tp=true: tp={tp} does not divide the {size} of dimension {slices[inside]} of "
+            f"{name}.{inside}. Try expert_tp=false."
+        )
+    return Grid(experts, Shard(slices[inside], size, tp))
 
 
 def named_expert_layers(module: nn.Module, prefix: str = "") -> list[tuple[str, HasExperts]]:

@@ -250,12 +250,49 @@ class Shard:
         self.unpadded(share, rank).copy_(held)
         return share
 
+    def box(self, share: Tensor, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape of the whole, and where a share begins in it."""
+        shape, offsets = list(share.shape), [0] * share.dim()
+        shape[self.dim], offsets[self.dim] = self.size, self.start(rank)
+        return tuple(shape), tuple(offsets)
+
     def whole(self, shares: Sequence[Tensor]) -> Tensor:
         """The inverse of ``local``, from all ranks' shares in order."""
         if self.segments > 1:
             apart = [unflattened(share, self.dim, self.segments, -1) for share in shares]
             return torch.stack(apart, self.dim + 1).flatten(self.dim, self.dim + 2)
         return torch.cat(list(shares), self.dim).narrow(self.dim, 0, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A rank's part of a tensor that is cut along two dimensions, into shares that come out even.
+
+    Rank r has share r // inner.parts of the first cut, and of that share r % inner.parts.
+    """
+
+    outer: Shard
+    inner: Shard
+
+    def local(self, whole: Tensor, rank: int) -> Tensor:
+        """A rank's share, a new tensor."""
+        first, second = divmod(rank, self.inner.parts)
+        return self.inner.local(self.outer.local(whole, first), second)
+
+    def unpadded(self, share: Tensor, rank: int) -> Tensor:
+        return share
+
+    def padded(self, held: Tensor, rank: int) -> Tensor:
+        return held
+
+    def box(self, share: Tensor, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape of the whole, and where a share begins in it."""
+        shape, offsets = list(share.shape), [0] * share.dim()
+        for shard, own in zip(
+            (self.outer, self.inner), divmod(rank, self.inner.parts), strict=True
+        ):
+            shape[shard.dim], offsets[shard.dim] = shard.size, shard.start(own)
+        return tuple(shape), tuple(offsets)
 
 
 def unflattened(tensor: Tensor, dim: int, *sizes: int) -> Tensor:

@@ -259,7 +259,8 @@ class RankSetup:
         where = self.coordinates
         self._create(mesh.exchange_groups(where))
         group = self.communicators.get("exchange", where.exchangers())
-        return ExpertRanks(group, sharers=self.tensor_ranks, turns=turns)
+        sliced = self.options.expert_tp
+        return ExpertRanks(group, sharers=self.tensor_ranks, turns=turns, sliced=sliced)
 
     def _shard(self, ranks: TensorRanks) -> None:
         """Cuts matrices as the first rank has found it, or refuses on all ranks."""
@@ -324,7 +325,7 @@ class RankSetup:
         gathered = everybody().everyone(own)
         sizes = {stage: size for part in gathered for stage, size in part.items()}
         where, copies = self.coordinates, self.placement.weight_copies
-        spread = bool(self.model.experts) and where.dp * where.tp > where.ep
+        spread = bool(self.model.experts) and where.dp * where.tp > where.block
         reduces = where.dp > 1 or copies > 1 or spread
         return tuple(
             num_buckets(sizes[stage], self.options.bucket_mb) if reduces else 0

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from strategies.errors import PlanError, by_host
 from strategies.heartbeat import Heartbeat, Phase
 from strategies.models.state import Generators
-from strategies.plan import Backend, Options, Plan, indivisible
+from strategies.plan import Backend, Options, Plan, check_experts
 from strategies.runtime.lightning.last_words import Voices, speak_once
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.joining import join
@@ -99,7 +99,8 @@ class RanksStrategy(ParallelStrategy):
     @property
     def coordinates(self) -> Coordinates:
         pp, tp, ep = self._plan.pp, self._options.tp, self._options.ep
-        return Coordinates.of(super().global_rank, pp=pp, dp=self.dp, tp=tp, ep=ep)
+        sliced = tp if self._options.expert_tp else 1
+        return Coordinates.of(super().global_rank, pp=pp, dp=self.dp, tp=tp, ep=ep, sliced=sliced)
 
     @property
     def inside_step(self) -> bool:
@@ -148,8 +149,10 @@ class RanksStrategy(ParallelStrategy):
         processes = self._num_nodes * self.num_processes
         pp, tp = self._plan.pp, self._options.tp
         check_world(pp=pp, dp=self.dp, tp=tp, world_size=processes)
-        if self.dp * tp % self._options.ep:
-            raise PlanError(indivisible(self._options.ep, dp=self.dp, tp=tp))
+        check_experts(
+            dp=self.dp, tp=tp, ep=self._options.ep, expert_tp=self._options.expert_tp,
+            sequence_parallel=self._options.sequence_parallel,
+        )  # fmt: skip
         assert self.cluster_environment is not None
         if self.world_size > 1:
             self._launcher = _SubprocessScriptLauncher(

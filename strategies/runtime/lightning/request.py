@@ -31,7 +31,7 @@ from strategies.plan import (
     Policy,
     Recompute,
     ScheduleFile,
-    indivisible,
+    check_experts,
     read_schedule_file,
 )
 from strategies.schedules.schedule import given_group, refuse_late
@@ -47,6 +47,7 @@ class Keywords(TypedDict, total=False):
     dp: int | Literal["auto"]
     tp: int
     ep: int
+    expert_tp: bool
     sequence_parallel: bool
     schedule: str
     num_microbatches: int | None
@@ -202,8 +203,13 @@ def _check_together(plan: Plan, options: Options) -> None:
             "or leave sequence_parallel out."
         )
 
-    if options.dp != "auto" and options.dp * options.tp % options.ep:
-        raise PlanError(indivisible(options.ep, dp=options.dp, tp=options.tp))
+    check_experts(
+        dp=options.dp,
+        tp=options.tp,
+        ep=options.ep,
+        expert_tp=options.expert_tp,
+        sequence_parallel=options.sequence_parallel,
+    )
     if isinstance(plan.buckets, tuple) and len(plan.buckets) != stages:
         raise PlanError(
             f"buckets={plan.buckets} has {len(plan.buckets)} numbers, but there are {stages} "

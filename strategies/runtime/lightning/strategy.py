@@ -87,6 +87,8 @@ class PipelineStrategy(SetupStrategy):
         ep: Ranks that the experts of each layer are spread over, which exchange tokens; divides
             dp * tp, and the experts. Needs a module whose layers say which of their parameters are
             experts (``strategies.models.expert_parallel.HasExperts``).
+        expert_tp: With tp > 1, cut each expert's matrices over these ranks, too, along what such a
+            layer says in ``expert_slices``; ep then divides dp.
         sequence_parallel: With tp > 1, cut activations between the matrices along the sequence.
         schedule: A name of the registry; ``1f1b`` if left out.
         num_microbatches: M per batch of a replica; None for 2 * pp, or what ``file`` has. A batch

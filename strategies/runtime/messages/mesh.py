@@ -2,14 +2,16 @@
 
 Global rank = (pp_rank * dp + dp_rank) * tp + tp_rank: ranks that share matrices lie next to each
 other (inside a node), then those that reduce gradients; the pipeline spans nodes. The experts of a
-stage are spread over blocks of ep neighbours among the dp * tp ranks that share it.
+stage are spread over blocks of ep neighbours among the dp * tp ranks that share it; where ranks
+share an expert's matrices, too, a block is ep times as many, and tokens go to ranks that have the
+same share.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -29,11 +31,14 @@ class Coordinates:
     tp: int = 1
     tp_rank: int = 0
     ep: int = 1
+    sliced: int = 1  # ranks that share an expert's matrices: tp, or 1 where each has whole ones
 
     @classmethod
-    def of(cls, global_rank: int, *, pp: int, dp: int, tp: int = 1, ep: int = 1) -> Coordinates:
+    def of(
+        cls, global_rank: int, *, pp: int, dp: int, tp: int = 1, ep: int = 1, sliced: int = 1
+    ) -> Coordinates:
         rest, tp_rank = divmod(global_rank, tp)
-        return cls(pp, dp, rest // dp, rest % dp, tp, tp_rank, ep)
+        return cls(pp, dp, rest // dp, rest % dp, tp, tp_rank, ep, sliced)
 
     @property
     def world_size(self) -> int:
@@ -67,18 +72,32 @@ class Coordinates:
 
     @property
     def ep_rank(self) -> int:
-        """Which of the ep shares of each layer's experts this process holds."""
-        return self.place % self.ep
+        """Which of the block's shares of each layer's experts this process holds."""
+        return self.place % self.block
+
+    @property
+    def block(self) -> int:
+        """Neighbours that hold all experts of a stage together."""
+        return self.ep * self.sliced
+
+    @property
+    def holds_first(self) -> bool:
+        """Whether this process is of the first block, which speaks for the others."""
+        return self.place < self.block
 
     @property
     def exchanges_across(self) -> bool:
         """Whether replicas exchange tokens, so that none can run a pass without the others."""
-        return self.tp % self.ep > 0
+        return self.tp % self.block > 0
 
     def exchangers(self) -> tuple[int, ...]:
-        """Global ranks that together hold all experts of a stage, and exchange tokens."""
+        """Global ranks that together hold all experts of a stage, and exchange tokens.
+
+        Of ranks that share an expert's matrices those with the same share.
+        """
         first = self.pp_rank * self.dp * self.tp + self.place - self.ep_rank
-        return tuple(range(first, first + self.ep))
+        own = self.ep_rank % self.sliced
+        return tuple(range(first + own, first + self.block, self.sliced))
 
     def expert_holders(self, pp_ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Global ranks of some pipeline ranks that hold the same experts as this process."""
@@ -86,7 +105,7 @@ class Coordinates:
         return tuple(
             pp_rank * size + place
             for pp_rank in pp_ranks
-            for place in range(self.ep_rank, size, self.ep)
+            for place in range(self.ep_rank, size, self.block)
         )
 
     def replica(self, dp_rank: int) -> tuple[int, ...]:
@@ -186,16 +205,21 @@ def tensor_groups(where: Coordinates) -> Wanted:
 
 def exchange_groups(where: Coordinates) -> Wanted:
     """Who holds the experts of a stage together; needed before the model is cut."""
-    blocks = range(0, where.world_size, where.ep)
-    return [("exchange", tuple(range(first, first + where.ep))) for first in blocks]
+    blocks = range(0, where.world_size, where.block)
+    return [
+        ("exchange", tuple(range(first + own, first + where.block, where.sliced)))
+        for first in blocks
+        for own in range(where.sliced)
+    ]
 
 
 def expert_groups(where: Coordinates, placement: Placement, *, shards: bool) -> Wanted:
     """Who holds the same experts of a stage, for their gradients."""
     wanted: Wanted = []
     for stage in range(placement.num_stages):
-        for place in range(where.ep):
-            one = Coordinates.of(place, pp=where.pp, dp=where.dp, tp=where.tp, ep=where.ep)
+        for place in range(where.block):
+            rest, tp_rank = divmod(place, where.tp)
+            one = replace(where, pp_rank=0, dp_rank=rest, tp_rank=tp_rank)
             holders = one.expert_holders(placement.owners(stage))
             wanted.append(("experts", holders))
             if shards:

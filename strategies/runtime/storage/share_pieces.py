@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from strategies.errors import CheckpointError
-from strategies.models.tensor_parallel.tensor_ranks import Shard
+from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard
 from strategies.runtime.storage.part import Piece
 
 _Whole = TypeVar("_Whole", bound=Tensor)
@@ -33,12 +33,12 @@ class Shares:
         holders: Mapping[str, tuple[int, ...]],
         *,
         first_replica: bool,
-        experts: Mapping[str, Shard] | None = None,
+        experts: Mapping[str, Shard | Grid] | None = None,
         expert_rank: int = 0,
         first_experts: bool = True,
     ) -> None:
         self._experts = experts or {}
-        self._shards = {**shards, **self._experts}
+        self._shards: dict[str, Shard | Grid] = {**shards, **self._experts}
         self._rank = rank
         self._expert_rank = expert_rank
         self._holders = holders
@@ -117,14 +117,13 @@ class Shares:
 
     def _box(self, name: str, share: Tensor) -> Piece:
         shard = self._shards[name]
-        shape = list(share.shape)
-        shape[shard.dim] = shard.size
-        offsets = [0] * share.dim()
         rank = self._rank_for(name)
-        offsets[shard.dim] = shard.start(rank)
+        shape, offsets = shard.box(share, rank)
         held = shard.unpadded(share.detach(), rank)
-        strips = None if shard.segments == 1 else (shard.dim, shard.segments)
-        return Piece(held, tuple(shape), tuple(offsets), self._holders.get(name), strips)
+        strips = None
+        if isinstance(shard, Shard) and shard.segments > 1:
+            strips = (shard.dim, shard.segments)
+        return Piece(held, shape, offsets, self._holders.get(name), strips)
 
 
 def _follows(name: str, key: str, value: Any, share: Tensor) -> bool:

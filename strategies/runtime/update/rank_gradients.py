@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from strategies.ir.placement import Placement
 from strategies.models.stage_model import StageModel
-from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
+from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard, TensorRanks
 from strategies.runtime.messages.mesh import Communicators, Coordinates, holders_of
 from strategies.runtime.update.grad_sync import (
     Buffer,
@@ -327,7 +327,7 @@ class RankGradients:
             owner = self._placement.owners(stage)[0] == where.pp_rank
 
             def counts_here(buffer: Buffer, owner: bool = owner) -> bool:
-                return owner and (where.place < where.ep if buffer.experts else first)
+                return owner and (where.holds_first if buffer.experts else first)
 
             total += gradients.squared_norm(counts, counts_here)
         for shared in self._shared:
@@ -365,7 +365,7 @@ class OwnedWeights:
         }
 
     @property
-    def experts(self) -> Mapping[str, Shard]:
+    def experts(self) -> Mapping[str, Shard | Grid]:
         """By name, what is spread over ranks and how."""
         return self._model.experts
 

@@ -16,6 +16,9 @@ from launcher.workloads.hf.hf_model import HfLanguageModel
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.loads import selective_shares, unit_loads
 from launcher.workloads.transformer_shape import MoeShape, unit_specs
+from strategies.compiler import compile_program
+from strategies.costs.analytic import AnalyticCosts
+from strategies.costs.hardware import Hardware
 from strategies.costs.load import sum_loads
 from strategies.errors import PlanError
 from strategies.models.nested import tensors as tensors_in
@@ -302,6 +305,35 @@ def test_experts_are_a_part_of_their_layers_and_tensor_ranks_share_their_tokens(
     assert shared[sparse].experts == load.experts
     assert shared[sparse].expert_flops == load.expert_flops / 2
     assert shared[sparse].forward_flops == pytest.approx(load.forward_flops - load.expert_flops / 2)
+    sliced = unit_loads(shape, 2, 3, expert_tp=True)[sparse]
+    rows, stream = 3 * shape.sequence * 2, 3 * shape.sequence * shape.hidden
+    # All rows at half of the inner width, and one sum more in either direction.
+    assert sliced.expert_saved == rows * (shape.hidden + 4 * 8)
+    assert sliced.saved_elements - shared[sparse].saved_elements == rows * shape.hidden // 2
+    assert sliced.forward_sums == (*shared[sparse].forward_sums, stream)
+    ((work, _),), ((other, _),) = sliced.works, shared[sparse].works
+    assert sum(p.flops for p in work.products) == sum(p.flops for p in other.products)
+
+
+NODE = Hardware("node", 1e12, 0.5, 8.0, 1e11, 1e10, 1e-6, 1e9, 1e-5, 8)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_ranks_with_a_part_of_each_expert_hold_as_much_as_with_fewer_whole_ones(ep: int):
+    shape = replace(LLAMA, moe=MoeShape(experts=4, per_token=2, ffn=16))
+    program = compile_program(schedule="1f1b", pp=1, num_microbatches=1)
+    sliced, whole = (
+        AnalyticCosts(
+            (sum_loads(list(unit_loads(shape, 2, 3, expert_tp=cut))),),
+            NODE, dp=2, tp=2, ep=ep * (1 if cut else 2), expert_tp=cut,
+        )
+        for cut in (True, False)
+    )  # fmt: skip
+    assert sliced.held(sliced.stages[0]) == whole.held(whole.stages[0])
+    states = [costs.table(program).state_bytes for costs in (sliced, whole)]
+    assert states[0] == states[1]
+    travels = [costs.table(program).exchange for costs in (sliced, whole)]
+    assert travels[0] == () if ep == 1 else travels[0][0] > 0
 
 
 def test_gpus_keep_masks_of_bytes_and_norms_once():

@@ -119,7 +119,7 @@ class CheckpointingStrategy(RanksStrategy):
         state = without_sights(state, None)
         where, experts = self.coordinates, self.engine.model.experts
         if where.dp_rank > 0:
-            first = where.place < where.ep
+            first = where.holds_first
             state = {n: value for n, value in state.items() if first and n in experts}
         found = bring_together(state, everywhere=everywhere)
         known = {name: found[name] for name in self.whole.names if name in found}
@@ -183,7 +183,7 @@ class CheckpointingStrategy(RanksStrategy):
             first_replica=first,
             experts=model.experts,
             expert_rank=where.ep_rank,
-            first_experts=where.place < where.ep,
+            first_experts=where.holds_first,
         )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -146,6 +146,8 @@ def test_what_could_only_fail_in_the_midst_of_a_fit_is_refused_at_once(words, me
         ({"sequence_parallel": True}, "Try tp=2"),
         ({"dp": 6, "ep": 4}, "ep=4 does not divide dp=6 times tp=1, the 6 ranks"),
         ({"dp": 3, "tp": 2, "ep": 4}, "Try ep=3, or dp=2."),
+        ({"dp": 3, "tp": 2, "ep": 2, "expert_tp": True}, "Try ep=1, or dp=2."),
+        ({"tp": 2, "sequence_parallel": True, "expert_tp": True}, "need the same tokens"),
     ],
     ids=str,
 )

@@ -36,6 +36,18 @@ def test_experts_are_spread_over_neighbours_among_the_sharers_of_a_stage():
     assert not Coordinates.of(19, pp=2, dp=3, tp=4, ep=2).exchanges_across
 
 
+def test_ranks_that_share_each_expert_exchange_with_those_of_the_same_part():
+    where = Coordinates.of(13, pp=1, dp=4, tp=4, ep=2, sliced=4)
+    assert (where.block, where.ep_rank, where.holds_first) == (8, 5, False)
+    assert where.exchangers() == (9, 13)
+    assert where.expert_holders((0,)) == (5, 13)
+    assert where.exchanges_across
+    alone = Coordinates.of(5, pp=1, dp=2, tp=4, ep=1, sliced=4)
+    assert (alone.exchangers(), alone.expert_holders((0,))) == ((5,), (1, 5))
+    assert not alone.exchanges_across
+    assert ("exchange", (9, 13)) in exchange_groups(where)
+
+
 def test_a_world_that_the_degrees_do_not_fill_is_refused():
     with pytest.raises(
         PlanError, match=r"pp=2 times dp=1 times tp=2 is 4 processes, .* there are 6"
