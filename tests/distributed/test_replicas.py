@@ -52,7 +52,13 @@ class _Odd(Learner):
         if self.kind == "count" and odd:
             halves = [{"params": parameters[:1]}, {"params": parameters[1:]}]
             return torch.optim.Adam(halves, lr=0.1)
-        return torch.optim.Adam(parameters, lr=0.1)
+        optimizer = torch.optim.Adam(parameters, lr=0.1)
+        if self.kind == "schedule":
+            steps = torch.optim.lr_scheduler.StepLR(optimizer, 3 if odd else 2)
+            warm = torch.optim.lr_scheduler.LinearLR(optimizer)
+            both = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, steps], [4])
+            return [optimizer], [both]
+        return optimizer
 
 
 def _fit(
@@ -105,6 +111,7 @@ def test_replicas_that_are_alike_are_kept(
     [
         ("class", 2, "optimizers: Adam on rank 0, SGD on rank 1"),
         ("rate", 2, "lr of optimizer 0: 0.1 on rank 0, 0.2 on rank 1"),
+        ("schedule", 2, "_schedulers.1.step_size of scheduler 0: 2 on rank 0, 3 on rank 1"),
         ("group", 1, "group 0 of optimizer 0 on pipeline rank 0: "),
         ("count", 1, "group 0 of optimizer 0 on pipeline rank 0: "),
     ],

@@ -289,7 +289,8 @@ class SetupStrategy(UpdatingStrategy):
         compare(
             fingerprint.optimizers_print(
                 self.optimizers, pp_rank=where.pp_rank, tp_rank=where.tp_rank
-            ),
+            )
+            | fingerprint.schedulers_print(self.lr_scheduler_configs),
             what="optimizers",
             partial=True,
         )

@@ -93,6 +93,39 @@ def optimizers_print(
     return found
 
 
+def schedulers_print(schedulers: Sequence[Any]) -> dict[str, str]:
+    """What each scheduler is, when it goes on, and its numbers; those of groups may be a rank's.
+
+    ``schedulers``: with their ``interval`` and ``frequency``, as Lightning keeps them.
+    """
+    found = {}
+    for number, config in enumerate(schedulers):
+        each = config.scheduler
+        named = f"scheduler {number}"
+        found[named] = f"{type(each).__qualname__} per {config.frequency} {config.interval}"
+        state = each.state_dict() if hasattr(each, "state_dict") else {}
+        for name, value in _numbers(state).items():
+            found[f"{name} of {named}"] = _short(str(value))
+    return found
+
+
+def _numbers(state: object) -> dict[str, object]:
+    """The plain values of nested mappings and lists of them, without rates: those are of groups."""
+    if isinstance(state, list | tuple):
+        state = {str(index): each for index, each in enumerate(state)}
+    if not isinstance(state, Mapping):
+        return {}
+    found: dict[str, object] = {}
+    for name, value in state.items():
+        if str(name).rstrip("s").endswith("lr"):
+            continue
+        if value is None or isinstance(value, str | int | float):
+            found[str(name)] = value
+        else:
+            found |= {f"{name}.{inner}": each for inner, each in _numbers(value).items()}
+    return found
+
+
 def _number(value: object) -> str:
     """A rate may be a tensor."""
     return str(value.tolist()) if isinstance(value, torch.Tensor) else _plain(value)
