@@ -294,6 +294,10 @@ class Options:
     synchronous_steps: int = 0
 
 
+# Resident size of a rank that has imported torch and Lightning and done nothing yet.
+IDLE_RANK_BYTES = 350_000_000
+
+
 def check_experts(
     *,
     dp: int | Literal["auto"],

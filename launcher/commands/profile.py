@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.commands.ranks import IDLE_RANK_BYTES, check_devices, failure_recorded, run_ranks
+from launcher.commands.ranks import check_devices, failure_recorded, run_ranks
 from launcher.config import LaunchConfig
 from launcher.planning.profile_check import class_numbers, measured_sizes, writable
 from launcher.report.plan_table import profile_table
@@ -21,6 +21,7 @@ from strategies.costs.hardware import ElementSizes
 from strategies.costs.load import Load
 from strategies.costs.profile_file import Profile, parse_profile
 from strategies.errors import PlanError
+from strategies.plan import IDLE_RANK_BYTES
 from strategies.profiling.sample import sample_units
 
 

@@ -49,9 +49,8 @@ from strategies.errors import (
     synchronous_reductions,
     torch_waits,
 )
+from strategies.plan import IDLE_RANK_BYTES
 
-# Resident size of a rank that has imported torch and Lightning and done nothing yet.
-IDLE_RANK_BYTES = 350_000_000
 _SCANNED_BYTES = 1 << 26
 _OPENS_CHECKPOINT = ("train", "eval", "predict", "generate", "export")
 

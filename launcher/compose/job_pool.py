@@ -22,7 +22,6 @@ from types import FrameType
 from typing import Any
 
 from launcher.checkpoints import hold
-from launcher.commands.ranks import IDLE_RANK_BYTES
 from launcher.compose.job_start import OUTPUT, Begun, Ended, JobStarter
 from launcher.config import LaunchConfig
 from launcher.config.key import spell
@@ -31,6 +30,7 @@ from launcher.resolve import num_cores, num_gpus, uses_gpu
 from launcher.secrets import MaskedStream
 from launcher.terminal import LastingStream, complain
 from strategies.errors import PipelineError, PlanError
+from strategies.plan import IDLE_RANK_BYTES
 
 _LOOK_S = 0.5
 _PR_SET_PDEATHSIG = 1

@@ -28,13 +28,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.commands.ranks import IDLE_RANK_BYTES
 from launcher.processes.failure import free_bytes
 from launcher.processes.local import our_python, rank_environment
 from launcher.resolve import num_cores
 from launcher.terminal import say
 from launcher.tools.host_link import answer, clock_state, measure_link
 from strategies.errors import PlanError, readable
+from strategies.plan import IDLE_RANK_BYTES
 
 State = Literal["ok", "note", "bad"]
 _STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "bad": "bold red"}

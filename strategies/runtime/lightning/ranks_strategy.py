@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _init_dist_connection
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from strategies.errors import PlanError, by_host
 from strategies.heartbeat import Heartbeat, Phase
 from strategies.models.state import Generators
-from strategies.plan import Backend, Options, Plan, check_experts
+from strategies.plan import IDLE_RANK_BYTES, Backend, Options, Plan, check_experts
 from strategies.runtime.lightning.last_words import Voices, speak_once
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.joining import join
@@ -154,6 +155,8 @@ class RanksStrategy(ParallelStrategy):
             sequence_parallel=self._options.sequence_parallel,
         )  # fmt: skip
         assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            _refuse_crowd(processes, self.num_processes)
         if self.world_size > 1:
             self._launcher = _SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self._num_nodes
@@ -240,3 +243,16 @@ def make_device_mesh(
         groups.append(communicators.alone() if group is None else group)
     ranks = torch.arange(where.world_size).view(where.pp, where.dp, where.tp)
     return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("pp", "dp", "tp"))
+
+
+def _refuse_crowd(world_size: int, here: int) -> None:
+    """Refuses more processes than this machine has memory for, before the first is started."""
+    free = psutil.virtual_memory().available
+    if (here - 1) * IDLE_RANK_BYTES <= free:  # this process is one of them, and there already
+        return
+    raise PlanError(
+        f"pp * dp * tp = {world_size} processes, {here} of them on this machine, need "
+        f"{(here - 1) * IDLE_RANK_BYTES / 1e9:.1f} GB beside this one before they hold anything "
+        f"({IDLE_RANK_BYTES / 1e9:.2f} GB each), and {free / 1e9:.1f} GB are free. Use a smaller "
+        f"pp, dp or tp: {1 + free // IDLE_RANK_BYTES} at most."
+    )
