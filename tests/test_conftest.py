@@ -42,7 +42,9 @@ def test_files_with_several_processes_come_last_each_lot_in_one_process(tmp_path
         (folder / "distributed" / f"test_{name}.py").write_text(text)
     # Also where this very test runs in one of two processes.
     outside = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestUnknownMarkWarning", "-n", "2"]
+    outside["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Those installed here take seconds to import.
+    options = ["-p", "xdist.plugin", "-p", "no:cacheprovider", "-n", "2"]
+    options += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "tests"],
         cwd=tmp_path,

@@ -159,12 +159,14 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cost: FLOPs of matrix products, convolutions and attention, plus one per element that
             any other operation writes.
         random: Set by every operation that draws random numbers; reset by whoever reads it.
+        draws: How many have.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.cost = 0.0
         self.random = False
+        self.draws = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -172,6 +174,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         packet = getattr(func, "_overloadpacket", None)
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.random = True
+            self.draws += 1
         if packet in flop_registry:
             self.cost += flop_registry[packet](*args, **kwargs, out_val=result)
         elif args and not getattr(func, "is_view", False) and packet is not torch.ops.aten.empty:

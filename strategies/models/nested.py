@@ -17,24 +17,37 @@ from torch.nn.utils.rnn import PackedSequence
 from strategies.models.replay.hole import Hole
 
 _ABSENT = object()
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+# By type most values are known at once: asking for abstract classes takes microseconds each.
+_ATOMS = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
+    | {torch.memory_format, torch.layout}
+)
+_PLAIN = (*_ATOMS, Enum)
+_LISTS = (list, tuple)
+_DICTS = (dict, UserDict)
 
 
 def leaves(value: Any) -> Iterator[Any]:
     """All leaves of nested tuples, lists, dicts and dataclasses, in a fixed order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
+    found: list[Any] = []
+    _gather(value, found)
+    return iter(found)
+
+
+def _gather(value: Any, found: list[Any]) -> None:
+    if type(value) in _ATOMS or isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, _LISTS):
         for item in value:
-            yield from leaves(item)
-    elif isinstance(value, dict | UserDict):
+            _gather(item, found)
+    elif isinstance(value, _DICTS):
         for item in value.values():
-            yield from leaves(item)
+            _gather(item, found)
     elif _is_record(value):
         for field in dataclasses.fields(value):
-            yield from leaves(getattr(value, field.name, None))
+            _gather(getattr(value, field.name, None), found)
     else:
-        yield value
+        found.append(value)
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -48,9 +61,9 @@ def tensors(value: Any) -> list[Tensor]:
 
 def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """A copy of the containers of ``value`` whose leaves went through ``leaf``."""
-    if isinstance(value, Tensor):
+    if type(value) in _ATOMS or isinstance(value, Tensor):
         return leaf(value)
-    if isinstance(value, list | tuple):
+    if isinstance(value, _LISTS):
         items = [rebuild(item, leaf) for item in value]
         kind: Any = type(value)
         if kind is list:
@@ -58,7 +71,7 @@ def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
         if hasattr(value, "_fields"):
             return kind._make(items)  # PackedSequence looks at what it is given
         return value if isinstance(value, torch.Size) else kind(items)
-    if isinstance(value, dict | UserDict):
+    if isinstance(value, _DICTS):
         if type(value) is dict:
             return {key: rebuild(item, leaf) for key, item in value.items()}
         mapping: Any = copy.copy(value)
@@ -100,6 +113,8 @@ def replaced(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[Non
 
 def signature(value: Any) -> Hashable:
     """What decides shapes: two calls of equal signature give results of equal description."""
+    if type(value) in _ATOMS:
+        return (type(value), value)
     if isinstance(value, Hole):
         return value.spec
     if isinstance(value, Tensor):

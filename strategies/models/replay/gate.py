@@ -283,6 +283,16 @@ def _remember(
     of: Any = type(value)
     if of in PLAIN:
         return
+    kind = _container_kind(of)
+    if kind is not None:
+        if id(value) in containers or not depth:
+            return
+        kept = _Kept(value, kind)
+        containers[id(value)] = kept
+        if len(kept.content) <= _MANY:
+            for item in kept.values():
+                _remember(item, containers, tensors, depth - 1)
+        return
     if isinstance(value, Tensor):
         if not isinstance(value, nn.Parameter | Hole) and not value.is_meta:
             tensors[id(value)] = (value, value.detach().clone())
@@ -290,20 +300,11 @@ def _remember(
     if isinstance(value, torch.Generator):
         containers.setdefault(id(value), _KeptGenerator(value))
         return
-    kind = _container_kind(of)
     how = kind_of(value)
-    if kind is None and how is not None and depth and id(value) not in containers:
+    if how is not None and depth and id(value) not in containers:
         content = how.read(value)
         containers[id(value)] = _KeptObject(value, how, content)
         for _, item in how.items(content):
-            _remember(item, containers, tensors, depth - 1)
-        return
-    if kind is None or id(value) in containers or not depth:
-        return
-    kept = _Kept(value, kind)
-    containers[id(value)] = kept
-    if len(kept.content) <= _MANY:
-        for item in kept.values():
             _remember(item, containers, tensors, depth - 1)
 
 
@@ -357,6 +358,8 @@ class _Kept:
     def restore(self) -> None:
         """Refills the container if it has changed."""
         now = self._now()
+        if not now and not self.content:
+            return  # Most hooks of most modules.
         pairs = zip(self.content, now, strict=False)
         if len(now) == len(self.content) and all(self._same(a, b) for a, b in pairs):
             return

@@ -3,19 +3,25 @@
 Operations run on meta tensors. The few that need data to know their result's shape (indexing with
 a mask) run a second time on zeros and on ones; if even the answer depends on the data (``item``,
 a Python branch), the outcome says so and the caller decides.
+
+Torch's own operations run once per description of their arguments and process: many do so in
+Python there, which takes most of a probe's time, and layers repeat each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from strategies.models.nested import leaves, rebuild, replaced, tensors
+from strategies.models.flops import CostCounter
+from strategies.models.nested import is_plain, leaves, rebuild, replaced, tensors
 from strategies.models.replay.hole import Args, Function, Hole, Kwargs, Spec
 
 
@@ -103,6 +109,10 @@ def infer_operation(
             return twins[id(leaf)]
         return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
+    key = None if target is not None else _description(func, args, kwargs, twins, where)
+    if key is not None and key in _known:
+        return _known[key].again()
+    counted = _Counted()
     versions = {key: meta._version for key, meta in twins.items()}
     meta_args, meta_kwargs = rebuild(rest, to_meta)
     try:
@@ -123,7 +133,122 @@ def infer_operation(
     )
     if not metas and not mutated and _has_value(template):
         return _infer_from_data(run, rest, given, where, twins)
-    return Outcome(template, tuple(Spec.of(meta, where) for meta in metas), mutated), metas
+    outcome = Outcome(template, tuple(Spec.of(meta, where) for meta in metas), mutated)
+    if key is not None and not mutated and _stands_alone(template, metas, list(twins.values())):
+        if len(_known) >= _MOST:
+            _known.clear()
+        _known[key] = counted.since(outcome)
+    return outcome, metas
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """An outcome, and what the counters behind it made of finding it."""
+
+    outcome: Outcome
+    cost: float
+    random: bool
+
+    def again(self) -> tuple[Outcome, list[Tensor]]:
+        counters = _counters()
+        costs = [counter.cost for counter in counters]
+        metas = [spec.meta() for spec in self.outcome.specs]
+        for counter, cost in zip(counters, costs, strict=True):
+            counter.cost = cost + self.cost
+            counter.random = counter.random or self.random
+        return self.outcome, metas
+
+
+class _Counted:
+    """The counters from here on."""
+
+    def __init__(self) -> None:
+        self._begun = [(counter, counter.cost, counter.draws) for counter in _counters()]
+
+    def since(self, outcome: Outcome) -> _Known:
+        cost, random = 0.0, False
+        for counter, before, draws in self._begun:
+            cost, random = counter.cost - before, counter.draws > draws
+        return _Known(outcome, cost, random)
+
+
+_known: dict[Hashable, _Known] = {}  # Of this process.
+_MOST = 8192
+_C: Any = torch._C
+_OWNERS = (_C._VariableFunctions, _C._nn, _C._special, _C._linalg, _C._fft)
+_PYTHON = ("torch.nn.functional", "torch.functional", "torch._tensor")
+
+
+def _description(
+    func: Function, args: Args, kwargs: Kwargs, twins: dict[int, Tensor], device: torch.device
+) -> Hashable:
+    """All that the outcome depends on; None where nobody can tell, or something else looks on."""
+    if not _torchs_own(func) or not all(type(c) is CostCounter for c in _modes()):
+        return None
+    try:
+        given = (_described(args, twins), _described(kwargs, twins))
+    except TypeError:
+        return None
+    kinds = ("cpu", "cuda")
+    return (
+        func,
+        given,
+        device,
+        bool(_counters()),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+    )
+
+
+def _described(value: Any, twins: dict[int, Tensor]) -> Hashable:
+    if isinstance(value, Tensor):
+        twin = twins[id(value)]
+        return (twin.shape, twin.stride(), twin.dtype, twin.requires_grad)
+    if isinstance(value, list | tuple):
+        return (type(value), *(_described(item, twins) for item in value))
+    if type(value) is dict:
+        return (dict, *((key, _described(item, twins)) for key, item in value.items()))
+    if is_plain(value):
+        return (type(value), value)
+    raise TypeError(type(value))
+
+
+def _torchs_own(func: Function) -> bool:
+    """Whether it is written by torch; what others add (custom operations) may do as it likes."""
+    if isinstance(func, types.MethodDescriptorType | types.WrapperDescriptorType):
+        return func.__objclass__ is _C.TensorBase
+    if isinstance(func, types.BuiltinFunctionType):
+        return any(getattr(owner, func.__name__, None) == func for owner in _OWNERS)
+    return isinstance(func, types.FunctionType) and func.__module__ in _PYTHON
+
+
+def _modes() -> list[Any]:
+    """Who looks on while an operation runs, besides this package's own function modes."""
+    functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    strange = [m for m in functions if not type(m).__module__.startswith("strategies.")]
+    return [*_get_current_dispatch_mode_stack(), *strange]
+
+
+def _counters() -> list[CostCounter]:
+    return [mode for mode in _get_current_dispatch_mode_stack() if type(mode) is CostCounter]
+
+
+def _stands_alone(template: Any, metas: list[Tensor], twins: list[Tensor]) -> bool:
+    """Whether a result is new tensors only, no views of anything, which any such would do for."""
+    if not all(leaf is None or isinstance(leaf, New) for leaf in leaves(template)):
+        return False
+    storages = {meta.untyped_storage()._cdata for meta in metas}
+    if len(storages) < len(metas):
+        return False
+    given = {twin.untyped_storage()._cdata for twin in twins}
+    return storages.isdisjoint(given) and all(_is_dense(meta) for meta in metas)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a copy of it has its strides."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def _infer_from_data(
