@@ -44,7 +44,10 @@ def variables() -> dict[str, str]:
 
 VARIABLES = variables()
 POOL_RANK = "TESTS_POOL_RANK"  # Has the descriptor of a rank of tests.distributed.pool.
-_MODULES = ("launcher.rank.jobs", "launcher.workloads.hf.hf_model", "omegaconf")
+_MODULES = (
+    "launcher.rank.jobs", "launcher.workloads.hf.hf_model", "omegaconf",
+    "torch._inductor.compile_fx",  # torch.compile, with which ranks of several files begin
+)  # fmt: skip
 
 
 @functools.cache
