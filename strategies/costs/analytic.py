@@ -16,9 +16,10 @@ and nothing runs meanwhile. What the fullest of them gets over the mean is a fig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from operator import add
+from typing import NamedTuple, TypeVar
 
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
 from strategies.costs.kernels import Seconds, memory_bound, unit_seconds
@@ -36,6 +37,9 @@ from strategies.costs.table import CostTable, StageMemory, Transport
 from strategies.costs.uniform import count_buckets, gathered_stages
 from strategies.errors import CostError
 from strategies.ir.program import Program
+
+
+_Figure = TypeVar("_Figure")
 
 
 class _Takes(NamedTuple):
@@ -155,6 +159,9 @@ class AnalyticCosts:
         links = self._links(program)
         sent, sizes = self._sent(program), self._sizes
         takes = self._per_stage(program, buckets, gathered)
+        gathers = {count: self._gather(count) for count in {*sent}}
+        saved = self._alike(lambda load: self._saved(load) * sizes.activation)
+        received = self._stage_inputs(program, sent)
         return CostTable(
             name="analytic",
             time_unit="s",
@@ -169,7 +176,7 @@ class AnalyticCosts:
             ),
             gather=tuple(each.gather for each in takes),
             latency=tuple(
-                latency + self._gather(n) for n, (_, latency) in zip(sent, links, strict=True)
+                latency + gathers[n] for n, (_, latency) in zip(sent, links, strict=True)
             ),
             occupancy=tuple(
                 n * sizes.activation / self.tp / bandwidth
@@ -179,11 +186,16 @@ class AnalyticCosts:
             one_link=self.one_link,
             exchange=self._hidden(),
             exchanging=self._exchanging(),
-            activation_bytes=tuple(self._saved(load) * sizes.activation for load in self.stages),
-            stage_input=self._stage_inputs(program),
+            activation_bytes=saved,
+            stage_input=received,
             state_bytes=tuple(each.state_bytes for each in takes),
-            memory=self._memory(program, takes) if breakdown else None,
+            memory=self._memory(takes, saved, received) if breakdown else None,
         )
+
+    def _alike(self, figure: Callable[[Load], _Figure]) -> tuple[_Figure, ...]:
+        """A figure of each stage; of stages that are one object it is made once."""
+        once = {id(load): figure(load) for load in {id(load): load for load in self.stages}.values()}
+        return tuple(once[id(load)] for load in self.stages)
 
     def _per_stage(
         self, program: Program, buckets: Sequence[int], gathered: frozenset[int]
@@ -191,15 +203,19 @@ class AnalyticCosts:
         """Of stages with as many parameters, on owners that lie alike, one is looked at."""
         owners_of, known, found = program.placement.owners, self.known.takes, []
         same = (self.dp, self.tp, self.ep, program.feeds_back)
+        here: dict[object, _Takes] = {}
         for stage, (load, number) in enumerate(zip(self.stages, buckets, strict=True)):
             owners, sharded = owners_of(stage), stage in gathered
-            most = self._most_stages(program, owners)
-            has = (load.parameters, load.experts, load.lean_parameters)
-            place = (len(owners), self._holders(owners))
-            key = (has, same, place, most, number, sharded)
-            if key not in known:
-                known[key] = self._takes(program, stage, number, sharded=sharded)
-            found.append(known[key])
+            at = (id(load), owners, number, sharded)
+            if at not in here:
+                most = self._most_stages(program, owners)
+                has = (load.parameters, load.experts, load.lean_parameters)
+                place = (len(owners), self._holders(owners))
+                key = (has, same, place, most, number, sharded)
+                if key not in known:
+                    known[key] = self._takes(program, stage, number, sharded=sharded)
+                here[at] = known[key]
+            found.append(here[at])
         return found
 
     def _takes(self, program: Program, stage: int, number: int, *, sharded: bool) -> _Takes:
@@ -231,30 +247,27 @@ class AnalyticCosts:
 
     def _links(self, program: Program) -> list[tuple[float, float]]:
         """(bandwidth, latency) of each boundary."""
-        rank_of, hardware, width = program.placement.rank_of, self.hardware, self.dp * self.tp
+        hardware, width, first = self.hardware, self.dp * self.tp, program.placement.copies[0]
         more, per_node = hardware.message_overhead_s, hardware.gpus_per_node
         inside = (hardware.intra_bandwidth, hardware.intra_latency_s + more)
         between = (hardware.inter_bandwidth, hardware.inter_latency_s + more)
-        return [
-            inside
-            if rank_of(b.source, 0) * width // per_node == rank_of(b.target, 0) * width // per_node
-            else between
-            for b in program.boundaries
-        ]
+        node = [rank * width // per_node for rank in first]
+        return [inside if node[b.source] == node[b.target] else between for b in program.boundaries]
 
-    def _memory(self, program: Program, takes: Sequence[_Takes]) -> StageMemory:
+    def _memory(
+        self, takes: Sequence[_Takes], saved: tuple[int, ...], received: tuple[float, ...]
+    ) -> StageMemory:
         """What stages hold; temporaries are a stage's result and the gradients at its ends."""
-        sizes, count = self._sizes, len(self.stages)
-        weights = [self.held(load) for load in self.stages]
+        sizes = self._sizes
+        weights = self._alike(self.held)
         states = [each.state_bytes for each in takes]
-        saved = tuple(self._saved(load) * sizes.activation for load in self.stages)
         cut = self.tp if self.sequence_parallel else 1
-        made = [load.output_elements * sizes.activation // cut for load in self.stages]
-        ends = [made[s] + (made[s - 1] if s else 0) for s in range(count)]
+        made = self._alike(lambda load: load.output_elements * sizes.activation // cut)
+        ends = list(map(add, made, (0, *made)))
         ends[-1:] = [size + made[-1] for size in ends[-1:]]  # the loss's own gradient, too
-        whole = [self._gathered(load) * sizes.activation for load in self.stages]
+        whole = self._alike(lambda load: self._gathered(load) * sizes.activation)
         rebuilt = [load.rebuilt_elements * sizes.activation for load in self.stages]
-        shares = zip(self._stage_inputs(program), saved, strict=True)
+        shares = zip(received, saved, strict=True)
         return StageMemory(
             parameters=tuple(n * sizes.weight for n in weights),
             gradients=tuple(n * sizes.gradient for n in weights),
@@ -307,10 +320,10 @@ class AnalyticCosts:
         known = {(source, target): count for source, target, count in self.handed}
         return [known.get((b.source, b.target), 0) for b in program.boundaries]
 
-    def _stage_inputs(self, program: Program) -> tuple[float, ...]:
+    def _stage_inputs(self, program: Program, sent: Sequence[int]) -> tuple[float, ...]:
         """What a stage receives over what it saves; token ids count for nothing."""
         received = [0.0] * len(self.stages)
-        for boundary, count in zip(program.boundaries, self._sent(program), strict=True):
+        for boundary, count in zip(program.boundaries, sent, strict=True):
             received[boundary.target] += count
         cut = self.tp if self.sequence_parallel else 1
         return tuple(

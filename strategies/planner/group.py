@@ -157,9 +157,12 @@ def _fastest(
             graph = UnitGraph(tuple(times), problem.graph(1).tensors)
         stages = cut_by_ilp(graph, len(owner), balance_ratio=space.balance_ratio, in_order=True)
         return tuple(map(stages.count, range(len(owner))))
-    cut = cut_chain(times, len(owner), sent=None if problem.graph is None else sent)
-    assert cut is not None  # orders() lists no more stages than units
-    return even_ranks(cut, times, owner) if shared else cut
+    plain, key = problem.found.plain_cuts, (layout.tp, layout.ep, selective, len(owner))
+    if key not in plain:
+        cut = cut_chain(times, len(owner), sent=None if problem.graph is None else sent)
+        assert cut is not None  # orders() lists no more stages than units
+        plain[key] = cut
+    return even_ranks(plain[key], times, owner) if shared else plain[key]
 
 
 def _times(table: CostTable) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,7 @@ class Found:
     fastest_cuts: dict[tuple[int, int, bool, tuple[int, ...]], tuple[int, ...]] = field(
         default_factory=dict
     )
+    plain_cuts: dict[tuple[int, int, bool, int], tuple[int, ...]] = field(default_factory=dict)
     structures: dict[object, Structure] = field(default_factory=dict)
     holdings: dict[object, Holdings] = field(default_factory=dict)
     lists: list[tuple[object, Program]] = field(default_factory=list)  # the latest of a plan
@@ -75,6 +77,7 @@ class Found:
     groups: dict[object, list[Group]] = field(default_factory=dict)
     units: dict[tuple[int, int, bool], tuple[Load, ...]] = field(default_factory=dict)
     stage_loads: dict[tuple[int, int, bool, int, int], Load] = field(default_factory=dict)
+    sums: dict[tuple[int, ...], Load] = field(default_factory=dict)
     equal_loads: dict[Load, Load] = field(default_factory=dict)
     figures: Known = field(default_factory=Known)
     unit_tables: dict[tuple[int, int, int, bool], CostTable] = field(default_factory=dict)
@@ -111,7 +114,8 @@ class Problem:
     def units(self, layout: Layout, *, selective: bool = False) -> tuple[Load, ...]:
         key = (layout.tp, layout.microbatch_size, selective)
         if key not in self.found.units:
-            self.found.units[key] = self.loads(*key)
+            same = self.found.equal_loads
+            self.found.units[key] = tuple(same.setdefault(load, load) for load in self.loads(*key))
         return self.found.units[key]
 
     def costs(
@@ -188,9 +192,12 @@ class Problem:
         """The sum of a stage's units: one object for equal sums, which costs look for."""
         key = (layout.tp, layout.microbatch_size, selective, stage.start, stage.stop)
         if key not in self.found.stage_loads:
-            units = self.units(layout, selective=selective)
-            load = sum_loads([units[unit] for unit in stage])
-            self.found.stage_loads[key] = self.found.equal_loads.setdefault(load, load)
+            units = self.units(layout, selective=selective)[stage.start : stage.stop]
+            alike = tuple(map(id, units))  # ``found.units`` keeps them
+            if alike not in self.found.sums:
+                load = sum_loads(list(units))
+                self.found.sums[alike] = self.found.equal_loads.setdefault(load, load)
+            self.found.stage_loads[key] = self.found.sums[alike]
         return self.found.stage_loads[key]
 
     def _costs(self, layout: Layout, stages: tuple[Load, ...]) -> AnalyticCosts:
@@ -224,6 +231,7 @@ def handing(stages: list[Load], handed: tuple[tuple[int, int, int], ...]) -> tup
     )
 
 
+@lru_cache(maxsize=512)
 def draft(placement: Placement) -> Program:
     """A program without lists, of which costs want to know placement and boundaries."""
     rows = ((),) * placement.num_ranks
