@@ -12,7 +12,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from launcher.config.workload import OptimizerConfig
@@ -20,7 +21,14 @@ from launcher.workloads.optimizer import build_scheduler
 from strategies.errors import NotFiniteError
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, Learner, Sentences, bare_optimizer
+from tests.distributed.training import (
+    SEQUENCE,
+    VOCAB,
+    Case,
+    Learner,
+    Sentences,
+    bare_optimizer,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -44,6 +52,45 @@ class Model(Learner):
     def pipeline_result(self, tensors: Any, batch: Any, batch_idx: int, mode: Any) -> Any:
         loss = super().pipeline_result(tensors, batch, batch_idx, mode)
         return loss * math.nan if batch_idx in self.bad_steps and mode == "train" else loss
+
+
+class Counting(nn.Module):
+    """Each forward is another one than that before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * (1 + 0.01 * self.calls)
+
+
+class Plain(pl.LightningModule):
+    """Declares nothing, and its first layers keep something of every forward."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(VOCAB, 8)
+        layers = [Counting(), nn.Linear(8, 8), nn.BatchNorm1d(SEQUENCE), nn.Dropout(0.2)]
+        self.layers = nn.Sequential(*layers, *(nn.Linear(8, 8) for _ in range(4)))
+        self.head = nn.Linear(8, VOCAB)
+        self.bad_steps: tuple[int, ...] = ()
+        self.seen = 0
+        self._optimizer = optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += 1
+        logits = self.head(self.layers(self.embedding(batch["tokens"])))
+        loss = functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        if batch_idx in self.bad_steps:
+            loss = loss * math.nan
+        self.log("train_loss", loss)
+        return loss
+
+    configure_optimizers = Model.configure_optimizers
 
 
 class Notes(Callback):
@@ -71,8 +118,9 @@ def train(
     resume: str | None = None,
     precision: Any = "64-true",
     val: bool = False,
+    plain: bool = False,
 ) -> dict[str, Any]:
-    model = Model(case.shape, case.optimizer)
+    model = Plain(case.optimizer) if plain else Model(case.shape, case.optimizer)
     model.bad_steps = bad_steps
     strategy = PipelineStrategy(
         pp=case.pp,
@@ -130,13 +178,17 @@ def train(
         "step": trainer.global_step,
         "error": error.split(" The last")[0],
         "kept_bytes": engine.late.kept.num_bytes,
+        "kept": [[n, b.tolist()] for n, b in model.named_buffers() if not b.is_meta]
+        if plain
+        else 0,
+        "counts": [model.seen, model.layers[0].calls] if plain else [],
         "val": float(trainer.callback_metrics.get("val_loss", 0.0)),
     }
     engine.close()
     return found
 
 
-ALL = ("losses", "rates", "skipped", "step", "error", "val")
+ALL = ("losses", "rates", "skipped", "step", "error", "val", "kept", "counts")
 
 
 def check_same(
@@ -179,6 +231,25 @@ def test_the_bits_are_those_of_waiting(
     case: Case, repairs: int, ranks: Callable[[int], Ranks]
 ) -> None:
     found = check_same(ranks(case.pp * case.dp), case)
+    assert found[0]["repairs"] == repairs
+    assert all(result["kept_bytes"] > 0 for result in found)
+
+
+@pytest.mark.parametrize(
+    ("case", "bad_steps", "repairs"),
+    [
+        pytest.param(replace(CASE, clip=0.05), (), 1, id="clipped"),
+        pytest.param(replace(CASE, clip=1e9), (1, 2, 7), 2, id="left out", marks=pytest.mark.full),
+        pytest.param(
+            replace(CASE, schedule="zb_h2", pp=4, clip=1e-3), (), 2, id="zb_h2-pp4",
+            marks=pytest.mark.full,
+        ),
+    ],
+)  # fmt: skip
+def test_modules_that_declare_nothing_go_on_too_and_layers_are_put_back(
+    case: Case, bad_steps: tuple[int, ...], repairs: int, ranks: Callable[[int], Ranks]
+) -> None:
+    found = check_same(ranks(case.pp), case, bad_steps=bad_steps, on_nan="skip", plain=True)
     assert found[0]["repairs"] == repairs
     assert all(result["kept_bytes"] > 0 for result in found)
 

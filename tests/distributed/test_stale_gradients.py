@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from launcher.workloads.optimizer import Muon
 from strategies.analysis.timeline import Event
+from strategies.errors import ModelError
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed import training
 from tests.distributed.pool import Ranks
@@ -103,7 +104,8 @@ class Case:
     tied: bool = False  # whether the first and the last layer share a weight
     bare: bool = False  # whether the last stage trains no weights
     nan_at: int | None = None  # the batch whose loss is not finite
-    looks_at: int | None = None  # the batch behind which a hook looks at weights
+    looks_at: int | None = None  # the batch behind which a hook looks at weights and gradients
+    looks_before: bool = False  # whether a hook looks at gradients before each update
     synchronous: int = 0  # steps in the beginning that end with a flush
     feedback: float = 0.0
 
@@ -205,6 +207,8 @@ def train(
     saver: list[Callback] = [_Saves(folder, save_after)] if save_after else []
     if case.looks_at is not None:
         saver.append(_Looks(case.looks_at))
+    if case.looks_before:
+        saver.append(_LooksBefore())
     strategy = PipelineStrategy(
         pp=case.pp,
         dp=case.dp,
@@ -258,6 +262,7 @@ def train(
         "losses": losses.losses,
         "steps": trainer.global_step,
         "epoch": float(trainer.callback_metrics["train_loss_epoch"]),
+        "norms": [looks.norms for looks in saver if isinstance(looks, _Looks)],
         "memory": None if versions is None else versions.most,
         "asks_early": strategy.engine.stream is not None and strategy.engine.stream.ask is not None,
     }
@@ -419,19 +424,38 @@ def test_validation_and_a_short_batch_drain_and_each_loss_is_its_batchs(case, ra
         Case("pipedream_2bw", 2, updates=8, nan_at=4, feedback=1.0),
         Case("pipedream_2bw", 2, updates=8, nan_at=4, bare=True),
         Case("pipedream_2bw", 2, updates=8, looks_at=4),
+        Case("pipedream_2bw", 2, updates=8, looks_at=4, accumulation=2, looks_before=True),
         Case("pipedream_2bw", 2, updates=8, tied=True, clip=0.02),
     ],
     ids=[
         "a loss that is not finite",
         "the same where nothing is trained",
         "a hook that looks at weights",
+        "hooks that look at gradients",
         "tied weights",
     ],
 )
 def test_an_update_is_left_out_a_hook_drains_and_shared_weights_stay_shared(case, ranks):
     found = compare(case, ranks)
     # With its verdict under way beside later microbatches; a hook that could change it may wait.
-    assert all(rank["asks_early"] for rank in found)
+    assert all(rank["asks_early"] != case.looks_before for rank in found)
+    assert all(rank["norms"] == found[0]["norms"] for rank in found)
+    assert all(norm > 0 for seen in found[0]["norms"] for norm in seen)
+
+
+def _refused(case: Case) -> str:
+    try:
+        train(case)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_stages_that_apply_different_updates_show_no_gradient_of_a_whole_model(ranks):
+    case = Case("pipedream", 2, microbatches=1, updates=4, looks_before=True)
+    for said in ranks(2).run(_refused, case=case):
+        assert "on_before_optimizer_step looks at gradients around an update" in said
+        assert "schedule.vertical_sync=true" in said
 
 
 def test_memory_has_as_many_versions_as_the_program_says(ranks):
@@ -451,6 +475,18 @@ class _Looks(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, n: int):
         if n == self._after:
             self.norms.append(float(sum(p.detach().square().sum() for p in module.parameters())))
+            self.norms.append(_of_gradients(module))
+
+
+def _of_gradients(module: nn.Module) -> float:
+    return float(sum(p.grad.square().sum() for p in module.parameters() if p.grad is not None))
+
+
+class _LooksBefore(Callback):
+    """Looks at the whole gradient before each update."""
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        assert _of_gradients(module) > 0
 
 
 class _Saves(Callback):

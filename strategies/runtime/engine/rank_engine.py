@@ -71,6 +71,7 @@ class Engine(RankPasses):
             loaders: Where the batch has the batches of several loaders; None for one loader.
         """
         if self.stream is not None:
+            self.stream.put_away()
             self._gradients.add_hooks()  # This batch runs by itself.
             self._parts.gradients = self._gradients.stages
             self._flush.take(self._gradients)
@@ -101,6 +102,8 @@ class Engine(RankPasses):
             self._flush.owe()
         # Lightning clears gradients after this and before backward(): keep ours out of its reach.
         self._gradients.detach()
+        if self.stream is not None:
+            self.stream.left = self._gradients
         return result
 
     # ---------------------------------------------------------------- training without a flush
@@ -213,6 +216,8 @@ class Engine(RankPasses):
         self.mains.complete()
         self.stream.drained()
         self._gradients = self.stream.sums[0]
+        if self.stream.left is not None and not self.mains:
+            self.stream.left.attach(zero=False)
 
     def evaluation_pass(
         self,

@@ -39,7 +39,7 @@ from strategies.runtime.step.microbatch import (
 from strategies.runtime.step.recorder import RankStep, StepRecord, joined_stats
 from strategies.runtime.step.stage_compute import PassOptions, StepResult
 from strategies.runtime.step.whole_batch import Whole
-from strategies.runtime.update.post_validation import UpdateUndone
+from strategies.runtime.update.post_validation import KeptModule, UpdateUndone
 
 
 @dataclass
@@ -155,6 +155,7 @@ class RankPasses(RankWeights):
                 batch, microbatches, options, loaders,
                 seed=self.seed_of(step), state=self.whole.state,
             )  # fmt: skip
+        kept = KeptModule(self.model.module) if self.late.open else None
         while True:
             try:
                 with listed(self._parts.replicas), kept_generators():
@@ -170,6 +171,8 @@ class RankPasses(RankWeights):
                 break
             except UpdateUndone:
                 self._executor.abandon(program)
+                assert kept is not None
+                kept.put_back()
                 self.late.repair()
                 self._gradients.attach(zero=True)
                 self.whole.begin(batch, microbatches, options)

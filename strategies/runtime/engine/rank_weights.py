@@ -63,8 +63,15 @@ class RankWeights(RankSetup):
         """Takes over weights, and gradients, that somebody has changed between two passes."""
         if self._gradients.stages:
             self.mains.refresh()
-            if gradients:
-                self._gradients.adopt()
+            shown = self._gradients if self.stream is None else self.stream.shown
+            if gradients and shown is not None:
+                shown.adopt()
+
+    @property
+    def mixes_updates(self) -> bool:
+        """Whether stages now have gradients of different updates where people look for them."""
+        apart = self.plan.schedule == "pipedream" and not self.plan.vertical_sync
+        return apart and self.plan.pp > 1 and self.stream is not None and not self.stream.empty
 
     @property
     def trained(self) -> tuple[bool, ...]:

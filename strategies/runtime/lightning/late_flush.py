@@ -16,10 +16,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from strategies.models.unit_model import HasUnits
 from strategies.runtime.lightning.refusals import weight_readers
 from strategies.runtime.update.main_optimizer import ELEMENTWISE
 
+# Hooks before an update and between two steps, besides those of every batch.
+_MEANWHILE = (
+    "on_before_optimizer_step", "on_before_batch_transfer", "on_after_batch_transfer",
+    "transfer_batch_to_device",
+)  # fmt: skip
 # Hooks of a module around its update; what they do would be undone with it, or be missing.
 _AROUND = ("on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
 
@@ -46,14 +50,10 @@ def why_it_waits(trainer: pl.Trainer, module: pl.LightningModule, optimizer: Opt
     """
     if not module.automatic_optimization:
         return "the module optimizes by hand"
-    if not isinstance(module, HasUnits):
-        return "the module declares no pipeline_units, so its hooks may see weights at any time"
     if trainer.gradient_clip_algorithm not in (None, "norm") and trainer.gradient_clip_val:
         return "gradients are clipped by value"
     if is_overridden("configure_gradient_clipping", module):
         return "the module clips by itself"
-    if any(getattr(layer, "track_running_stats", False) for layer in module.modules()):
-        return "a norm keeps running statistics, which forwards change"
     kind = type(optimizer)
     if kind not in ELEMENTWISE and not getattr(kind, "repeatable", False):
         return f"{kind.__name__} is not known to make the same update twice"
@@ -63,7 +63,7 @@ def why_it_waits(trainer: pl.Trainer, module: pl.LightningModule, optimizer: Opt
     for name in _AROUND:
         if is_overridden(name, module):
             return f"{type(module).__name__}.{name} is around the update"
-    readers = weight_readers(trainer, module, more=("on_before_optimizer_step",))
+    readers = weight_readers(trainer, module, more=_MEANWHILE)
     if readers:
         return f"{', '.join(readers)} may look at weights between two steps"
     return _hooked(module)

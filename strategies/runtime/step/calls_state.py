@@ -87,6 +87,9 @@ class Stream:
         self.waits = False  # whether a call is to wait for what it says itself
         self.asked_to_stop = False  # whether this process has been asked to end
         self.stops = False  # whether any has, as all have heard in the same call
+        # After a drain, what people's hooks find where gradients are: those of the last update, or
+        # of one that lacks some of its batches.
+        self.left: RankGradients | None = None
         self._whole = calls  # where updates begin with the first batch
         self._calls = calls
         self._rank = rank
@@ -135,6 +138,7 @@ class Stream:
         ``behind``: how many batches its update has already; counts where the pipeline is empty.
         """
         if self.empty:
+            self.put_away()
             self._fill += 1
             self._calls = self._whole.behind(behind)
             self._adding = 0 if behind else None
@@ -167,12 +171,26 @@ class Stream:
     def drained(self) -> None:
         """Nothing is under way any more; an update that takes more batches has its first sums."""
         assert not self.under_way.graphs and not self.unread
-        first = self._calls.updates_before(self._count) % len(self.sums)
+        update = self._calls.updates_before(self._count)
+        first = update % len(self.sums)
         self.sums = self.sums[first:] + self.sums[:first]
+        begun = self._calls.lateness.first_of(update) < self._count * self._calls.per_call
+        self.left = self.sums[0 if begun else -1]
         self._count = 0
         self._signature = self._values = self._adding = self._due = None
         if self._parts.versions is not None:
             self._parts.versions.settle()
+
+    def put_away(self) -> None:
+        """Takes from the parameters what a drain has left to be looked at."""
+        if self.left is not None:
+            self.left.detach()
+            self.left = None
+
+    @property
+    def shown(self) -> RankGradients | None:
+        """The sums that are where people look for gradients; None for none."""
+        return self.left if self.empty else self.due
 
     def labels(self) -> range:
         """What the lists call the microbatches of the batch that has entered last."""

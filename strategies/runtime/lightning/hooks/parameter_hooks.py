@@ -200,6 +200,13 @@ class ParameterHooks(WholeParameters):
             self._watching = False
             with self.away():
                 self._settle()
+                if wanted == GRADIENTS and self._engine.mixes_updates:
+                    raise ModelError(
+                        f"{label} looks at gradients around an update, where each stage has that "
+                        "of another microbatch with schedule=pipedream. Look at them in "
+                        "on_train_batch_end, or try schedule.vertical_sync=true, where all stages "
+                        "apply the same, or schedule=pipedream_2bw."
+                    )
                 if wanted == GRADIENTS and label.endswith(".optimizer_step"):
                     self._engine.flush()  # It may have run the closure by itself.
             self._exchange(wanted)
