@@ -68,6 +68,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     ),
     "Batches and loaders": (
         "models/replay/rows/value_plan.py",
+        "models/replay/rows/whole_values.py",
         "runtime/step/microbatch.py",
         "runtime/engine/rank_engine.py",
         "runtime/engine/rank_passes.py",

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from strategies.errors import ModelError
+from strategies.errors import ModelError, PipelineError
 from strategies.models.collectives import shapes_only
 from strategies.models.logs import LogCapture, no_means
 from strategies.models.nested import cloned, rebuild, structure, tensors
@@ -271,7 +271,14 @@ class ReplayModel(CutModule):
                 batch = cloned(batch)
             with suppress(StageDone), run:
                 run.begin()
-                call_step(self._module, which[0], batch, *where)
+                try:
+                    call_step(self._module, which[0], batch, *where)
+                except PipelineError:
+                    raise
+                except Exception as error:
+                    if plan is not None:
+                        raise
+                    run.values.failed = error
             return run.close()
 
     def _row_run(

@@ -69,6 +69,7 @@ class WholeBatch:
             all rows at once, where they differ.
         mixed: The line of a layer that gets rows of a training batch which others have a part in.
         uneven: What is logged before the last layer, and is no mean over rows.
+        once_behind: Whether what lies behind the last layer runs for the whole batch anyway.
         replicas: With whom metrics are computed.
         together: The modes in which a metric's value of a batch is that of all replicas' batches,
             which have as many.
@@ -82,7 +83,7 @@ class WholeBatch:
         self._model = model
         self._last = last_stage
         self._copies = copies
-        self._once = once  # What lies behind the last layer runs for the whole batch anyway.
+        self.once_behind = once  # What lies behind the last layer runs for the whole batch anyway.
         self._output: StageOutput | None = None
         self._compares = not once and copies == 1  # the first batch's loss, with that of all rows
         self.unlike: tuple[float, float] | None = None
@@ -135,7 +136,7 @@ class WholeBatch:
 
     def after(self, stage: int, microbatch: int, output: StageOutput) -> None:
         """Behind a forward: it has changed nothing."""
-        if stage != self._last or self._once:
+        if stage != self._last or self.once_behind:
             self.state.take_back()
             return
         late = touched = False

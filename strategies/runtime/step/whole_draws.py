@@ -27,7 +27,7 @@ from strategies.models.replay.hole import Hole
 from strategies.models.replay.path import Position
 from strategies.models.replay.rows.value_plan import Share, ValuePlan
 from strategies.models.replay.rows.value_run import seed_all
-from strategies.models.replay.rows.whole_values import Dealer, Step
+from strategies.models.replay.rows.whole_values import Dealer, FewRowsError, Step
 from strategies.models.state import Generators
 from strategies.models.step_places import Slot
 from strategies.models.step_state import StepState
@@ -101,7 +101,10 @@ class WholeDraws:
             where = (options.batch_idx, options.dataloader_idx)
             turned = pick_rows(batch, [order[row // 2] for row in range(rows)])
             front = pick_rows(batch, order[:part])
-            dealer.look(step, every, own, turned, front, rows=rows, first=rows - part, where=where)
+            dealer.look(
+                step, every, own, turned, front,
+                rows=rows, first=rows - part, where=where, once=whole.once_behind, alone=count == 1,
+            )  # fmt: skip
             if then is not None and count > 1:
                 others = pick_rows(batch, order[: rows - part])
                 then(step, every, [others, own], [rows - part, part])
@@ -115,7 +118,10 @@ class WholeDraws:
                 except PipelineError:
                     raise
                 except Exception:
-                    look(sorted(order))  # It may want its rows sorted (by length), as they come.
+                    try:
+                        look(sorted(order))  # It may want its rows sorted (by length).
+                    except FewRowsError as error:
+                        raise error.refusal from error
         finally:
             before.put_back()
             whole.state.take_back()

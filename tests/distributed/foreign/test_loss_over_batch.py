@@ -299,6 +299,45 @@ def test_what_the_step_leaves_is_that_of_one_run(
     equal_to_stock(ranks, measured, layout, strategy=WHOLE)
 
 
+class Hardest(Net):
+    """A mean over more rows than a microbatch has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none")
+        self.log("hardest", losses.topk(3).values.mean())
+        return losses.topk(5).values.mean()
+
+
+class Grouped(Net):
+    """Groups of rows between layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net(batch[0])
+        groups = hidden.reshape(4, -1, WIDTH).mean(1).sum()
+        return nn.functional.cross_entropy(self.head(hidden - groups), batch[1])
+
+
+def hardest() -> Any:
+    return Hardest()
+
+
+def grouped() -> Any:
+    return Grouped()
+
+
+def test_a_step_that_needs_more_rows_than_a_microbatch_has(ranks: Callable[[int], Ranks]) -> None:
+    equal_to_stock(ranks, hardest, "1f1b", strategy=WHOLE)
+    for case, way_out in (
+        (hardest, "smaller num_microbatches, or loss_over=batch"),
+        (grouped, "smaller num_microbatches."),
+    ):
+        place = f"{__name__}:{case.__name__}"
+        for answer in ranks(2).run(refusal, case=place, strategy={"pp": 2, "schedule": "1f1b"}):
+            assert answer.startswith("ModelError"), answer
+            assert "runs on the 8 rows of a batch, but not on the 2 of a microbatch" in answer
+            assert f"Try a {way_out}" in answer
+
+
 class ByHand(Net):
     def __init__(self) -> None:
         super().__init__()

@@ -49,6 +49,7 @@ class Values:
         host: Whether Python's or numpy's generator was drawn from.
         longest: The longest of the sequences that are packed, packing by packing.
         end: Where the run ended.
+        failed: What the step raised there.
     """
 
     at: dict[Point, Tensor] = field(default_factory=dict)
@@ -61,6 +62,7 @@ class Values:
     host: bool = False
     longest: list[int] = field(default_factory=list)
     end: Position = (0, 0)
+    failed: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strategies.errors import ModelError
 from strategies.models.nested import rebuild
 from strategies.models.replay.hole import (
     Args,
     Function,
     Kwargs,
+    error_line,
 )
 from strategies.models.replay.path import Position
 from strategies.models.replay.rows.batch_rows import Pair
@@ -42,6 +44,15 @@ from strategies.models.replay.rows.value_plan import (
 from strategies.models.replay.rows.value_run import seed_all
 from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.models.state import Generators, kept_generators
+
+
+class FewRowsError(Exception):
+    """A step cannot run on some rows of a batch; ``refusal`` says so."""
+
+    def __init__(self, refusal: ModelError) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
+
 
 # Mode, index of the loader, structure of the batch.
 Step = tuple[Mode, int, Hashable]
@@ -159,23 +170,39 @@ class Dealer:
         rows: int,
         first: int,
         where: Where,
+        once: bool = False,
+        alone: bool = False,
     ) -> ValuePlan:
         """Finds the plan of a step from a batch of so many rows, and those from ``first`` on.
 
         ``turned`` has as many other rows of the batch, ``front`` its first rows, as many as
-        ``part``. The generators are the caller's care.
+        ``part``. The generators are the caller's care. With ``once``, what is behind the last layer
+        runs for the whole batch alone, and so does all of the step if it is ``alone``.
 
         Raises:
             ModelError: As ``find_plan``.
+            FewRowsError: The step cannot run on a part.
         """
 
         def run(batch: Any, *, seed: int = 1, neutral: bool = False) -> Values:
             seed_all(seed)
-            return self._run(step, batch, where, None, neutral)
+            found = self._run(step, batch, where, None, neutral)
+            if found.failed is not None and batch is whole:
+                raise found.failed
+            return found
 
         every, last, early = run(whole), run(part), run(front)
         pair = Pair(rows, first)
         plan = NOTHING
+        for found in (last, early):
+            if found.failed is None:
+                continue
+            if alone:
+                self._plans[step] = plan
+                return plan
+            behind = found.end[0] >= self._calls(step, whole, where)
+            if not (once and behind):
+                raise FewRowsError(_few(step, found.failed, rows, rows - first, behind=behind))
         if every.draws or every.host or not rows_stay(every, last, early, pair):
             still = (every, last)
             if every.draws:
@@ -260,6 +287,15 @@ class Dealer:
         self.begin()
         share = self._shares[-1 if microbatch is None else microbatch]
         return Hand(self._plan, self._values, share)
+
+
+def _few(step: Step, error: Exception, rows: int, part: int, *, behind: bool) -> ModelError:
+    once = ", or loss_over=batch, which computes one loss of all rows" if behind else ""
+    return ModelError(
+        f"{error_line(error.__traceback__)}: {STEP_NAMES[step[0]]} runs on the {rows} rows of a "
+        f"batch, but not on the {part} of a microbatch ({type(error).__name__}: {error}). Try "
+        f"a smaller num_microbatches{once}."
+    )
 
 
 @contextmanager
