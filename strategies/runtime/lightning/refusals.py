@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from strategies.errors import ModelError
@@ -48,6 +49,12 @@ def refuse_module(
             "Compile the layers inside the module, not the LightningModule."
         )
     for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ModelError(
+                f"{name} gets its shape in the first forward (LazyLinear and its kin), and a "
+                "pipeline cuts the module before that. Give the layer its sizes, or run one "
+                "forward on a few rows in __init__ or setup."
+            )
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():
             if not hook.__module__.startswith("strategies."):
                 raise ModelError(

@@ -328,14 +328,15 @@ def grouped() -> Any:
 def test_a_step_that_needs_more_rows_than_a_microbatch_has(ranks: Callable[[int], Ranks]) -> None:
     equal_to_stock(ranks, hardest, "1f1b", strategy=WHOLE)
     for case, way_out in (
-        (hardest, "smaller num_microbatches, or loss_over=batch"),
-        (grouped, "smaller num_microbatches."),
+        (hardest, "loss_over=batch, which computes one loss of all rows, or a smaller"),
+        (grouped, "a smaller num_microbatches."),
     ):
         place = f"{__name__}:{case.__name__}"
         for answer in ranks(2).run(refusal, case=place, strategy={"pp": 2, "schedule": "1f1b"}):
             assert answer.startswith("ModelError"), answer
-            assert "runs on the 8 rows of a batch, but not on the 2 of a microbatch" in answer
-            assert f"Try a {way_out}" in answer
+            assert "training_step runs on the 8 rows of a batch, but " in answer
+            assert "not on the 2 of a microbatch (RuntimeError: " in answer
+            assert f"Try {way_out}" in answer
 
 
 class ByHand(Net):

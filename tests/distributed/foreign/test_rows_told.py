@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from strategies.errors import ModelError
+from strategies.plan import Plan
+from strategies.runtime.lightning.refusals import refuse_module
 from strategies.runtime.lightning.user_module import RowsTold
-from tests.distributed.foreign.comparison import Net, train
+from tests.distributed.foreign.comparison import WIDTH, Net, train
 from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -205,6 +208,14 @@ def stepped() -> Any:
     return SteppedInBackward()
 
 
+class Unsized(Net):
+    """A layer that takes its sizes from the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = torch.nn.LazyLinear(WIDTH)
+
+
 def told(case: str, strategy: dict[str, Any]) -> list[str]:
     """What a rank says of its rows while it trains for two batches."""
     said: list[str] = []
@@ -262,3 +273,10 @@ def test_steps_inside_a_backward_are_refused(ranks: Callable[[int], Ranks]) -> N
     case = f"{__name__}:stepped"
     with pytest.raises(AssertionError, match=r"head.weight has a hook of register_post_acc"):
         ranks(2).run(told, case=case, strategy={"pp": 2, "schedule": "1f1b"})
+
+
+def test_layers_without_a_shape_are_refused() -> None:
+    trainer: Any = None  # Nobody has asked it by then.
+    plan = Plan("1f1b", pp=2, num_microbatches=4)
+    with pytest.raises(ModelError, match="net.0.weight gets its shape in the first forward"):
+        refuse_module(trainer, Unsized(), plan, compiled=False)

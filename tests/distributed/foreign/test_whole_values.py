@@ -78,6 +78,7 @@ class Diffusion(Net):
         seen = alpha.sqrt() * x + (1 - alpha).sqrt() * noise
         loss = functional.mse_loss(self(seen + times.unsqueeze(1) / 50), noise)
         self.log("train_loss", loss)
+        self.log("times", times.double().mean())
         return loss
 
 

@@ -28,10 +28,16 @@ Point = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A call that has drawn random numbers, and what it gave."""
+    """A call that has drawn random numbers, what it gave, and the whole numbers it was given."""
 
     func: Function
     result: Any
+    bounds: tuple[int, ...]
+
+
+def bounds_of(args: Any, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """The whole numbers that a call is given, between which it draws others."""
+    return tuple(value for value in (*args, *kwargs.values()) if type(value) is int)
 
 
 @dataclass(slots=True)
@@ -120,6 +126,13 @@ class Share:
             apart = apart.index_select(dim + 1, picked)
         own = apart.narrow(dim + 1, self.start, self.rows)
         return own.flatten(dim, dim + 2)
+
+    def rows_of(self, value: Tensor, own: Tensor) -> Tensor | None:
+        """This run's rows of a value, if these are in front, as they are in its ``own``."""
+        if not value.dim() or not own.dim() or value.shape[1:] != own.shape[1:]:
+            return None
+        both = len(value) == self.total * self.replicas and len(own) == self.rows
+        return self.of(value, Rows(0)) if both else None
 
 
 def rows_stay(whole: Values, part: Values, front: Values, pair: Pair) -> bool:

@@ -26,7 +26,7 @@ from strategies.models.replay.hole import (
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Position
 from strategies.models.replay.rows.packed_rows import counts_of, packs, places_rows
-from strategies.models.replay.rows.value_plan import Draw, Point, ValuePlan, Values
+from strategies.models.replay.rows.value_plan import Draw, Point, ValuePlan, Values, bounds_of
 from strategies.models.replay.shape_mode import ShapeMode
 from strategies.models.state import Generators, cuda_is_used, kept_generators
 
@@ -130,12 +130,12 @@ class ValueRun(ShapeMode):
         if self._plan is not None:
             result = func(*args, **kwargs)
             if func in self._plan.drawing:
-                self.values.draws.append(Draw(func, _copy(result)))
+                self.values.draws.append(Draw(func, _copy(result), bounds_of(args, kwargs)))
             return result
         before = _drawn_so_far()
         result = func(*args, **kwargs)
         if kwargs.get("generator") is not None or not _same_states(before, _drawn_so_far()):
-            self.values.draws.append(Draw(func, _copy(result)))
+            self.values.draws.append(Draw(func, _copy(result), bounds_of(args, kwargs)))
             if self._neutral and isinstance(result, Tensor):
                 _make_neutral(func, result)
         return result

@@ -37,6 +37,7 @@ from strategies.models.replay.rows.value_plan import (
     Share,
     ValuePlan,
     Values,
+    bounds_of,
     find_plan,
     is_same,
     rows_stay,
@@ -113,9 +114,10 @@ class Hand:
         return func in self._plan.drawing
 
     def draw(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        """What a drawing call gives: the whole batch's result, where it is one for all rows.
+        """What a drawing call gives: the whole batch's result, or these rows of it.
 
-        What has rows is drawn for these rows alone, and dealt out where it is used.
+        What has its rows elsewhere than in front is drawn for these rows alone, and so are the
+        numbers of rows (``randperm``); they are dealt out where they are used.
         """
         known: Draw | None = None
         if self._drawn is not None:
@@ -128,10 +130,14 @@ class Hand:
         if self._drawn is None or known is None:
             return result
         drawn = known.result
-        both = isinstance(result, Tensor) and isinstance(drawn, Tensor)
-        if both and result.shape == drawn.shape and result.dtype == drawn.dtype:
-            with torch.no_grad():
-                result.copy_(drawn)
+        if isinstance(result, Tensor) and isinstance(drawn, Tensor) and result.dtype == drawn.dtype:
+            own: Tensor | None = drawn
+            if result.shape != drawn.shape:
+                alike = result.is_floating_point() or known.bounds == bounds_of(args, kwargs)
+                own = self._share.rows_of(drawn, result) if alike else None
+            if own is not None:
+                with torch.no_grad():
+                    result.copy_(own)
         return result
 
 
@@ -202,7 +208,9 @@ class Dealer:
                 return plan
             behind = found.end[0] >= self._calls(step, whole, where)
             if not (once and behind):
-                raise FewRowsError(_few(step, found.failed, rows, rows - first, behind=behind))
+                raise FewRowsError(
+                    _few(STEP_NAMES[step[0]], found.failed, rows, rows - first, behind=behind)
+                )
         if every.draws or every.host or not rows_stay(every, last, early, pair):
             still = (every, last)
             if every.draws:
@@ -289,12 +297,18 @@ class Dealer:
         return Hand(self._plan, self._values, share)
 
 
-def _few(step: Step, error: Exception, rows: int, part: int, *, behind: bool) -> ModelError:
-    once = ", or loss_over=batch, which computes one loss of all rows" if behind else ""
+def _few(step: str, error: Exception, rows: int, part: int, *, behind: bool) -> ModelError:
+    line = error_line(error.__traceback__)
+    said = f"{type(error).__name__}: {error}"
+    if behind:
+        return ModelError(
+            f"{line}: {step} runs on the {rows} rows of a batch, but behind its last layer not on "
+            f"the {part} of a microbatch ({said}). Try loss_over=batch, which computes one loss of "
+            "all rows, or a smaller num_microbatches."
+        )
     return ModelError(
-        f"{error_line(error.__traceback__)}: {STEP_NAMES[step[0]]} runs on the {rows} rows of a "
-        f"batch, but not on the {part} of a microbatch ({type(error).__name__}: {error}). Try "
-        f"a smaller num_microbatches{once}."
+        f"{line}: {step} runs on the {rows} rows of a batch, but not on the {part} of a microbatch "
+        f"({said}). Try a smaller num_microbatches."
     )
 
 
