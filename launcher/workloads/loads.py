@@ -126,12 +126,15 @@ def _of_experts(shape: ModelShape, number: int, tp: int, size: int) -> dict[str,
         return {}
     if not shape.moe.has_experts(number // 2 - 1):
         return {}
-    part = expert_part(shape)
+    part, moe = expert_part(shape), shape.moe
+    matrices = (3 if shape.activation == "swiglu" else 2) * shape.hidden * moe.ffn
+    shared = 2.0 * shape.sequence * matrices * moe.shared
     return {
         "experts": part.parameters,
         "expert_flops": part.forward_flops * size / tp,
         "expert_saved": part.saved_elements * size // tp,
         "exchanged": (part.exchanged * size,),
+        "beside_flops": shared * size / tp,
     }
 
 

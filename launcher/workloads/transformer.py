@@ -172,9 +172,7 @@ class SparseMlp(_HalfBlock):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Stream, sum of the losses and loads of the layers so far; see the module docstring."""
         normed = self.norm(stream)
-        mixed, routing = self.mixture(normed)
-        if self.shared is not None:
-            mixed = mixed + self.shared(normed)
+        mixed, routing = self.mixture(normed, self.shared)
         own = routing.load[:, None]
         return (
             stream + self.dropout(mixed),

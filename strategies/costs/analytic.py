@@ -11,7 +11,8 @@ the weights' gradients, as what sequence-parallel layers gather again does. A bo
 travels as one slice per such rank and is gathered.
 
 Ranks that share experts (ep) exchange tokens in both directions, in a forward and in a backward,
-and nothing runs meanwhile. What the fullest of them gets over the mean is a figure that is given.
+and what runs meanwhile is the layer's shared experts. What the fullest of them gets over the mean
+is a figure that is given.
 """
 
 from __future__ import annotations
@@ -404,12 +405,23 @@ class AnalyticCosts:
         travel, wait = self._exchange(load.exchanged), self._waiting(load)
         forward, inputs, weights = forward + wait, inputs + wait, weights + wait
         again += self._sums(load.again_sums) + self._exchange(load.again_exchanged)
+        # A whole backward has both halves of the shared experts' own to run meanwhile.
+        one, both = self._beside(load, 1.0), self._beside(load, 2.0)
         return (
-            forward + summed + travel,
-            again + inputs + travel + max(weights, back + gathered),
-            again + inputs + travel + back,
+            forward + summed + travel - one,
+            again + inputs + travel - both + max(weights, back + gathered),
+            again + inputs + travel - one + back,
             weights + gathered,
         )
+
+    def _beside(self, load: Load, passes: float) -> float:
+        """What of an exchange's first way runs under shared experts, of so many times a forward."""
+        if self.ep == 1 or not load.beside_flops:
+            return 0.0
+        group, element = self._exchangers(), self._sizes.activation
+        each = passes * self._computing(load.beside_flops / len(load.exchanged))
+        parts = (size * element / self._parts * self.imbalance for size in load.exchanged)
+        return sum(min(each, all_to_all(self.hardware, group, part)) for part in parts)
 
     def _computed(self, load: Load) -> Seconds:
         """Without what ranks add up."""
@@ -475,7 +487,10 @@ class AnalyticCosts:
             * all_to_all(self.hardware, group, size * element / self._parts * self.imbalance)
             for size in {size for load in self.stages for size in load.exchanged}
         }
-        return tuple(sum(known[size] for size in load.exchanged) for load in self.stages)
+        return tuple(
+            sum(known[size] for size in load.exchanged) - self._beside(load, 1.0)
+            for load in self.stages
+        )
 
     def _exchanging(self) -> tuple[tuple[int, float], ...]:
         """Per stage, layers that exchange, and their experts' share of the compute."""

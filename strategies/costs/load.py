@@ -35,7 +35,9 @@ class Load:
         expert_flops: Of one forward, of its experts.
         expert_saved: Of its saved elements, those of its experts' tokens.
         exchanged: Elements that a layer's tokens have on their way to experts, layer by layer.
-        again_exchanged: The same of what a backward computes again.
+        beside_flops: Of one forward, of what is computed while tokens are on their way to experts
+            (shared experts), all layers together.
+        again_exchanged: The same as ``exchanged`` of what a backward computes again.
     """
 
     forward_flops: float
@@ -60,6 +62,7 @@ class Load:
     expert_flops: float = 0.0
     expert_saved: int = 0
     exchanged: tuple[int, ...] = ()
+    beside_flops: float = 0.0
     again_exchanged: tuple[int, ...] = ()
 
 
@@ -68,7 +71,7 @@ def sum_loads(loads: list[Load]) -> Load:
 
     Parameters that it shares with another stage are its own as well: each has a copy, and a state.
     """
-    flops = again = inputs = weights = expert_flops = 0.0
+    flops = again = inputs = weights = expert_flops = beside_flops = 0.0
     parameters = lean = units = waiting = experts = expert_saved = 0
     exchanged: list[int] = []
     again_exchanged: list[int] = []
@@ -87,6 +90,7 @@ def sum_loads(loads: list[Load]) -> Load:
         lean += load.lean_parameters
         experts += load.experts
         expert_flops += load.expert_flops
+        beside_flops += load.beside_flops
         expert_saved += load.expert_saved
         exchanged += load.exchanged
         again_exchanged += load.again_exchanged
@@ -126,6 +130,7 @@ def sum_loads(loads: list[Load]) -> Load:
         expert_flops=expert_flops,
         expert_saved=expert_saved,
         exchanged=tuple(exchanged),
+        beside_flops=beside_flops,
         again_exchanged=tuple(again_exchanged),
     )
 

@@ -12,6 +12,7 @@ the choice without one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -198,18 +199,33 @@ class Mixture(nn.Module):
         self.experts = experts
         self.exchange: ExpertRanks | None = None  # who has the other experts
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Routing]:
-        """``[batch, sequence, hidden]`` to the same shape, and how tokens were routed."""
+    def forward(
+        self, tokens: Tensor, beside: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Routing]:
+        """``[batch, sequence, hidden]`` to the same shape, and how tokens were routed.
+
+        ``beside`` is what all tokens go through (shared experts); its result is added. Where rows
+        travel to other ranks it is computed meanwhile.
+        """
         routing = self.route(tokens)
         flat, weights, ranks = tokens.flatten(0, 1), routing.weights, self.exchange
         if ranks is not None:
             flat, weights = ranks.enter(flat), ranks.enter(weights)
         sent = self.dispatch(flat, routing.ids)
-        results = self.compute(sent.rows, sent.counts)
+        other = None
+        if ranks is None or beside is None:
+            results = self.compute(sent.rows, sent.counts)
+        else:
+            travelling = ranks.send(sent.rows, sent.counts)
+            other = beside(tokens)
+            results = ranks.computed(self.experts, travelling)
         mixed = self.combine(results, sent.order, weights)
         if ranks is not None:
             mixed = ranks.leave(mixed)
-        return mixed.view_as(tokens), routing
+        mixed = mixed.view_as(tokens)
+        if beside is None:
+            return mixed, routing
+        return mixed + (beside(tokens) if other is None else other), routing
 
     def route(self, tokens: Tensor) -> Routing:
         routing: Routing = self.router(tokens)

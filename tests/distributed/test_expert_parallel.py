@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from launcher.workloads.transformer_shape import MoeShape
+from strategies.models.expert_parallel import ExpertRanks
+from strategies.models.experts import Experts, Mixture, Router
 from strategies.plan import Recompute
 from tests.distributed.expert_training import (
     HIDDEN,
@@ -176,6 +179,43 @@ def check_built_in(case: Case, ranks: Callable[[int], Ranks]) -> None:
     assert set(seen) >= set(parameters) - tied
     block = case.ep * (case.tp if case.expert_tp else 1)
     assert all(who == set(range(block)) for name, who in seen.items() if ".experts." in name)
+
+
+def exchange_order() -> list[str]:
+    """What one rank does, in order: waits are told where they end."""
+    ranks, seen = ExpertRanks(dist.group.WORLD), []
+    for name in ("depart", "arrive"):
+        own = getattr(ranks, name)
+
+        def told(*given: Any, own: Any = own, name: str = name, **named: Any) -> Any:
+            seen.append(name)
+            return own(*given, **named)
+
+        setattr(ranks, name, told)
+    torch.manual_seed(dist.get_rank())
+    mixture = Mixture(
+        Router(experts=2, per_token=1, hidden=4), Experts(experts=1, hidden=4, inner=4)
+    )
+    for parameter in mixture.parameters():
+        torch.nn.init.normal_(parameter)
+    mixture.exchange = ranks
+    shared = torch.nn.Linear(4, 4)
+
+    def beside(tokens: torch.Tensor) -> torch.Tensor:
+        seen.append("shared")
+        found = shared(tokens)
+        found.register_hook(lambda _: seen.append("shared backward"))
+        return found
+
+    mixed, _ = mixture(torch.randn(1, 6, 4, requires_grad=True), beside)
+    mixed.square().sum().backward()
+    return seen
+
+
+def test_shared_experts_are_computed_while_tokens_travel(ranks: Callable[[int], Ranks]) -> None:
+    there, back = ["depart", "shared", "arrive"], ["depart", "shared backward", "arrive"]
+    for seen in ranks(2).run(exchange_order):
+        assert seen == [*there, "depart", "arrive", "depart", "arrive", *back]
 
 
 PAIRED = {

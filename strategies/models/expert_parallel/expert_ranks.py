@@ -6,6 +6,9 @@ arrived, and the results travel back the same way (Lepikhin et al., 2020,
 https://arxiv.org/abs/2006.16668). A gradient takes the same two ways in the other direction. A rank
 to which nobody sends anything takes part in all of it, with no rows.
 
+What needs no rows that travel (experts that every token goes to) is computed between ``send`` and
+``computed``, and its backward while gradients are on their way back.
+
 All ranks of a group run the same program on as many microbatches, so their exchanges come in one
 order, in forwards, backwards and forwards that are run again.
 
@@ -18,7 +21,7 @@ are parts, and the ranks of tensor parallelism add these up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -110,20 +113,55 @@ class ExpertRanks:
         return gathered
 
     def _exchanged(self, compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
+        return self._computed(compute, self._sent(rows, counts))
+
+    @as_written
+    def send(self, rows: Tensor, counts: Tensor) -> Sent:
+        """Sends rows to their experts, and comes back while they travel; see ``around``.
+
+        Where slices of experts are computed the caller adds up what ``computed`` gives.
+        """
+        if self._sharers is None:
+            return self._sent(rows, counts)
+        share = _Share(self._sharers, len(rows))
+        own = _TakeShare.apply(rows, share)  # type: ignore[no-untyped-call]
+        return self._sent(own, share.counts(counts), share)
+
+    @as_written
+    def computed(self, compute: Compute, sent: Sent) -> Tensor:
+        """What the experts give, in the order of the rows that were sent."""
+        result = self._computed(compute, sent)
+        if sent.share is None:
+            return result
+        gathered: Tensor = _GatherShares.apply(result, sent.share)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def _sent(self, rows: Tensor, counts: Tensor, share: _Share | None = None) -> Sent:
         if self._group is None:
-            return compute(rows, counts)
+            return Sent(rows, counts, None, share)
         told = counts.view(self.size, -1)
         heard = self._tell(told)
         away, here = torch.stack((told.sum(1), heard.sum(1))).tolist()
-        arrived = self._travel(rows, away, here)
+        way = _Way(self, away, here)
+        travelling: Tensor = _Depart.apply(rows, way)  # type: ignore[no-untyped-call]
+        return Sent(travelling, heard, way, share)
+
+    def _computed(self, compute: Compute, sent: Sent) -> Tensor:
+        heard, way = sent.counts, sent.way
+        if way is None:
+            return compute(sent.rows, heard)
+        arrived: Tensor = _Arrive.apply(sent.rows, way)  # type: ignore[no-untyped-call]
         # From sources one after the other to experts one after the other, and back.
         experts = torch.arange(heard.shape[1], device=heard.device).repeat(self.size)
-        owners = torch.repeat_interleave(experts, heard.flatten(), output_size=sum(here))
+        owners = torch.repeat_interleave(experts, heard.flatten(), output_size=sum(way.here))
         order = torch.argsort(owners, stable=True)
         result = compute(arrived.index_select(0, order), heard.sum(0))
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        return self._travel(result.index_select(0, back), here, away)
+        home = _Way(self, way.here, way.away)
+        returning: Tensor = _Depart.apply(result.index_select(0, back), home)  # type: ignore[no-untyped-call]
+        returned: Tensor = _Arrive.apply(returning, home)  # type: ignore[no-untyped-call]
+        return returned
 
     def _tell(self, counts: Tensor) -> Tensor:
         """Row r to rank r; row r of the result is what rank r has told this one."""
@@ -134,17 +172,19 @@ class ExpertRanks:
         dist.all_to_all_single(heard, given, group=self._group)
         return heard
 
-    def _travel(self, rows: Tensor, away: Sequence[int], here: Sequence[int]) -> Tensor:
-        moved: Tensor = _Travel.apply(rows, self, away, here)  # type: ignore[no-untyped-call]
-        return moved
-
-    def move(
+    def depart(
         self, rows: Tensor, away: Sequence[int], here: Sequence[int], *, gradients: bool = False
-    ) -> Tensor:
-        """The first ``away[0]`` rows to rank 0, and so on; ``here`` is how many each one sends."""
+    ) -> tuple[Tensor, dist.Work | None]:
+        """The first ``away[0]`` rows to rank 0, and so on; ``here`` is how many each one sends.
+
+        Returns:
+            What is filled while they travel, and what to wait for.
+        """
         given = rows.contiguous()
         if self._by_host(given):
-            return self.move(given.cpu(), away, here, gradients=gradients).to(given.device)
+            moved, work = self.depart(given.cpu(), away, here, gradients=gradients)
+            self.arrive(work)
+            return moved.to(given.device), None
         moved = given.new_empty((sum(here), *given.shape[1:]))
         # Bytes, because gloo does not know all types of numbers here.
         plain = given.dtype not in (torch.float32, torch.float64)
@@ -155,28 +195,79 @@ class ExpertRanks:
         assert work is not None
         if self.watch is not None:
             self.watch(work, gradients)
+        return moved, work
+
+    def arrive(self, work: dist.Work | None) -> None:
+        """Waits for what has departed; in a pair the other strand runs meanwhile."""
+        if work is None:
+            return
         if self.turns is not None:
             self.turns.hand_on()
         work.wait()
-        return moved
 
     def _by_host(self, tensor: Tensor) -> bool:
         # On a GPU gloo has no all-to-all.
         return tensor.is_cuda and dist.get_backend(self._group) == "gloo"
 
 
-class _Travel(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, ranks: ExpertRanks, away: Sequence[int], here: Sequence[int]
-    ) -> Tensor:
-        ctx.way = ranks, away, here
-        return ranks.move(rows, away, here)
+class _Way:
+    """One exchange of rows, there in the forward and back in the backward."""
+
+    def __init__(self, ranks: ExpertRanks, away: Sequence[int], here: Sequence[int]) -> None:
+        self.ranks, self.away, self.here = ranks, away, here
+        self.work: dist.Work | None = None
+        self.sent: Tensor | None = None  # which is read until the work has ended
+        self._filled: Tensor | None = None
+
+    def begin(self, rows: Tensor, *, back: bool) -> Tensor:
+        away, here = (self.here, self.away) if back else (self.away, self.here)
+        self.sent = rows.contiguous()
+        self._filled, self.work = self.ranks.depart(self.sent, away, here, gradients=back)
+        return self._filled
+
+    def end(self) -> Tensor:
+        """What has arrived."""
+        self.ranks.arrive(self.work)
+        found, self.work, self.sent, self._filled = self._filled, None, None, None
+        assert found is not None
+        return found
+
+
+class Sent(NamedTuple):
+    """Rows on their way to their experts."""
+
+    rows: Tensor
+    counts: Tensor  # of each expert's rows here, by the rank that sends them; or of all rows
+    way: _Way | None  # None where nothing travels
+    share: _Share | None  # of ranks with the same tokens, this one's
+
+
+class _Depart(torch.autograd.Function):
+    """Begins an exchange; in the backward, waits for that of gradients."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        ranks, away, here = ctx.way
-        return ranks.move(gradient, here, away, gradients=True), None, None, None
+    def forward(ctx: Any, rows: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        return way.begin(rows, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.way.end(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Waits for an exchange; in the backward, begins that of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, travelling: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        way.end()
+        return travelling.view_as(travelling)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.way.begin(gradient, back=True)
+        return gradient, None  # In the place of what is on its way, which has another shape.
 
 
 class _Share:

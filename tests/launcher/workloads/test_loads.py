@@ -302,6 +302,9 @@ def test_experts_are_a_part_of_their_layers_and_tensor_ranks_share_their_tokens(
     assert load.experts == 4 * matrices
     assert load.exchanged == (3 * shape.sequence * 2 * shape.hidden,)
     assert load.expert_flops == 2 * 3 * shape.sequence * 2 * matrices
+    assert load.beside_flops == 0
+    beside = replace(shape, moe=replace(shape.moe, shared=2))
+    assert unit_loads(beside, 2, 3)[sparse].beside_flops == 2 * 3 * shape.sequence * matrices
     assert shared[sparse].experts == load.experts
     assert shared[sparse].expert_flops == load.expert_flops / 2
     assert shared[sparse].forward_flops == pytest.approx(load.forward_flops - load.expert_flops / 2)

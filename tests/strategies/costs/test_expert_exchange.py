@@ -66,3 +66,16 @@ def test_the_fullest_rank_is_waited_for():
     assert uneven.backward_weight[0] - even.backward_weight[0] == pytest.approx(more)
     assert uneven.forward[0] - even.forward[0] > more  # its tokens travel, too
     assert table(imbalance=1.5).forward == table().forward
+
+
+def test_shared_experts_run_while_tokens_are_on_their_way_to_others():
+    plain, alone = table(ep=2), all_to_all(GPU, exchangers(GPU, 2), 40.0)
+    for flops, forward, backward in ((1e10, 0.01, 0.02), (1e14, alone, alone)):
+        load = replace(LOAD, beside_flops=flops)
+        costs = AnalyticCosts((load,), GPU, element_bytes=1, dp=4, ep=2)
+        found = costs.table_for(ONE, (1,), frozenset())
+        assert plain.forward[0] - found.forward[0] == pytest.approx(forward)
+        assert plain.backward[0] - found.backward[0] == pytest.approx(backward)
+        assert plain.backward_input[0] - found.backward_input[0] == pytest.approx(forward)
+        assert plain.backward_weight == found.backward_weight
+        assert plain.exchange[0] - found.exchange[0] == pytest.approx(forward)
