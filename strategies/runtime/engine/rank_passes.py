@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.utils._pytree import TreeSpec
 
 from strategies.compiler import compile_short
@@ -78,6 +79,8 @@ class RankPasses(RankWeights):
         if self.coordinates.exchanges_across:
             self._refuse_other_counts(count)
         full = count == self.plan.num_microbatches
+        if not full and options.mode == "train" and options.batch_idx == 0:
+            self._tell_short(count)
         programs = self.programs if full else compile_short(self.plan, count)
         if options.mode != "train" or not backward:
             program = programs.forward
@@ -87,6 +90,17 @@ class RankPasses(RankWeights):
             batch, microbatches, options, program, step=step, update=update, loaders=loaders
         )
         return hear()
+
+    def _tell_short(self, count: int) -> None:
+        """A last batch may be short; where the first one is, more was asked for than there is."""
+        asked, told = self.plan.num_microbatches, self._short_told
+        self._short_told = True
+        if not told:
+            rank_zero_info(
+                f"num_microbatches={asked}, and the first batch makes {count}: a microbatch has a "
+                f"row at least. The pipeline is as idle as with num_microbatches={count}; use "
+                f"batches of {asked} rows or more."
+            )
 
     def _begin_pass(
         self,

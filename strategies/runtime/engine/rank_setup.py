@@ -200,6 +200,7 @@ class RankSetup:
         )
         self._trained: tuple[bool, ...] = ()
         self._compared = False
+        self._short_told = False
         self._joined_steps: set[str] = set()  # whose rows are known
         self._uncut: dict[Hashable, ModelError | None] = {}  # steps of evaluation, and why
         self._heard_steps: set[str] = set()  # on which all ranks agree

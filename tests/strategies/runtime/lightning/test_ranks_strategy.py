@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import psutil
 import pytest
 import pytorch_lightning
+import torch
+from torch.utils.data import DataLoader
 
 from strategies import PipelineStrategy
 from strategies.errors import PlanError
@@ -26,6 +29,32 @@ def test_more_processes_than_memory_are_refused_before_one_is_started(monkeypatc
     pl.Trainer(strategy=PipelineStrategy(pp=5), accelerator="cpu", logger=False)
     monkeypatch.setenv("LOCAL_RANK", "0")  # somebody else has started them
     pl.Trainer(strategy=PipelineStrategy(pp=10, dp=2), accelerator="cpu", logger=False)
+
+
+class _Line(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*(LeafSpec|many workers|num_workers).*")
+@pytest.mark.parametrize(("asked", "told"), [(8, 1), (4, 0)])
+def test_more_microbatches_than_rows_are_told_once(asked, told, caplog):
+    caplog.set_level(logging.INFO)
+    trainer = pl.Trainer(
+        strategy=PipelineStrategy(pp=1, num_microbatches=asked), accelerator="cpu", logger=False,
+        max_epochs=2, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(_Line(), DataLoader(torch.randn(7, 2), batch_size=4))  # the last one has 3 rows
+    said = "num_microbatches=8, and the first batch makes 4: a microbatch has a row at least"
+    assert caplog.text.count(said) == told
 
 
 def test_any_other_object_is_still_no_strategy_there():
