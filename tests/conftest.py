@@ -28,6 +28,7 @@ GOLDEN = Path(__file__).parent / "golden"
 collect_ignore = ["launcher/dashboard_definition.py"]  # A program with a dependency of its own.
 SLURM_DAEMONS = ("slurmctld", "slurmd", "munged")
 SEVERAL_PROCESSES = re.compile(r"\bmark\.(distributed|faults|gpu|slurm)\b")
+ON_RANKS = re.compile(r"^from tests\.distributed\.", re.MULTILINE)
 
 # No deadline: on a shared machine it would assert a timing. The everyday profile draws the same
 # examples each time; `make test-all` looks further and at random.
@@ -50,6 +51,12 @@ def _fills_the_cores(file: Path) -> bool:
     return SEVERAL_PROCESSES.search(file.read_text(encoding="utf-8")) is not None
 
 
+def _is_on_ranks(file: str, root: Path) -> bool:
+    """Whether its tests run on the ranks that those of ``tests/distributed`` share."""
+    text = (root / file).read_text(encoding="utf-8")
+    return file.startswith("tests/distributed/") or ON_RANKS.search(text) is not None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
     """`pytest -n 2`: two files at a time; then those that start several processes, in two lots.
@@ -65,7 +72,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
             file: str = super()._split_scope(nodeid)
             if not _fills_the_cores(config.rootpath / file):
                 return file
-            return "on ranks" if file.startswith("tests/distributed/") else "launched"
+            return "on ranks" if _is_on_ranks(file, config.rootpath) else "launched"
 
     config.option.loadscopereorder = False  # In the order of collection, see below.
     return Scheduling(config, log)

@@ -40,6 +40,11 @@ def test_files_with_several_processes_come_last_each_lot_in_one_process(tmp_path
     for name in ("ranks_a", "ranks_b"):
         text = NOTE.format(mark="@pytest.mark.distributed", name=name)
         (folder / "distributed" / f"test_{name}.py").write_text(text)
+    text = "from tests.distributed.pool import Ranks\n" + NOTE.format(
+        mark="@pytest.mark.distributed", name="ranks_c"
+    )
+    (folder / "distributed" / "pool.py").write_text("Ranks = None\n")
+    (folder / "test_ranks_c.py").write_text(text)
     # Also where this very test runs in one of two processes.
     outside = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     outside["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Those installed here take seconds to import.
@@ -54,13 +59,15 @@ def test_files_with_several_processes_come_last_each_lot_in_one_process(tmp_path
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED tests/test_several_a.py::test_it[1] - " in done.stdout
-    assert "= 1 failed, 17 passed in " in done.stdout.splitlines()[-1]
+    assert "= 1 failed, 20 passed in " in done.stdout.splitlines()[-1]
     told = [line.split() for line in (tmp_path / "order.txt").read_text().splitlines()]
     assert len({worker for name, worker in told if name.startswith("single")}) == 2
     assert len({worker for name, worker in told if name.startswith("several")}) == 1
     several = [name for name, _ in told if name.startswith("several")]
     assert several == ["several_a"] * 3 + ["several_b"] * 3
-    assert len({worker for name, worker in told if name.startswith("ranks")}) == 1
+    ranks = {name: worker for name, worker in told if name.startswith("ranks")}
+    assert list(ranks) == ["ranks_a", "ranks_b", "ranks_c"]
+    assert len(set(ranks.values())) == 1
 
 
 @pytest.fixture(scope="module")
