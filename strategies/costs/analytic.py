@@ -35,10 +35,9 @@ from strategies.costs.rings import (
     sharers,
 )
 from strategies.costs.table import CostTable, StageMemory, Transport
-from strategies.costs.uniform import count_buckets, gathered_stages
+from strategies.costs.uniform import reduced_and_gathered
 from strategies.errors import CostError
 from strategies.ir.program import Program
-
 
 _Figure = TypeVar("_Figure")
 
@@ -136,12 +135,7 @@ class AnalyticCosts:
         Raises:
             CostError: The loads are for another number of stages.
         """
-        if len(self.stages) != program.placement.num_stages:
-            raise CostError(
-                f"costs of {len(self.stages)} stages for a program of "
-                f"{program.placement.num_stages}."
-            )
-        return self.table_for(program, count_buckets(program), gathered_stages(program))
+        return self.table_for(program, *reduced_and_gathered(program, len(self.stages)))
 
     def table_for(
         self,
@@ -195,7 +189,9 @@ class AnalyticCosts:
 
     def _alike(self, figure: Callable[[Load], _Figure]) -> tuple[_Figure, ...]:
         """A figure of each stage; of stages that are one object it is made once."""
-        once = {id(load): figure(load) for load in {id(load): load for load in self.stages}.values()}
+        once = {
+            id(load): figure(load) for load in {id(load): load for load in self.stages}.values()
+        }
         return tuple(once[id(load)] for load in self.stages)
 
     def _per_stage(

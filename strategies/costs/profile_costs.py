@@ -14,7 +14,7 @@ from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.hardware import Hardware
 from strategies.costs.profile_file import Link, Profile, SizeProfile
 from strategies.costs.table import CostTable, StageMemory, Transport
-from strategies.costs.uniform import count_buckets, gathered_stages
+from strategies.costs.uniform import reduced_and_gathered
 from strategies.errors import CostError
 from strategies.ir.program import Program
 
@@ -40,12 +40,7 @@ class ProfiledCosts:
         Raises:
             CostError: The stages are others than the program's, or the size was not measured.
         """
-        if len(self.stages) != program.placement.num_stages:
-            raise CostError(
-                f"costs of {len(self.stages)} stages for a program of "
-                f"{program.placement.num_stages}."
-            )
-        return self.table_for(program, count_buckets(program), gathered_stages(program))
+        return self.table_for(program, *reduced_and_gathered(program, len(self.stages)))
 
     def table_for(
         self,

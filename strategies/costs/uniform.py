@@ -265,3 +265,15 @@ def gathered_stages(program: Program) -> frozenset[int]:
     return frozenset(
         item.stage for row in program.ranks for item in row if item.kind is Kind.GATHER
     )
+
+
+def reduced_and_gathered(program: Program, costed: int) -> tuple[tuple[int, ...], frozenset[int]]:
+    """Buckets per stage, and ``gathered_stages``, for costs of so many stages.
+
+    Raises:
+        CostError: The program has another number of stages.
+    """
+    num_stages = program.placement.num_stages
+    if costed != num_stages:
+        raise CostError(f"costs of {costed} stages for a program of {num_stages}.")
+    return count_buckets(program), gathered_stages(program)

@@ -37,9 +37,8 @@ from strategies.schedules.search.best_order import (
     NEVER,
     blocks,
     by_makespan,
-    equal_durations,
-    generated_order,
     regular_or_best,
+    regular_order,
 )
 
 _REGULAR = blocks(
@@ -66,15 +65,7 @@ def order(shape: Shape) -> Rows:
 @lru_cache(maxsize=64)
 def _regular(pp: int, num_microbatches: int) -> Rows:
     """The paper's building block, repeated and squeezed; the best of a few turns of the V."""
-    placement = v(pp)
-    return generated_order(
-        placement,
-        num_microbatches,
-        equal_durations(placement),
-        caps=(_cap(pp),) * pp,
-        recipes=_REGULAR,
-        goal=by_makespan,
-    )
+    return regular_order(v(pp), num_microbatches, cap=_cap(pp), recipes=_REGULAR)
 
 
 def _cap(pp: int) -> int:

@@ -120,6 +120,20 @@ def generated_order(
     return lanes.rows(_best(orders, lanes, durations, goal))
 
 
+def regular_order(
+    placement: Placement, num_microbatches: int, *, cap: int, recipes: tuple[Recipe, ...]
+) -> Rows:
+    """That with the least makespan under equal costs; ``cap`` is that of every rank."""
+    return generated_order(
+        placement,
+        num_microbatches,
+        equal_durations(placement),
+        caps=(cap,) * placement.num_ranks,
+        recipes=recipes,
+        goal=by_makespan,
+    )
+
+
 def blocks(
     hops: Iterable[tuple[float, ...]],
     *,
