@@ -62,3 +62,5 @@ def test_a_degree_over_which_nothing_is_worth_cutting_is_explained_beside_the_pl
     assert (done.folder / "shardings.html").exists()
     assert done.result["plans"][0]["tp"] == 1
     assert {row["style"] for row in done.result["tensor_plan"]["layers"]} == {"replicated"}
+    plan = done.result["tensor_plan"]
+    assert plan["seconds"] == plan["seconds_whole"]

@@ -145,6 +145,8 @@ class Planner:
         )
         seconds += sum(prices.entrance(graph.values[v])[0] for v in self._entered(picks))
         whole = prices.whole(graph)
+        if not any(picks):
+            seconds = whole  # Ranks that share nothing wait for nobody.
         before = self._weights([0] * len(picks))
         now = self._weights(picks)
         unknown: dict[tuple[str, str], float] = {}
