@@ -114,6 +114,25 @@ def test_whatever_ends_a_run_leaves_a_checkpoint_with_loaders_and_inside_a_valid
         assert "stopping after this step, with a checkpoint" in done.errors
 
 
+@pytest.mark.parametrize(
+    "number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
+def test_a_signal_while_ranks_begin_leaves_none_of_them_and_says_how_it_ended(number, tmp_path):
+    words = [*RUN, "trainer.max_steps=1000000", "hydra.run.dir=run"]
+    with started(words, tmp_path) as run:
+        assert within(60, (tmp_path / "run" / "logs").is_dir)
+        os.kill(run.process.pid, number)
+        done = run.finish(timeout_s=60)
+        assert within(10, lambda: run.family() == {})
+    assert "Traceback" not in done.errors
+    if done.code == 130:  # before any rank could have saved anything
+        assert done.errors.endswith("interrupted\n")
+        assert not list((tmp_path / "run").rglob("manifest.json"))
+    else:  # ranks had heard it, and trained until all of them knew
+        assert done.code == 85
+        assert (Path(str(done.result["checkpoint"])) / "manifest.json").is_file()
+
+
 def test_a_signal_ends_a_sweep_with_its_job_and_a_table(tmp_path):
     words = [*RUN, "-m", "seed=1,2", "trainer.max_steps=1000000", "hydra.sweep.dir=s"]
     with started(words, tmp_path) as run:
