@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
+from types import TracebackType
 
 # What the launcher and its ranks import, beside Python's own modules.
 _LIBRARIES = """strategies hydra omegaconf yaml antlr4 torch lightning pytorch_lightning
@@ -32,5 +33,19 @@ class _LibrariesFirst:
         return PathFinder.find_spec(name, [place for place in sys.path if place not in here])
 
 
+def _interrupted(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Ctrl-C while all of this is still being imported, which takes seconds on a cold disk."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    sys.stderr.write("interrupted\n")
+    sys.stderr.flush()
+    os._exit(130)
+
+
+if ("-m", "launcher") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False):
+    sys.excepthook = _interrupted
 if sys.argv[:1] == ["-m"]:  # python -m launcher, and no script that imports something of it
     sys.meta_path.insert(0, _LibrariesFirst)

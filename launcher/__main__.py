@@ -6,6 +6,8 @@ been checked, so that a wrong one ends in well under a second.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib
 import os
 import shlex
@@ -16,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NoReturn
 
 from launcher.checkpoints import hold
 from launcher.compose.execute import make_run_folder, run_one, tell_closed
@@ -122,7 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say_error(error)
         return error.exit_code
     except KeyboardInterrupt:
+        if arguments is None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # It ends, and is asked for no more.
         sys.stderr.write("interrupted\n")
+        if arguments is None:
+            _end(130)
         return 130
     except OSError as error:
         full = as_full_disk(error)
@@ -135,6 +142,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout, sys.stderr = streams
         if arguments is None:
             _hear_no_more()
+
+
+def _end(code: int) -> NoReturn:
+    """Ends this process with its code.
+
+    CPython would end itself by SIGINT where Ctrl-C has come while it compiled a text (a dataclass
+    is being made), whoever has caught that meanwhile.
+    """
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _hear_no_more() -> None:

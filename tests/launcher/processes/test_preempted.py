@@ -50,6 +50,23 @@ def test_it_is_there_before_torch():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("moment", ["imports", "a text is compiled"])
+def test_ctrl_c_has_its_exit_code_whenever_it_comes(moment, tmp_path):
+    # Python ends itself by SIGINT, or with a traceback, unless it is kept from that.
+    raised = "raise KeyboardInterrupt"
+    program = f"import launcher.__main__ as m\nm._main = lambda _: exec({raised!r})\nm.main()\n"
+    words = ["-c", f"import sys; sys.argv = ['foldpipe', 'pp=2']\n{program}"]
+    if moment == "imports":
+        (tmp_path / "hydra.py").write_text(f"{raised}\n")
+        words = ["-m", "launcher"]
+    known = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, cwd=tmp_path.parent,
+        env={**os.environ, "PYTHONPATH": known},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
 def test_an_outcome_says_who_stopped_the_run(name, tmp_path):
     write_outcome(tmp_path, {"steps": 4, "checkpoint": "/c"}, stopped_by=name)
