@@ -38,6 +38,7 @@ from strategies.costs.table import CostTable, StageMemory, Transport
 from strategies.costs.uniform import reduced_and_gathered
 from strategies.errors import CostError
 from strategies.ir.program import Program
+from strategies.ir.versions import weight_versions
 
 _Figure = TypeVar("_Figure")
 
@@ -165,7 +166,10 @@ class AnalyticCosts:
             backward_input=inputs,
             backward_weight=weights,
             recompute=forward,
-            step=tuple(each.step for each in takes),
+            step=tuple(
+                each.step + memory_bound(self.hardware, copied)
+                for each, copied in zip(takes, self.copied_bytes(program), strict=True)
+            ),
             reduce=tuple(
                 (each.reduce,) * number for each, number in zip(takes, buckets, strict=True)
             ),
@@ -364,6 +368,19 @@ class AnalyticCosts:
             return took
         most = self._most_stages(program, program.placement.owners(stage))
         return took + self.hardware.step_overhead_s / most
+
+    def copied_bytes(self, program: Program) -> tuple[int, ...]:
+        """Per stage, what is read and written right before an update that leaves weights in place.
+
+        Without a flush, where microbatches under way still read them.
+        """
+        if program.per_update is None:
+            return (0,) * len(self.stages)
+        versions, owners = weight_versions(program), program.placement.owners
+        return tuple(
+            2 * self.held(load) * self._sizes.weight if versions[owners(stage)[0]] > 1 else 0
+            for stage, load in enumerate(self.stages)
+        )
 
     @property
     def _sizes(self) -> ElementSizes:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.hardware import Hardware
+from strategies.costs.kernels import memory_bound
 from strategies.costs.profile_file import Link, Profile, SizeProfile
 from strategies.costs.table import CostTable, StageMemory, Transport
 from strategies.costs.uniform import reduced_and_gathered
@@ -112,12 +113,13 @@ class ProfiledCosts:
     ) -> tuple[float, ...]:
         """Updates, spread over replicas where weights are; and a rank's share of all the rest."""
         placement = program.placement
-        steps = []
+        steps, copied = [], self.assumed.copied_bytes(program)
         for stage, took in enumerate(whole):
             owners = placement.owners(stage)
             shares = len(owners) * self.assumed.dp if stage in gathered else 1
             most = max(len(placement.stages_of(owner)) for owner in owners)
-            steps.append(took / shares + self.profile.rest_s / most)
+            took = took / shares + memory_bound(self.hardware, copied[stage])
+            steps.append(took + self.profile.rest_s / most)
         return tuple(steps)
 
     def _memory(self, figures: SizeProfile, assumed: StageMemory) -> StageMemory:

@@ -345,7 +345,7 @@ class RankPasses(RankWeights):
             step=record.step,
             begun=spans.begun,
             finished=spans.finished,
-            squared_norm=norm,
+            squared_norm=None if self.applies_apart else norm,
             busy_s=spans.busy,
             computed=spans.computed,
             reduced=spans.reduced,

@@ -70,8 +70,13 @@ class RankWeights(RankSetup):
     @property
     def mixes_updates(self) -> bool:
         """Whether stages now have gradients of different updates where people look for them."""
-        apart = self.plan.schedule == "pipedream" and not self.plan.vertical_sync
-        return apart and self.plan.pp > 1 and self.stream is not None and not self.stream.empty
+        return self.applies_apart and self.stream is not None and not self.stream.empty
+
+    @property
+    def applies_apart(self) -> bool:
+        """Whether stages apply the gradients of a microbatch one after the other."""
+        plan = self.plan
+        return plan.schedule == "pipedream" and not plan.vertical_sync and plan.pp > 1
 
     @property
     def trained(self) -> tuple[bool, ...]:

@@ -346,9 +346,8 @@ def refuse_engine(engine: Engine) -> None:
         ModelError: Ranks would have to apply an update together that they apply one by one.
     """
     plan = engine.plan
-    apart = plan.schedule == "pipedream" and not plan.vertical_sync and plan.pp > 1
     tied = [name for name, stages in engine.model.shared_parameters() if len(stages) > 1]
-    if apart and tied:
+    if engine.applies_apart and tied:
         raise ModelError(
             f"{tied[0]} is used by several stages, and with schedule=pipedream each stage applies "
             "its gradient at a time of its own. Try schedule.vertical_sync=true, or "

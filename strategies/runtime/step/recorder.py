@@ -181,7 +181,7 @@ class RankStep(NamedTuple):
     step: int  # as given to ``train_pass``
     begun: float  # first start, seconds on the host's clock
     finished: float  # last end
-    squared_norm: float  # this rank's part of that of the gradient, before clipping
+    squared_norm: float | None  # this rank's part of that of the gradient, before clipping
     busy_s: float
     computed: float  # when the last compute ended
     reduced: float | None  # when the last reduction ended; None where nothing is reduced
@@ -196,7 +196,8 @@ class StepStats:
     makespan_s: float  # first start to last end over the ranks
     busy_s: float  # compute of all ranks together
     bubble_ratio: float  # idle over P * makespan
-    gradient_norm: float  # 2-norm of the whole model's gradient, before clipping
+    # 2-norm of the whole model's gradient, before clipping; None where no update is all ranks' yet.
+    gradient_norm: float | None
     # How long the last reduction outlasted the last compute; 0 when hidden, None without any.
     exposed_grad_reduce_s: float | None = None
     # Per pipeline rank, of its sharers the largest; since the engine was made.
@@ -222,13 +223,14 @@ def joined_stats(
     busy = sum(rank.busy_s for rank in ranks)
     ends = [rank.reduced for rank in ranks if rank.reduced is not None and flushes]
     peaks = [rank.peak_bytes for rank in ranks]
+    norms = [rank.squared_norm for rank in ranks if rank.squared_norm is not None]
     exposed = max(0.0, max(ends) - max(rank.computed for rank in ranks)) if ends else None
     return StepStats(
         step=int(ranks[0].step),
         makespan_s=makespan,
         busy_s=busy,
         bubble_ratio=1.0 - busy / (len(ranks) * makespan),
-        gradient_norm=math.sqrt(sum(rank.squared_norm for rank in ranks)),
+        gradient_norm=math.sqrt(sum(norms)) if len(norms) == len(ranks) else None,
         exposed_grad_reduce_s=exposed,
         peak_memory_bytes=tuple(max(peaks[i : i + tp]) for i in range(0, len(peaks), tp)),
     )

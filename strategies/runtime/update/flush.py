@@ -29,7 +29,7 @@ class _Asked:
     """An update whose sums are complete, and whose verdict is on its way."""
 
     gradients: RankGradients
-    norm: Fetch
+    norm: Fetch | None
     norm_work: dist.Work | None
     norm_to_share: bool
     not_finite: bool
@@ -59,7 +59,7 @@ class Flush:
         self._not_finite = False
         self._loss_scale: Tensor | None = None
         self._flushed_at: Any = None
-        self._norm = Fetch(torch.zeros((), dtype=torch.float64))
+        self._norm: Fetch | None = None
         self._norm_to_share = False
         self._norm_work: dist.Work | None = None
         self._asked: deque[_Asked] = deque()  # of updates that are not due yet
@@ -161,11 +161,17 @@ class Flush:
             members = self._where.replicas((self._where.pp_rank,))
             group = self._communicators.get("metrics", members)
             if group is not None:
+                assert self._norm is not None
                 norm = self._norm.tensor()
                 self._norm_work = dist.all_reduce(norm, group=group, async_op=True)
 
-    def noted_squared_norm(self) -> float:
-        """This rank's part of the squared norm of the last flush, of the whole step's gradient."""
+    def noted_squared_norm(self) -> float | None:
+        """This rank's part of the squared norm of the last flush, of the whole step's gradient.
+
+        None before the first one.
+        """
+        if self._norm is None:
+            return None
         self._share_norm()
         if self._norm_work is not None:
             self._norm_work.wait()  # On CPU it was started a step ago.
@@ -249,6 +255,7 @@ class Flush:
             lost = alone and loss is not None and not bool(torch.isfinite(loss))
         if lost:
             return True
+        assert self._norm is not None
         if self._loss_scale is not None or bool(torch.isfinite(self._norm.tensor())):
             return False  # A scaler looks for infs itself, and lowers the scale.
         # The sum of squares may overflow where no element does.

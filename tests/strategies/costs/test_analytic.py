@@ -50,6 +50,14 @@ def test_each_number_format_has_its_own_peak_or_the_one_for_all():
         forward(replace(machine, peak_flops=None), "fp32")
 
 
+def test_an_update_that_leaves_weights_to_others_copies_them_first():
+    late = compile_program(schedule="pipedream_2bw", pp=3, num_microbatches=3)
+    steps = AnalyticCosts(STAGES, MACHINE).table(late).step
+    # Read and written, 4 B per parameter, at 10 B/s; the last rank has one version.
+    more = [now - before for now, before in zip(steps, table().step, strict=True)]
+    assert more == pytest.approx([2 * 5 * 4 / 10, 2 * 10 * 4 / 10, 0])
+
+
 def test_figures_that_costs_share_are_not_those_of_other_machines():
     program = compile_program(schedule="1f1b", pp=3, num_microbatches=2)
     costs, other = AnalyticCosts(STAGES, MACHINE), replace(MACHINE, peak_flops=50.0)

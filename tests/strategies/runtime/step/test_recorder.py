@@ -113,6 +113,8 @@ def test_ranks_of_one_step_are_joined():
     assert (stats.step, stats.makespan_s, stats.busy_s) == (7, 2.0, 3.0)
     assert stats.bubble_ratio == 0.25  # 1 of 2 * 2 seconds
     assert stats.gradient_norm == 5.0
+    without = joined_stats([said(), said(norm=None)], tp=1)  # whose first update is to come
+    assert without is not None and without.gradient_norm is None
     assert stats.exposed_grad_reduce_s is None
     assert stats.peak_memory_bytes == (5, 6)
 
