@@ -57,6 +57,7 @@ class RankGradients:
         self.mains = AllMainWeights()
         self.left_alone: frozenset[str] = frozenset()  # names of weights that no optimizer updates
         self._shared: list[_Shared] = []
+        self._sharded = False  # whether any rank's sums are scattered over replicas
         self._whole = False  # whether sums are over all replicas, where passes only add to them
         self._hooks: list[Any] = []
         self._shared_works: list[dist.Work] | None = None  # None until they are started
@@ -79,6 +80,7 @@ class RankGradients:
         """
         if mains is not None:
             self.mains = mains
+        self._sharded = sharded and self._where.dp > 1
         self.remove_hooks()
         for old in self.stages.values():
             old.detach()
@@ -213,8 +215,11 @@ class RankGradients:
 
     @property
     def differs(self) -> bool:
-        """Whether the gradients of replicas are not the same when they have been reduced."""
-        return self.mains.sharded or bool(self._weights.experts)
+        """Whether the gradients of replicas are not the same when they have been reduced.
+
+        The same on all ranks, of which some may have nothing to train.
+        """
+        return self._sharded or bool(self._weights.experts)
 
     def start_shared(self) -> None:
         """Starts the reductions of weights that several stages use; once per sum."""

@@ -529,6 +529,12 @@ def test_a_hook_sees_the_whole_model(name: str, layout: str, ranks: Callable[[in
     assert all(fitted.told == stock.told for fitted in piped)
 
 
+def test_ranks_without_anything_to_train_take_part_where_optimizer_state_is_shared(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    equal_to_stock(ranks, Byol, "1f1b-dp2", strategy={"overlap": "zero1"})
+
+
 @pytest.mark.full
 def test_a_parameter_that_a_hook_adds_is_refused(ranks: Callable[[int], Ranks]) -> None:
     with pytest.raises(AssertionError, match=r"gives net\.2 the parameter weight_orig during"):
