@@ -28,6 +28,7 @@ GOLDEN = Path(__file__).parent / "golden"
 collect_ignore = ["launcher/dashboard_definition.py"]  # A program with a dependency of its own.
 SLURM_DAEMONS = ("slurmctld", "slurmd", "munged")
 SEVERAL_PROCESSES = re.compile(r"\bmark\.(distributed|faults|gpu|slurm)\b")
+FOREIGN = "distributed/foreign/"
 ON_RANKS = re.compile(r"^from tests\.distributed\.", re.MULTILINE)
 
 # No deadline: on a shared machine it would assert a timing. The everyday profile draws the same
@@ -59,11 +60,12 @@ def _is_on_ranks(file: str, root: Path) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
-    """`pytest -n 2`: two files at a time; then those that start several processes, in two lots.
+    """`pytest -n 2`: two files at a time; then those that start several processes, in three lots.
 
     Whole files, because all that is known of a test here is its name. One process for each lot
-    (what runs on ranks of the tests, and what is launched), because what it starts for several
-    files (ranks, a trained run) is started once per process.
+    (what runs on ranks of the tests, what is launched, and at last modules of others, by whoever
+    is ready first), because what it starts for several files (ranks, a trained run) is started
+    once per process.
     """
     from xdist.scheduler import LoadFileScheduling
 
@@ -72,7 +74,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
             file: str = super()._split_scope(nodeid)
             if not _fills_the_cores(config.rootpath / file):
                 return file
-            return "on ranks" if _is_on_ranks(file, config.rootpath) else "launched"
+            if not _is_on_ranks(file, config.rootpath):
+                return "launched"
+            return "foreign" if FOREIGN in file else "on ranks"
 
     config.option.loadscopereorder = False  # In the order of collection, see below.
     return Scheduling(config, log)
@@ -80,7 +84,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # One of several processes that run tests.
-        items.sort(key=lambda item: _fills_the_cores(item.path))
+        items.sort(key=lambda item: (_fills_the_cores(item.path), FOREIGN in item.nodeid))
     if config.getoption("--golden"):
         keep = [item for item in items if "golden" in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=[item for item in items if item not in keep])

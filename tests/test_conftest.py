@@ -1,4 +1,4 @@
-"""`make test`: two files at a time; then, in two lots, those that start several themselves.
+"""`make test`: two files at a time; then, in three lots, those that start several themselves.
 
 And each test leaves the process as it found it.
 """
@@ -45,6 +45,9 @@ def test_files_with_several_processes_come_last_each_lot_in_one_process(tmp_path
     )
     (folder / "distributed" / "pool.py").write_text("Ranks = None\n")
     (folder / "test_ranks_c.py").write_text(text)
+    (folder / "distributed" / "foreign").mkdir()
+    text = NOTE.format(mark="@pytest.mark.distributed", name="modules")
+    (folder / "distributed" / "foreign" / "test_modules.py").write_text(text)
     # Also where this very test runs in one of two processes.
     outside = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     outside["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Those installed here take seconds to import.
@@ -59,7 +62,7 @@ def test_files_with_several_processes_come_last_each_lot_in_one_process(tmp_path
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED tests/test_several_a.py::test_it[1] - " in done.stdout
-    assert "= 1 failed, 20 passed in " in done.stdout.splitlines()[-1]
+    assert "= 1 failed, 23 passed in " in done.stdout.splitlines()[-1]
     told = [line.split() for line in (tmp_path / "order.txt").read_text().splitlines()]
     assert len({worker for name, worker in told if name.startswith("single")}) == 2
     assert len({worker for name, worker in told if name.startswith("several")}) == 1
@@ -68,6 +71,7 @@ def test_files_with_several_processes_come_last_each_lot_in_one_process(tmp_path
     ranks = {name: worker for name, worker in told if name.startswith("ranks")}
     assert list(ranks) == ["ranks_a", "ranks_b", "ranks_c"]
     assert len(set(ranks.values())) == 1
+    assert [name for name, _ in told].index("modules") >= 9  # behind a lot, and what is none
 
 
 @pytest.fixture(scope="module")
