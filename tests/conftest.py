@@ -60,12 +60,12 @@ def _is_on_ranks(file: str, root: Path) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
-    """`pytest -n 2`: two files at a time; then those that start several processes, in three lots.
+    """`pytest -n 2`: two files at a time; then those that start several processes, in two lots.
 
     Whole files, because all that is known of a test here is its name. One process for each lot
-    (what runs on ranks of the tests, what is launched, and at last modules of others, by whoever
-    is ready first), because what it starts for several files (ranks, a trained run) is started
-    once per process.
+    (what runs on ranks of the tests, and what is launched), because what it starts for several
+    files (ranks, a trained run) is started once per process. At last modules of others, file by
+    file: so both are ready at about the same time.
     """
     from xdist.scheduler import LoadFileScheduling
 
@@ -76,7 +76,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
                 return file
             if not _is_on_ranks(file, config.rootpath):
                 return "launched"
-            return "foreign" if FOREIGN in file else "on ranks"
+            return file if FOREIGN in file else "on ranks"
 
     config.option.loadscopereorder = False  # In the order of collection, see below.
     return Scheduling(config, log)

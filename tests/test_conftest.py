@@ -1,4 +1,4 @@
-"""`make test`: two files at a time; then, in three lots, those that start several themselves.
+"""`make test`: two files at a time; then, in two lots, those that start several themselves.
 
 And each test leaves the process as it found it.
 """

@@ -90,7 +90,7 @@ def measure(
     """(name, predicted, measured step time, predicted, measured compute) of all cases."""
     ranks = Ranks(num_ranks)
     ranks.run(overhead_ranks.prepare, realtime=False)
-    link = ranks.run(link_of_two)[0]
+    link = ranks.run(link_of_pairs)[0]
     known: dict[float, dict[Kind, float]] = {}
     for schedule, recompute, count, size in cases(quick=quick):
         each = FORWARD_S * size / stages_per_microbatch(schedule, num_ranks)
@@ -127,9 +127,13 @@ def measure(
     ranks.close()
 
 
-def link_of_two() -> Link | None:
-    """What messages take between the first two ranks."""
-    found = measure_links(0, 1, backend="gloo", device=torch.device("cpu"))
+def link_of_pairs() -> Link | None:
+    """What messages take between a rank and its neighbour while all other ranks talk, too."""
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    first = rank - rank % 2
+    if first + 1 == dist.get_world_size():
+        return None
+    found = measure_links(first, first + 1, backend="gloo", device=cpu, in_pairs=True)
     return None if found is None else found[0]
 
 
