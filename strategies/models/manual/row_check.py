@@ -68,7 +68,7 @@ def compare_losses(
     Raises:
         ModelError: A loss, or what a layer gets, depends on which rows are together.
     """
-    found = scout(run, whole, parts, rows)
+    found = scout(run, whole, parts, rows, step=step)
     if found is None:
         return
     both, some = found

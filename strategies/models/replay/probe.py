@@ -77,6 +77,7 @@ class Record:
     deferred: list[tuple[int, str]] = field(default_factory=list)
     collectives: list[tuple[int, str]] = field(default_factory=list)
     left: list[tuple[str, tuple[int, int, int]]] = field(default_factory=list)
+    refused: ModelError | None = None  # for those who make an error of their own of it
 
 
 class LeakError(BaseException):
@@ -134,6 +135,13 @@ class Probe(ShapeMode):
         return super().tracked(tensor) or made_up_by(tensor) is not None
 
     # -- calls -----------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        except ModelError as error:
+            self.record.refused = self.record.refused or error
+            raise
 
     def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         call = len(self.record.calls)

@@ -175,6 +175,9 @@ def run_probe(
         except ModelError:
             raise
         except Exception as error:
+            refused = probe.record.refused
+            if refused is not None and str(refused) in str(error):  # load_state_dict() does so.
+                raise refused from error
             raise _unsupported(error, probe, step, type(module).__name__) from error
         probe.on_read(result)
         written = any(

@@ -210,7 +210,7 @@ class ReplayModel(CutModule):
             return found
 
         try:
-            runs = scout(run, whole, parts, rows)
+            runs = scout(run, whole, parts, rows, step=STEP_NAMES[step[0]])
         except ModelError:
             return None, ()
         if runs is None:

@@ -22,6 +22,7 @@ from subprocess import Popen
 from types import TracebackType
 from weakref import ref
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch._C._distributed_c10d import Store
 
 from strategies.errors import PipelineError, readable
@@ -48,7 +49,7 @@ class Voices:
 
 
 class LastWords:
-    """An exception hook: refusals become one line and their exit code.
+    """An exception hook: refusals, ours and those of Lightning, become one line and an exit code.
 
     All else, and everything with ``FOLDPIPE_TRACEBACK=1``, goes to the hook that was there before.
     """
@@ -60,18 +61,19 @@ class LastWords:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        refused = isinstance(error, PipelineError)
+        said = str(error) if isinstance(error, PipelineError) else _refused_by_lightning(error)
+        refused = said is not None
         lost = is_lost(error)
         voices = self._voices()
         keep = os.environ.get("FOLDPIPE_TRACEBACK", "0") not in ("", "0")
         if keep or not (refused or (lost and voices is not None)):
             self._before(kind, error, trace)
             return
-        code = error.exit_code if isinstance(error, PipelineError) else 1
-        if voices is None:
-            _tell(str(error))
-        else:
-            code = _agree(voices, str(error) if refused else None, code)
+        code = error.exit_code if isinstance(error, PipelineError) else 2 if refused else 1
+        if voices is not None:
+            code = _agree(voices, said, code)
+        elif said is not None:
+            _tell(said)
         raise SystemExit(code)  # The interpreter ends with it; it would end with 1 without.
 
     def follow(self, voices: Voices) -> None:
@@ -97,6 +99,23 @@ def speak_once() -> LastWords:
     words = LastWords(sys.excepthook)
     sys.excepthook = words
     return words
+
+
+# What Lightning refuses, and what it leaves to be guessed.
+_WAYS_OUT = {
+    "No supported gpu backend found": "Try Trainer(accelerator='cpu'), or 'auto'.",
+    "`model` must be a `LightningModule`": "Give it a LightningModule that has the network as an "
+    "attribute, a training_step that returns the loss, and configure_optimizers.",
+}
+
+
+def _refused_by_lightning(error: BaseException) -> str | None:
+    """What Lightning says of how its Trainer or a module was set up; None of any other error."""
+    said = " ".join(str(error).split())
+    way_out = next((way for start, way in _WAYS_OUT.items() if said.startswith(start)), None)
+    if way_out is None:
+        return said if isinstance(error, MisconfigurationException) and said else None
+    return f"{said.rstrip('.!')}. {way_out}"
 
 
 def is_lost(error: BaseException) -> bool:

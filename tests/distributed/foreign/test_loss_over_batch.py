@@ -12,6 +12,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from tests.distributed.foreign.comparison import (
+    BATCH,
     EVERY_LAYOUT,
     WIDTH,
     Net,
@@ -317,8 +318,21 @@ class Grouped(Net):
         return nn.functional.cross_entropy(self.head(hidden - groups), batch[1])
 
 
+class Edges(Net):
+    """A graph whose nodes are the rows of a batch, all beside the last one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net(batch[0])
+        neighbour = hidden[torch.tensor([BATCH - 1])]
+        return nn.functional.cross_entropy(self.head(hidden + neighbour), batch[1])
+
+
 def hardest() -> Any:
     return Hardest()
+
+
+def edges() -> Any:
+    return Edges()
 
 
 def grouped() -> Any:
@@ -327,15 +341,16 @@ def grouped() -> Any:
 
 def test_a_step_that_needs_more_rows_than_a_microbatch_has(ranks: Callable[[int], Ranks]) -> None:
     equal_to_stock(ranks, hardest, "1f1b", strategy=WHOLE)
-    for case, way_out in (
-        (hardest, "loss_over=batch, which computes one loss of all rows, or a smaller"),
-        (grouped, "a smaller num_microbatches."),
+    for case, way_out, error in (
+        (hardest, "loss_over=batch, which computes one loss of all rows, or a smaller", "Runtime"),
+        (grouped, "a smaller num_microbatches.", "Runtime"),
+        (edges, "a smaller num_microbatches.", "Index"),
     ):
         place = f"{__name__}:{case.__name__}"
         for answer in ranks(2).run(refusal, case=place, strategy={"pp": 2, "schedule": "1f1b"}):
             assert answer.startswith("ModelError"), answer
             assert "training_step runs on the 8 rows of a batch, but " in answer
-            assert "not on the 2 of a microbatch (RuntimeError: " in answer
+            assert f"not on the 2 of a microbatch ({error}Error: " in answer
             assert f"Try {way_out}" in answer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import itertools
 import random
@@ -253,9 +254,24 @@ class Framed(Net):
         return super().training_step(batch, batch_idx)
 
 
+class Synchronised(Net):
+    """As value networks follow each other in reinforcement learning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.net)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) + self.target(batch[0]).mean()
+        if batch_idx % 4 == 0:
+            self.target.load_state_dict(self.net.state_dict())
+        return loss
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
+        (Synchronised, r"^\S+: copy_ changes a parameter inside training_step.*on_train_batch_end"),
         (Iterated, r"takes the next of self.numbers, an iterator.*on_train_batch_start"),
         (DrawsItself, "draws from self.generator, a Random of its own"),
         (ArrayDrawn, "draws from self.generator, a Generator of its own"),

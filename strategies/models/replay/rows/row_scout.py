@@ -29,7 +29,7 @@ from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Path, Position
 from strategies.models.replay.rows.batch_rows import Rows, random_like
 from strategies.models.replay.rows.value_plan import Share, part_of, ways_of
-from strategies.models.replay.rows.whole_values import Hand
+from strategies.models.replay.rows.whole_values import FewRowsError, Hand, few_rows
 from strategies.models.replay.shape_mode import ShapeMode
 from strategies.models.stage_model import LogCall
 from strategies.models.state import kept_generators
@@ -42,6 +42,8 @@ def scout(
     whole: Any,
     parts: Sequence[Any],
     rows: Sequence[int],
+    *,
+    step: str,
 ) -> tuple[Scout, list[Scout]] | None:
     """Runs a step for a batch and for its parts; None where random numbers are not for it.
 
@@ -50,19 +52,25 @@ def scout(
         whole: That batch.
         parts: Its rows, in order, in two or more batches.
         rows: How many each has.
+        step: Its name.
 
     Raises:
         ModelError: The step does what a ``run`` refuses.
+        FewRowsError: A row refers to one of another part (an edge of a graph).
     """
     total = sum(rows)
     starts = [sum(rows[:number]) for number in range(len(rows))]
     try:
         both = run(whole, Share(0, total, total), None)
-        return both, [
-            run(part, Share(start, size, total), both)
-            for part, start, size in zip(parts, starts, rows, strict=True)
-        ]
-    except ModelError:
+        some = []
+        for part, start, size in zip(parts, starts, rows, strict=True):
+            try:
+                some.append(run(part, Share(start, size, total), both))
+            except IndexError as error:
+                few = min(rows)
+                raise FewRowsError(few_rows(step, error, total, few, behind=False)) from error
+        return both, some
+    except (ModelError, FewRowsError):
         raise
     except Exception:
         return None

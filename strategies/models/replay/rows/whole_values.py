@@ -209,7 +209,7 @@ class Dealer:
             behind = found.end[0] >= self._calls(step, whole, where)
             if not (once and behind):
                 raise FewRowsError(
-                    _few(STEP_NAMES[step[0]], found.failed, rows, rows - first, behind=behind)
+                    few_rows(STEP_NAMES[step[0]], found.failed, rows, rows - first, behind=behind)
                 )
         if every.draws or every.host or not rows_stay(every, last, early, pair):
             still = (every, last)
@@ -297,7 +297,8 @@ class Dealer:
         return Hand(self._plan, self._values, share)
 
 
-def _few(step: str, error: Exception, rows: int, part: int, *, behind: bool) -> ModelError:
+def few_rows(step: str, error: Exception, rows: int, part: int, *, behind: bool) -> ModelError:
+    """The refusal of a step that cannot run on a microbatch."""
     line = error_line(error.__traceback__)
     said = f"{type(error).__name__}: {error}"
     if behind:

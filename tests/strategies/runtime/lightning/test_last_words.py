@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch._C._distributed_c10d import HashStore
 
 from strategies import PipelineStrategy
@@ -75,6 +79,42 @@ def test_a_refusal_is_one_line_without_a_traceback(capsys: pytest.CaptureFixture
     assert isinstance(words, LastWords)
     assert _end(words, PlanError("pp=0: ranks are counted from 1.\x1b[2J")) == 2
     assert capsys.readouterr().err == "error: pp=0: ranks are counted from 1.\\x1b[2J\n"
+
+
+def no_gpu() -> None:  # as a machine without one says it
+    raise MisconfigurationException("No supported gpu backend found!")
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (
+            lambda trainer: no_gpu(),
+            "error: No supported gpu backend found. Try Trainer(accelerator='cpu'), or 'auto'.\n",
+        ),
+        (
+            lambda trainer: trainer.fit(torch.nn.Linear(2, 2)),
+            "error: `model` must be a `LightningModule` or `torch._dynamo.OptimizedModule`, got "
+            "`Linear`. Give it a LightningModule that has the network as an attribute, a "
+            "training_step that returns the loss, and configure_optimizers.\n",
+        ),
+        (
+            lambda trainer: trainer.fit(pl.LightningModule()),
+            "error: No `training_step()` method defined. Lightning `Trainer` expects as minimum ",
+        ),
+    ],
+    ids=["no gpu", "a plain module", "no step"],
+)
+def test_what_lightning_refuses_is_one_line_as_well(
+    ask: Callable[[Any], object], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = speak_once()
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+    with pytest.raises((TypeError, MisconfigurationException)) as raised:
+        ask(trainer)
+    capsys.readouterr()
+    assert _end(words, raised.value) == 2
+    assert capsys.readouterr().err.startswith(told)
 
 
 def test_keys_of_the_command_line_are_told_as_python_has_them() -> None:
