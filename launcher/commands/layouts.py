@@ -9,11 +9,11 @@ import gc
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.commands.ranks import failure_recorded
 from launcher.config import LaunchConfig
 from launcher.config.pipeline import HardwareConfig
-from launcher.planning.foreign_files import export_plan
 from launcher.planning.no_plan import refuse
 from launcher.planning.plan_auto import is_one_layout, planned, tune_layout
 from launcher.planning.question import Question, ask, calibration
@@ -27,7 +27,6 @@ from launcher.planning.report import (
     long_mapping,
     pinned_space,
 )
-from launcher.planning.tensor_plan import TensorPlan, tensor_plan, tensor_plan_text
 from launcher.report.ascii import draw
 from launcher.report.html import Panel, write_timeline_html
 from launcher.report.plan_page import plans_html
@@ -42,7 +41,6 @@ from launcher.report.plan_table import (
 )
 from launcher.report.predicted import predict, predicted_mapping, run_mapping, write_pictures
 from launcher.report.result import metrics_mapping, write_atomically, write_result
-from launcher.report.shardings_page import shardings_html
 from launcher.report.summary import print_summary
 from launcher.resolve import resolve
 from launcher.terminal import say, terminal_width
@@ -50,6 +48,9 @@ from launcher.workloads.traced_shape import TracedShape
 from strategies.compiler import no_collection
 from strategies.planner.layout_search import Answer, search
 from strategies.planner.problem import Layout
+
+if TYPE_CHECKING:
+    from launcher.planning.tensor_plan import TensorPlan
 
 _DEFAULT = "(the default; hardware= names another) "
 
@@ -84,11 +85,13 @@ def _answer(config: LaunchConfig, run_dir: Path) -> int:
     if shardings is not None:
         mapping["tensor_plan"] = shardings.to_json()
     exported = _export(config, first, run_dir, mapping)
-    _write(run_dir, first, mapping, asked.problem.machine.memory_bytes)
+    _write(run_dir, asked, first, mapping)
     _say_plans(config, asked, mapping)
     if best is not None and best.plans:
         say(explained(first, best.plans[0]))
     if shardings is not None:
+        from launcher.planning.tensor_plan import tensor_plan_text
+
         say(tensor_plan_text(shardings))
     say(_bars(first, asked.problem.machine.memory_bytes))
     found = mapping["rejected"]
@@ -129,6 +132,10 @@ def _useless(
 def _explained_shardings(
     config: LaunchConfig, layout: Layout, tp: int, run_dir: Path
 ) -> TensorPlan:
+    # Few questions need these: a plan is asked for in a second, and most of it is imports.
+    from launcher.planning.tensor_plan import tensor_plan
+    from launcher.report.shardings_page import shardings_html
+
     found = tensor_plan(
         config,
         run_dir,
@@ -154,7 +161,7 @@ def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:
         "reaches": [reach_mapping(reach) for reach in found.reaches],
     }
     exported = _export(config, first, run_dir, mapping)
-    _write(run_dir, first, mapping, limit)
+    _write(run_dir, asked, first, mapping)
     _say_plans(config, asked, mapping)
     say(_bars(first, limit))
     if found.reaches:
@@ -175,6 +182,8 @@ def _export(
     target = config.planner.export
     if target is None:
         return ""
+    from launcher.planning.foreign_files import export_plan  # It reads what others write.
+
     exported = export_plan(target, first)
     exported.write(run_dir)
     mapping["export"] = {"target": target, "files": sorted(exported.files)}
@@ -182,13 +191,13 @@ def _export(
     return "\n".join([f"plan 1 for {target}: {files}", *exported.notes])
 
 
-def _write(run_dir: Path, first: ListedPlan, mapping: dict[str, object], limit: float) -> None:
+def _write(run_dir: Path, asked: Question, first: ListedPlan, mapping: dict[str, object]) -> None:
     plans = mapping["plans"]
     assert isinstance(plans, list)
-    table = plans_html(plans, limit_bytes=limit)
+    table = plans_html(plans, limit_bytes=asked.problem.machine.memory_bytes)
     known = first.compiled
     if known is None:
-        result = long_mapping(first)
+        result = long_mapping(asked, first)
         write_timeline_html(run_dir / "timeline.html", (), title="plans", table=table)
     else:
         drawn = Panel("plan 1, predicted", known.timeline, known.metrics)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.config import LaunchConfig, check
-from launcher.planning.largest_model import Reach, largest_model
 from launcher.planning.no_plan import refuse
 from launcher.planning.question import Question, ask, label
 from launcher.planning.report import ListedPlan, candidate_config, candidate_words, list_plans
@@ -21,6 +21,9 @@ from strategies.planner.outcome import Outcome
 from strategies.planner.space import Space
 from strategies.planner.tuner import POLICIES, tune
 from strategies.schedules import find_schedule
+
+if TYPE_CHECKING:
+    from launcher.planning.largest_model import Reach
 
 
 def planned(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
@@ -163,6 +166,8 @@ def _rounded_up_gb(num_bytes: int) -> float:
 
 
 def _largest(config: LaunchConfig, asked: Question, top_k: int) -> LayoutAnswer:
+    from launcher.planning.largest_model import largest_model  # One question of many.
+
     found = largest_model(config, asked)
     reaches = found.reaches
     listed: list[ListedPlan] = []

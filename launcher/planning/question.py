@@ -16,7 +16,6 @@ from launcher.config import LaunchConfig
 from launcher.config.key import keys_of, value_at
 from launcher.config.pipeline import recompute_policy
 from launcher.planning.model_trace import needs_trace
-from launcher.planning.operator_cache import planned_shape
 from launcher.planning.profile_check import checked_profile, classes_of
 from launcher.processes.nodes import asked_world
 from launcher.report.summary import format_peak, format_percent
@@ -59,7 +58,12 @@ class Question:
 
 def ask(config: LaunchConfig, run_dir: Path) -> Question:
     _check_costs(config)
-    return question(config, _pinned_keys(config, run_dir), planned_shape(config, run_dir))
+    traced = None
+    if needs_trace(config, model_shape(config)):
+        from launcher.planning.operator_cache import planned_shape  # Only a trace has operators.
+
+        traced = planned_shape(config, run_dir)
+    return question(config, _pinned_keys(config, run_dir), traced)
 
 
 def question(

@@ -32,7 +32,6 @@ from strategies.planner.layout_search import Answer
 from strategies.planner.outcome import (
     Evaluator,
     Outcome,
-    full_memory,
     needs_program,
     program_step,
 )
@@ -219,13 +218,14 @@ def answer_mapping(
     }
 
 
-def long_mapping(plan: ListedPlan) -> dict[str, object]:
+def long_mapping(asked: Question, plan: ListedPlan) -> dict[str, object]:
     """What result.json has of a first plan that is not compiled; what is not known is null."""
     outcome = plan.outcome
     layout, order = outcome.candidate.layout, outcome.candidate.order
-    memory = full_memory(outcome.group, order)
-    asked = asked_mapping(plan.config, outcome.plan, layout.dp, order.group, memory=memory)
-    return asked | {
+    evaluator = Evaluator(asked.problem.machine.waits_at_flush, found=asked.problem.found)
+    memory = evaluator.full_memory(outcome.group, order)
+    known = asked_mapping(plan.config, outcome.plan, layout.dp, order.group, memory=memory)
+    return known | {
         "makespan": plan.makespan,
         "period": plan.period,
         "bubble_ratio": plan.bubble_ratio,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from launcher.planning.largest_model import Reach
 from launcher.report.summary import format_duration, format_percent
 from strategies.costs.profile_file import Profile, Seconds
 from strategies.plan import NUM_PASSES, Recompute
 from strategies.planner.outcome import Refusal
+
+if TYPE_CHECKING:
+    from launcher.planning.largest_model import Reach
 
 _BAR = 32
 _MOST_RANKS = 16

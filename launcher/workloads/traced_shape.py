@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from launcher.workloads.transformer_shape import UnitSpec
 from strategies.costs.kernels import Work
 from strategies.costs.load import Load
 from strategies.costs.trace_file import TracedModel, TracedUnit
 from strategies.errors import PlanError
-from strategies.planner.shardings.unit_cuts import UnitCut
 from strategies.planner.unit_graph import Tensor, UnitGraph, handed_on
+
+if TYPE_CHECKING:
+    from strategies.planner.shardings.unit_cuts import UnitCut
 
 
 @dataclass(frozen=True, slots=True)

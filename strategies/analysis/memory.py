@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from operator import mul
 from typing import NamedTuple, TypeVar
 
 from strategies.costs.table import CostTable, StageMemory
@@ -22,7 +23,7 @@ _Number = TypeVar("_Number", int, float)
 # One unit: what a microbatch holds for each purpose, per stage; of what is left out, nothing.
 _Sizes = Mapping[Purpose, Sequence[_Number]]
 # (kind, whether its pair is recomputed) -> per stage.
-_Table = dict[tuple[Kind, bool], list[_Number]]
+_Table = dict[tuple[Kind, bool], Sequence[_Number]]
 
 
 def vector(kind: Kind, *, again: bool, keeps: bool = True) -> tuple[Amounts, Amounts]:
@@ -42,21 +43,27 @@ def _tables(
     program: Program, plain: _Sizes[_Number], again: _Sizes[_Number]
 ) -> tuple[_Table[_Number], _Table[_Number]]:
     """All vectors of a program in one unit, looked up once: taken and freed."""
-    stages, keeps = range(program.placement.num_stages), program.role != "forward"
+    keeps = program.role != "forward"
     takes: _Table[_Number] = {}
     frees: _Table[_Number] = {}
-    nothing: list[_Number] = [0] * len(stages)
+    nothing: Sequence[_Number] = (0,) * program.placement.num_stages
     for kind in KINDS:
         for is_again, sizes in ((False, plain), (True, again)):
             both = vector(kind, again=is_again, keeps=keeps)
             for table, amounts in zip((takes, frees), both, strict=True):
                 counted = [(count, sizes[p]) for p, count in amounts.items() if p in sizes]
-                table[kind, is_again] = (
-                    [sum(count * size[stage] for count, size in counted) for stage in stages]
-                    if counted
-                    else nothing
-                )
+                table[kind, is_again] = _added(counted) if counted else nothing
     return takes, frees
+
+
+def _added(counted: Sequence[tuple[int, Sequence[_Number]]]) -> Sequence[_Number]:
+    """So many times this, and so many times that, per stage."""
+    (count, size), *more = counted
+    if not more and count == 1:
+        return size
+    counts = [count, *(count for count, _ in more)]
+    sizes = [size, *(size for _, size in more)]
+    return [sum(map(mul, counts, each)) for each in zip(*sizes, strict=True)]
 
 
 class Holding:
@@ -280,6 +287,9 @@ def _with(state: RankMemory, moment: _Moment) -> RankMemory:
     )
 
 
+_RECEIVES = {kind: facts.receives for kind, facts in KINDS.items()}
+
+
 class _Walk:
     """The lists of a program, each once."""
 
@@ -304,20 +314,24 @@ class _Walk:
                 more = takes[Kind.F, pair in again][pair[0]]
                 inputs, activations = inputs + more[0], activations + more[1]
                 rebuilt, results = rebuilt + more[2], results + more[3]
-        received = self._received(row)
+        received, temporaries, sent = self._received(row), self._temporaries, 0
         for place, item in enumerate(row):
             if item.kind is Kind.SEND:
                 assert item.peer is not None
-                links[item.stage, item.peer] = _size(item, self._memory)
+                link, size = (item.stage, item.peer), _size(item, self._memory)
+                sent += size - links.get(link, 0)
+                links[link] = size
             if item.kind not in MICROBATCH_KINDS:
                 continue
-            parts = item.parts
+            parts = item.halves or (item,)
+            needs = 0
             for part in parts:
-                more = takes[part.kind, (part.stage, part.microbatch) in again][part.stage]
+                kind, stage = part.kind, part.stage
+                more = takes[kind, (stage, part.microbatch) in again][stage]
                 inputs, activations = inputs + more[0], activations + more[1]
                 rebuilt, results = rebuilt + more[2], results + more[3]
-            messages = results + sum(links.values()) + received[place]
-            needs = max(self._temporaries[part.kind][part.stage] for part in parts)
+                needs = max(needs, temporaries[kind][stage])
+            messages = results + sent + received[place]
             yield _Moment(place, inputs, activations, rebuilt, messages, needs)
             for part in parts:
                 less = frees[part.kind, (part.stage, part.microbatch) in again][part.stage]
@@ -327,9 +341,9 @@ class _Walk:
     def _received(self, row: Sequence[Instruction]) -> list[int]:
         """At every place the bytes for which a receive is posted and which nothing uses yet."""
         uses = {
-            (KINDS[part.kind].receives, part.stage, part.microbatch): place
+            (_RECEIVES[part.kind], part.stage, part.microbatch): place
             for place, item in enumerate(row)
-            for part in item.parts
+            for part in item.halves or (item,)
         }
         places = [place for place, item in enumerate(row) if item.kind is Kind.RECV]
         changes = [0] * (len(row) + 1)
@@ -359,11 +373,17 @@ def _split(program: Program, memory: StageMemory) -> tuple[_Split, _Split]:
         (results, results),
     )
     columns = [_tables(program, *unit) for unit in units]
+    nothing: list[_Bytes] = [(0, 0, 0, 0)] * program.placement.num_stages
     takes, frees = (
-        {key: list(zip(*(table[key] for table in tables), strict=True)) for key in tables[0]}
+        {key: _together([table[key] for table in tables], nothing) for key in tables[0]}
         for tables in zip(*columns, strict=True)
     )
     return takes, frees
+
+
+def _together(figures: Sequence[Sequence[int]], nothing: list[_Bytes]) -> list[_Bytes]:
+    """All figures of each stage side by side."""
+    return list(zip(*figures, strict=True)) if any(map(any, figures)) else nothing
 
 
 def _size(message: Instruction, memory: StageMemory) -> int:

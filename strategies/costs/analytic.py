@@ -18,8 +18,9 @@ is a figure that is given.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from operator import add
+from dataclasses import dataclass, field, replace
+from math import gcd
+from operator import add, mul, sub
 from typing import NamedTuple, TypeVar
 
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
@@ -166,10 +167,7 @@ class AnalyticCosts:
             backward_input=inputs,
             backward_weight=weights,
             recompute=forward,
-            step=tuple(
-                each.step + memory_bound(self.hardware, copied)
-                for each, copied in zip(takes, self.copied_bytes(program), strict=True)
-            ),
+            step=self._steps(program, takes),
             reduce=tuple(
                 (each.reduce,) * number for each, number in zip(takes, buckets, strict=True)
             ),
@@ -191,12 +189,43 @@ class AnalyticCosts:
             memory=self._memory(takes, saved, received) if breakdown else None,
         )
 
+    def shared_out(
+        self, table: CostTable, program: Program, buckets: Sequence[int], gathered: frozenset[int]
+    ) -> CostTable:
+        """A table of ``table_for``, with the weights of these stages gathered in place of its."""
+        takes = self._per_stage(program, buckets, gathered)
+        memory = table.memory
+        if memory is not None:
+            memory = replace(
+                memory,
+                optimizer=_beyond(takes, memory.parameters, memory.gradients),
+                step_temporaries=tuple(each.widened_bytes for each in takes),
+            )
+        return replace(
+            table,
+            step=self._steps(program, takes),
+            reduce=tuple(
+                (each.reduce,) * number for each, number in zip(takes, buckets, strict=True)
+            ),
+            gather=tuple(each.gather for each in takes),
+            state_bytes=tuple(each.state_bytes for each in takes),
+            memory=memory,
+        )
+
+    def _steps(self, program: Program, takes: Sequence[_Takes]) -> tuple[float, ...]:
+        steps = tuple(each.step for each in takes)
+        copied = self.copied_bytes(program)
+        if not any(copied):
+            return steps
+        return tuple(map(add, steps, (memory_bound(self.hardware, much) for much in copied)))
+
     def _alike(self, figure: Callable[[Load], _Figure]) -> tuple[_Figure, ...]:
         """A figure of each stage; of stages that are one object it is made once."""
+        places = list(map(id, self.stages))
         once = {
-            id(load): figure(load) for load in {id(load): load for load in self.stages}.values()
+            at: figure(load) for at, load in dict(zip(places, self.stages, strict=True)).items()
         }
-        return tuple(once[id(load)] for load in self.stages)
+        return tuple(map(once.__getitem__, places))
 
     def _per_stage(
         self, program: Program, buckets: Sequence[int], gathered: frozenset[int]
@@ -205,9 +234,15 @@ class AnalyticCosts:
         owners_of, known, found = program.placement.owners, self.known.takes, []
         same = (self.dp, self.tp, self.ep, program.feeds_back)
         here: dict[object, _Takes] = {}
+        # Owners that lie alike on their nodes: those after so many ranks begin a node again.
+        node = self.hardware.gpus_per_node
+        turn = node // gcd(self.dp * self.tp, node)
+        shared_out = bool(self.hardware.step_overhead_s)  # among all stages of an owner
         for stage, (load, number) in enumerate(zip(self.stages, buckets, strict=True)):
             owners, sharded = owners_of(stage), stage in gathered
-            at = (id(load), owners, number, sharded)
+            first = 0 if shared_out else owners[0] // turn * turn
+            lie = tuple(owner - first for owner in owners) if first else owners
+            at = (id(load), lie, number, sharded)
             if at not in here:
                 most = self._most_stages(program, owners)
                 has = (load.parameters, load.experts, load.lean_parameters)
@@ -260,34 +295,27 @@ class AnalyticCosts:
     ) -> StageMemory:
         """What stages hold; temporaries are a stage's result and the gradients at its ends."""
         sizes = self._sizes
-        weights = self._alike(self.held)
-        states = [each.state_bytes for each in takes]
-        cut = self.tp if self.sequence_parallel else 1
-        made = self._alike(lambda load: load.output_elements * sizes.activation // cut)
+        element, cut = sizes.activation, self.tp if self.sequence_parallel else 1
+        parameters = self._alike(lambda load: self.held(load) * sizes.weight)
+        gradients = self._alike(lambda load: self.held(load) * sizes.gradient)
+        made = self._alike(lambda load: load.output_elements * element // cut)
+        # Gathered by one layer at a time: pieces and whole, in a backward its gradient, too.
+        forward = self._alike(lambda load: 2 * self._gathered(load) * element)
+        backward = self._alike(
+            lambda load: (3 * self._gathered(load) + load.rebuilt_elements) * element
+        )
         ends = list(map(add, made, (0, *made)))
         ends[-1:] = [size + made[-1] for size in ends[-1:]]  # the loss's own gradient, too
-        whole = self._alike(lambda load: self._gathered(load) * sizes.activation)
-        rebuilt = [load.rebuilt_elements * sizes.activation for load in self.stages]
-        shares = zip(received, saved, strict=True)
         return StageMemory(
-            parameters=tuple(n * sizes.weight for n in weights),
-            gradients=tuple(n * sizes.gradient for n in weights),
-            optimizer=tuple(
-                state - n * (sizes.weight + sizes.gradient)
-                for state, n in zip(states, weights, strict=True)
-            ),
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=_beyond(takes, parameters, gradients),
             activations=saved,
-            waiting=tuple(
-                kept if load.waiting_elements is None else load.waiting_elements * sizes.activation
-                for kept, load in zip(saved, self.stages, strict=True)
-            ),
-            inputs=tuple(int(share * size) for share, size in shares),
+            waiting=self._alike(lambda load: self._waits(load) * element),
+            inputs=tuple(map(int, map(mul, received, saved))),
             outputs=(*made[:-1], 0),
-            # Gathered by one layer at a time: pieces and whole, in a backward its gradient, too.
-            forward_temporaries=tuple(m + 2 * g for m, g in zip(made, whole, strict=True)),
-            backward_temporaries=tuple(
-                e + 3 * g + r for e, g, r in zip(ends, whole, rebuilt, strict=True)
-            ),
+            forward_temporaries=tuple(map(add, made, forward)),
+            backward_temporaries=tuple(map(add, ends, backward)),
             step_temporaries=tuple(each.widened_bytes for each in takes),
         )
 
@@ -295,6 +323,10 @@ class AnalyticCosts:
         """Elements that the rank with most tokens keeps."""
         extra = self.imbalance - 1.0 if self.ep > 1 else 0.0
         return load.saved_elements + int(extra * load.expert_saved)
+
+    def _waits(self, load: Load) -> int:
+        """Elements that an I leaves for its W."""
+        return self._saved(load) if load.waiting_elements is None else load.waiting_elements
 
     def held(self, load: Load) -> int:
         """Parameters of a stage, or unit, that one rank has."""
@@ -401,13 +433,15 @@ class AnalyticCosts:
 
     def _durations(self) -> tuple[tuple[float, ...], ...]:
         """Per stage of F, B, I and W; stages that are one object are looked at once."""
-        known, found = self.known.durations, []
-        for load in self.stages:
+        known = self.known.durations
+
+        def seconds(load: Load) -> tuple[float, ...]:
             key = (id(load), self.tp, self.ep)
             if key not in known:
                 known[key] = load, self._seconds(load)
-            found.append(known[key][1])
-        return tuple(zip(*found, strict=True)) if found else ((), (), (), ())
+            return known[key][1]
+
+        return tuple(zip(*self._alike(seconds), strict=True)) if self.stages else ((), (), (), ())
 
     def _seconds(self, load: Load) -> tuple[float, float, float, float]:
         """Of F, B, I and W, with all that ranks exchange in them."""
@@ -555,3 +589,11 @@ class AnalyticCosts:
         if spread:
             took += half_round(self.hardware, same, spread / self._block * size / parts)
         return took
+
+
+def _beyond(
+    takes: Sequence[_Takes], parameters: Sequence[int], gradients: Sequence[int]
+) -> tuple[int, ...]:
+    """What the optimizer holds of each stage's state."""
+    held = map(add, parameters, gradients)
+    return tuple(map(sub, (each.state_bytes for each in takes), held))

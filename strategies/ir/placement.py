@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,17 @@ class Placement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, ascending."""
-        return tuple(
-            stage
-            for stage in range(self.num_stages)
-            if any(copy[stage] == rank for copy in self.copies)
-        )
+        return _stages_of_ranks(self).get(rank, ())
+
+
+@lru_cache(maxsize=4096)
+def _stages_of_ranks(placement: Placement) -> dict[int, tuple[int, ...]]:
+    """Ascending; of all ranks at once, which may be hundreds and are asked for one by one."""
+    found: dict[int, list[int]] = {}
+    for stage, owners in enumerate(zip(*placement.copies, strict=True)):
+        for rank in dict.fromkeys(owners):
+            found.setdefault(rank, []).append(stage)
+    return {rank: tuple(stages) for rank, stages in found.items()}
 
 
 def loop(num_ranks: int, stages_per_rank: int) -> Placement:

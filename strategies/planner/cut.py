@@ -180,7 +180,7 @@ class _Extents:
                 low = max(middle, self._next_limit(edges))
             else:
                 # What this cut really needs is a limit that some stage has exactly.
-                high = max(sums[end] - sums[start] for start, end in pairwise(edges))
+                high = max([sums[end] - sums[start] for start, end in pairwise(edges)])
         return high * (1 + _SAME)
 
     def fits(self, stage: int, start: int, end: int, limit: float) -> bool:
@@ -209,17 +209,38 @@ class _Extents:
     def _next_limit(self, edges: list[int]) -> float:
         """The least limit at which a stage of this cut gets further."""
         sums, last = self.sums, self.count
-        return min(sums[end + 1] - sums[start] for start, end in pairwise(edges) if end < last)
+        return min([sums[end + 1] - sums[start] for start, end in pairwise(edges) if end < last])
 
     def _edges(self, limit: float) -> list[int]:
         """The cut that fills each stage as far as it goes, as far as all have units."""
         edges = [0]
+        if self._room is None:
+            return self._even_edges(limit)
         for stage in range(self.num_stages):
             further = self._furthest(stage, edges[-1], limit)
             most = self.count - (self.num_stages - 1 - stage) * self.min_units
             edges.append(min(further, most))
             if edges[-1] < edges[-2] + self.min_units:
                 return edges
+        return edges
+
+    def _even_edges(self, limit: float) -> list[int]:
+        """The same by time alone, which a bisection asks for thousands of times."""
+        times, count, start = self.sums, self.count, 0
+        edges, most = [0], count - (self.num_stages - 1) * self.min_units
+        for _ in range(self.num_stages):
+            begun = times[start]
+            end = bisect_right(times, begun + limit, start) - 1
+            # The sum may round across the limit where the difference does not.
+            while end > start and times[end] - begun > limit:
+                end -= 1
+            while end < count and times[end + 1] - begun <= limit:
+                end += 1
+            end = min(max(end, start), most)
+            edges.append(end)
+            if end < start + self.min_units:
+                return edges
+            start, most = end, most + self.min_units
         return edges
 
     def _furthest(self, stage: int, start: int, limit: float) -> int:

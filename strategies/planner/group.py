@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from strategies.costs.table import CostTable
 from strategies.ir.placement import Placement
@@ -47,22 +48,13 @@ class Group:
 
 
 def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Group]:
-    by_placement: dict[tuple[Placement, bool, bool], list[Order]] = {}
-    for order in orders(space, problem, layout, recompute):
-        schedule = find_schedule(order.schedule)
-        shape = schedule.resolve(
-            pp=layout.pp,
-            num_microbatches=layout.num_microbatches,
-            stages_per_rank=order.stages_per_rank,
-            group=order.group,
-        )
-        key = (schedule.place(shape), schedule.splits_backward, schedule.synchronous)
-        by_placement.setdefault(key, []).append(order)
     found = []
     selective = recompute.inside
     cuts: dict[Placement, list[tuple[int, ...]]] = {}
-    tables = problem.found.tables
-    for (placement, splits, flushes), members in by_placement.items():
+    listed = tuple(orders(space, problem, layout, recompute))
+    for (placement, splits, flushes), members in _by_placement(
+        listed, layout.pp, layout.num_microbatches
+    ):
         if placement not in cuts:
             cuts[placement] = _cuts(problem, space, layout, placement, recompute)
         rules = Rules(
@@ -73,17 +65,14 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
             flushes,
         )
         for units in cuts[placement]:
-            made = None
             for overlap in space.overlaps(layout):
-                key2 = (layout, placement, units, overlap, selective)
-                if key2 not in tables:
-                    made = made or problem.costs(layout, units, selective=selective)
-                    tables[key2] = made, *problem.table(made, placement, zero1=overlap == "zero1")
-                costs, table, buckets = tables[key2]
+                costs, table, buckets = _figures(
+                    problem, layout, placement, units, overlap, selective=selective
+                )
                 found.append(
                     Group(
                         layout, placement, overlap, recompute, space.split_backward, units,
-                        tuple(members), costs, table, buckets,
+                        members, costs, table, buckets,
                         step_bound(placement, table, rules),
                         _least_bytes(layout, placement, table, recompute),
                     )
@@ -91,13 +80,54 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
     return found
 
 
+@lru_cache(maxsize=1024)
+def _by_placement(
+    listed: tuple[Order, ...], pp: int, num_microbatches: int
+) -> tuple[tuple[tuple[Placement, bool, bool], tuple[Order, ...]], ...]:
+    """Orders that share a placement, whether they split backwards, and whether they drain."""
+    found: dict[tuple[Placement, bool, bool], list[Order]] = {}
+    for order in listed:
+        schedule = find_schedule(order.schedule)
+        shape = schedule.resolve(
+            pp=pp,
+            num_microbatches=num_microbatches,
+            stages_per_rank=order.stages_per_rank,
+            group=order.group,
+        )
+        key = (schedule.place(shape), schedule.splits_backward, schedule.synchronous)
+        found.setdefault(key, []).append(order)
+    return tuple((key, tuple(members)) for key, members in found.items())
+
+
+def _figures(
+    problem: Problem,
+    layout: Layout,
+    placement: Placement,
+    units: tuple[int, ...],
+    overlap: Overlap,
+    *,
+    selective: bool,
+) -> tuple[PlannedCosts, CostTable, tuple[int, ...]]:
+    """Costs, durations and buckets of a cut, which all policies share that rerun whole stages."""
+    made, tables, zero1 = problem.found.costs, problem.found.tables, overlap == "zero1"
+    cut = (layout, units, selective)
+    if cut not in made:
+        made[cut] = problem.costs(layout, units, selective=selective)
+    key = (*cut, placement, zero1)
+    if key not in tables:
+        other = tables.get((*cut, placement, not zero1))
+        tables[key] = problem.table(made[cut], placement, zero1=zero1, other=other)
+    return made[cut], *tables[key]
+
+
 def under(group: Group, problem: Problem, recompute: Recompute) -> Group:
     """The same cut and schedules under another policy; its bound is not computed anew."""
     selective = recompute.inside
-    if (group.recompute.inside) == selective:
+    if group.recompute.inside == selective:
         return replace(group, recompute=recompute)
-    costs = problem.costs(group.layout, group.units, selective=selective)
-    table, buckets = problem.table(costs, group.placement, zero1=group.overlap == "zero1")
+    costs, table, buckets = _figures(
+        problem, group.layout, group.placement, group.units, group.overlap, selective=selective
+    )
     return replace(group, recompute=recompute, costs=costs, table=table, buckets=buckets)
 
 
@@ -182,13 +212,15 @@ def _least_bytes(
     state, whole = [0] * placement.num_ranks, [0] * placement.num_ranks
     for copy, owners in enumerate(placement.copies):
         kept = [0] * placement.num_ranks
-        for stage, rank in enumerate(owners):
-            state[rank] += table.state_bytes[stage]
-            if copy >= layout.num_microbatches:
-                continue
-            held = table.activation_bytes[stage]
-            kept[rank] = max(kept[rank], held) if recompute.rewrites else kept[rank] + held
-        whole = list(map(max, whole, kept))
+        each = zip(owners, table.state_bytes, table.activation_bytes, strict=True)
+        for rank, fixed, held in each:
+            state[rank] += fixed
+            if not recompute.rewrites:
+                kept[rank] += held
+            elif held > kept[rank]:
+                kept[rank] = held
+        if copy < layout.num_microbatches:
+            whole = list(map(max, whole, kept))
     return max(map(int.__add__, state, whole))
 
 

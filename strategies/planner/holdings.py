@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from operator import add
+from operator import add, le
 
 from strategies.analysis.memory import (
     RECEIVED_AHEAD,
@@ -25,7 +25,7 @@ from strategies.analysis.memory import (
 )
 from strategies.costs.table import CostTable, StageMemory
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import KINDS, Amounts, Kind, Purpose
+from strategies.ir.kinds import BACKWARD_KINDS, KINDS, Amounts, Kind, Purpose
 from strategies.ir.program import Program
 from strategies.lowering.send_recv import on_this_rank
 from strategies.plan import Plan
@@ -81,6 +81,23 @@ def build_holdings(plan: Plan, program: Program | None = None) -> Holdings:
     return Holdings(stages, tuple(map(_moments, program.ranks, stages)))
 
 
+def known_holdings(plan: Plan) -> Holdings | None:
+    """Of a schedule that says how many microbatches each rank holds, in its one stage."""
+    schedule, policy = find_schedule(plan.schedule), plan.recompute
+    if schedule.held is None or plan.split_backward or policy.policy not in _KNOWN:
+        return None
+    found = []
+    for rank in range(plan.pp):
+        count = schedule.held(plan.pp, plan.num_microbatches, rank)
+        # Run again: all but one as inputs of their stage, the one that runs its backward.
+        moment = (rank, 1, count - 1, 1) if policy.rewrites else (rank, count, 0, count)
+        found.append(((moment,),))
+    return Holdings(tuple((rank,) for rank in range(plan.pp)), tuple(found))
+
+
+_KNOWN = ("none", "selective", "full")
+
+
 def rank_bytes(holdings: Holdings, table: CostTable) -> tuple[int, ...]:
     """Peak per rank: weights, gradients, optimizer state and activations."""
     assert table.activation_bytes is not None
@@ -134,6 +151,27 @@ def bytes_between(holdings: Holdings, memory: StageMemory) -> list[tuple[int, in
     return found
 
 
+def rebuilt_pairs(program: Program) -> tuple[dict[int, int], ...]:
+    """Per rank and stage, the backwards that have something else than forwards before their own.
+
+    Of compute lists without recomputation; before means behind the forward of the pair.
+    """
+    found = []
+    for row in program.ranks:
+        pairs: dict[int, int] = {}
+        begun: dict[tuple[int, int | None], int] = {}
+        others = 0
+        for item in row:
+            if item.kind is Kind.F:
+                begun[item.stage, item.microbatch] = others
+                continue
+            if item.kind in BACKWARD_KINDS and begun[item.stage, item.microbatch] < others:
+                pairs[item.stage] = pairs.get(item.stage, 0) + 1
+            others += 1
+        found.append(pairs)
+    return tuple(found)
+
+
 def _counted(amounts: Amounts) -> tuple[int, int, int] | None:
     """Full activations, what waits for a W among them, stage inputs, results; None for nothing."""
     full = amounts.get(Purpose.GRAPH, 0) + amounts.get(Purpose.WAITING, 0)
@@ -152,13 +190,15 @@ _COUNTS = {
 def _moments(row: Sequence[Instruction], stages: tuple[int, ...]) -> Moments:
     """What a rank holds at its worst moments: counts per stage, as ``analysis.memory`` has them."""
     again = {(item.stage, item.microbatch) for item in row if item.kind is Kind.R}
+    counts = {kind: (_COUNTS[kind, False], _COUNTS[kind, True]) for kind in KINDS}
     place = {stage: index for index, stage in enumerate(stages)}
     full, inputs, results = [0] * len(stages), [0] * len(stages), [0] * len(stages)
     moments: dict[tuple[int, ...], None] = {}
     rising = False
     for item in row:
-        index = place[item.stage]
-        takes, frees = _COUNTS[item.kind, (item.stage, item.microbatch) in again]
+        stage = item.stage
+        index = place[stage]
+        takes, frees = counts[item.kind][bool(again) and (stage, item.microbatch) in again]
         if takes:
             full[index] += takes[0]
             inputs[index] += takes[1]
@@ -183,10 +223,15 @@ def _moments(row: Sequence[Instruction], stages: tuple[int, ...]) -> Moments:
 
 
 def _not_below_another(moments: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The moments that no other one exceeds or equals in every count."""
+    """The moments that no other one exceeds or equals in every count; they are all different."""
     kept: list[tuple[int, ...]] = []
+    larger = 0
+    most = -1
     for moment in sorted(moments, key=sum, reverse=True):
-        if not any(all(map(int.__le__, moment, other)) for other in kept):
+        # Of as many in all, none is below another; in a steady state that is nearly all of them.
+        if sum(moment) != most:
+            most, larger = sum(moment), len(kept)
+        if not any(all(map(le, moment, other)) for other in kept[:larger]):
             kept.append(moment)
     return kept
 
@@ -201,25 +246,30 @@ def rank_memory(
     table: CostTable,
     ranks: Collection[int] | None = None,
     program: Program | None = None,
+    structure: Structure | None = None,
 ) -> tuple[RankMemory, ...]:
     """Each rank at its worst moment, as the compiled program has it; of ``ranks`` alone if given.
 
-    ``program`` is as for ``build_holdings``. ``table`` is the program's, with what stages hold by
-    what it is for; sends are buffered, and stages hand on to their neighbours only.
+    ``program`` is as for ``build_holdings``, and ``structure`` it, walked. ``table`` is the
+    program's, with what stages hold by what it is for; sends are buffered, and stages hand on to
+    their neighbours only.
 
     Raises:
         PlanError: The plan breaks a rule of its schedule.
     """
     program = lists_of(shortened(plan)) if program is None else program
     wanted = range(len(program.ranks)) if ranks is None else sorted(ranks)
-    found = peak_memory(_with_messages(program, table, frozenset(wanted)), table, wanted)
+    structure = flatten(program) if structure is None else structure
+    messaged = _with_messages(program, structure, table, frozenset(wanted))
+    found = peak_memory(messaged, table, wanted)
     assert found is not None
     return found
 
 
-def _with_messages(program: Program, table: CostTable, wanted: frozenset[int]) -> Program:
+def _with_messages(
+    program: Program, structure: Structure, table: CostTable, wanted: frozenset[int]
+) -> Program:
     """The lists of the ranks that are wanted; others stay empty."""
-    structure = flatten(program)
     end = _ends(structure, table)
     placement, rows = program.placement, program.ranks
     items = [item for row in rows for item in row]

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
 from strategies.analysis.memory import peak_memory_bytes
 from strategies.compiler import no_collection
 from strategies.errors import PlanError
 from strategies.plan import Recompute
 from strategies.planner.group import Group, expected_bytes, groups, under
-from strategies.planner.outcome import Evaluator, Outcome, Refusal, full_memory, program_of
+from strategies.planner.outcome import Evaluator, Outcome, Refusal, program_of
 from strategies.planner.problem import Candidate, Layout, Order, Problem
 from strategies.planner.space import LEANER, Space, degrees, layouts, orders
 from strategies.planner.step_bound import ideal_time
@@ -85,6 +86,20 @@ class Answer:
     plain: Outcome | None = None
 
 
+class _Open(NamedTuple):
+    """A layout that has not been cut."""
+
+    layout: Layout
+    recompute: Recompute
+
+
+class _Made(NamedTuple):
+    """One order of a group, by itself."""
+
+    group: Group
+    order: Order
+
+
 def _distance(needed: int, what: Candidate | Layout) -> tuple[bool, int]:
     """Layouts, of which only a lower bound is known, come last."""
     return isinstance(what, Layout), needed
@@ -109,7 +124,7 @@ def _fitting(problem: Problem, space: Space, top_k: int) -> Answer:
     refused: dict[Candidate, int] = {}
     while True:
         answer = _search(problem, space, top_k, refused)
-        plans = tuple(replace(plan, rank_bytes=full_bytes(plan)) for plan in answer.plans)
+        plans = tuple(replace(p, rank_bytes=full_bytes(problem, p)) for p in answer.plans)
         too_large = [p for p in plans if p.peak_bytes > problem.machine.memory_bytes]
         if not too_large:
             return replace(answer, plans=plans)
@@ -120,7 +135,7 @@ def _search(problem: Problem, space: Space, top_k: int, refused: Mapping[Candida
     rejected = Rejected()
     evaluator = Evaluator(problem.machine.waits_at_flush, found=problem.found)
     number = count()
-    queue: list[tuple[float, int, Group | tuple[Layout, Recompute]]] = []
+    queue: list[tuple[float, int, _Open | Group | _Made]] = []
     num_candidates = 0
     for layout in _layouts(problem, space, rejected):
         for recompute in space.recomputes:
@@ -133,29 +148,33 @@ def _search(problem: Problem, space: Space, top_k: int, refused: Mapping[Candida
                 rejected.too_large(needed, layout, size)
                 continue
             ideal = ideal_time(problem, layout, recompute)
-            heappush(queue, (ideal, next(number), (layout, recompute)))
+            heappush(queue, (ideal, next(number), _Open(layout, recompute)))
     found: list[Outcome] = []
     worst = float("inf")
     while queue and queue[0][0] <= worst * (1 + _SAME):
         _, _, item = heappop(queue)
-        if not isinstance(item, Group):
-            for group in _groups(problem, space, *item):
+        if isinstance(item, _Open):
+            for group in _groups(problem, space, item.layout, item.recompute):
                 if group.least_bytes > problem.machine.memory_bytes:
                     rejected.too_large(group.least_bytes, group.layout, len(group.orders))
                 else:
                     heappush(queue, (group.bound, next(number), group))
             continue
-        for order in item.orders:
-            outcome = _try(item, order, evaluator, problem, space, rejected)
-            if outcome is None or outcome.step_time_s > worst * (1 + _SAME):
-                continue
-            if outcome.candidate in refused:
-                rejected.too_large(refused[outcome.candidate], outcome.candidate)
-                continue
-            found.append(outcome)
-            found.sort(key=rank_key)
-            if len(found) >= top_k:
-                worst = found[top_k - 1].step_time_s
+        if isinstance(item, Group):
+            for order in item.orders:
+                bound = max(item.bound, evaluator.least_time(item, order))
+                heappush(queue, (bound, next(number), _Made(item, order)))
+            continue
+        outcome = _try(*item, evaluator, problem, space, rejected, worst)
+        if outcome is None:
+            continue
+        if outcome.candidate in refused:
+            rejected.too_large(refused[outcome.candidate], outcome.candidate)
+            continue
+        found.append(outcome)
+        found.sort(key=rank_key)
+        if len(found) >= top_k:
+            worst = found[top_k - 1].step_time_s
     rejected.slower = max(
         0, num_candidates - rejected.memory - rejected.dominated - min(top_k, len(found))
     )
@@ -163,11 +182,12 @@ def _search(problem: Problem, space: Space, top_k: int, refused: Mapping[Candida
     return Answer(best, rejected, num_candidates, evaluator.num_simulated, search_s=0.0)
 
 
-def full_bytes(outcome: Outcome) -> tuple[int, ...]:
+def full_bytes(problem: Problem, outcome: Outcome) -> tuple[int, ...]:
     """All that each rank holds at its worst moment; of a program that is not long its own."""
     layout, order = outcome.candidate.layout, outcome.candidate.order
     if 2 * layout.pp * layout.num_microbatches * order.stages_per_rank > _SHORT:
-        return tuple(held.total for held in full_memory(outcome.group, order))
+        evaluator = Evaluator(problem.machine.waits_at_flush, found=problem.found)
+        return tuple(held.total for held in evaluator.full_memory(outcome.group, order))
     program = program_of(outcome.group, order)
     held = peak_memory_bytes(program, outcome.group.costs.table(program))
     return tuple(value for value in held if value is not None)
@@ -228,18 +248,34 @@ def _try(
     problem: Problem,
     space: Space,
     rejected: Rejected,
+    worst: float,
 ) -> Outcome | None:
+    """A candidate that fits and has no leaner one, cheap questions first.
+
+    None, too, where it is slower than the ``worst`` that is listed, and that was sooner to be had.
+    """
     limit = problem.machine.memory_bytes
+    early: list[tuple[Group, Order]] = []
+    late: list[tuple[Group, Order]] = []
     for other, same in leaner_than(group, order, space, problem):
-        needed = expected_bytes(other, same, space) or 0
-        if needed <= limit and evaluator.needed_bytes(other, same, limit) <= limit:
-            rejected.dominated += 1
-            return None
-    expected = expected_bytes(group, order, space)
-    if expected is not None and expected > limit:
+        # Their lists are searched for, which takes longer than to time these.
+        searched = other.recompute.policy == "mario" != group.recompute.policy
+        (late if searched else early).append((other, same))
+    if any(_fits(*each, evaluator, space, limit) for each in early):
+        rejected.dominated += 1
+        return None
+    expected = expected_bytes(group, order, space) or 0
+    if space.recompute is None:
+        expected = max(expected, evaluator.least_bytes(group, order))
+    if expected > limit:
         rejected.too_large(expected, group.layout)
         return None
+    outcome = None
     try:
+        if evaluator.is_near(group, order, limit) and evaluator.is_short(group, order):
+            outcome = evaluator.outcome(group, order)
+            if outcome.step_time_s > worst * (1 + _SAME):
+                return None
         needed = evaluator.needed_bytes(group, order, limit)
     except PlanError:  # recompute=optimal: no order keeps to the memory.
         rejected.too_large(limit + 1, group.layout)
@@ -247,7 +283,19 @@ def _try(
     if needed > limit:
         rejected.too_large(needed, group.candidate(order))
         return None
-    return evaluator.outcome(group, order)
+    outcome = outcome or evaluator.outcome(group, order)
+    if outcome.step_time_s > worst * (1 + _SAME):
+        return None
+    if any(_fits(*each, evaluator, space, limit) for each in late):
+        rejected.dominated += 1
+        return None
+    return outcome
+
+
+def _fits(group: Group, order: Order, evaluator: Evaluator, space: Space, limit: int) -> bool:
+    if max(expected_bytes(group, order, space) or 0, evaluator.least_bytes(group, order)) > limit:
+        return False
+    return evaluator.needed_bytes(group, order, limit) <= limit
 
 
 def _layouts(problem: Problem, space: Space, rejected: Rejected) -> Iterator[Layout]:

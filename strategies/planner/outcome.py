@@ -10,18 +10,21 @@ from strategies.analysis.memory import RankMemory, peak_bytes, peak_memory
 from strategies.compiler import compile_plan
 from strategies.costs.table import Costs
 from strategies.ir.program import Program
-from strategies.plan import Plan, Recompute
+from strategies.plan import NO_RECOMPUTE, Plan, Recompute
 from strategies.planner.group import Group
 from strategies.planner.holdings import (
     Holdings,
     build_holdings,
     bytes_between,
+    known_holdings,
     rank_bytes,
     rank_memory,
+    rebuilt_pairs,
     shortened,
 )
 from strategies.planner.problem import Candidate, Found, Layout, Order
 from strategies.planner.quick_walk import StepTime, Structure, flatten, lists_of, step_time
+from strategies.planner.step_bound import Rules, step_bound
 from strategies.planner.unit_graph import skips
 from strategies.schedules import find_schedule
 from strategies.simulator.engine import simulate
@@ -98,10 +101,75 @@ class Evaluator:
         Raises:
             PlanError: recompute=optimal finds no order.
         """
+        key = (self._candidate(group, order), limit)
+        if key not in self.found.needed:
+            self.found.needed[key] = self._needed_bytes(group, order, limit)
+        return self.found.needed[key]
+
+    def least_bytes(self, group: Group, order: Order) -> int:
+        """No more than the worst rank needs; 0 where nothing is known before its lists are made.
+
+        Of ``mario`` what ``full`` holds. Its passes move forwards only to the front and keep the
+        order of backwards: before each backward at least as many forwards have run, and each has
+        left its input at least.
+        """
+        memory = group.table.memory
+        known = memory is not None and not needs_program(group, order)
+        if group.recompute.policy != "mario" or not known:
+            return 0
+        assert memory is not None
+        if any(map(int.__gt__, memory.inputs, memory.activations)):
+            return 0
+        full = replace(group, recompute=Recompute("full"))
+        return max(low for low, _ in bytes_between(self.holdings(full, order), memory))
+
+    def least_time(self, group: Group, order: Order) -> float:
+        """No more than a step takes, where the order says more than its group's bound; else 0.
+
+        Of ``mario``: an R goes only where its F comes to stand right before it. Its passes move
+        nothing but forwards, to the front, so what stands between the two and is no forward stays.
+        """
+        if group.recompute.policy != "mario" or needs_program(group, order):
+            return 0.0
+        if find_schedule(order.schedule).cost_aware:
+            return 0.0  # The order itself is searched for.
+        plain = replace(group, recompute=NO_RECOMPUTE)
+        plan = plan_of(plain, order)
+        key = _key(plain, order, plan)
+        if key not in self.found.rebuilt:
+            self.found.rebuilt[key] = rebuilt_pairs(self._lists(plain, order, plan))
+        took = group.table.recompute
+        again = [
+            sum(number * took[stage] for stage, number in pairs.items())
+            for pairs in self.found.rebuilt[key]
+        ]
+        splits = find_schedule(order.schedule).splits_backward or group.split_backward
+        rules = Rules(plan.num_microbatches, splits, False, self.waits_at_flush)
+        return step_bound(group.placement, group.table, rules, again)
+
+    def is_near(self, group: Group, order: Order, limit: int) -> bool:
+        """Whether only lists with messages say if it fits."""
+        bounds = self._bytes_between(group, order)
+        return max(low for low, _ in bounds) <= limit < max(high for _, high in bounds)
+
+    def is_short(self, group: Group, order: Order) -> bool:
+        """Whether its time is known as soon as what it needs."""
+        if needs_program(group, order):
+            return False
+        plan = plan_of(group, order)
+        short = shortened(plan).num_microbatches == plan.num_microbatches
+        return short or _key(group, order, plan) in self.found.structures
+
+    def _bytes_between(self, group: Group, order: Order) -> list[tuple[int, int]]:
         memory = group.table.memory
         if memory is None or needs_program(group, order):
-            return max(held.total for held in full_memory(group, order))
-        bounds = bytes_between(self.holdings(group, order), memory)
+            return [(0, 0)]
+        return bytes_between(self.holdings(group, order), memory)
+
+    def _needed_bytes(self, group: Group, order: Order, limit: int) -> int:
+        if group.table.memory is None or needs_program(group, order):
+            return max(held.total for held in self.full_memory(group, order))
+        bounds = self._bytes_between(group, order)
         least = max(low for low, _ in bounds)
         if least > limit:
             return least
@@ -109,15 +177,46 @@ class Evaluator:
         if not near:
             return max(high for _, high in bounds)
         plan = shortened(plan_of(group, order))
+        structure = self._structure(group, order, plan)
         lists = self._lists(group, order, plan)
-        return max(held.total for held in rank_memory(plan, group.table, near, lists))
+        return max(held.total for held in rank_memory(plan, group.table, near, lists, structure))
+
+    def full_memory(self, group: Group, order: Order) -> tuple[RankMemory, ...]:
+        """What each rank holds at its worst moment, messages and temporaries included.
+
+        Raises:
+            PlanError: recompute=optimal finds no order.
+        """
+        key = self._candidate(group, order)
+        if key not in self.found.memory:
+            if needs_program(group, order):
+                program = program_of(group, order)
+                found = peak_memory(program, group.costs.table(program))
+                assert found is not None
+            else:
+                plan = shortened(plan_of(group, order))
+                lists = self._lists(group, order, plan)
+                structure = self._structure(group, order, plan)
+                found = rank_memory(plan, group.table, None, lists, structure)
+            self.found.memory[key] = found
+        return self.found.memory[key]
+
+    def _candidate(self, group: Group, order: Order) -> object:
+        """All that decides what it holds."""
+        return (
+            group.layout, group.placement, group.units, group.overlap, group.recompute,
+            group.split_backward, order,
+        )  # fmt: skip
 
     def holdings(self, group: Group, order: Order) -> Holdings:
         """Of a candidate that needs no program."""
         plan = shortened(plan_of(group, order))
         key = _key(group, order, plan)
         if key not in self.found.holdings:
-            self.found.holdings[key] = build_holdings(plan, self._lists(group, order, plan))
+            known = known_holdings(plan)
+            self.found.holdings[key] = known or build_holdings(
+                plan, self._lists(group, order, plan)
+            )
         return self.found.holdings[key]
 
     def outcome(self, group: Group, order: Order) -> Outcome:
@@ -139,7 +238,9 @@ class Evaluator:
         return step_time(structure, group.table, overlap=group.overlap != "none")
 
     def structure(self, group: Group, order: Order) -> Structure:
-        plan = plan_of(group, order)
+        return self._structure(group, order, plan_of(group, order))
+
+    def _structure(self, group: Group, order: Order, plan: Plan) -> Structure:
         key = _key(group, order, plan)
         if key not in self.found.structures:
             self.found.structures[key] = flatten(self._lists(group, order, plan))
@@ -159,21 +260,6 @@ def program_step(program: Program, costs: Costs, *, waits: bool) -> float:
         timeline = simulate(program, costs)
         return timeline.makespan if waits else timeline.period
     return simulate(agreed(program) if waits else program, costs).period
-
-
-def full_memory(group: Group, order: Order) -> tuple[RankMemory, ...]:
-    """What each rank holds at its worst moment, messages and temporaries included.
-
-    Raises:
-        PlanError: recompute=optimal finds no order.
-    """
-    if needs_program(group, order):
-        program = program_of(group, order)
-        found = peak_memory(program, group.costs.table(program))
-        assert found is not None
-        return found
-    plan = plan_of(group, order)
-    return rank_memory(plan, group.table)
 
 
 def _key(group: Group, order: Order, plan: Plan) -> object:

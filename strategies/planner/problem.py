@@ -20,6 +20,7 @@ from strategies.plan import NO_RECOMPUTE, Overlap, Recompute, num_buckets
 from strategies.planner.unit_graph import UnitGraph, handed_on
 
 if TYPE_CHECKING:
+    from strategies.analysis.memory import RankMemory
     from strategies.planner.group import Group
     from strategies.planner.holdings import Holdings
     from strategies.planner.quick_walk import Structure
@@ -69,11 +70,13 @@ class Found:
     plain_cuts: dict[tuple[int, int, bool, int], tuple[int, ...]] = field(default_factory=dict)
     structures: dict[object, Structure] = field(default_factory=dict)
     holdings: dict[object, Holdings] = field(default_factory=dict)
+    rebuilt: dict[object, tuple[dict[int, int], ...]] = field(default_factory=dict)
+    needed: dict[object, int] = field(default_factory=dict)  # bytes of a candidate's worst rank
+    memory: dict[object, tuple[RankMemory, ...]] = field(default_factory=dict)
     lists: list[tuple[object, Program]] = field(default_factory=list)  # the latest of a plan
     # Policies that rerun whole stages share costs, durations and buckets of a cut.
-    tables: dict[object, tuple[PlannedCosts, CostTable, tuple[int, ...]]] = field(
-        default_factory=dict
-    )
+    costs: dict[object, PlannedCosts] = field(default_factory=dict)
+    tables: dict[object, tuple[CostTable, tuple[int, ...]]] = field(default_factory=dict)
     groups: dict[object, list[Group]] = field(default_factory=dict)
     units: dict[tuple[int, int, bool], tuple[Load, ...]] = field(default_factory=dict)
     stage_loads: dict[tuple[int, int, bool, int, int], Load] = field(default_factory=dict)
@@ -131,19 +134,31 @@ class Problem:
         return replace(self._costs(layout, handing(loads, handed)), handed=handed)
 
     def table(
-        self, costs: PlannedCosts, placement: Placement, *, zero1: bool
+        self,
+        costs: PlannedCosts,
+        placement: Placement,
+        *,
+        zero1: bool,
+        other: tuple[CostTable, tuple[int, ...]] | None = None,
     ) -> tuple[CostTable, tuple[int, ...]]:
-        """Durations and bytes of a program that has no reductions yet, and its buckets."""
+        """Durations and bytes of a program that has no reductions yet, and its buckets.
+
+        ``other`` is the same with ``zero1`` turned round, where that is known.
+        """
+        buckets = self._buckets(costs, placement) if other is None else other[1]
+        shared = frozenset(stage for stage, n in enumerate(buckets) if n) if zero1 else frozenset()
+        if other is not None and isinstance(costs, AnalyticCosts):
+            return costs.shared_out(other[0], draft(placement), buckets, shared), buckets
+        return costs.table_for(draft(placement), buckets, shared), buckets
+
+    def _buckets(self, costs: PlannedCosts, placement: Placement) -> tuple[int, ...]:
         assumed = costs if isinstance(costs, AnalyticCosts) else costs.assumed
         reduces = assumed.dp > 1 or placement.weight_copies > 1
         reduces = reduces or (self.num_experts > 0 and assumed.tp > assumed.ep)
-        wire = self.machine.sizes.wire
-        buckets = tuple(
-            num_buckets(assumed.held(load) * wire, self.machine.bucket_mb) if reduces else 0
-            for load in assumed.stages
-        )
-        shared = frozenset(stage for stage, n in enumerate(buckets) if n) if zero1 else frozenset()
-        return costs.table_for(draft(placement), buckets, shared), buckets
+        wire, much = self.machine.sizes.wire, self.machine.bucket_mb
+        alike = {id(load): load for load in assumed.stages} if reduces else {}
+        number = {at: num_buckets(assumed.held(load) * wire, much) for at, load in alike.items()}
+        return tuple(number.get(id(load), 0) for load in assumed.stages)
 
     def unit_table(self, layout: Layout, *, selective: bool = False) -> CostTable:
         """Each unit as a stage of its own: what a cut goes by."""

@@ -10,7 +10,7 @@ schedule.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 from strategies.compiler import compile_compute, order_compute
@@ -184,6 +184,9 @@ def flatten(program: Program) -> Structure:
     copies, num_copies = placement.copies, placement.weight_copies
     num_ranks, num_stages = placement.num_ranks, placement.num_stages
     boundary = {(b.source, b.target): index for index, b in enumerate(program.boundaries)}
+    # Of a stage's two neighbours, by the boundary of each: -1 for none.
+    down = [boundary.get((stage, stage + 1), -1) for stage in range(num_stages)]
+    up = [boundary.get((stage - 1, stage), -1) for stage in range(num_stages)]
     # Where the result is known: the node itself, or its message; at stage * M + microbatch.
     width, last_stage = program.num_microbatches, num_stages - 1
     forward_end = [-1] * (num_stages * width)
@@ -192,8 +195,12 @@ def flatten(program: Program) -> Structure:
     offsets = list(accumulate(map(len, rows), initial=0))
     count = offsets[-1]
     first, last = _first_and_last(program, offsets)
+    begins = {node: 2 * count + at for at, node in enumerate(first) if node >= 0}
     place = [0] * num_ranks
     steps: list[ComputeStep] = []
+    add_step = steps.append
+    columns = {kind: row * num_stages for kind, row in _ROW.items()}
+    forward, of_gradient = Kind.F, (Kind.B, Kind.I)
     waiting = list(range(num_ranks))
     while waiting:
         progressed = False
@@ -201,49 +208,49 @@ def flatten(program: Program) -> Structure:
         for rank in waiting:
             row, index, offset = rows[rank], place[rank], offsets[rank]
             begun = index
-            while index < len(row):
-                item = row[index]
+            links = rank * num_ranks
+            for item in islice(row, index, None):
                 kind, stage, microbatch = item.kind, item.stage, item.microbatch
                 assert microbatch is not None
-                node, owner = offset + index, copies[microbatch % num_copies]
+                node = offset + index
                 at = stage * width + microbatch
                 needs: tuple[int, ...] = ()
                 messages: tuple[Sent, ...] = ()
-                if kind is Kind.F:
+                if kind is forward:
                     if stage:
                         need = forward_end[at - width]
                         if need < 0:
                             break
                         needs = (need,)
-                    if node == first[rank * num_stages + stage]:
-                        needs = (*needs, 2 * count + rank * num_stages + stage)
+                    if node in begins:
+                        needs = (*needs, begins[node])
                     if stage < last_stage:
-                        known, peer = node, owner[stage + 1]
-                        if peer != rank:
-                            known = count + node
-                            link = rank * num_ranks + peer
-                            messages = ((known, known, link, boundary[stage, stage + 1]),)
-                        forward_end[at] = known
-                elif kind is Kind.B or kind is Kind.I:
+                        peer = copies[microbatch % num_copies][stage + 1]
+                        if peer == rank:
+                            forward_end[at] = node
+                        else:
+                            known = forward_end[at] = count + node
+                            messages = ((known, known, links + peer, down[stage]),)
+                elif kind in of_gradient:
                     if stage < last_stage:
                         need = gradient_end[at + width]
                         if need < 0:
                             break
                         needs = (need,)
                     if stage:
-                        known, peer = node, owner[stage - 1]
-                        if peer != rank:
-                            known = count + node
-                            link = rank * num_ranks + peer
-                            messages = ((known, known, link, boundary[stage - 1, stage]),)
-                        gradient_end[at] = known
+                        peer = copies[microbatch % num_copies][stage - 1]
+                        if peer == rank:
+                            gradient_end[at] = node
+                        else:
+                            known = gradient_end[at] = count + node
+                            messages = ((known, known, links + peer, up[stage]),)
                 elif item.after:
                     # An R that waits for its gradient.
                     need = gradient_end[at + width]
                     if need < 0:
                         break
                     needs = (need,)
-                steps.append((node, rank, _ROW[kind] * num_stages + stage, needs, messages))
+                add_step((node, rank, columns[kind] + stage, needs, messages))
                 index += 1
             place[rank] = index
             progressed = progressed or index > begun

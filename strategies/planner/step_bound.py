@@ -8,7 +8,10 @@ period, because the rank of stage 0 is busy from the first forward to the last g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add, mul, ne
 
 from strategies.costs.table import CostTable
 from strategies.ir.placement import Placement
@@ -46,38 +49,39 @@ def ideal_time(problem: Problem, layout: Layout, recompute: Recompute) -> float:
     return layout.num_microbatches * once / layout.pp
 
 
-def step_bound(placement: Placement, table: CostTable, rules: Rules) -> float:
-    """A lower bound of the step time of every order of one cut; the table has reductions."""
+def step_bound(
+    placement: Placement, table: CostTable, rules: Rules, again: Sequence[float] = ()
+) -> float:
+    """A lower bound of the step time of every order of one cut; the table has reductions.
+
+    ``again`` is what each rank recomputes, beyond what the rules say.
+    """
     copies = placement.copies
-    whole = [
-        f + min(b, i + w) + (r if rules.recomputes else 0.0)
-        for f, b, i, w, r in zip(
-            table.forward, table.backward, table.backward_input, table.backward_weight,
-            table.recompute, strict=True,
-        )
-    ]  # fmt: skip
-    busy = [0.0] * placement.num_ranks
-    steps = [0.0] * placement.num_ranks
+    again = again or (0.0,) * placement.num_ranks
+    both = map(add, table.backward_input, table.backward_weight)
+    whole = list(map(add, table.forward, map(min, table.backward, both)))
+    if rules.recomputes:
+        whole = list(map(add, whole, table.recompute))
+    if rules.flushes and len(copies) == 1:
+        return _chain_bound(placement, table, rules, whole, again)
+    busy = list(again)
     for index, owners in enumerate(copies):
         share = len(range(index, rules.num_microbatches, len(copies)))
-        for stage, rank in enumerate(owners):
-            busy[rank] += share * whole[stage]
-            steps[rank] += table.step[stage]
-    best = max(map(float.__add__, busy, steps))
-    if not rules.flushes:
-        return best
-    if len(copies) > 1:
-        return max(best, _middle_bound(placement, table, rules))
-    return max(best, _chain_bound(placement, table, rules))
+        for rank, took, step in zip(owners, whole, table.step, strict=True):
+            busy[rank] += share * took + step
+    best = max(busy)
+    return max(best, _middle_bound(placement, table, rules, again)) if rules.flushes else best
 
 
-def _middle_bound(placement: Placement, table: CostTable, rules: Rules) -> float:
+def _middle_bound(
+    placement: Placement, table: CostTable, rules: Rules, again: Sequence[float]
+) -> float:
     """Way in to the nearest of a rank's stages, its compute, and the nearest way back.
 
     Of several copies of the weights: orders begin at their ends, far from a rank in the middle.
     """
     enters = [float("inf")] * placement.num_ranks
-    leaves, compute = list(enters), [0.0] * placement.num_ranks
+    leaves, compute = list(enters), list(again)
     back, copies = _backs(table, rules), placement.copies
     for index, owner in enumerate(copies):
         share = len(range(index, rules.num_microbatches, len(copies)))
@@ -93,55 +97,62 @@ def _middle_bound(placement: Placement, table: CostTable, rules: Rules) -> float
 def _backs(table: CostTable, rules: Rules) -> list[float]:
     """The least that a gradient takes through each stage."""
     gradient = table.backward_input if rules.splits else table.backward
-    return [
-        min(g, b) + (r if rules.recomputes else 0.0)
-        for g, b, r in zip(gradient, table.backward, table.recompute, strict=True)
-    ]
+    least = map(min, gradient, table.backward)
+    return list(map(add, least, table.recompute) if rules.recomputes else least)
 
 
 def _ways(
     owner: tuple[int, ...], table: CostTable, rules: Rules
 ) -> tuple[list[float], list[float]]:
     """Per stage, what lies before its first forward, and behind its last gradient."""
-    hops, back, way_in, way_back = table.hops, _backs(table, rules), [0.0], [0.0]
-    for stage in range(len(owner) - 1):
-        hop = 0.0 if owner[stage] == owner[stage + 1] else hops[stage]
-        way_in.append(way_in[-1] + table.forward[stage] + hop)
-        way_back.append(way_back[-1] + back[stage] + hop)
-    return way_in, way_back
+    apart = map(ne, owner, owner[1:])
+    hops = list(map(mul, table.hops, apart))  # of a chain: boundary s lies behind stage s
+    forward = map(add, table.forward, hops)
+    back = map(add, _backs(table, rules), hops)
+    return [0.0, *accumulate(forward)], [0.0, *accumulate(back)]
 
 
-def _chain_bound(placement: Placement, table: CostTable, rules: Rules) -> float:
-    """Way in, compute, way back to stage 0, its last reduction and step; one weight copy."""
-    owner = placement.copies[0]
+def _chain_bound(
+    placement: Placement,
+    table: CostTable,
+    rules: Rules,
+    whole: Sequence[float],
+    again: Sequence[float],
+) -> float:
+    """Of one weight copy.
+
+    Way in, compute, way back to stage 0, its last reduction and step; or all compute of a rank,
+    and the last reduction of one of its stages, or the steps of all.
+    """
+    owner, num_ranks = placement.copies[0], placement.num_ranks
     back, (way_in, way_back) = _backs(table, rules), _ways(owner, table, rules)
-    compute = [0.0] * placement.num_ranks
-    total = [0.0] * placement.num_ranks
-    lowest = [-1] * placement.num_ranks
-    after = [float("inf")] * placement.num_ranks
-    for stage, rank in enumerate(owner):
-        compute[rank] += table.forward[stage] + back[stage]
-        extra = table.backward_input[stage] + table.backward_weight[stage]
-        total[rank] += table.forward[stage] + min(table.backward[stage], extra)
-        total[rank] += table.recompute[stage] if rules.recomputes else 0.0
-        after[rank] = min(after[rank], _after_last_gradient(table, stage))
+    compute, total, steps = [0.0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
+    lowest, after = [-1] * num_ranks, [float("inf")] * num_ranks
+    last = list(map(add, _last_buckets(table), table.step))
+    through = map(add, table.forward, back)
+    each = zip(owner, through, whole, table.step, last, strict=True)
+    for stage, (rank, passed, took, step, ending) in enumerate(each):
+        compute[rank] += passed
+        total[rank] += took
+        steps[rank] += step
+        if ending < after[rank]:
+            after[rank] = ending
         if lowest[rank] < 0:
             lowest[rank] = stage
-    end = _after_last_gradient(table, 0)
+    end, split = last[0], table.backward[0] - table.backward_input[0]
     if rules.splits:
-        end += min(table.backward_weight[0], max(0.0, table.backward[0] - table.backward_input[0]))
-    microbatches = rules.num_microbatches
-    best = 0.0
+        end += min(table.backward_weight[0], max(0.0, split))
+    microbatches, best = rules.num_microbatches, 0.0
     for rank, stage in enumerate(lowest):
-        through = way_in[stage] + microbatches * compute[rank] + way_back[stage] + end
-        own = microbatches * total[rank] + after[rank]
-        if rules.waits_at_flush:
-            own += way_in[stage]
-        best = max(best, through, own)
+        busy = microbatches * total[rank] + again[rank]
+        way = way_in[stage] + microbatches * compute[rank] + again[rank] + way_back[stage] + end
+        own = busy + after[rank] + (way_in[stage] if rules.waits_at_flush else 0.0)
+        best = max(best, way, own, busy + steps[rank])
     return best
 
 
-def _after_last_gradient(table: CostTable, stage: int) -> float:
-    """A stage's last bucket and its optimizer step, which follow its last gradient."""
-    buckets = table.reduce[stage] if table.reduce else ()
-    return (buckets[-1] if buckets else 0.0) + table.step[stage]
+def _last_buckets(table: CostTable) -> list[float]:
+    """Per stage, its last reduction, which follows its last gradient; its step comes then."""
+    if not table.reduce:
+        return [0.0] * len(table.step)
+    return [buckets[-1] if buckets else 0.0 for buckets in table.reduce]

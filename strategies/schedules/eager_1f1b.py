@@ -34,4 +34,6 @@ def order(shape: Shape) -> Rows:
     )
 
 
-EAGER_1F1B = Schedule("eager_1f1b", order, repeats=True)
+EAGER_1F1B = Schedule(
+    "eager_1f1b", order, repeats=True, held=lambda pp, m, rank: min(2 * (pp - rank) - 1, m)
+)

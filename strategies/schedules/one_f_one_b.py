@@ -31,4 +31,4 @@ def order(shape: Shape) -> Rows:
     )
 
 
-ONE_F_ONE_B = Schedule("1f1b", order, repeats=True)
+ONE_F_ONE_B = Schedule("1f1b", order, repeats=True, held=lambda pp, m, rank: min(pp - rank, m))

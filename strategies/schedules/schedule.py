@@ -123,6 +123,8 @@ class Schedule:
         splits_backward: Whether ``order`` emits I and W (for all or some of the backwards).
         repeats: Whether, from a few rounds of P or N microbatches on, a list for more of them only
             repeats what is in the middle: what ranks hold at their worst moment stays the same.
+        held: (P, M, rank) -> how many microbatches the rank holds at most, in its one stage; None
+            where only its list says.
         num_microbatches: M, where the order exists for one number only; None for any.
         rule: What the schedule demands of P, M, V beyond the above; raises PlanError.
         lateness: For a schedule without a flush, when it updates the weights; ``order`` is then
@@ -140,6 +142,7 @@ class Schedule:
     cost_aware: bool = False
     splits_backward: bool = False
     repeats: bool = False
+    held: Callable[[int, int, int], int] | None = None
     num_microbatches: int | None = None
     rule: Callable[[Shape], None] | None = None
     lateness: Callable[[Shape], Lateness] | None = None

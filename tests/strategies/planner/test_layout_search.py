@@ -9,11 +9,13 @@ import pytest
 
 from strategies.analysis.memory import peak_bytes, peak_memory_bytes
 from strategies.compiler import compile_plan
+from strategies.plan import Recompute
 from strategies.planner.group import Group, expected_bytes, groups
 from strategies.planner.layout_search import leaner_than, rank_key, search
 from strategies.planner.outcome import Evaluator, Outcome, plan_of, program_of, program_step
 from strategies.planner.problem import Order, Problem
 from strategies.planner.space import Space, degrees, layouts
+from strategies.schedules import find_schedule
 from strategies.simulator.engine import simulate
 from tests.strategies.planner.models import problem
 
@@ -64,6 +66,7 @@ def exhaustive(asked: Problem, space: Space) -> list[Outcome]:
     """Every candidate by its verified program; what O2 leaves out by rule is left out."""
     found = []
     limit = asked.machine.memory_bytes
+    evaluator = Evaluator(asked.machine.waits_at_flush)
     for tp, pp, dp in degrees(space, asked):
         if asked.refuse_tp(tp) is not None:
             continue
@@ -80,8 +83,10 @@ def exhaustive(asked: Problem, space: Space) -> list[Outcome]:
                         held = real_bytes(group, order)
                         waits = asked.machine.waits_at_flush
                         time = program_step(program, group.costs, waits=waits)
-                        assert time >= group.bound * (1 - 1e-9), group.candidate(order)
-                        assert max(held) >= group.least_bytes, group.candidate(order)
+                        bound = max(group.bound, evaluator.least_time(group, order))
+                        assert time >= bound * (1 - 1e-9), group.candidate(order)
+                        least = max(group.least_bytes, evaluator.least_bytes(group, order))
+                        assert max(held) >= least, group.candidate(order)
                         if max(held) <= limit:
                             found.append(
                                 Outcome(
@@ -131,7 +136,8 @@ def test_the_first_five_are_those_of_simulating_everything(name):
     assert {p.candidate for p in answer.plans if p.step_time_s < expected[4].step_time_s} <= {
         p.candidate for p in expected[:5]
     }
-    assert answer.num_simulated <= len(expected)
+    # What is close to the limit is timed first: to look for its messages takes longer.
+    assert answer.num_simulated <= len(expected) + answer.rejected.memory
     for plan in answer.plans:
         assert plan.peak_bytes <= asked.machine.memory_bytes
 
@@ -149,6 +155,33 @@ def test_the_bound_of_two_copies_of_the_weights_knows_the_way_to_the_middle(sche
         assert group.bound <= time * (1 + 1e-9)
         whole = zip(group.table.forward, group.table.backward, strict=True)
         assert group.bound > layout.num_microbatches * sum(f + b for f, b in whole) / layout.pp
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "barrier"),
+    [
+        ("1f1b", 16, True), ("eager_1f1b", 6, False), ("interleaved_1f1b", 4, True),
+        ("chimera", 4, True), ("gpipe", 3, False), ("zb_v", 4, False),
+    ],
+)  # fmt: skip
+def test_what_mario_takes_and_holds_at_least_is_known_before_its_lists(
+    schedule, microbatches, barrier
+):
+    asked, mario = problem(8, vocab=256, barrier=barrier), Recompute("mario")
+    evaluator = Evaluator(barrier)
+    space = Space(
+        4, microbatches, tp=1, pp=4, microbatch_size=1, schedule=schedule, recompute=mario,
+        stages_per_rank=2 if schedule == "interleaved_1f1b" else None,
+    )  # fmt: skip
+    (layout,) = layouts(space, asked, 1, 4, 1)
+    for group in groups(asked, space, layout, mario):
+        for order in group.orders:
+            time = program_step(program_of(group, order), group.costs, waits=barrier)
+            bound = evaluator.least_time(group, order)
+            assert bound <= time * (1 + 1e-9), order
+            assert bound > group.bound or find_schedule(schedule).cost_aware, order
+            held = max(real_bytes(group, order))
+            assert group.least_bytes < evaluator.least_bytes(group, order) <= held, order
 
 
 def test_gradients_are_late_only_where_that_is_asked_for():
