@@ -245,7 +245,7 @@ def resolve(
     )
     programs = compile_plan(plan)
     if config.mode in ("train", "validate"):
-        _refuse_late(config, asked.schedule, plan, programs)
+        _refuse_late(config, asked.schedule, plan, programs, shape)
     if config.mode not in ("simulate", "plan"):
         _ = programs.every  # What ranks may come to run is proven before one of them starts.
     by_hand = config.schedule.units_per_stage or config.schedule.layers_per_stage
@@ -292,7 +292,13 @@ def _post_validation(
     return pays(simulate(programs.train, costs), costs, memory_bytes=limit)
 
 
-def _refuse_late(config: LaunchConfig, schedule: Schedule, plan: Plan, programs: Programs) -> None:
+def _refuse_late(
+    config: LaunchConfig,
+    schedule: Schedule,
+    plan: Plan,
+    programs: Programs,
+    shape: object,
+) -> None:
     """What a training without a flush cannot be combined with, and versions that do not fit."""
     trainer = config.trainer
     by_norm = trainer.gradient_clip_algorithm == "norm"
@@ -304,6 +310,10 @@ def _refuse_late(config: LaunchConfig, schedule: Schedule, plan: Plan, programs:
         clip=trainer.gradient_clip_val if by_norm else None,
         on_nan=trainer.on_nan,
         precision=trainer.precision,
+        # The table and the head are on the first and the last stage.
+        tied=bool(getattr(shape.sizes, "tied", False))
+        if isinstance(shape, HfShape)
+        else bool(getattr(shape, "tie_embeddings", False)),
     )
     if schedule.synchronous or plan.costs is None or plan.memory_bytes is None:
         return

@@ -65,7 +65,7 @@ def asked_schedule(config: LaunchConfig, dp: int | None, file: ScheduleFile | No
         post_validation=config.trainer.post_validation,
     )
     fixed = schedule.num_microbatches
-    default = fixed or (1 if schedule.name == "pipedream" else 2 * config.pp)
+    default = schedule.usual_microbatches(config.pp)
     if dp is None and config.data.global_batch_size is not None:
         count, rows = default, 0  # Their number waits for that of the replicas.
     else:

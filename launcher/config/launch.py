@@ -74,7 +74,8 @@ class LaunchConfig:
     )
     num_microbatches: Literal["auto"] | int = key(
         "auto",
-        "Microbatches per step and replica; auto = 2 * pp, or what data.global_batch_size asks.",
+        "Microbatches per step and replica; auto = 2 * pp (pipedream: 1), or what "
+        "data.global_batch_size asks.",
         low=1,
         high=1_000_000,
         example=8,

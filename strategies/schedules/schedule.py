@@ -152,6 +152,10 @@ class Schedule:
         """Whether the pipeline drains at the optimizer step."""
         return self.lateness is None
 
+    def usual_microbatches(self, pp: int) -> int:
+        """M where nobody says; ``pipedream`` trains with one, an update each."""
+        return self.num_microbatches or (1 if self.name == "pipedream" else 2 * pp)
+
     def resolve(
         self,
         *,
@@ -338,6 +342,7 @@ def refuse_training(
     clip: float | None,
     on_nan: str,
     precision: str,
+    tied: bool = False,
 ) -> None:
     """Refuses what contradicts a schedule without a flush; nothing for one with a flush.
 
@@ -349,6 +354,7 @@ def refuse_training(
         clip: The limit of the gradient's norm; None for none.
         on_nan: What happens where a gradient is not finite.
         precision: Lightning's word.
+        tied: Whether stages are known to share weights.
 
     Raises:
         PlanError: The first thing that cannot be had, with what can.
@@ -379,6 +385,12 @@ def refuse_training(
             f"microbatch's gradient {pp - 1} backwards before the first stage has its own, so "
             "nobody knows the norm of both in time. Try schedule.vertical_sync=true, where all "
             "apply it together, schedule=pipedream_2bw, or gradient_clip_algorithm=value."
+        )
+    if apart and tied:
+        raise PlanError(
+            "tied embeddings with schedule=pipedream: the first and the last stage share a matrix, "
+            "and each applies its gradient at a time of its own. Try schedule.vertical_sync=true, "
+            "or schedule=pipedream_2bw."
         )
     if apart and on_nan == "skip":
         raise PlanError(

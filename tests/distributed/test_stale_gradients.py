@@ -38,7 +38,9 @@ WIDTH, UPDATES = 6, 20
 class Net(pl.LightningModule):
     """Ordinary layers in 64 bits; one loss per row, so that microbatches and batches agree."""
 
-    def __init__(self, optimizer: str, *, tied: bool = False, bare: bool = False) -> None:
+    def __init__(
+        self, optimizer: str, *, tied: bool = False, bare: bool = False, frozen: bool = False
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(5)]
@@ -51,11 +53,20 @@ class Net(pl.LightningModule):
         if bare:
             layers[-1].requires_grad_(False)
         self.name = optimizer
+        self.norm = nn.BatchNorm1d(WIDTH) if frozen else None
+        if self.norm is not None:
+            self.norm.running_mean += 0.2
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             x = torch.tanh(layer(x))
+            if number == 1 and self.norm is not None:
+                x = self.norm(x)
         return x
+
+    def on_train_start(self) -> None:
+        if self.norm is not None:
+            self.norm.eval()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = functional.mse_loss(self(batch[0]), batch[1])
@@ -103,6 +114,7 @@ class Case:
     short_last: int = 0  # rows of a replica's last batch, if others
     tied: bool = False  # whether the first and the last layer share a weight
     bare: bool = False  # whether the last stage trains no weights
+    frozen: bool = False  # whether there is a batch norm that keeps its statistics
     nan_at: int | None = None  # the batch whose loss is not finite
     looks_at: int | None = None  # the batch behind which a hook looks at weights and gradients
     looks_before: bool = False  # whether a hook looks at gradients before each update
@@ -133,7 +145,8 @@ def rows_of(case: Case) -> tuple[Tensor, Tensor]:
 
 def oracle(case: Case, stage_of: dict[str, int]) -> tuple[list[float], dict[str, Tensor]]:
     """Losses by batch, and the weights in the end; ``stage_of`` says where each of them was."""
-    net = Net(case.optimizer, tied=case.tied, bare=case.bare).double()
+    net = Net(case.optimizer, tied=case.tied, bare=case.bare, frozen=case.frozen).double()
+    net.on_train_start()
     named = dict(net.named_parameters())
     made = net.configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
@@ -244,7 +257,7 @@ def train(
         log_every_n_steps=1000,
         callbacks=[losses, *saver],
     )
-    module = Net(case.optimizer, tied=case.tied, bare=case.bare)
+    module = Net(case.optimizer, tied=case.tied, bare=case.bare, frozen=case.frozen)
     x, y = rows_of(case)
     loader = DataLoader(TensorDataset(x, y), batch_size=case.rows, shuffle=False)
     trainer.fit(module, loader, loader if case.check_every else None, ckpt_path=resume)
@@ -308,7 +321,7 @@ EVERY_DAY = [
     Case("pipedream_2bw", 4, recompute="full", overlap="none", synchronous=4, feedback=1.0),
     Case("pipedream", 4, microbatches=1, clip=0.003, by_value=True, synchronous=5),
     Case("pipedream", 2, 2, microbatches=1, vertical_sync=True, clip=0.02, overlap="zero1"),
-    Case("pipedream", 4, microbatches=1, accumulation=2, check_every=5),
+    Case("pipedream", 4, microbatches=1, accumulation=2, check_every=5, frozen=True),
 ]
 
 

@@ -122,7 +122,7 @@ def plan_and_options(words: Mapping[str, Any]) -> tuple[Plan, Options]:
     plan = Plan(**given)
     found = schedule_of(plan)
     if count is None:
-        count = found.num_microbatches or 2 * plan.pp
+        count = found.usual_microbatches(plan.pp)
     plan = replace(plan, num_microbatches=count, group=given_group(group, found))
     _check_together(plan, options)
     return plan, options

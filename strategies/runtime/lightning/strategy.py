@@ -91,8 +91,8 @@ class PipelineStrategy(SetupStrategy):
             layer says in ``expert_slices``; ep then divides dp.
         sequence_parallel: With tp > 1, cut activations between the matrices along the sequence.
         schedule: A name of the registry; ``1f1b`` if left out.
-        num_microbatches: M per batch of a replica; None for 2 * pp, or what ``file`` has. A batch
-            with fewer rows runs with one row per microbatch.
+        num_microbatches: M per batch of a replica; None for 2 * pp (1 with
+            ``pipedream``), or what ``file`` has. A batch with fewer rows runs with one row each.
         loss_over: ``microbatch``, the default, takes a loss of each microbatch and their mean by
             rows, which for means over rows is the same; ``batch`` puts the outputs of all together
             before one loss, as losses need that compare rows with each other. All forwards then

@@ -123,6 +123,7 @@ class StreamLoop:
 
     def arrives(self, batch: Any, loaders: Any) -> None:
         """A batch is here, and nothing of its step has run; collective where it does not fit."""
+        refuse_statistics(self._strategy.lightning_module, self._engine.plan.schedule)
         flushes = self._strategy._trainer.global_step < self._engine.options.synchronous_steps
         if flushes or not self._engine.streams(batch, loaders):
             self.drain()
@@ -305,7 +306,7 @@ def refuse_stream(trainer: Any, module: Any, plan: Plan, *, on_nan: str) -> None
 
     Raises:
         PlanError: The trainer accumulates over batches, say.
-        ModelError: The module steps by itself, or keeps statistics that a forward changes.
+        ModelError: The module steps by itself.
     """
     name = plan.schedule
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
@@ -330,12 +331,23 @@ def refuse_stream(trainer: Any, module: Any, plan: Plan, *, on_nan: str) -> None
             f"automatic_optimization=False with schedule={name}: the step decides when weights are "
             "updated, and without a flush the program does. Try schedule=1f1b."
         )
+
+
+def refuse_statistics(module: Any, name: str) -> None:
+    """Refuses norms that change their running statistics now; frozen ones (``eval()``) do not.
+
+    Asked of every batch: hooks freeze them when training begins, and may let them go later.
+
+    Raises:
+        ModelError: There is one.
+    """
     for path, child in module.named_modules():
-        if getattr(child, "track_running_stats", False):
+        if child.training and getattr(child, "track_running_stats", False):
             raise ModelError(
                 f"{path} keeps running statistics, and without a flush (schedule={name}) a "
                 "microbatch's backward would find those of later forwards. Try schedule=1f1b, a "
-                "norm without them (GroupNorm, LayerNorm), or track_running_stats=False."
+                "norm without them (GroupNorm, LayerNorm), track_running_stats=False, or eval() "
+                "on a norm that is frozen."
             )
 
 

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
 from launcher.config import LaunchConfig
 from launcher.config.launch import HardwareConfig
 from launcher.config.pipeline import CostsConfig, ScheduleConfig
+from launcher.config.workload import ModelConfig
 from launcher.resolve import resolve
 from strategies.errors import PlanError
 from strategies.schedules import find_schedule
@@ -25,6 +28,7 @@ ASKED = {
         ),
         ("pipedream", {"num_microbatches": 1, "clip": 1.0}, "gradient_clip_val=1 .* 3 backwards"),
         ("pipedream", {"num_microbatches": 1, "on_nan": "skip"}, "on_nan=skip"),
+        ("pipedream", {"num_microbatches": 1, "tied": True}, "tied embeddings .*sync=true"),
     ],
 )
 def test_what_contradicts_training_without_a_flush_is_refused(name, more, message):
@@ -59,6 +63,16 @@ def test_remedies_are_refused_where_there_is_nothing_to_remedy(name, asked, mess
         refuse_late(find_schedule(name), **asked)
     refuse_late(find_schedule(name))
     refuse_late(find_schedule("pipedream_2bw"), synchronous_steps=5, error_feedback=1.0)
+
+
+def test_tied_embeddings_are_refused_before_ranks_start():
+    config = LaunchConfig(
+        mode="validate", pp=2, schedule=ScheduleConfig(name="pipedream"),
+        model=ModelConfig(tie_embeddings=True),
+    )  # fmt: skip
+    with pytest.raises(PlanError, match=r"share a matrix.*Try schedule.vertical_sync=true"):
+        resolve(config)
+    resolve(replace(config, schedule=ScheduleConfig(name="pipedream", vertical_sync=True)))
 
 
 def test_versions_that_do_not_fit_are_refused_with_their_bytes():

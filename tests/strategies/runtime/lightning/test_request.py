@@ -53,6 +53,8 @@ def test_keywords_and_a_plan_with_options_ask_for_the_same():
     assert request(PipelineStrategy(plan=plan, options=options)) == (plan, options)
     assert request(PipelineStrategy(plan=plan)) == (plan, Options())
     assert request(PipelineStrategy()) == (Plan(num_microbatches=2), Options())
+    late = request(PipelineStrategy(4, schedule="pipedream"))
+    assert late == (Plan("pipedream", 4, num_microbatches=1), Options())
 
 
 def test_keywords_may_leave_to_us_what_a_plan_has_to_say(tmp_path):
