@@ -362,7 +362,7 @@ class ReplayModel(CutModule):
             with gates, shown, written, between, packed, run:
                 result = call_step(self._module, mode, batch, batch_idx, dataloader_idx)
                 result = result if shares is None else rebuild(result, whole)
-            run.on_return()
+            run.on_return(result)
         except StageDone:
             return StageOutput(run.outputs(), logs=logs.calls(), groups=groups)
         finally:
@@ -385,7 +385,8 @@ def _final_output(
         raise ModelError(
             f"training_step of {type(module).__name__} returned {got} instead of a loss. A "
             "pipeline cannot skip a batch on one stage: return a loss tensor, or a dict with the "
-            "key 'loss'; multiply it by zero to skip."
+            "key 'loss', and multiply it by zero to skip. A loss that is not finite is skipped by "
+            "trainer.on_nan=skip."
         )
     if loss.numel() != 1:
         raise ModelError(

@@ -118,7 +118,7 @@ class StageRun(ShapeMode):
         self._inputs = ()
         self._processes.end()
 
-    def on_return(self) -> None:
+    def on_return(self, result: Any) -> None:
         """Checks that a step which returned was meant to."""
         call = self._position[0]
         if self.left:
@@ -127,6 +127,12 @@ class StageRun(ShapeMode):
                 "`except:` and `except BaseException:` around the network by `except Exception:`."
             )
         if call < len(self._path.calls):
+            if result is None:
+                raise ModelError(
+                    f"{self._step} returned None before {self._path.name(call)}, and stages that "
+                    "wait for the batch cannot go without. Leave it out in the loader (sampler, "
+                    "collate_fn), or run all layers and multiply the loss by zero."
+                )
             what = f"call {call} was {self._path.name(call)}, is now the end of the step"
             raise self._other_path(what, self._path.calls[call].line)
         if self._leave is not None and not self._due():

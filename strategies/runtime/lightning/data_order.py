@@ -232,9 +232,9 @@ def shard(
     sampler: Sampler[Any] | Any = loader.sampler
     if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         if training and num_replicas > 1:
-            kind = "iterable dataset" if loader.batch_size is not None else "batch sampler"
+            kind = "an iterable dataset" if loader.batch_size is not None else "a batch sampler"
             raise DataError(
-                f"dp={num_replicas}: a loader with an {kind} of its own cannot be shared out, so "
+                f"dp={num_replicas}: a loader with {kind} of its own cannot be shared out, so "
                 "every replica would train on the same data. Give each replica its own part (see "
                 "trainer.distributed_sampler_kwargs) and set Trainer(use_distributed_sampler="
                 "False), or use dp=1."

@@ -76,6 +76,22 @@ def test_a_changed_path_names_both_calls_and_both_lines():
             )
 
 
+def test_a_batch_that_is_left_out_before_its_layers_is_named():
+    class Leaving(Stack):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                return None
+            x = batch[0]
+            for layer in self.layers:
+                x = layer(x)
+            return self.loss(x, batch[1])
+
+    model = ReplayModel.probe(Leaving().double(), batch())
+    model.cut(stage_ranges((3,), 5), [0, 1])
+    with pytest.raises(ModelError, match=r"returned None before layers\.0, .*sampler"):
+        model.forward(0, (), batch=batch(), batch_idx=1, microbatch=0, mode="train", seed=None)
+
+
 def test_a_changed_operation_between_layers_is_a_changed_path():
     class Branch(Stack):
         double_it = False
