@@ -84,6 +84,9 @@ def check_model(path: Path, shape: TransformerShape) -> None:
     # What may differ: it changes no weight.
     free = {"dropout", "aux_loss", "aux_loss_over", "z_loss"}
     free |= {"sequence"} if shape.position == "rope" else set()
+    # A rate of 0 has no bias; of all others it is by how much one moves.
+    both = now.get("bias_update_rate") and then.get("bias_update_rate")
+    free |= {"bias_update_rate"} if both else set()
     wrong = [key for key in now if key not in free and then.get(key) != now[key]]
     if wrong and then["experts"] is None:  # what other keys are about
         wrong = [key for key in wrong if key in then]

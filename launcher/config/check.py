@@ -26,7 +26,7 @@ from launcher.config.key import Key, describe, keys_of, shorten, spell, typed, v
 from launcher.config.launch import LaunchConfig
 from launcher.config.pipeline import CheckConfig, CostsConfig, PlannerConfig, recompute_policy
 from launcher.config.workload import OptimizerConfig
-from launcher.workloads.model_share import check_ep
+from launcher.workloads.model_share import check_ep, check_expert_tp
 from launcher.workloads.transformer_shape import TransformerShape
 from launcher.workloads.transformer_share import check_transformer_tp
 from strategies.errors import PlanError
@@ -159,11 +159,6 @@ def _check_sharing(config: LaunchConfig, shape: TransformerShape) -> None:
 
 def _check_expert_tp(config: LaunchConfig, shape: TransformerShape) -> None:
     """What cutting each expert's matrices asks of a model, and where it is not known."""
-    if _leaves_open(config):
-        raise PlanError(
-            "expert_tp=true is not planned: plans have whole experts on each rank. Try "
-            "expert_tp=false, or mode=simulate tp=2 expert_tp=true with degrees of your own."
-        )
     if config.mode == "profile" or config.costs.name == "profiled":
         raise PlanError(
             "expert_tp=true with measured units: a profile measures whole experts. Try "
@@ -174,18 +169,8 @@ def _check_expert_tp(config: LaunchConfig, shape: TransformerShape) -> None:
             "expert_tp=true with model=hf: families of transformers do not say along which "
             "dimension an expert's matrices may be cut. Try expert_tp=false."
         )
-    if brings_own("model", config.model.name):
-        return  # Its ranks know.
-    if shape.moe is None:
-        raise PlanError(
-            "expert_tp=true cuts experts over the ranks of tp, and this model has none. Try "
-            "expert_tp=false, or model.experts=8."
-        )
-    if shape.moe.ffn % config.tp:
-        raise PlanError(
-            f"expert_tp=true: tp={config.tp} does not divide model.expert_ffn={shape.moe.ffn}. Try "
-            f"model.expert_ffn={-(-shape.moe.ffn // config.tp) * config.tp}, or expert_tp=false."
-        )
+    if not brings_own("model", config.model.name):  # Else its ranks know.
+        check_expert_tp(shape, config.tp)
 
 
 def _check_order(config: LaunchConfig) -> None:

@@ -9,7 +9,7 @@ from launcher.planning.question import Question, with_memory
 from strategies.errors import PlanError
 from strategies.planner.layout_search import Answer, search
 from strategies.planner.problem import Candidate, Layout
-from strategies.planner.space import degrees
+from strategies.planner.space import degrees, expert_degrees
 from strategies.schedules import find_schedule
 
 _MOST_DOUBLINGS = 10
@@ -38,6 +38,11 @@ def refuse(asked: Question, answer: Answer) -> PlanError:
         return PlanError(_degrees(asked))
     if answer.rejected.tp and all(tp in answer.rejected.tp for tp, _, _ in found):
         return PlanError(answer.rejected.tp[found[0][0]])
+    left = [(tp, dp) for tp, _, dp in found if tp not in answer.rejected.tp]
+    if space.ep is not None and not any(
+        expert_degrees(space, asked.problem, tp, dp) for tp, dp in left
+    ):
+        return PlanError(_experts(asked, left))
     if answer.num_candidates == 0 and answer.rejected.batch:
         usable = [dp for tp, _, dp in found if tp not in answer.rejected.tp]
         if all(dp in answer.rejected.batch for dp in usable):
@@ -154,6 +159,18 @@ def _batch(asked: Question, replicas: list[int]) -> str:
         f"A global batch of {total} sequences is not divisible by dp * data.microbatch_size for "
         f"any layout of {asked.space.num_gpus} GPUs{_pins(asked)} (dp is one of "
         f"{', '.join(map(str, sorted(set(replicas))))}). Try data.global_batch_size={nearest}."
+    )
+
+
+def _experts(asked: Question, left: list[tuple[int, int]]) -> str:
+    free = replace(asked.space, ep=None, level="O3")
+    known = {n for tp, dp in left for n in expert_degrees(free, asked.problem, tp, dp)}
+    nearest = min(known, key=lambda n: (abs(n - (asked.space.ep or 1)), n))
+    ranks = "dp" if asked.problem.expert_tp else "dp * tp"
+    return (
+        f"ep={asked.space.ep} divides {ranks}, the ranks that share a stage's experts, in no "
+        f"layout of {asked.space.num_gpus} GPUs{_pins(replace(asked, space=free))}. "
+        f"Try ep={nearest}, or without ep=."
     )
 
 

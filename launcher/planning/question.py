@@ -30,13 +30,19 @@ from launcher.resolve import (
     uses_gpu,
 )
 from launcher.workloads.loads import unit_loads
-from launcher.workloads.model_share import ModelShape, PlannedShape, check_ep, check_tp
+from launcher.workloads.model_share import (
+    ModelShape,
+    PlannedShape,
+    check_ep,
+    check_expert_tp,
+    check_tp,
+)
 from launcher.workloads.traced_shape import TracedShape
 from launcher.workloads.transformer_shape import TransformerShape
 from strategies.costs.load import Load
 from strategies.costs.profile_costs import stage_classes
 from strategies.errors import PlanError
-from strategies.plan import NO_RECOMPUTE, Recompute
+from strategies.plan import NO_RECOMPUTE, Recompute, check_experts
 from strategies.planner.problem import Machine, Measured, Problem
 from strategies.planner.space import Space
 from strategies.schedules import find_schedule
@@ -105,28 +111,39 @@ def question(
             layers=asked.layers,
             attention=config.costs.attention,
             momentum_only=config.optimizer.name == "muon",
+            expert_tp=config.expert_tp,
         )
 
     def refuse_tp(tp: int) -> str | None:
         try:
             check_tp(shape, tp, sequence_parallel=config.sequence_parallel)
+            if config.expert_tp:
+                check_expert_tp(shape, tp)
         except PlanError as error:
             return str(error)
         return None
 
     check_ep(shape, config.ep, config.tp)
+    if config.expert_tp:
+        check_expert_tp(shape, config.tp)
     graph = None if traced is None else traced.graph
     pins = frozenset(pinned)
     space = _space(config, pins, shape)
-    moe = shape.moe if isinstance(shape, TransformerShape) else None
+    if config.expert_tp:
+        check_experts(
+            dp="auto", tp=space.tp or 2, ep=config.ep, expert_tp=True,
+            sequence_parallel=config.sequence_parallel,
+        )  # fmt: skip
     problem = Problem(
         machine,
         loads,
         len(loads(1, 1, False)),
         refuse_tp,
         graph,
-        num_experts=0 if moe is None else moe.experts,
+        num_experts=_num_experts(shape),
         imbalance=config.model.expert_imbalance,
+        expert_tp=config.expert_tp,
+        spreads_cut=traced is None,
     )
     if config.costs.name == "profiled":
         assert not isinstance(shape, TracedShape)
@@ -230,6 +247,13 @@ def _space(config: LaunchConfig, pinned: frozenset[str], shape: PlannedShape) ->
         balance_ratio=config.planner.balance_ratio,
         selective=not isinstance(shape, TracedShape) or shape.runs_again,
     )
+
+
+def _num_experts(shape: PlannedShape) -> int:
+    """Of each layer that has some; 0 where none has, or none that ranks can share."""
+    if isinstance(shape, TransformerShape):
+        return 0 if shape.moe is None else shape.moe.experts
+    return shape.num_experts if isinstance(shape, TracedShape) else 0
 
 
 def _units(config: LaunchConfig, shape: PlannedShape) -> tuple[int, ...] | None:

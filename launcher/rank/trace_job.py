@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,6 +147,10 @@ def _subject(config: LaunchConfig) -> _Subject:
         module = build_model(run)
         module.trainer = trainer
         module.configure_model()
+    declare: Any = getattr(module, "declare_experts", None)
+    if declare is not None:
+        with suppress(ModelError):  # It has none, or none that could be shared.
+            declare()
     if not module.automatic_optimization:
         raise ModelError(
             f"model={config.model.name} uses manual optimization: its step is several passes, "

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from launcher.workloads.hf.hf_shape import HfShape, check_hf_ep, check_hf_tp, hf_shares
-from launcher.workloads.traced_shape import TracedShape, check_traced_tp
+from launcher.workloads.traced_shape import TracedShape, check_traced_ep, check_traced_tp
 from launcher.workloads.transformer_shape import TransformerShape, UnitSpec, unit_specs
 from launcher.workloads.transformer_share import (
     UnitShare,
@@ -38,11 +38,8 @@ def check_ep(shape: PlannedShape, ep: int, tp: int = 1) -> None:
     if ep == 1:
         return
     if isinstance(shape, TracedShape):
-        raise PlanError(
-            f"ep={ep}: of a model that is planned by what a trace of it shows, nobody knows which "
-            "parameters are experts. Try ep=1 here; ep is for its training."
-        )
-    if isinstance(shape, HfShape):
+        check_traced_ep(shape, ep, tp)
+    elif isinstance(shape, HfShape):
         check_hf_ep(shape, ep, tp)
     elif shape.moe is None:
         raise PlanError(
@@ -51,6 +48,30 @@ def check_ep(shape: PlannedShape, ep: int, tp: int = 1) -> None:
         )
     elif shape.moe.experts % ep:
         refuse_ep(ep, shape.moe.experts, f"model.experts={shape.moe.experts}")
+
+
+def check_expert_tp(shape: PlannedShape, tp: int) -> None:
+    """Refuses a number of ranks that each expert's matrices cannot be cut over.
+
+    Raises:
+        PlanError: There are no experts, or nobody knows how they are cut, or they come out uneven.
+    """
+    if not isinstance(shape, TransformerShape):
+        name = shape.name if isinstance(shape, TracedShape) else "hf"
+        raise PlanError(
+            f"expert_tp=true with model={name}: a trace knows its experts whole. Try "
+            "expert_tp=false, or mode=train tp=2 expert_tp=true with degrees of your own."
+        )
+    if shape.moe is None:
+        raise PlanError(
+            "expert_tp=true cuts experts over the ranks of tp, and this model has none. Try "
+            "expert_tp=false, or model.experts=8."
+        )
+    if shape.moe.ffn % tp:
+        raise PlanError(
+            f"expert_tp=true: tp={tp} does not divide model.expert_ffn={shape.moe.ffn}. Try "
+            f"model.expert_ffn={-(-shape.moe.ffn // tp) * tp}, or expert_tp=false."
+        )
 
 
 def model_shares(

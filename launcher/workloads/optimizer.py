@@ -91,15 +91,16 @@ def _add_steered(optimizer: Optimizer, steering: Steering, options: OptimizerCon
     members = [parameter for parameter in steering.parameters if parameter.requires_grad]
     still = {"lr": 0.0, "weight_decay": 0.0, _STEERED: steering.rate}
     optimizer.add_param_group({**usual, **still, "params": members})
-    optimizer.register_step_post_hook(_steer)
+    # Not the group's own, which is a checkpoint's where a run goes on.
+    optimizer.register_step_post_hook(partial(_steer, steering.rate))
 
 
 @torch.no_grad()
-def _steer(optimizer: Optimizer, *_: Any) -> None:
+def _steer(rate: float, optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"] if _STEERED in group else ():
             if parameter.grad is not None:
-                parameter.sub_(parameter.grad.sign(), alpha=group[_STEERED])
+                parameter.sub_(parameter.grad.sign(), alpha=rate)
 
 
 def _made(trained: list[nn.Parameter], options: OptimizerConfig) -> Optimizer:

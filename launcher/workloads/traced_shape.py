@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from math import gcd
+from typing import TYPE_CHECKING, Any
 
 from launcher.workloads.transformer_shape import UnitSpec
+from launcher.workloads.transformer_share import refuse_ep
 from strategies.costs.kernels import Work
 from strategies.costs.load import Load
-from strategies.costs.trace_file import TracedModel, TracedUnit
+from strategies.costs.trace_file import TracedExperts, TracedModel, TracedUnit
 from strategies.errors import PlanError
 from strategies.planner.unit_graph import Tensor, UnitGraph, handed_on
 
@@ -41,6 +43,12 @@ class TracedShape:
         return self.trace.num_parameters
 
     @property
+    def num_experts(self) -> int:
+        """Of each layer that has some, or what divides those of all; 0 where ranks share none."""
+        units = self.trace.units if self.trace.declared else ()
+        return gcd(*(unit.experts.experts for unit in units if unit.experts is not None))
+
+    @property
     def is_chain(self) -> bool:
         """Whether every unit feeds only the next one."""
         return all(t.consumers == (t.producer + 1,) for t in self.trace.tensors)
@@ -67,12 +75,16 @@ class TracedShape:
     def loads(self, rows: int, tp: int = 1, *, selective: bool = False) -> tuple[Load, ...]:
         """One load per unit, for a microbatch of so many sequences, of one of ``tp`` ranks.
 
+        Experts are known to be spread where no matrices are cut besides (tp=1).
         With ``selective`` layers compute again what is cheap; only where ``runs_again``.
 
         Raises:
             PlanError: The model cannot be cut into so many.
         """
-        whole = tuple(self._load(n, unit, rows) for n, unit in enumerate(self.trace.units))
+        spread = tp == 1 and self.num_experts > 0
+        whole = tuple(
+            self._load(n, unit, rows, spread=spread) for n, unit in enumerate(self.trace.units)
+        )
         if selective:
             pairs = zip(whole, self.trace.units, strict=True)
             whole = tuple(self._selective(load, unit, rows) for load, unit in pairs)
@@ -119,7 +131,8 @@ class TracedShape:
         )
         return UnitGraph((1.0,) * len(self.trace.units), tensors)
 
-    def _load(self, number: int, unit: TracedUnit, rows: int) -> Load:
+    def _load(self, number: int, unit: TracedUnit, rows: int, *, spread: bool) -> Load:
+        experts = unit.experts if spread else None
         crossing = self.trace.crossing_bytes(number, rows)
         return Load(
             forward_flops=unit.forward_flops.at(rows),
@@ -129,6 +142,7 @@ class TracedShape:
             backward_flops=(unit.input_flops.at(rows), unit.weight_flops.at(rows)),
             owns=(number,),
             tied=unit.tied,
+            **({} if experts is None else _of_experts(experts, rows, self.activation_bytes)),
         )
 
     def _selective(self, load: Load, unit: TracedUnit, rows: int) -> Load:
@@ -139,6 +153,39 @@ class TracedShape:
             saved_elements=round(again.saved_bytes.at(rows) / size),
             again_flops=again.flops.at(rows),
         )
+
+
+def _of_experts(experts: TracedExperts, rows: int, element: int) -> dict[str, Any]:
+    """What a unit's load says of its experts; ``element``: bytes of one."""
+    layers = experts.layers
+    return {
+        "experts": experts.parameters,
+        "expert_flops": experts.flops.at(rows),
+        "expert_saved": round(experts.saved_bytes.at(rows) / element),
+        "exchanged": (round(experts.sent_bytes.at(rows) / element / layers),) * layers,
+    }
+
+
+def check_traced_ep(shape: TracedShape, ep: int, tp: int) -> None:
+    """Refuses a number of ranks that its experts cannot be spread over, or are not known for.
+
+    Raises:
+        PlanError: It has none that ranks can share, or they do not come out even.
+    """
+    experts = shape.num_experts
+    if not experts:
+        raise PlanError(
+            f"ep={ep} spreads experts over ranks, and model={shape.name} has no layer whose "
+            "experts they can share (one with num_experts, expert_parameters and exchange, in a "
+            "unit of pipeline_units). Try ep=1."
+        )
+    if tp > 1:
+        raise PlanError(
+            f"tp={tp} ep={ep} with model={shape.name}: a trace knows its experts whole or spread, "
+            "not beside matrices that are cut. Try tp=1, or mode=train with degrees of your own."
+        )
+    if experts % ep:
+        refuse_ep(ep, experts, f"num_experts={experts} of model={shape.name}")
 
 
 def check_traced_tp(shape: TracedShape, tp: int) -> None:

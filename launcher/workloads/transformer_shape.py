@@ -104,8 +104,12 @@ class TransformerShape:
             moe = self.moe
             raise PlanError(
                 f"model.experts={moe.experts}: none of model.layers={self.layers} has experts with "
-                f"model.first_dense_layers={moe.first_dense} model.expert_every={moe.every}. "
-                f"Try model.first_dense_layers={max(0, self.layers - moe.every)}."
+                f"model.first_dense_layers={moe.first_dense} model.expert_every={moe.every}. Try "
+                + (
+                    f"model.first_dense_layers={self.layers - moe.every}."
+                    if self.layers >= moe.every
+                    else f"model.first_dense_layers=0 model.expert_every={self.layers}."
+                )
             )
 
     def _check_heads(self) -> None:

@@ -4,7 +4,7 @@ A trace runs nothing and allocates no weights: shapes alone say how many operati
 it keeps for its backward, and which tensors go from unit to unit. All figures are straight lines in
 the rows (sequences) of a microbatch. One JSON object::
 
-    {"format": "foldpipe-trace", "version": 2, "model": "Net", "num_parameters": 1234,
+    {"format": "foldpipe-trace", "version": 3, "model": "Net", "num_parameters": 1234,
      "units": [{"name": "layers.0", "parameters": 72, "forward_flops": [0, 128], ...}, ...],
      "tensors": [{"producer": 0, "consumers": [1, 3], "num_bytes": [0, 32]}, ...],
      "unknown": [["aten::cdist", "layers.2"], ...], "declared": false}
@@ -23,7 +23,7 @@ from strategies.errors import ModelError
 from strategies.small_file import parse_json
 
 FORMAT = "foldpipe-trace"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,27 @@ class TracedAgain:
 
 
 @dataclass(frozen=True, slots=True)
+class TracedExperts:
+    """What a unit's layers with experts take of it, all of them together.
+
+    Attributes:
+        layers: How many there are.
+        experts: Of each, or what divides those of all.
+        parameters: Of all experts.
+        flops: Of a forward, of its experts.
+        saved_bytes: What their computation keeps.
+        sent_bytes: All tokens on their way to their experts.
+    """
+
+    layers: int
+    experts: int
+    parameters: int
+    flops: Line
+    saved_bytes: Line
+    sent_bytes: Line
+
+
+@dataclass(frozen=True, slots=True)
 class TracedUnit:
     """One unit that a pipeline may cut around.
 
@@ -78,6 +99,7 @@ class TracedUnit:
         weight_flops: Of the backward, for those of its weights.
         saved_bytes: Kept from forward to backward; what the unit before keeps, too, is not counted.
         again: What it takes with ``recompute=selective``; None where it cannot be run so on shapes.
+        experts: What of all that are experts that ranks can share; None where there are none.
     """
 
     name: str
@@ -88,6 +110,7 @@ class TracedUnit:
     weight_flops: Line
     saved_bytes: Line
     again: TracedAgain | None = None
+    experts: TracedExperts | None = None
 
     @property
     def tied_parameters(self) -> int:
@@ -178,7 +201,7 @@ def _line(value: Sequence[float]) -> Line:
 
 
 def _unit(entry: Mapping[str, Any]) -> TracedUnit:
-    again = entry["again"]
+    again, experts = entry["again"], entry["experts"]
     return TracedUnit(
         name=str(entry["name"]),
         parameters=int(entry["parameters"]),
@@ -188,10 +211,19 @@ def _unit(entry: Mapping[str, Any]) -> TracedUnit:
         weight_flops=_line(entry["weight_flops"]),
         saved_bytes=_line(entry["saved_bytes"]),
         again=None if again is None else TracedAgain(*(_line(again[n]) for n in _AGAIN)),
+        experts=None if experts is None else _experts(experts),
     )
 
 
 _AGAIN = ("saved_bytes", "flops", "elements")
+
+
+def _experts(entry: Mapping[str, Any]) -> TracedExperts:
+    counts = [int(entry[name]) for name in ("layers", "experts", "parameters")]
+    if min(counts) < 1:
+        raise ValueError(f"{counts} layers, experts and parameters")
+    lines = (_line(entry[name]) for name in ("flops", "saved_bytes", "sent_bytes"))
+    return TracedExperts(*counts, *lines)
 
 
 def _tensor(entry: Mapping[str, Any], count: int) -> TracedTensor:

@@ -120,6 +120,7 @@ class UnitModel(StageModel):
         self._example: Any = None
         self._expert_shares: ExpertShares | None = None
         self._mixtures: tuple[int, ...] = ()  # of each unit, where ranks share them
+        self._unseen: set[int] = set()  # units with such layers that have not run yet
         self._postponed = False
         self._selective: dict[int, SelectiveLayer] = {}
         self._joined = False
@@ -228,9 +229,11 @@ class UnitModel(StageModel):
         if declare is not None and ranks.size > 1:
             declare()
         self._expert_shares = ExpertShares(self._module, ranks)
+        units = [self._module.get_submodule(unit.name) for unit in self._units]
+        mixtures = tuple(len(named_expert_layers(unit)) for unit in units)
+        self._unseen = {index for index, count in enumerate(mixtures) if count}
         if ranks.size > 1:
-            units = [self._module.get_submodule(unit.name) for unit in self._units]
-            self._mixtures = tuple(len(named_expert_layers(unit)) for unit in units)
+            self._mixtures = mixtures
 
     @property
     def experts(self) -> Mapping[str, Shard | Grid]:
@@ -306,9 +309,33 @@ class UnitModel(StageModel):
                 reseed(seed, index)
             layer = None if self._joined else self._selective.get(index)
             unit = self._runs[index]
+            if index in self._unseen:
+                unit = partial(self._run_first, index)
             result = unit(*tensors) if layer is None else layer.run(unit, tensors, {})
             tensors = result if isinstance(result, tuple) else (result,)
         return tensors
+
+    def _run_first(self, index: int, *tensors: Tensor) -> Any:
+        """A unit whose experts ranks share, for the first time.
+
+        Raises:
+            ModelError: None of its layers has asked those ranks.
+        """
+        assert self._expert_shares is not None
+        ranks = self._expert_shares.ranks
+        before = ranks.num_calls
+        result = self._runs[index](*tensors)
+        if index in self._unseen and ranks.num_calls == before:
+            name = self._units[index].name
+            layers = named_expert_layers(self._runs[index], name)
+            raise ModelError(
+                f"the experts of {', '.join(layer for layer, _ in layers)} are shared by several "
+                f"ranks, and the forward of {name} has computed without them. Where `exchange` is "
+                "not None a layer calls exchange.around(compute, rows, counts) in place of "
+                "compute(rows, counts)."
+            )
+        self._unseen.discard(index)
+        return result
 
     def _layers_of(self, stage: int) -> tuple[tuple[range, SelectiveLayer], ...]:
         """Units of a stage that run again together."""

@@ -97,6 +97,8 @@ class Problem:
         measured: What units take on the machine, where it was measured; else it is computed.
         num_experts: Of each layer that has some; 0 where none has.
         imbalance: What the fullest of the ranks that share experts has to compute, over the mean.
+        expert_tp: Whether ranks that share matrices share those of each expert, too.
+        spreads_cut: Whether experts are known to be spread where matrices are cut, too.
     """
 
     machine: Machine
@@ -107,6 +109,8 @@ class Problem:
     measured: Measured | None = None
     num_experts: int = 0
     imbalance: float = 1.0
+    expert_tp: bool = False
+    spreads_cut: bool = True
     found: Found = field(default_factory=Found, init=False, repr=False, compare=False)
 
     @property
@@ -154,7 +158,8 @@ class Problem:
     def _buckets(self, costs: PlannedCosts, placement: Placement) -> tuple[int, ...]:
         assumed = costs if isinstance(costs, AnalyticCosts) else costs.assumed
         reduces = assumed.dp > 1 or placement.weight_copies > 1
-        reduces = reduces or (self.num_experts > 0 and assumed.tp > assumed.ep)
+        among = assumed.tp > assumed.ep and not self.expert_tp
+        reduces = reduces or (self.num_experts > 0 and self.spreads_cut and among)
         wire, much = self.machine.sizes.wire, self.machine.bucket_mb
         alike = {id(load): load for load in assumed.stages} if reduces else {}
         number = {at: num_buckets(assumed.held(load) * wire, much) for at, load in alike.items()}
@@ -229,6 +234,7 @@ class Problem:
             keeps_updates=machine.keeps_updates,
             number_format=machine.number_format,
             ep=layout.ep,
+            expert_tp=self.expert_tp,
             imbalance=self.imbalance,
             known=self.found.figures,
         )

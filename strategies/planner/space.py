@@ -108,7 +108,8 @@ def degrees(space: Space, problem: Problem) -> Iterator[tuple[int, int, int]]:
     """All (tp, pp, dp) that multiply to the number of GPUs, whatever model and batch say."""
     most_tp = min(space.num_gpus, problem.machine.hardware.gpus_per_node)
     for tp in (n for n in range(1, most_tp + 1) if space.num_gpus % n == 0):
-        if space.tp not in (None, tp) or (problem.machine.sequence_parallel and tp == 1):
+        shares = problem.machine.sequence_parallel or problem.expert_tp
+        if space.tp not in (None, tp) or (shares and tp == 1):
             continue
         rest = space.num_gpus // tp
         for pp in (n for n in range(1, min(rest, problem.num_units) + 1) if rest % n == 0):
@@ -129,23 +130,29 @@ def layouts(space: Space, problem: Problem, tp: int, pp: int, dp: int) -> list[L
         Layout(tp, pp, dp, size, rows // size, ep)
         for size in sizes
         if rows % size == 0 and space.num_microbatches in (None, rows // size)
-        for ep in expert_degrees(space, problem, tp * dp)
+        for ep in expert_degrees(space, problem, tp, dp)
     ]
     if space.num_microbatches is not None and space.microbatch_size is None:
         size, left = divmod(rows, space.num_microbatches)
         found = [
             Layout(tp, pp, dp, size, space.num_microbatches, ep)
-            for ep in (() if left else expert_degrees(space, problem, tp * dp))
+            for ep in (() if left else expert_degrees(space, problem, tp, dp))
         ]
     return found
 
 
-def expert_degrees(space: Space, problem: Problem, places: int) -> list[int]:
+def expert_degrees(space: Space, problem: Problem, tp: int, dp: int) -> list[int]:
     """Degrees that divide the experts of a layer and the ranks of a stage.
+
+    Where ranks that share matrices share those of each expert, the replicas are left to spread
+    experts over; where nobody knows how both go together, none.
 
     Of these O2 tries none at all, the most ranks of a node, and the most of all: what lies between
     holds more and exchanges over the same links.
     """
+    places = dp if problem.expert_tp else tp * dp
+    if tp > 1 and not problem.spreads_cut:
+        places = 1
     most = min(max(problem.num_experts, 1), places)
     found = [n for n in range(1, most + 1) if (problem.num_experts or 1) % n == places % n == 0]
     if space.ep is not None:

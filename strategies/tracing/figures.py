@@ -16,6 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies.errors import ModelError
+from strategies.models.expert_parallel import ExpertRanks, HasExperts
+from strategies.models.expert_parallel.expert_ranks import Compute, Sent
+from strategies.models.expert_parallel.expert_shares import named_expert_layers
 from strategies.models.flops import FlopCount
 from strategies.models.nested import leaves, rebuild, replaced, tensors
 from strategies.models.replay.gate import KeptObjects
@@ -67,6 +70,7 @@ class Figures:
         unknown: Operations without a formula.
         again: With ``recompute=selective``; None for an operation between layers, which always
             keeps what it keeps, and for a layer that cannot run so.
+        experts: Of the layers inside that ranks can share the experts of.
     """
 
     forward_flops: float
@@ -76,6 +80,26 @@ class Figures:
     outputs: tuple[Spec, ...]
     unknown: tuple[str, ...]
     again: Again | None = None
+    experts: tuple[ExpertLayer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """What a layer's experts take of a call, as they would on the ranks that share them.
+
+    Attributes:
+        experts: Of the layer.
+        parameters: Of all of them.
+        flops: Of a forward.
+        saved_bytes: What their computation keeps.
+        sent_bytes: Rows that travel to them.
+    """
+
+    experts: int
+    parameters: int
+    flops: float
+    saved_bytes: int
+    sent_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +225,7 @@ class Tracer:
             outputs = {_storage(t): i for i, t in enumerate(results)}
             kept = [_kept(s, tensor, known, outputs) for s, tensor in saved.items()]
             again = None if module is None else _again(func, given, named, module, known)
+            experts = () if module is None else _experts(func, given, named, module)
         return Figures(
             forward,
             both - weights,
@@ -210,6 +235,7 @@ class Tracer:
             tuple(Spec.of(t, torch.device("cpu")) for t in results),
             tuple(sorted(count.unknown)),
             again,
+            experts,
         )
 
 
@@ -230,6 +256,59 @@ def _again(
     found = {_storage(tensor): tensor for tensor in held}
     kept = [_kept(storage, tensor, known, outputs) for storage, tensor in found.items()]
     return Again(tuple(entry for entry in kept if entry is not None), count.flops, moved.elements)
+
+
+def _experts(
+    func: Function, args: Args, kwargs: Kwargs, module: nn.Module
+) -> tuple[ExpertLayer, ...]:
+    """What ranks that share experts would exchange and compute; () where that cannot be seen."""
+    layers = [layer for _, layer in named_expert_layers(module)]
+    if not layers:
+        return ()
+    count, saved = FlopCount(), {_storage(weight): 0 for weight in module.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.setdefault(_storage(tensor), tensor.untyped_storage().nbytes())
+        return tensor
+
+    seen = [_SeenExperts(layer, count, saved) for layer in layers]
+    places = ((vars(ranks.layer), "exchange", ranks) for ranks in seen)
+    try:
+        with replaced(places), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), count:
+            func(*args, **kwargs)
+    except Exception:
+        return ()
+    return tuple(ranks.figures for ranks in seen if ranks.called)
+
+
+class _SeenExperts(ExpertRanks):
+    """Stands where ranks would that share a layer's experts, and sees what goes through."""
+
+    def __init__(self, layer: HasExperts, count: FlopCount, saved: dict[int, int]) -> None:
+        super().__init__(None)
+        self.layer = layer
+        self.called = False
+        self._count, self._saved = count, saved
+        self._flops, self._kept, self._sent_bytes = 0.0, 0, 0
+
+    @property
+    def figures(self) -> ExpertLayer:
+        layer = self.layer
+        assert isinstance(layer, nn.Module)
+        parameters = sum(layer.get_parameter(name).numel() for name in layer.expert_parameters)
+        return ExpertLayer(layer.num_experts, parameters, self._flops, self._kept, self._sent_bytes)
+
+    def _sent(self, rows: Tensor, counts: Tensor, share: Any = None) -> Sent:
+        self.called = True
+        self._sent_bytes += rows.numel() * rows.element_size()
+        return super()._sent(rows, counts, share)
+
+    def _computed(self, compute: Compute, sent: Sent) -> Tensor:
+        flops, kept = self._count.flops, sum(self._saved.values())
+        found = super()._computed(compute, sent)
+        self._flops += self._count.flops - flops
+        self._kept += sum(self._saved.values()) - kept
+        return found
 
 
 class _Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]

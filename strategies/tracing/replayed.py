@@ -24,7 +24,7 @@ from strategies.models.replay.path import Boundary, Cut, Key, Path, Position, us
 from strategies.models.replay.probe import Probe
 from strategies.models.replay.probing import probe_units
 from strategies.models.unit_model import HasUnits
-from strategies.tracing.figures import Figures, Slot, Tracer
+from strategies.tracing.figures import ExpertLayer, Figures, Slot, Tracer
 
 
 @dataclass(slots=True)
@@ -248,6 +248,7 @@ class UnitFigures:
         runs_again: Whether that could be found out.
         parameters: Names of the parameters that it uses.
         unknown: Operations without a formula.
+        experts: Of its layers that have some.
     """
 
     name: str
@@ -261,6 +262,7 @@ class UnitFigures:
     runs_again: bool = True
     parameters: dict[str, None] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
+    experts: tuple[ExpertLayer, ...] = ()
 
     def add(
         self,
@@ -280,6 +282,7 @@ class UnitFigures:
         self.input_flops += figures.input_flops
         self.weight_flops += figures.weight_flops
         self.unknown.update(figures.unknown)
+        self.experts += figures.experts
         again = figures.again
         self.runs_again = self.runs_again and (again is not None or not layer)
         if again is not None:

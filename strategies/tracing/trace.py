@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -10,10 +11,17 @@ from typing import Any, cast
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from strategies.costs.trace_file import Line, TracedAgain, TracedModel, TracedTensor, TracedUnit
+from strategies.costs.trace_file import (
+    Line,
+    TracedAgain,
+    TracedExperts,
+    TracedModel,
+    TracedTensor,
+    TracedUnit,
+)
 from strategies.errors import ModelError
 from strategies.models.unit_model import HasUnits
-from strategies.tracing.figures import Tracer
+from strategies.tracing.figures import ExpertLayer, Tracer
 from strategies.tracing.replayed import (
     ModelFigures,
     again_bytes,
@@ -62,7 +70,7 @@ def trace_model(
 
 def _shape(figures: ModelFigures) -> object:
     edges = tuple((producer, consumers) for producer, consumers, _ in figures.tensors)
-    return tuple(unit.name for unit in figures.units), edges
+    return tuple((unit.name, len(unit.experts)) for unit in figures.units), edges
 
 
 def _traced(
@@ -100,6 +108,7 @@ def _traced(
                 )
                 if unit.runs_again
                 else None,
+                experts=_experts(number, unit.experts, line),
             )
         )
         unknown += [(operation, unit.name) for operation in sorted(unit.unknown)]
@@ -114,6 +123,28 @@ def _traced(
         tensors,
         tuple(unknown),
         isinstance(module, HasUnits),
+    )
+
+
+def _experts(
+    number: int,
+    layers: tuple[ExpertLayer, ...],
+    line: Callable[[Callable[[ModelFigures], float]], Line],
+) -> TracedExperts | None:
+    """Of a unit whose layers have some."""
+    if not layers:
+        return None
+
+    def sums(figure: Callable[[ExpertLayer], float]) -> Line:
+        return line(lambda model: sum(map(figure, model.units[number].experts)))
+
+    return TracedExperts(
+        layers=len(layers),
+        experts=math.gcd(*(layer.experts for layer in layers)),
+        parameters=sum(layer.parameters for layer in layers),
+        flops=sums(lambda layer: layer.flops),
+        saved_bytes=sums(lambda layer: layer.saved_bytes),
+        sent_bytes=sums(lambda layer: layer.sent_bytes),
     )
 
 

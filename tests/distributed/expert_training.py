@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
-from strategies.errors import DataError
+from strategies.errors import DataError, ModelError
 from strategies.ir.kinds import EXCHANGE_KINDS, MICROBATCH_KINDS
 from strategies.plan import Recompute
 from strategies.runtime.lightning.strategy import PipelineStrategy
@@ -29,7 +29,7 @@ class Experts(nn.Module):
     expert_parameters = ("stacks.up", "stacks.down")
     expert_slices = {"stacks.up": 2, "stacks.down": 1}  # noqa: RUF012
 
-    def __init__(self, num_experts: int, *, one: bool) -> None:
+    def __init__(self, num_experts: int, *, one: bool, alone: bool = False) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.exchange: Any = None
@@ -41,7 +41,7 @@ class Experts(nn.Module):
                 "down": torch.randn(num_experts, 2 * HIDDEN, HIDDEN) / 4,
             }
         )
-        self._one = one
+        self._one, self._alone = one, alone
 
     def forward(self, stream: Tensor) -> Tensor:
         tokens = self.norm(stream).flatten(0, -2)
@@ -54,7 +54,7 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         rows = tokens[order // chosen.shape[1]]
         counts = torch.bincount(chosen.flatten(), minlength=self.num_experts)
-        around = self.exchange
+        around = None if self._alone else self.exchange
         found = (
             self.compute(rows, counts)
             if around is None
@@ -66,8 +66,9 @@ class Experts(nn.Module):
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         parts = torch.split(rows, counts.tolist())
-        pairs = zip(parts, self.stacks["up"], self.stacks["down"], strict=True)
-        return torch.cat([torch.tanh(part @ up) @ down for part, up, down in pairs])
+        pairs = zip(parts, self.stacks["up"], self.stacks["down"], strict=not self._alone)
+        found = torch.cat([torch.tanh(part @ up) @ down for part, up, down in pairs])
+        return functional.pad(found, (0, 0, 0, len(rows) - len(found)))
 
 
 class ExpertModel(pl.LightningModule):
@@ -79,7 +80,9 @@ class ExpertModel(pl.LightningModule):
             torch.manual_seed(4)
             self.embedding = nn.Embedding(VOCAB, HIDDEN)
             self.blocks = nn.ModuleList(
-                nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Experts(case.experts, one=case.one))
+                nn.Sequential(
+                    nn.Linear(HIDDEN, HIDDEN), Experts(case.experts, one=case.one, alone=case.alone)
+                )
                 for _ in range(4)
             )
             self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
@@ -126,6 +129,7 @@ class ExpertCase:
     expert_tp: bool = False
     experts: int = 4
     one: bool = False  # whether one expert gets all tokens
+    alone: bool = False  # whether a layer forgets that others have experts, too
     tied: bool = False
     rows: int = 4
     microbatches: int = 2
@@ -229,6 +233,24 @@ def reference_experts(case: ExpertCase) -> tuple[list[float], dict[str, Tensor]]
             optimizer.step()
             optimizer.zero_grad()
     return losses, dict(model.state_dict())
+
+
+def train_alone(case: ExpertCase) -> str:
+    """What a rank is told whose layer computes with its own experts only."""
+    strategy = PipelineStrategy(
+        dp=case.dp, tp=case.tp, ep=case.ep, num_microbatches=2, timeout_s=60, seed=0
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=strategy, logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False, max_steps=1,
+    )  # fmt: skip
+    try:
+        trainer.fit(ExpertModel(case), DataLoader(Sentences(case.rows * case.dp), batch_size=4))
+    except ModelError as error:
+        return str(error)
+    finally:
+        strategy.engine.close()
+    return ""
 
 
 class _Endless(IterableDataset[dict[str, Tensor]]):

@@ -21,6 +21,7 @@ from tests.distributed.expert_training import (
     ExpertCase,
     predict_unevenly,
     reference_experts,
+    train_alone,
     train_experts,
 )
 from tests.distributed.pool import Ranks
@@ -136,6 +137,15 @@ def test_replicas_that_exchange_tokens_refuse_to_evaluate_unevenly(
 ) -> None:
     for said in ranks(2).run(predict_unevenly, case=ExpertCase(dp=2, ep=2)):
         assert "predict with ep=2 over dp=2 replicas" in said
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 2, "ep": 2}, {"tp": 2}], ids=["spread", "shared"])
+def test_a_layer_that_does_not_ask_the_ranks_with_its_other_experts_is_refused(
+    degrees: dict[str, int], ranks: Callable[[int], Ranks]
+) -> None:
+    for said in ranks(2).run(train_alone, case=ExpertCase(**degrees, alone=True)):
+        assert "the experts of blocks.0.1 are shared by several ranks" in said
+        assert "calls exchange.around(compute, rows, counts)" in said
 
 
 def test_16_bit_weights_follow_those_of_one_rank(ranks: Callable[[int], Ranks]) -> None:

@@ -16,7 +16,7 @@ from launcher.checkpoints import check_model, hold
 from launcher.processes.failure import as_full_disk
 from launcher.processes.local import private_caches
 from launcher.workloads.transformer_shape import MoeShape, TransformerShape
-from strategies.errors import PlanError
+from strategies.errors import CheckpointError, PlanError
 from tests.forgery import write_bare
 from tests.launcher.command_line import launch_here, refused_here
 from tests.launcher.runs import MODEL
@@ -186,9 +186,16 @@ def test_a_dense_checkpoint_in_a_model_with_experts_and_the_other_way_round(refu
     assert sorted(message.partition(" Try ")[2].rstrip(".\n").split()) == words.split()
     message = refused([*MODEL, *experts, "mode=eval", f"checkpoint={sparse}"])
     assert "than model.shared_experts=0. Try model.shared_experts=1." in message
-    # Losses change no weight.
+    # Losses change no weight, nor does by how much a bias moves, where there is one.
     shape = TransformerShape(**{**SHAPE, "moe": replace(moe, balance_loss=0.5, z_loss=0.1)})
     check_model(sparse, shape)
+    slower = TransformerShape(**{**SHAPE, "moe": replace(moe, steering=0.001)})
+    with pytest.raises(CheckpointError, match=r"Try model\.bias_update_rate=0\.0\."):
+        check_model(sparse, slower)
+    steered = checkpoint_of(
+        tmp_path / "step-00000003.ckpt", moe=asdict(replace(moe, steering=0.01))
+    )
+    check_model(steered, slower)
 
 
 def test_a_vocabulary_smaller_than_that_of_the_data(refused, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,9 +21,17 @@ from launcher.planning.report import better_order, candidate_config
 from launcher.resolve import resolve
 from launcher.workloads.traced_shape import TracedShape
 from strategies.analysis.memory import peak_memory_bytes
-from strategies.costs.trace_file import Line, TracedAgain, TracedModel, TracedTensor, TracedUnit
+from strategies.costs.trace_file import (
+    Line,
+    TracedAgain,
+    TracedExperts,
+    TracedModel,
+    TracedTensor,
+    TracedUnit,
+)
 from strategies.errors import PlanError
 from strategies.planner.layout_search import search
+from strategies.planner.space import layouts
 from strategies.planner.unit_graph import UnitGraph, crossing_bytes, cut_in_order, skips
 from strategies.simulator.engine import simulate
 from tests.launcher.command_line import launch_here
@@ -272,6 +281,42 @@ def test_what_a_trace_cannot_tell_is_refused():
     assert "Try tp=1" in refused
     measured = replace(config_of(), hardware=HardwareConfig(measured_on="here", fit_error=0.02))
     assert question(measured, (), u_net()).config.hardware.fit_error == 0.02
+
+
+def mixture() -> TracedShape:
+    """A chain whose middle has experts, most of its weights and half of its work."""
+    experts = TracedExperts(1, 6, 600_000, Line(0.0, 5e8), Line(0.0, 2048.0), Line(0.0, 8192.0))
+    units = [unit(f"u{i}", 1e9) for i in range(6)]
+    units[2:4] = [replace(u, parameters=601_000, experts=experts) for u in units[2:4]]
+    tensors = tuple(TracedTensor(i, (i + 1,), Line(0.0, 4096.0)) for i in range(5))
+    model = TracedModel("Net", 1_206_000, tuple(units), tensors, declared=True)
+    return TracedShape(model, "my_net", 1, 4)
+
+
+def test_experts_of_a_traced_model_are_spread_and_their_exchange_is_priced(monkeypatch):
+    monkeypatch.setattr("launcher.resolve.brings_own", lambda option, name: name == "my_net")
+    config, traced = config_of(), mixture()
+    free = question(config, (), traced)
+    assert {layout.ep for layout in layouts(free.space, free.problem, 1, 1, 4)} == {1, 2}
+    found = {}
+    for ep in (1, 2):
+        pinned = replace(config, ep=ep)
+        asked = question(pinned, ("ep",), traced)
+        best = search(asked.problem, asked.space, top_k=1).plans[0]
+        run = resolve(candidate_config(pinned, best.candidate, traced, 16), traced=traced)
+        program = run.programs.train
+        assert simulate(program, run.costs).period == pytest.approx(best.step_time_s, rel=1e-9)
+        assert peak_memory_bytes(program, run.costs.table(program)) == best.rank_bytes
+        words = " ".join(str(item) for row in program.ranks for item in row)
+        assert ("DISPATCH" in words) == (ep == 2)
+        found[ep] = best
+    assert found[2].peak_bytes < found[1].peak_bytes - 4_000_000
+    for ep, shape, fix in ((4, traced, "num_experts=6 of model=my_net. Try ep=3"),
+                           (2, u_net(), "in a unit of pipeline_units). Try ep=1.")):  # fmt: skip
+        with pytest.raises(PlanError, match=re.escape(fix)):
+            question(replace(config, ep=ep), ("ep",), shape)
+    with pytest.raises(PlanError, match="Try tp=1"):
+        question(replace(config, ep=2, tp=2), ("ep", "tp"), traced)
 
 
 @pytest.mark.full

@@ -222,14 +222,17 @@ class _SharedExperts(nn.Module):
             result: Tensor = super().forward(hidden_states, ids, weights)
             return result
         tokens, chosen = hidden_states.reshape(-1, hidden_states.shape[-1]), ids.flatten()
-        counts = torch.bincount(chosen, minlength=self.num_experts)[: self.num_experts]
+        counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=chosen.device)
+        counts.scatter_add_(0, chosen.clamp(max=self.num_experts), torch.ones_like(chosen))
         # Ties stay in the order of the tokens, so the same routing gives the same sums everywhere.
-        order = chosen.argsort(stable=True)[: int(counts.sum())]
+        order = chosen.argsort(stable=True)
         # Repeated first: the gradient of a plain lookup would add up rows in any order on a GPU.
         repeated = tokens[:, None].expand(-1, ids.shape[-1], -1).reshape(len(chosen), -1)
         sent = repeated.index_select(0, order)
-        results = self.exchange.around(self._computed, sent, counts)
-        picked = results.new_zeros(len(chosen), results.shape[-1]).index_copy(0, order, results)
+        results = self.exchange.around(self._computed, sent, counts[:-1])
+        # Those behind the last expert's have not been sent.
+        own = order[: len(results)]
+        picked = results.new_zeros(len(chosen), results.shape[-1]).index_copy(0, own, results)
         weighted = picked.view(*weights.shape, -1) * weights[..., None]
         return weighted.sum(dim=1).to(hidden_states.dtype).view_as(hidden_states)
 

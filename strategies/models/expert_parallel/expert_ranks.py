@@ -42,6 +42,7 @@ class ExpertRanks:
         size: How many they are, ep >= 1.
         turns: Where a forward and a backward run in turn; else an exchange is waited for at once.
         slicers: Who shares each expert's matrices; None where they are whole.
+        num_calls: How often a layer has had rows computed.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ExpertRanks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.turns = turns
+        self.num_calls = 0
         # Is told of every exchange that begins, and whether it is one of gradients.
         self.watch: Callable[[dist.Work, bool], None] | None = None
         self.slicers = sharers if sliced else None
@@ -94,13 +96,14 @@ class ExpertRanks:
             compute: Of this rank's experts: rows ``[n, in]`` sorted by expert, and how many each
                 has ``[experts / ep]``, to ``[n, out]``. Takes no rows, too, and depends on the same
                 parameters then.
-            rows: ``[n, in]``, sorted by expert.
+            rows: ``[n, in]``, sorted by expert. Where no ranks have the same tokens more may stand
+                behind those of the last expert: they stay here.
             counts: How many rows each expert of the layer has, ``[experts]``, whole numbers.
             parts: Whether the caller has entered what rows are made of, and makes the sum itself of
                 what slices of experts give.
 
         Returns:
-            ``[n, out]`` in the order of ``rows``.
+            ``[counts.sum(), out]`` in the order of ``rows``.
         """
         if self.slicers is not None and not parts:
             return self.leave(self._exchanged(compute, self.enter(rows), counts))
@@ -137,13 +140,14 @@ class ExpertRanks:
         return gathered
 
     def _sent(self, rows: Tensor, counts: Tensor, share: _Share | None = None) -> Sent:
+        self.num_calls += 1
         if self._group is None:
             return Sent(rows, counts, None, share)
         told = counts.view(self.size, -1)
         heard = self._tell(told)
         away, here = torch.stack((told.sum(1), heard.sum(1))).tolist()
         way = _Way(self, away, here)
-        travelling: Tensor = _Depart.apply(rows, way)  # type: ignore[no-untyped-call]
+        travelling: Tensor = _Depart.apply(rows[: sum(away)], way)  # type: ignore[no-untyped-call]
         return Sent(travelling, heard, way, share)
 
     def _computed(self, compute: Compute, sent: Sent) -> Tensor:

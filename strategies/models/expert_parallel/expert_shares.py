@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import nn
@@ -47,10 +48,12 @@ class ExpertShares:
         """Looks at the layers; nothing is cut.
 
         Raises:
-            ModelError: There are none, and ep > 1; or ep does not divide their experts.
+            ModelError: There are none, and ep > 1; or ep does not divide their experts; or what
+                they declare is not there.
         """
         self.ranks = ranks
         layers = named_expert_layers(module)
+        _check_declared(layers)
         self.shards: dict[str, Shard | Grid] = {
             f"{name}.{inside}": _cut(module, ranks, name, layer, inside)
             for name, layer in layers
@@ -84,11 +87,42 @@ class ExpertShares:
                 path, _, leaf = inside.rpartition(".")
                 owner = layer.get_submodule(path)
                 whole = owner.get_parameter(leaf)
-                assert whole.shape[0] == layer.num_experts
                 if self.ranks.size > 1 or self.ranks.slicers is not None:
                     shard = self.shards[f"{name}.{inside}"]
                     share = shard.local(whole.detach(), self.ranks.place)
                     setattr(owner, leaf, nn.Parameter(share, requires_grad=whole.requires_grad))
+
+
+def _check_declared(layers: Sequence[tuple[str, HasExperts]]) -> None:
+    """Refuses stacks that are not there, are not one matrix per expert, or have two names.
+
+    Raises:
+        ModelError: Names the layer and the parameter.
+    """
+    seen: dict[int, str] = {}
+    for name, layer in layers:
+        assert isinstance(layer, nn.Module)
+        found = dict(layer.named_parameters(remove_duplicate=False))
+        for inside in layer.expert_parameters:
+            stack = found.get(inside)
+            if stack is None:
+                raise ModelError(
+                    f"expert_parameters of {name} names {inside!r}, and the layer has no such "
+                    f"parameter. Name what it has: {', '.join(found) or 'none'}."
+                )
+            if not stack.dim() or stack.shape[0] != layer.num_experts:
+                raise ModelError(
+                    f"{name}.{inside} has the shape {tuple(stack.shape)}, and its layer says "
+                    f"num_experts={layer.num_experts}. Stack what experts have along the first "
+                    "dimension, one per expert of the whole layer."
+                )
+            other = seen.setdefault(id(stack), f"{name}.{inside}")
+            if other != f"{name}.{inside}":
+                raise ModelError(
+                    f"{name}.{inside} and {other} are one parameter, and experts that layers "
+                    "share cannot be spread over ranks. Give each layer its own, or use ep=1 and "
+                    "tp=1."
+                )
 
 
 def _cut(

@@ -71,6 +71,18 @@ def test_a_schedule_continues_from_its_state():
     assert resumed.get_last_lr() == scheduler.get_last_lr()
 
 
+def test_biases_of_routers_move_by_the_rate_of_the_run_that_goes_on():
+    bias = nn.Parameter(torch.zeros(2))
+    made = [
+        build_optimizer([bias], OptimizerConfig(), steering=Steering([bias], rate))
+        for rate in (0.5, 0.125)
+    ]
+    made[1].load_state_dict(made[0].state_dict())
+    bias.grad = torch.tensor([3.0, -1.0])
+    made[1].step()
+    assert bias.tolist() == [-0.125, 0.125]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

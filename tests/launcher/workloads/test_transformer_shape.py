@@ -257,4 +257,6 @@ def test_a_token_goes_to_no_more_experts_than_there_are():
 def test_some_layer_has_experts():
     with pytest.raises(PlanError, match=r"none of model.layers=2 .*first_dense_layers=1\.$"):
         replace(LLAMA, moe=MoeShape(4, 2, 8, first_dense=2))
+    with pytest.raises(PlanError, match=r"first_dense_layers=0 model.expert_every=2\.$"):
+        replace(LLAMA, moe=MoeShape(4, 2, 8, every=3))
     assert replace(LLAMA, layers=6, moe=MoeShape(4, 2, 8, 0, 1, 2)).moe_layers == (2, 4)

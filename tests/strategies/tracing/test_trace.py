@@ -12,7 +12,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.loads import selective_shares
-from launcher.workloads.transformer_shape import TransformerShape, unit_specs
+from launcher.workloads.transformer_shape import MoeShape, TransformerShape, unit_specs
+from launcher.workloads.transformer_share import expert_part
+from strategies.costs.trace_file import dump_trace, parse_trace
 from strategies.errors import ModelError
 from strategies.models.flops import FlopCount, formula_of
 from strategies.models.replay.gate import call_step
@@ -72,6 +74,21 @@ def test_the_built_in_transformer_is_what_its_formulas_say(shape):
     assert sum(unit.saved_bytes.at(1) for unit in trace.units) / 4 == pytest.approx(
         sum(spec.saved_elements for spec in specs), rel=0.05
     )
+
+
+def test_experts_that_ranks_can_share_are_what_their_formulas_say():
+    moe = MoeShape(experts=6, per_token=2, ffn=32, shared=1, first_dense=1)
+    shape = TransformerShape(**SIZES, kv_heads=2, moe=moe)
+    trace, part = trace_of(shape), expert_part(shape)
+    assert parse_trace(dump_trace(trace)) == trace
+    mixed = [unit for unit in trace.units if unit.experts is not None]
+    assert [unit.name for unit in mixed] == [unit_specs(shape)[n].name for n in (4, 6)]
+    for found in (unit.experts for unit in mixed):
+        assert found is not None
+        assert (found.layers, found.experts, found.parameters) == (1, 6, part.parameters)
+        assert (found.flops.fixed, found.flops.per_row) == (0, part.forward_flops)
+        assert found.sent_bytes.at(3) == 4 * 3 * part.exchanged
+        assert found.saved_bytes.at(3) == pytest.approx(4 * 3 * part.saved_elements, rel=0.05)
 
 
 def test_a_13b_model_is_traced_without_its_weights():

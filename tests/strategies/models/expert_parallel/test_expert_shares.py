@@ -38,11 +38,31 @@ def test_a_rank_keeps_its_experts_and_who_has_the_others():
     assert module[1].exchange is ranks
 
 
+class Misnamed(Layer):
+    expert_parameters = ("up", "down")
+
+
+class Flat(Layer):
+    def __init__(self, num_experts):
+        super().__init__(num_experts)
+        self.up = nn.Parameter(torch.zeros(2, num_experts))
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Layer(4), Layer(4)
+        self.second.up = self.first.up
+
+
 @pytest.mark.parametrize(
     ("layer", "ep", "message"),
     [
         (Layer(6), 4, "ep=4 does not divide the 6 experts of 1. Try ep=3."),
         (nn.Linear(2, 2), 2, "no layer that declares experts"),
+        (Misnamed(4), 2, "of 1 names 'down', and the layer has no such parameter. .*: up."),
+        (Flat(4), 2, r"1.up has the shape \(2, 4\), and its layer says num_experts=4"),
+        (Twice(), 2, "1.second.up and 1.first.up are one parameter"),
     ],
 )
 def test_experts_that_cannot_be_spread_are_refused(layer, ep, message):
