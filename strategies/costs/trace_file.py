@@ -219,11 +219,11 @@ _AGAIN = ("saved_bytes", "flops", "elements")
 
 
 def _experts(entry: Mapping[str, Any]) -> TracedExperts:
-    counts = [int(entry[name]) for name in ("layers", "experts", "parameters")]
-    if min(counts) < 1:
-        raise ValueError(f"{counts} layers, experts and parameters")
+    layers, experts, parameters = (int(entry[n]) for n in ("layers", "experts", "parameters"))
+    if min(layers, experts, parameters) < 1:
+        raise ValueError(f"{layers} layers with {experts} experts of {parameters} parameters")
     lines = (_line(entry[name]) for name in ("flops", "saved_bytes", "sent_bytes"))
-    return TracedExperts(*counts, *lines)
+    return TracedExperts(layers, experts, parameters, *lines)
 
 
 def _tensor(entry: Mapping[str, Any], count: int) -> TracedTensor:

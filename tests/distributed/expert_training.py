@@ -60,6 +60,7 @@ class Experts(nn.Module):
             if around is None
             else around.around(self.compute, rows, counts)
         )
+        found.mul_(2.0)  # It is the layer's own, wherever it has been computed.
         back = torch.empty_like(found).index_copy(0, order, found)
         mixed = (back.view(*chosen.shape, HIDDEN) * weights.unsqueeze(-1)).sum(1)
         return stream + mixed.view_as(stream)

@@ -223,11 +223,10 @@ class _Way:
         self.sent: Tensor | None = None  # which is read until the work has ended
         self._filled: Tensor | None = None
 
-    def begin(self, rows: Tensor, *, back: bool) -> Tensor:
+    def begin(self, rows: Tensor, *, back: bool) -> None:
         away, here = (self.here, self.away) if back else (self.away, self.here)
         self.sent = rows.contiguous()
         self._filled, self.work = self.ranks.depart(self.sent, away, here, gradients=back)
-        return self._filled
 
     def end(self) -> Tensor:
         """What has arrived."""
@@ -240,7 +239,7 @@ class _Way:
 class Sent(NamedTuple):
     """Rows on their way to their experts."""
 
-    rows: Tensor
+    rows: Tensor  # where they travel an empty tensor, which only ties both ends together
     counts: Tensor  # of each expert's rows here, by the rank that sends them; or of all rows
     way: _Way | None  # None where nothing travels
     share: _Share | None  # of ranks with the same tokens, this one's
@@ -252,7 +251,8 @@ class _Depart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, way: _Way) -> Tensor:
         ctx.way = way
-        return way.begin(rows, back=False)
+        way.begin(rows, back=False)
+        return rows.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -260,18 +260,20 @@ class _Depart(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """Waits for an exchange; in the backward, begins that of gradients."""
+    """Waits for an exchange; in the backward, begins that of gradients.
+
+    What has arrived is nobody's view: whoever reads it may write to it.
+    """
 
     @staticmethod
     def forward(ctx: Any, travelling: Tensor, way: _Way) -> Tensor:
         ctx.way = way
-        way.end()
-        return travelling.view_as(travelling)
+        return way.end()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.way.begin(gradient, back=True)
-        return gradient, None  # In the place of what is on its way, which has another shape.
+        return gradient.new_empty(0), None
 
 
 class _Share:
