@@ -449,17 +449,22 @@ class AnalyticCosts:
         # Weight gradients of what is cut along the sequence gather their inputs again.
         gathered = back / 2 if self.sequence_parallel else 0.0
         forward, inputs, weights, again = self._computed(load)
-        travel, wait = self._exchange(load.exchanged), self._waiting(load)
+        wait, (there, whole, half) = self._waiting(load), self.travelling(load)
         forward, inputs, weights = forward + wait, inputs + wait, weights + wait
-        again += self._sums(load.again_sums) + self._exchange(load.again_exchanged)
-        # A whole backward has both halves of the shared experts' own to run meanwhile.
-        one, both = self._beside(load, 1.0), self._beside(load, 2.0)
+        again += self._sums(load.again_sums)
         return (
-            forward + summed + travel - one,
-            again + inputs + travel - both + max(weights, back + gathered),
-            again + inputs + travel - one + back,
+            forward + summed + there,
+            again + inputs + whole + max(weights, back + gathered),
+            again + inputs + half + back,
             weights + gathered,
         )
+
+    def travelling(self, load: Load) -> tuple[float, float, float]:
+        """Seconds of an F, a B and an I in which tokens are on their way to experts and back."""
+        travel, again = self._exchange(load.exchanged), self._exchange(load.again_exchanged)
+        # A whole backward has both halves of the shared experts' own to run meanwhile.
+        one, both = self._beside(load, 1.0), self._beside(load, 2.0)
+        return travel - one, again + travel - both, again + travel - one
 
     def _beside(self, load: Load, passes: float) -> float:
         """What of an exchange's first way runs under shared experts, of so many times a forward."""

@@ -1,14 +1,15 @@
 """Costs from a measurement: what units took on the machine at hand, put together per stage.
 
 A stage takes what any stage takes, and what each of its units adds. What was not measured (links
-between nodes, weights and optimizer state, rings of many ranks) is computed as analytic costs are,
-with the measured links in place of assumed ones.
+between nodes, weights and optimizer state, rings of many ranks, tokens that travel to experts of
+other ranks) is computed as analytic costs are, with the measured links in place of assumed ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add, sub
 
 from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.hardware import Hardware
@@ -63,19 +64,22 @@ class ProfiledCosts:
         assert links.memory is not None
         memory = self._memory(figures, links.memory)
 
-        def sums(name: str) -> tuple[float, ...]:
+        there, whole, half = self._travelling()
+
+        def sums(name: str, more: Sequence[float] | None = None) -> tuple[float, ...]:
             fixed: float = getattr(figures.fixed, name)
             each: list[float] = [getattr(unit.seconds, name) for unit in figures.units]
-            return tuple(fixed + sum(each[kind] for kind in stage) for stage in self.stages)
+            found = (fixed + sum(each[kind] for kind in stage) for stage in self.stages)
+            return tuple(found if more is None else map(add, found, more))
 
         return replace(
             links,
             name="profiled",
-            forward=sums("forward"),
-            backward=sums("backward"),
-            backward_input=sums("backward_input"),
+            forward=sums("forward", there),
+            backward=sums("backward", whole),
+            backward_input=sums("backward_input", half),
             backward_weight=sums("backward_weight"),
-            recompute=sums("recompute"),
+            recompute=sums("recompute", there),
             step=self._steps(program, sums("step"), gathered),
             reduce=reductions.reduce,
             gather=reductions.gather,
@@ -99,6 +103,15 @@ class ProfiledCosts:
     def transport(self) -> Transport:
         return self.assumed.transport
 
+    def _travelling(self) -> list[tuple[float, ...]]:
+        """Per stage of an F, a B and an I, what tokens travel beyond what was measured (ep=1)."""
+        spread = self._with(self.profile.messages)
+        if spread.ep == 1:
+            return [(0.0,) * len(self.stages)] * 3
+        alone = replace(spread, ep=1)
+        found = [map(sub, spread.travelling(n), alone.travelling(n)) for n in spread.stages]
+        return list(zip(*found, strict=True))
+
     def _with(self, link: Link | None) -> AnalyticCosts:
         """The assumptions, with a measured link between ranks of a node."""
         if link is None:
@@ -117,6 +130,9 @@ class ProfiledCosts:
         for stage, took in enumerate(whole):
             owners = placement.owners(stage)
             shares = len(owners) * self.assumed.dp if stage in gathered else 1
+            load = self.assumed.stages[stage]
+            if load.experts:
+                took *= self.assumed.held(load) / load.parameters
             most = max(len(placement.stages_of(owner)) for owner in owners)
             took = took / shares + memory_bound(self.hardware, copied[stage])
             steps.append(took + self.profile.rest_s / most)

@@ -56,6 +56,24 @@ def test_replicas_share_updates_with_zero1():
     assert found.step[0] == pytest.approx((0.05 + 0.2) / 4 + 0.25)
 
 
+def test_tokens_travel_beside_what_was_measured():
+    experts = {"experts": 1600, "exchanged": (40,)}
+    loads = (Load(1e9, 1000, 50, 500), Load(2e9, 2000, 10, 700, **experts))
+    assumed = AnalyticCosts(loads, HARDWARE, dp=2, ep=2)
+    program = compile_program(schedule="1f1b", pp=2, num_microbatches=4, buckets=1)
+    found = ProfiledCosts(PROFILE, STAGES, 1, assumed).table(program)
+    before = table(dp=2)
+    # Of 40 elements half to the other one and back, and before that how many, a latency each.
+    travel = 2 * (40 * 4 / 2 / 1e9 + 1e-4) + 1e-4
+    for name in ("forward", "backward", "backward_input", "recompute"):
+        first, second = getattr(found, name)
+        assert first == getattr(before, name)[0]
+        assert second - getattr(before, name)[1] == pytest.approx(travel, rel=1e-6)
+    assert found.backward_weight == before.backward_weight
+    assert found.exchange[1] == pytest.approx(2 * (40 * 4 / 2 / 1e9 + 1e-4))
+    assert found.step[1] - 0.25 == pytest.approx((before.step[1] - 0.25) * 1200 / 2000)
+
+
 def test_memory_is_measured_and_state_computed():
     memory = table().memory
     assert memory.activations == (200, 300)
