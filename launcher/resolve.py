@@ -49,6 +49,7 @@ from strategies.plan import (
     check_experts,
     num_buckets,
     refuse_split_backward,
+    sharing_late,
 )
 from strategies.planner.cut import balance, by_counts
 from strategies.planner.problem import handing
@@ -315,6 +316,8 @@ def _refuse_late(
         if isinstance(shape, HfShape)
         else bool(getattr(shape, "tie_embeddings", False)),
     )
+    if not schedule.synchronous and (config.ep > 1 or (config.tp > 1 and config.model.experts)):
+        raise PlanError(sharing_late(schedule.name, ep=config.ep, tp=config.tp))
     if schedule.synchronous or plan.costs is None or plan.memory_bytes is None:
         return
     held = peak_memory(programs.train, plan.costs.table(programs.train))

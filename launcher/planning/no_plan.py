@@ -39,14 +39,11 @@ def refuse(asked: Question, answer: Answer) -> PlanError:
     if answer.rejected.tp and all(tp in answer.rejected.tp for tp, _, _ in found):
         return PlanError(answer.rejected.tp[found[0][0]])
     left = [(tp, dp) for tp, _, dp in found if tp not in answer.rejected.tp]
-    if space.ep is not None and not any(
-        expert_degrees(space, asked.problem, tp, dp) for tp, dp in left
-    ):
+    usable = [dp for tp, dp in left if expert_degrees(space, asked.problem, tp, dp)]
+    if not usable:
         return PlanError(_experts(asked, left))
-    if answer.num_candidates == 0 and answer.rejected.batch:
-        usable = [dp for tp, _, dp in found if tp not in answer.rejected.tp]
-        if all(dp in answer.rejected.batch for dp in usable):
-            return PlanError(_batch(asked, usable))
+    if answer.num_candidates == 0 and all(dp in answer.rejected.batch for dp in usable):
+        return PlanError(_batch(asked, usable))
     return PlanError(
         f"schedule={space.schedule or 'any'} runs on none of the degrees of {space.num_gpus} GPUs "
         f"that are left{_pins(asked)}: its rules or its number of stages do not fit. "

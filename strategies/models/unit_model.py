@@ -308,7 +308,7 @@ class UnitModel(StageModel):
             if seed is not None:
                 reseed(seed, index)
             layer = None if self._joined else self._selective.get(index)
-            unit = self._runs[index]
+            unit: Callable[..., Any] = self._runs[index]
             if index in self._unseen:
                 unit = partial(self._run_first, index)
             result = unit(*tensors) if layer is None else layer.run(unit, tensors, {})

@@ -26,7 +26,7 @@ from strategies.plan import Recompute
 from strategies.planner.group import Group, expected_bytes, groups, under
 from strategies.planner.outcome import Evaluator, Outcome, Refusal, program_of
 from strategies.planner.problem import Candidate, Layout, Order, Problem
-from strategies.planner.space import LEANER, Space, degrees, layouts, orders
+from strategies.planner.space import LEANER, Space, degrees, expert_degrees, layouts, orders
 from strategies.planner.step_bound import ideal_time
 
 _SHORT = 4096  # Instructions of what is compiled in a fraction of a second.
@@ -304,6 +304,8 @@ def _layouts(problem: Problem, space: Space, rejected: Rejected) -> Iterator[Lay
         if refused is not None:
             rejected.tp[tp] = refused
             continue
+        if not expert_degrees(space, problem, tp, dp):
+            continue  # as the pinned ep says
         found = layouts(space, problem, tp, pp, dp)
         if not found:
             rejected.batch.add(dp)

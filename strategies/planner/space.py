@@ -168,11 +168,13 @@ def orders(
 ) -> list[Order]:
     """Schedules with all numbers of stages that the model has layers for."""
     mario = recompute.policy == "mario" and space.recompute is None
-    moves = recompute.policy in ("mario", "optimal")
+    # Experts that ranks share are updated by all of them together.
+    shared = layout.ep > 1 or (layout.tp > 1 and problem.num_experts > 0)
+    flushes = shared or recompute.policy in ("mario", "optimal")
     return [
         order
         for order in _orders(space, problem.num_units, layout, mario)
-        if not (moves and order.schedule == _LATE)
+        if not (flushes and order.schedule == _LATE)
     ]
 
 
@@ -210,7 +212,7 @@ def _may_be_late(space: Space, schedule: Schedule, layout: Layout) -> bool:
     """Whether a schedule without a flush may be a plan; there is none to spare on one rank."""
     if schedule.synchronous:
         return True
-    alone = layout.pp == 1 or layout.ep > 1 or space.split_backward
+    alone = layout.pp == 1 or space.split_backward
     return space.asynchronous and schedule.name == _LATE and not alone
 
 

@@ -189,6 +189,7 @@ FIRST_HOUR = [
     ("mode=plan model.experts=4 tp=1 expert_tp=true", "and tp=1. Try tp=2, or expert_tp=false."),
     ("mode=plan expert_tp=true", "has none. Try expert_tp=false, or model.experts=8."),
     ("mode=plan planner.num_gpus=4 model.experts=6 ep=3", "of 4 GPUs. Try ep=2, or without ep=."),
+    ("model=tiny_moe pp=2 dp=2 ep=2 schedule=pipedream_2bw", "Try schedule=1f1b, or ep=1 and tp=1"),
     ("model.experts=8 dp=3 ep=2", "the 3 ranks that the experts of a stage are spread over"),
     ("model.experts=8 dp=2 ep=2 sequence_parallel=true tp=2", "balance loss"),
     ("pp=1,2", "Try -m pp=1,2"),
