@@ -235,3 +235,24 @@ def test_without_a_number_pinned_degrees_or_this_machine_give_it(
     monkeypatch.setattr("launcher.planning.question.num_places", lambda _: 2)
     config = config_of(**degrees, planner={"global_batch_size": 24}, model={"vocab": 512})
     assert question(config, pinned).space.num_gpus == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "mode=plan model.experts=4 tp=1 expert_tp=true",
+            "and tp=1. Try tp=2, or expert_tp=false.",
+        ),
+        (
+            "mode=plan planner.num_gpus=4 model.experts=6 ep=3",
+            "of 4 GPUs. Try ep=2, or without ep=.",
+        ),
+        ("mode=validate model=tiny_moe pp=2 dp=2 ep=2 schedule=pipedream_2bw", "or ep=1 and tp=1."),
+    ],
+)
+def test_experts_that_no_layout_or_schedule_takes_are_refused(words, told, tmp_path):
+    done = launch_here(words.split(), tmp_path)
+    assert (done.code, done.output) == (2, "")
+    assert done.errors.count("error: ") == 1
+    assert told in done.errors
