@@ -49,7 +49,6 @@ from strategies.plan import (
     check_experts,
     num_buckets,
     refuse_split_backward,
-    sharing_late,
 )
 from strategies.planner.cut import balance, by_counts
 from strategies.planner.problem import handing
@@ -317,7 +316,11 @@ def _refuse_late(
         else bool(getattr(shape, "tie_embeddings", False)),
     )
     if not schedule.synchronous and (config.ep > 1 or (config.tp > 1 and config.model.experts)):
-        raise PlanError(sharing_late(schedule.name, ep=config.ep, tp=config.tp))
+        raise PlanError(
+            f"schedule={schedule.name} never drains, and experts that ranks share (ep={config.ep}, "
+            f"tp={config.tp}) are updated by all of them together at the end of a step. Try "
+            "schedule=1f1b, or ep=1 and tp=1."
+        )
     if schedule.synchronous or plan.costs is None or plan.memory_bytes is None:
         return
     held = peak_memory(programs.train, plan.costs.table(programs.train))

@@ -343,14 +343,6 @@ def indivisible(ep: int, *, dp: int, tp: int) -> str:
     )
 
 
-def sharing_late(schedule: str, *, ep: int, tp: int) -> str:
-    """What is said where experts that ranks share would be updated without a flush."""
-    return (
-        f"schedule={schedule} never drains, and experts that ranks share (ep={ep}, tp={tp}) are "
-        "updated by all of them together at the end of a step. Try schedule=1f1b, or ep=1 and tp=1."
-    )
-
-
 def num_buckets(num_bytes: int, bucket_mb: float) -> int:
     """Buckets for a stage's gradient: equal shares of at most ``bucket_mb`` MiB, at least one.
 

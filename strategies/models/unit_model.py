@@ -330,9 +330,9 @@ class UnitModel(StageModel):
             layers = named_expert_layers(self._runs[index], name)
             raise ModelError(
                 f"the experts of {', '.join(layer for layer, _ in layers)} are shared by several "
-                f"ranks, and the forward of {name} has computed without them. Where `exchange` is "
-                "not None a layer calls exchange.around(compute, rows, counts) in place of "
-                "compute(rows, counts)."
+                f"ranks, and the forward of {name} has computed without them. Call "
+                "exchange.around(compute, rows, counts) in place of compute(rows, counts) where "
+                "`exchange` is not None."
             )
         self._unseen.discard(index)
         return result

@@ -145,7 +145,7 @@ def test_a_layer_that_does_not_ask_the_ranks_with_its_other_experts_is_refused(
 ) -> None:
     for said in ranks(2).run(train_alone, case=ExpertCase(**degrees, alone=True)):
         assert "the experts of blocks.0.1 are shared by several ranks" in said
-        assert "calls exchange.around(compute, rows, counts)" in said
+        assert "Call exchange.around(compute, rows, counts)" in said
 
 
 def test_16_bit_weights_follow_those_of_one_rank(ranks: Callable[[int], Ranks]) -> None:

@@ -108,13 +108,13 @@ def _check_declared(layers: Sequence[tuple[str, HasExperts]]) -> None:
             if stack is None:
                 raise ModelError(
                     f"expert_parameters of {name} names {inside!r}, and the layer has no such "
-                    f"parameter. Name what it has: {', '.join(found) or 'none'}."
+                    f"parameter. Give names that it has: {', '.join(found) or 'none'}."
                 )
             if not stack.dim() or stack.shape[0] != layer.num_experts:
                 raise ModelError(
                     f"{name}.{inside} has the shape {tuple(stack.shape)}, and its layer says "
-                    f"num_experts={layer.num_experts}. Stack what experts have along the first "
-                    "dimension, one per expert of the whole layer."
+                    f"num_experts={layer.num_experts}. Give it one entry per expert of the "
+                    "whole layer, along the first dimension."
                 )
             other = seen.setdefault(id(stack), f"{name}.{inside}")
             if other != f"{name}.{inside}":

@@ -22,7 +22,7 @@ from strategies.models.expert_parallel import ExpertRanks, Turns
 from strategies.models.selective.policy import Selection
 from strategies.models.stage_model import Mode, StageModel
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
-from strategies.plan import Options, Plan, num_buckets, sharing_late
+from strategies.plan import Options, Plan, num_buckets
 from strategies.planner.cut import balance, by_counts
 from strategies.runtime.engine.plan_choice import chosen_plan
 from strategies.runtime.messages import mesh
@@ -102,8 +102,11 @@ class RankSetup:
             self.exchangers = self._expert_ranks(turns)
             model.spread(self.exchangers)
         if model.experts and not schedule_of(plan).synchronous:
-            where = coordinates
-            raise ModelError(sharing_late(plan.schedule, ep=where.ep, tp=where.tp))
+            raise ModelError(
+                f"schedule={plan.schedule} never drains, and experts that ranks share (ep="
+                f"{coordinates.ep}, tp={coordinates.tp}) are updated by all of them together at "
+                "the end of a step. Try schedule=1f1b, or ep=1 and tp=1."
+            )
         if plan.pairs and not model.experts:
             raise ModelError(
                 "overlap.exchange=true runs the exchange of experts' tokens under the compute of "
