@@ -116,11 +116,16 @@ def _outcome(run: Run, run_dir: Path, checkpoint: Path | None) -> dict[str, Any]
 
 
 def _check_alone(config: LaunchConfig, does: str, where: str) -> None:
-    if config.pp != 1 or config.tp != 1 or config.dp not in (1, "auto"):
+    if config.pp != 1 or config.tp != 1 or config.ep != 1 or config.dp not in (1, "auto"):
+        asked = f"pp={config.pp} dp={config.dp} tp={config.tp}"
+        alone = "pp=1 dp=1 tp=1"
+        if config.ep > 1:
+            asked, alone = f"{asked} ep={config.ep}", f"{alone} ep=1"
+        if config.expert_tp:
+            alone += " expert_tp=false"
         raise PlanError(
-            f"mode={config.mode} {does} the whole model {where} one process, not {where} "
-            f"pp={config.pp} dp={config.dp} tp={config.tp}. Try mode={config.mode} pp=1 dp=1 tp=1 "
-            "(any checkpoint can be read so)."
+            f"mode={config.mode} {does} the whole model {where} one process, not {where} {asked}. "
+            f"Try mode={config.mode} {alone} (any checkpoint can be read so)."
         )
 
 
