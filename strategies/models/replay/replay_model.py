@@ -351,7 +351,7 @@ class ReplayModel(CutModule):
     ) -> StageOutput:
         shares = None if self._sharding is None else self._sharding.values
         whole = _as_it_is if shares is None else shares.whole_of
-        logs = LogCapture(lambda value: run.on_log(), self._module, whole)
+        logs = LogCapture(run.on_log, self._module, whole)
         try:
             run.begin()
             gates = gated(self._module, self._modules, logs.log, logs.log_dict)

@@ -138,9 +138,14 @@ class StageRun(ShapeMode):
         if self._leave is not None and not self._due():
             raise self._other_path("it ended earlier", "its return")
 
-    def on_log(self) -> bool:
+    def on_log(self, value: Any) -> bool:
         """Whether a log call at this moment belongs to this stage."""
         self._exit_if_due()
+        if self._position[0] == 0:  # All stages come here, and one of them has the parameter.
+            if isinstance(value, Hole) and value.parameter is not None:
+                return False
+            if isinstance(value, nn.Parameter):
+                return True
         return self._active
 
     # -- calls -----------------------------------------------------------------------------

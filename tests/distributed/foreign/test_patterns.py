@@ -135,15 +135,23 @@ class Rates(Net):
 
 
 class Progress(Net):
-    """A loss that depends on how far the training is, and on what was logged."""
+    """A loss that depends on how far the training is, and on what was logged.
+
+    A parameter of the last stage is logged before the first layer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("scale", self.scale)
         it: Any = self.trainer
         done = (batch_idx + 1) / it.num_training_batches + it.current_epoch
         weight = done + self.global_step / it.estimated_stepping_batches + it.is_last_batch
         weight += len(it.train_dataloader) + float(it.callback_metrics.get("weight", 0))
         self.log("weight", weight / 100)
-        return super().training_step(batch, batch_idx) * weight / 10
+        return super().training_step(batch, batch_idx) * weight * self.scale
 
 
 # -- optimizers over a part of the model ----------------------------------------------------------
