@@ -127,14 +127,23 @@ class Timeline:
         return max(0.0, max(reduced) - max(computed))
 
     def _waits_for_reduction(self, rank: int) -> float:
-        """The longest that a STEP of the rank waits behind its last compute, before the drain."""
+        """The longest that a STEP waits for its REDUCEs behind the last compute, before the drain.
+
+        Measured, it may wait for more: for the verdict on its update, or for hooks.
+        """
         events = list(self.events(rank))
         while events and events[-1].instruction.kind is not Kind.F:
             events.pop()
         free, longest = 0.0, 0.0
+        reduced: dict[tuple[int, int | None], float] = {}
         for event in events:
-            if event.instruction.kind is Kind.STEP:
-                longest = max(longest, event.start - free)
-            if event.instruction.kind in COMPUTE_KINDS:
+            item = event.instruction
+            if item.kind is Kind.REDUCE:
+                key = item.stage, item.version
+                reduced[key] = max(reduced.get(key, 0.0), event.end)
+            if item.kind is Kind.STEP:
+                complete = reduced.get((item.stage, item.version), 0.0)
+                longest = max(longest, min(event.start, complete) - free)
+            if item.kind in COMPUTE_KINDS:
                 free = max(free, event.end)
         return longest

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from launcher.report.ascii import legend
@@ -62,6 +64,20 @@ def test_reductions_run_under_the_next_batch():
     late = compile_program(schedule="pipedream_2bw", pp=4, num_microbatches=6)
     assert measure(simulate(late, costs), costs).exposed_grad_reduce == 0
     assert measure(simulate(late, costs), costs).period == 18
+    # One that outlasts them is waited for; a rank that waits for something else says nothing of it.
+    long = UniformCosts(grad_reduce=60.0)
+    waited = measure(simulate(late, long), long).exposed_grad_reduce
+    assert waited > 0
+    for buckets, found in ((1, waited), (0, 0)):
+        program = compile_program(
+            schedule="pipedream_2bw", pp=4, num_microbatches=6, buckets=buckets
+        )
+        timeline = simulate(program, long)
+        start = [
+            [at + 5 * (i.kind is Kind.STEP) for i, at in zip(row, times, strict=True)]
+            for row, times in zip(program.ranks, timeline.start, strict=True)
+        ]
+        assert replace(timeline, start=start).exposed_grad_reduce == found
     flushed = compile_program(schedule="1f1b", pp=4, num_microbatches=6)
     assert measure(simulate(flushed, costs), costs).exposed_grad_reduce > 0
 
