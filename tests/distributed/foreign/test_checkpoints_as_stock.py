@@ -210,22 +210,36 @@ def save_partly(layout: str | None, path: str, after: str, kind: str = "auto") -
     return {"end": end, "written": [{key: one[key] for key in keys} for one in written]}
 
 
+def places(folder: Path) -> dict[str, str]:
+    return {"path": str(folder / "first.ckpt"), "after": str(folder / "second.ckpt")}
+
+
+@pytest.fixture(scope="module")
+def stock_partly(
+    ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What stock Lightning writes and ends with; the same for every layout."""
+    folder = tmp_path_factory.mktemp("stock")
+    found: list[dict[str, Any]] = ranks(1).run(save_partly, layout=None, **places(folder))
+    return found[0]
+
+
 @pytest.mark.parametrize(("layout", "kind"), [("1f1b", "auto"), ("zb_v", "folder")])
 def test_hooks_find_the_whole_state_in_checkpoints(
-    layout: str, kind: str, ranks: Callable[[int], Ranks], tmp_path: Path
+    layout: str,
+    kind: str,
+    stock_partly: dict[str, Any],
+    ranks: Callable[[int], Ranks],
+    tmp_path: Path,
 ) -> None:
-    def paths(name: str) -> dict[str, str]:
-        return {"path": str(tmp_path / f"{name}.ckpt"), "after": str(tmp_path / f"{name}2.ckpt")}
-
-    (stock,) = ranks(1).run(save_partly, layout=None, **paths("stock"))
-    for found in ranks(2).run(save_partly, layout=layout, kind=kind, **paths("own")):
-        for one, other in zip(found["written"], stock["written"], strict=True):
+    for found in ranks(2).run(save_partly, layout=layout, kind=kind, **places(tmp_path)):
+        for one, other in zip(found["written"], stock_partly["written"], strict=True):
             assert one["norm"] == pytest.approx(other["norm"])
             for key in ("state_dict", "doubled"):
                 assert sorted(one[key]) == sorted(other[key])
                 for name, value in other[key].items():
                     assert torch.allclose(one[key][name], value, atol=1e-10), name
-        for name, value in stock["end"].items():
+        for name, value in stock_partly["end"].items():
             assert torch.allclose(found["end"][name], value, atol=1e-10), name
 
 
