@@ -32,16 +32,12 @@ _ROUNDS, _PRODUCTS = 10, 4
 
 
 def measure_links(
-    first: int, second: int, *, backend: str, device: torch.device, in_pairs: bool = False
+    first: int, second: int, *, backend: str, device: torch.device
 ) -> tuple[Link, Link] | None:
-    """(messages, reductions) between two global ranks, None on others; collective over all.
-
-    With ``in_pairs`` collective over the two, so that each rank may name its own pair: ranks that
-    share cores then hinder each other as they do in training.
-    """
+    """(messages, reductions) between two global ranks, None on others; collective over all."""
     members = sorted({first, second})
     kind = "nccl" if backend == "nccl" else "gloo"
-    group = dist.new_group(members, backend=kind, use_local_synchronization=in_pairs)
+    group = dist.new_group(members, backend=kind)
     # NCCL pairs messages by their order per communicator: one for each direction.
     pairs = [dist.new_group(members, backend=kind) for _ in range(2)] if kind == "nccl" else []
     rank = dist.get_rank()

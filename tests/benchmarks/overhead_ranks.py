@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from strategies.ir.kinds import MICROBATCH_KINDS
-from strategies.profiling.link_times import measure_links
 from strategies.runtime.step.recorder import StepRecord
+from tests.benchmarks.busy_link import busy_link
 from tests.benchmarks.overhead_emulation import Emulation
 from tests.benchmarks.overhead_engine import Engine, Task
 from tests.benchmarks.overhead_ours import Ours
@@ -96,15 +95,11 @@ def run_steady(
     """Seconds from step to step of this rank, which waits for no other at their ends.
 
     ``clip`` as in ``Ours``; of what has a flush, nothing. With it seconds of this
-    rank's kinds of compute, by their letters, in the first step; and of a ``message``, on the first
-    two ranks.
+    rank's kinds of compute, by their letters, in the first step; and of a ``message``.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    links = measure_links(0, 1, backend="gloo", device=torch.device("cpu"))
-    size = 4 * emulation.elements
-    found = {}
-    if links is not None:
-        found["message"] = links[0].latency_s + size / links[0].bandwidth
+    link = busy_link()
+    found = {"message": link.latency_s + 4 * emulation.elements / link.bandwidth}
     engine = Ours(Task(schedule, ranks, num_microbatches, rank, emulation), clip=clip)
     ended = []
     dist.barrier()

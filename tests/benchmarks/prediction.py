@@ -7,8 +7,8 @@ Two parts, each over schedules x recompute x microbatches x microbatch size:
 - emulated: 4 ranks whose compute sleeps (16 ms per sequence and forward), 1 MB messages. Predicted
   from one stage's instructions measured by themselves, and a measured link.
 - real: a small transformer on 2 ranks. ``mode=profile`` measures its layers, two runs correct the
-  profile (as ``costs.refine`` does), and ``costs=profiled`` predicts all others: in rounds, whose
-  medians count. Memory is what autograd has saved, at each rank's worst moment.
+  profile (as ``costs.refine`` does), and ``costs=profiled`` predicts all others: in rounds, of
+  which the quietest counts. Memory is what autograd has saved, at each rank's worst moment.
 
 Printed are the mean absolute percentage error (MAPE), the worst, and Kendall's tau of the ranking.
 Other programs on the machine disturb it: run it alone, or before them (``chrt -r 10 python ...``).

@@ -21,11 +21,11 @@ from strategies.costs.uniform import UniformCosts
 from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
 from strategies.plan import Options, Plan, Recompute
-from strategies.profiling.link_times import measure_links
 from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.simulator.engine import simulate
 from tests.benchmarks import overhead_ranks
+from tests.benchmarks.busy_link import busy_link
 from tests.benchmarks.overhead_emulation import TOKENS, Emulation
 from tests.benchmarks.overhead_ours import SleepingModel
 from tests.distributed.pool import Ranks
@@ -90,7 +90,7 @@ def measure(
     """(name, predicted, measured step time, predicted, measured compute) of all cases."""
     ranks = Ranks(num_ranks)
     ranks.run(overhead_ranks.prepare, realtime=False)
-    link = ranks.run(link_of_pairs)[0]
+    link = ranks.run(busy_link)[0]
     known: dict[float, dict[Kind, float]] = {}
     for schedule, recompute, count, size in cases(quick=quick):
         each = FORWARD_S * size / stages_per_microbatch(schedule, num_ranks)
@@ -125,16 +125,6 @@ def measure(
             sum(busy for _, busy in found),
         )
     ranks.close()
-
-
-def link_of_pairs() -> Link | None:
-    """What messages take between a rank and its neighbour while all other ranks talk, too."""
-    rank, cpu = dist.get_rank(), torch.device("cpu")
-    first = rank - rank % 2
-    if first + 1 == dist.get_world_size():
-        return None
-    found = measure_links(first, first + 1, backend="gloo", device=cpu, in_pairs=True)
-    return None if found is None else found[0]
 
 
 def stages_per_microbatch(schedule: str, num_ranks: int) -> float:

@@ -67,8 +67,8 @@ def measure(
     """Per case the name, and step time, compute, bytes per rank, each predicted and measured.
 
     A round measures the layers, corrects the profile by the calibrating runs, as ``costs.refine``
-    does, and then runs all cases. Of each case the medians of the rounds count: how fast a machine
-    is changes by the minute.
+    does, and then runs all cases. How fast a machine is changes by the minute, and what disturbs it
+    only makes it slower: of each figure the least of all rounds counts, predicted or measured.
     """
     all_cases = list(cases(quick=quick))
     seen: list[list[_Result]] = [[] for _ in all_cases]
@@ -90,10 +90,8 @@ def measure(
     ranks.close()
     for (schedule, recompute, count, size), results in zip(all_cases, seen, strict=True):
         last = results[-1]
-        figures = [
-            statistics.median(each) for each in zip(*(r.seconds for r in results), strict=True)
-        ]
-        period, measured_s, busy, measured_busy_s = figures
+        figures = zip(*(result.seconds for result in results), strict=True)
+        period, measured_s, busy, measured_busy_s = map(min, figures)
         yield (
             f"{schedule}, {recompute}, {count} x {size}",
             period,

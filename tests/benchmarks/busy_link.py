@@ -1,0 +1,57 @@
+"""What a message takes in a pipeline: while every rank talks to both of its neighbours.
+
+Ranks of one machine end their instructions at about the same time, so their messages share its
+cores. Measured between two ranks while the others are silent, a message takes half as long.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from strategies.costs.profile_file import Link
+from strategies.profiling.link_times import fit_link
+from strategies.runtime.messages.transport import GlooTransport
+
+_SIZES = (2**14, 2**17, 2**20, 2**21)  # bytes
+_REPETITIONS = 15
+_WARM_UPS = 3
+_PAUSE_S = 10e-3  # as an instruction: what has been idle begins slowly
+
+
+def busy_link() -> Link:
+    """Collective over all ranks, and the same on all of them: gloo messages on this machine."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(list(range(size)), backend="gloo")
+    transport = GlooTransport(group)
+    neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < size]
+    times = []
+    for length in _SIZES:
+        taken = [_once(transport, neighbours, length, group) for _ in range(_REPETITIONS)]
+        own = torch.tensor(statistics.median(taken[_WARM_UPS:]), dtype=torch.float64)
+        dist.all_reduce(own, group=group)
+        times.append(float(own) / size)
+    dist.destroy_process_group(group)
+    return fit_link(_SIZES, times)
+
+
+def _once(
+    transport: GlooTransport, neighbours: list[int], length: int, group: dist.ProcessGroup
+) -> float:
+    """Seconds until what all neighbours have sent is here."""
+    arriving = [torch.empty(length // 4) for _ in neighbours]
+    handles = [transport.receive(data, n, 0) for data, n in zip(arriving, neighbours, strict=True)]
+    leaving = torch.zeros(length // 4)
+    dist.barrier(group)
+    time.sleep(_PAUSE_S)
+    begun = time.perf_counter()
+    sent = [transport.send(leaving, n, 0) for n in neighbours]
+    for handle in handles:
+        handle.wait()
+    took = time.perf_counter() - begun
+    for handle in sent:
+        handle.wait()
+    return took
