@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         if arguments is None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # It ends, and is asked for no more.
+            _hear_no_more()
         sys.stderr.write("interrupted\n")
         if arguments is None:
             _end(130)
@@ -159,7 +159,7 @@ def _end(code: int) -> NoReturn:
 
 def _hear_no_more() -> None:
     """What this process ends with is decided; the interpreter, too, takes time to end."""
-    for number in _ENDINGS:
+    for number in (signal.SIGINT, *_ENDINGS):
         if signal.getsignal(number) is signal.default_int_handler:
             signal.signal(number, signal.SIG_IGN)
 

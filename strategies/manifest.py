@@ -184,7 +184,7 @@ def total_bytes(manifest: Mapping[str, Any]) -> int:
 
 def committed(path: Path) -> Path:
     """The folder itself, or the one that stepped aside if its successor never came."""
-    aside = path.with_name(path.name + OLD)
+    aside = path.parent / (path.name + OLD)
     return aside if not path.exists() and aside.exists() else path
 
 

@@ -230,6 +230,10 @@ def find_checkpoint(
     if asked == "auto":
         name = run.config.experiment_name
         return newest_checkpoint(name, run_dir, optional=optional, without=without)
+    return _named_checkpoint(asked)
+
+
+def _named_checkpoint(asked: str) -> Path:
     try:
         path = Path(asked).expanduser().absolute()
         with suppress(FileNotFoundError, NotADirectoryError):  # told with what should be there
@@ -239,8 +243,6 @@ def find_checkpoint(
         raise CheckpointError(
             f"{shorten(asked)} cannot be read: {error.strerror}. Try another checkpoint."
         ) from None
-    except RuntimeError as error:  # of ~somebody who does not exist
-        raise CheckpointError(f"{asked} cannot be read: {error} Try an absolute path.") from None
 
 
 def check_named_files(configs: Iterable[LaunchConfig]) -> None:
@@ -253,13 +255,13 @@ def check_named_files(configs: Iterable[LaunchConfig]) -> None:
         asked = config.trainer.resume if config.mode == "train" else config.checkpoint
         begun = config.sweep.resume is not None  # its jobs go on from checkpoints of their own
         if config.mode in _OPENS_CHECKPOINT and asked not in (None, "auto") and not begun:
-            path = Path(asked).expanduser().absolute()
+            path = _named_checkpoint(asked)
             if not path.is_file():
                 manifest_of(path)
         data = config.data
         if config.mode in CODE_MODES and data.name in ("text", "tokens") and data.path is not None:
             for key, name in (("data.path", data.path), ("data.tokenizer", data.tokenizer)):
-                if name is not None and not Path(name).expanduser().exists():
+                if name is not None and not os.path.exists(Path(name).expanduser()):
                     check_file(key, name)
 
 

@@ -24,6 +24,7 @@ from launcher.checkpoints import LOCK
 from launcher.compose.overrides import quote
 from launcher.compose.session import CONFIG_NAME, to_config
 from launcher.config import LaunchConfig
+from launcher.config.key import require_name
 from launcher.processes.failure import as_full_disk, as_in_the_way, free_bytes
 from launcher.processes.preempted import PRUNED
 from launcher.secrets import mask
@@ -99,6 +100,7 @@ def make_run_folder(pattern: str, *, unique: bool, kind: str = "run") -> RunFold
 
     ``unique``: whether to append _2, _3, ... where the folder exists, as opposed to reusing it.
     """
+    require_name(f"hydra.{kind}.dir=", pattern)
     path = Path(pattern).expanduser().absolute()
     if not pattern.strip() or path in (Path(path.anchor), Path.home()):
         reason = f"{path} is nobody's run" if pattern.strip() else "it is empty"

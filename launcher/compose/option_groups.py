@@ -19,7 +19,17 @@ from typing import Literal, NoReturn
 
 from launcher.config.decode import ENTRY_POINTS, did_you_mean, installed_names, nearest
 from launcher.config.foreign_words import meant_key, meant_option
-from launcher.config.key import Key, describe, keys_of, nodes_of, shorten, spell, typed, value_at
+from launcher.config.key import (
+    Key,
+    describe,
+    keys_of,
+    nodes_of,
+    require_name,
+    shorten,
+    spell,
+    typed,
+    value_at,
+)
 from launcher.config.launch import LaunchConfig
 from launcher.terminal import shortened
 from strategies.errors import PlanError
@@ -243,6 +253,7 @@ def _own_key(flag: str) -> str:
 def _own_folder(name: str) -> Path:
     if not name.strip():
         raise PlanError("--config-dir is empty. Try --config-dir DIR, or without it.")
+    require_name("--config-dir ", name)
     return Path(name).expanduser()
 
 
@@ -282,6 +293,9 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
         if word.startswith("-") and "=" in word and name in known:
             # Without its value, which may be a credential.
             raise PlanError(f"{word.partition('=')[0]}: keys have no dashes. Try {name}=VALUE.")
+        swept = name.removeprefix("m")
+        if word.startswith("-m") and "=" in word and swept in known | {*nodes_of(LaunchConfig)}:
+            raise PlanError(f"-m{swept}: a blank stands behind -m. Try -m {swept}=VALUE,VALUE.")
     if stray:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         name = stray[0].lstrip("-").partition("=")[0]

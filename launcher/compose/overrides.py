@@ -113,7 +113,9 @@ def require_single(overrides: Iterable[Override]) -> None:
             kinds = {entry.path: describe(entry.hint) for entry in keys_of(LaunchConfig)}
             kind = kinds.get(name, "")
             other = ""
-            if re.fullmatch(r"\d+,\d+", value) and "number" in kind and "list" not in kind:
+            if re.fullmatch(r"\d{1,3}(,\d{3})+", value) and kind.endswith("whole number"):
+                other = f", or {name}={value.replace(',', '')} for one number"
+            elif re.fullmatch(r"\d+,\d+", value) and "a number" in kind and "list" not in kind:
                 other = f", or {name}={value.replace(',', '.')} for one number"
             if name in SEVERAL:
                 other = f", or {name}=[{shorten(value)}] for all of them in one run"

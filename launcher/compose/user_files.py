@@ -7,7 +7,8 @@ file and line: after composition nobody knows any more where a key came from.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,14 @@ def _defaults(entries: object, file: Path, group: str, groups: Groups) -> list[t
 
 def _package(file: Path) -> str | None:
     """The ``# @package`` header, found the way Hydra finds it."""
-    for line in _text(file).splitlines():
+    whole = _text(file)
+    if whole.startswith("\ufeff") and whole.lstrip("\ufeff# ").startswith("@package"):
+        raise PlanError(
+            f"{file}: a byte order mark stands before its first line, where Hydra looks for "
+            "`# @package`. Save it as UTF-8 without one (sed -i '1s/^\\xEF\\xBB\\xBF//' "
+            f"{shlex.quote(str(file))})."
+        )
+    for line in whole.splitlines():
         text = line.strip()
         if text and not text.startswith("#"):
             return None
@@ -176,6 +184,9 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
     for first, known in _Loader.yaml_implicit_resolvers.items()
 }
+_TAGS = "tag:yaml.org,2002:"
+_KNOWN_TAGS = ("!", "str", "int", "float", "bool", "null", "map", "seq")
+_LONG = re.compile(r"[-+]?(0[xb])?[0-9a-fA-F_]{400,}")
 _SIXTIES = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # 12:30 is 750
 _EIGHTS = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]*")  # 010 is 8
 _Loader.add_implicit_resolver(
@@ -205,14 +216,20 @@ def read_yaml(file: Path) -> dict[str, Any]:
     text = _text(file)
     try:
         _scan(text, file)
+        if "\t" in text:  # libyaml takes more of them than OmegaConf's loader
+            yaml.compose(text, Loader=yaml.SafeLoader)
         value = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         problem = " ".join(str(error.problem or error.context or "not YAML").split())
+        if mark and text[mark.index : mark.index + 1] == "\t":
+            problem = "a tab, where YAML takes blanks only"
         raise PlanError(f"{file}{line}: {problem}. Correct the YAML there.") from error
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, LookupError) as error:
         reason = " ".join(str(error).split())[:200]
+        if isinstance(error, LookupError):  # !!bool maybe
+            reason = f"{reason} does not fit its tag"
         raise PlanError(f"{file}: {reason}. Correct the YAML there.") from error
     if value is None:
         return {}
@@ -222,10 +239,19 @@ def read_yaml(file: Path) -> dict[str, Any]:
             f"{file}: expected `key: value` lines, found {what}."
             " Write each key in a line of its own, as in `lr: 3e-4`."
         )
-    for name in value:
+    for name in _keys(value):
         if not isinstance(name, str):
             raise PlanError(f"{file}: the key {name!r} is not a text. Write it in quotes.")
     return value
+
+
+def _keys(value: object) -> Iterator[object]:
+    """All keys of a nested value; aliases that contain themselves have been refused."""
+    if isinstance(value, dict):
+        yield from value
+    if isinstance(value, dict | list):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _keys(child)
 
 
 def _line_of(file: Path, path: tuple[str, ...]) -> int | None:
@@ -261,6 +287,12 @@ def _scan(text: str, file: Path) -> None:
     total = 0
     for event in yaml.parse(text, Loader=_Loader):
         line = event.start_mark.line + 1
+        tag = getattr(event, "tag", None)
+        if tag is not None and tag.removeprefix(_TAGS) not in _KNOWN_TAGS:
+            raise PlanError(
+                f"{file}:{line}: the tag {tag.removeprefix(_TAGS)[:60]} is not read, only "
+                f"!!{', !!'.join(_KNOWN_TAGS[1:])}. Write the value without it."
+            )
         if isinstance(event, yaml.CollectionStartEvent):
             stack.append(_Open(isinstance(event, yaml.MappingStartEvent), event.anchor))
             if len(stack) > MAX_DEPTH:
@@ -298,6 +330,10 @@ def _scan(text: str, file: Path) -> None:
 
 def _refuse_surprise(value: str, file: Path, line: int) -> None:
     """Plain words that YAML 1.1, which Hydra reads, takes for other numbers than they look like."""
+    if _LONG.fullmatch(value) and value.strip("+-")[0].isdigit():
+        raise PlanError(
+            f"{file}:{line}: a number of {len(value)} characters. Write it in quotes for a text."
+        )
     sixties, eights = _SIXTIES.fullmatch(value), _EIGHTS.fullmatch(value)
     if not sixties and not eights:
         return

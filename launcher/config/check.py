@@ -22,7 +22,16 @@ from launcher.config.check_training import (
 )
 from launcher.config.decode import CLASS, brings_own, did_you_mean, installed_names, nearest
 from launcher.config.derived import asked_schedule, own_order, transformer_shape, uniform_costs
-from launcher.config.key import Key, describe, keys_of, shorten, spell, typed, value_at
+from launcher.config.key import (
+    Key,
+    describe,
+    keys_of,
+    require_name,
+    shorten,
+    spell,
+    typed,
+    value_at,
+)
 from launcher.config.launch import LaunchConfig
 from launcher.config.pipeline import CheckConfig, CostsConfig, PlannerConfig, recompute_policy
 from launcher.config.workload import OptimizerConfig
@@ -39,6 +48,7 @@ _OF_FILES = (
     "checkpoint", "trainer.resume", "profile.file", "profile.hardware", "export.path", "sweep.dir",
     "sweep.resume", "trace",
 )  # fmt: skip
+_OF_CODE = ("schedule.path", "optimizer.path")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -112,7 +122,10 @@ def _check_text(entry: Key, value: object) -> None:
     if isinstance(value, str) and not value.strip() and entry.path not in _MAY_BE_EMPTY:
         raise PlanError(f"{entry.path}={spell(value)} is empty. Try {entry.path}={example}.")
     for text in value if isinstance(value, tuple) else (value,):
-        if entry.path in _OF_FILES and isinstance(text, str) and _ADDRESS.match(text):
+        if not isinstance(text, str) or entry.path not in (*_OF_FILES, *_OF_CODE):
+            continue
+        require_name(f"{entry.path}=", text)
+        if entry.path in _OF_FILES and _ADDRESS.match(text):
             raise PlanError(
                 f"{entry.path}={shorten(text)} is an address. Files are read where they lie, and "
                 f"nothing is downloaded. Try {entry.path}=/path/to/it."

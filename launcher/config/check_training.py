@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from launcher.config.decode import CLASS
-from launcher.config.key import keys_of, shorten, spell, value_at
+from launcher.config.key import keys_of, shorten, spell, typed, value_at
 from launcher.config.launch import LaunchConfig
 from launcher.config.workload import ModelConfig
 from strategies.errors import PlanError
@@ -60,6 +60,11 @@ def check_trainer(config: LaunchConfig) -> None:
             f"trainer.max_time={shorten(trainer.max_time)}: expected DD:HH:MM:SS. "
             "Try trainer.max_time='00:01:00:00'."
         )
+    if trainer.max_time is not None and not re.search("[1-9]", trainer.max_time):
+        raise PlanError(
+            f"trainer.max_time={trainer.max_time} trains nothing. "
+            "Try trainer.max_time='00:01:00:00' for an hour, or mode=validate."
+        )
     if trainer.max_steps < 0 and trainer.max_epochs is None and trainer.max_time is None:
         raise PlanError(
             "trainer.max_steps=-1 without trainer.max_epochs or trainer.max_time never ends. "
@@ -80,6 +85,13 @@ def check_trainer(config: LaunchConfig) -> None:
         raise PlanError(
             f"trainer.max_restarts={trainer.max_restarts} starts the processes of cluster=local "
             f"again, but cluster={config.cluster.name}: {does}. Try trainer.max_restarts=0."
+        )
+    opens = config.mode in ("eval", "predict", "generate", "export")
+    if opens and trainer.resume not in (None, "auto"):
+        raise PlanError(
+            f"trainer.resume={shorten(trainer.resume)} is where mode=train goes on, and "
+            f"mode={config.mode} opens checkpoint={shorten(config.checkpoint)}. "
+            f"Try {typed('checkpoint', trainer.resume)}."
         )
     for name in ("train", "val", "test", "predict"):
         _check_share(f"trainer.limit_{name}_batches", getattr(trainer, f"limit_{name}_batches"))

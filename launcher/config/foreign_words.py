@@ -255,7 +255,7 @@ def _measured(path: str, value: str, *, whole: bool) -> str | None:
     '10000'
     """
     if _NUMBER.fullmatch(value) and not (whole and float(value) % 1):
-        return value  # in quotes, which a file keeps
+        return re.sub(r"^([+-]?)0+(?=\d)", r"\1", value)  # in quotes, which a file keeps; 02
     found = _WITH_UNIT.fullmatch(value)
     if found is None:
         return None

@@ -13,8 +13,11 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from strategies.errors import PlanError
 
 
 def key(
@@ -193,6 +196,27 @@ def typed(path: str, value: object) -> str:
 # What Hydra reads without quotes, and backslashes before a quote, which it wants doubled.
 _PLAIN = re.compile(r"[\w./%+@:-]+")
 _CLOSING = re.compile(r"(\\*)('|$)")
+
+
+def require_name(key: str, name: str) -> None:
+    """Refuses what cannot be the name of a file anywhere, so that nobody need look there.
+
+    ``key``: as it is typed in front of the name: ``data.path=``, ``--config-dir``.
+
+    Raises:
+        PlanError: ``~somebody`` of whom this machine knows no home, or a null byte.
+    """
+    if "\0" in name:
+        raise PlanError(
+            f"{key}{shorten(name)}: a null byte is in no file's name. Try {key}/path/to/it."
+        )
+    try:
+        Path(name).expanduser()
+    except RuntimeError:
+        raise PlanError(
+            f"{key}{shorten(name)}: this machine knows no home of {shorten(name.split('/')[0])}. "
+            f"Try {key}/path/to/it."
+        ) from None
 
 
 def shorten(value: object, limit: int = 80) -> str:

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.config.key import shorten
+from launcher.config.key import require_name, shorten
 from launcher.terminal import say
 from strategies.errors import PlanError
 
@@ -46,6 +46,7 @@ def _asked(words: Sequence[str]) -> Path:
     if len(words) != 1 or stray is not None or not words[0].strip():
         given = f"init {shorten(' '.join(words))}" if words else "init"
         raise PlanError(f"{given}: expected one folder. Try python -m launcher init my_project.")
+    require_name("init ", words[0])
     folder = Path(words[0]).expanduser()
     if not _PLAIN.fullmatch(folder.absolute().name):
         raise PlanError(

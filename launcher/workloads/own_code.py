@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from launcher import TAKEN_NAMES
 from launcher.config.check_code import Code
 from launcher.config.decode import did_you_mean, nearest
-from launcher.config.key import shorten, spell
+from launcher.config.key import require_name, shorten, spell
 from strategies.errors import DataError, ModelError, PipelineError, PlanError
 from strategies.schedules import SCHEDULES, Schedule, register_schedule
 from strategies.schedules.schedule import Shape
@@ -234,6 +234,7 @@ def require_place(key: str, path: str) -> None:
     """
     place = path.partition(":")[0]
     if place.endswith(".py"):
+        require_name(f"{key}.path=", place)
         return _require_file(key, path, Path(place).expanduser().absolute())
     _search_here()
     outer = place.partition(".")[0]

@@ -145,6 +145,11 @@ def test_a_checkpoint_that_does_not_exist(refused, tmp_path, mode):
     assert "checkpoint=PATH" in message
 
 
+@pytest.mark.parametrize("words", [["trainer.resume=/"], ["mode=eval", "checkpoint=/"]])
+def test_the_root_of_all_folders_is_no_checkpoint(refused, words):
+    assert "/ is no checkpoint: it has no manifest.json" in refused([*MODEL, *words])
+
+
 @pytest.mark.parametrize("mode", ["train", "validate"])
 @pytest.mark.parametrize("content", [None, "", "{}", "[1]", '{"metadata": 3, "files": {}}'])
 def test_resuming_from_what_is_no_checkpoint(refused, tmp_path, mode, content):

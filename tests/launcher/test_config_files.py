@@ -139,6 +139,12 @@ BOMB = "\n".join(
         ("hidden: 010\n", ":1: YAML reads 010 as 8."),
         ("model:\n  hidden: 64\n", ":1: a file of model/ has keys of model alone."),
         ("# @package _global_\nschedule: gpipe\n", ":2: `schedule: gpipe` chooses no option here"),
+        ("name:\tm\n", ":1:6: a tab, where YAML takes blanks only"),
+        ("name: !!timestamp hello\n", ":1: the tag timestamp is not read, only !!str"),
+        ("tie_embeddings: !!bool maybe\n", "'maybe' does not fit its tag"),
+        ("hidden: 0x" + "f" * 5000, ":1: a number of 5002 characters"),
+        ("\ufeff# @package _global_\npp: 2\n", "a byte order mark stands before its first line"),
+        ("# @package _global_\nuser: {a: [{1: 3}]}\n", "the key 1 is not a text"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_line(text, expected, folder, tmp_path, monkeypatch):

@@ -132,7 +132,7 @@ def test_a_sealed_manifest_with_wrong_degrees(
     )
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "d/" * 3000, "~nobody-of-this-name/a"])
+@pytest.mark.parametrize("name", ["x" * 300, "d/" * 3000, "'~nobody-of-this-name/a'"])
 @pytest.mark.parametrize("words", [
     ["trainer.resume={}"], ["data=text", "data.path={}"],
     ["data=text", "data.path=t.txt", "data.tokenizer={}"],

@@ -50,11 +50,14 @@ def test_it_is_there_before_torch():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("moment", ["imports", "a text is compiled"])
+@pytest.mark.parametrize("moment", ["imports", "a text is compiled", "it ends already"])
 def test_ctrl_c_has_its_exit_code_whenever_it_comes(moment, tmp_path):
     # Python ends itself by SIGINT, or with a traceback, unless it is kept from that.
     raised = "raise KeyboardInterrupt"
     program = f"import launcher.__main__ as m\nm._main = lambda _: exec({raised!r})\nm.main()\n"
+    if moment == "it ends already":  # what waits for the ranks' server to end, say
+        again = "[os.kill(os.getpid(), number) for number in (2, 15, 1, 10)]"
+        program = f"import atexit, os\natexit.register(lambda: {again})\n{program}"
     words = ["-c", f"import sys; sys.argv = ['foldpipe', 'pp=2']\n{program}"]
     if moment == "imports":
         (tmp_path / "hydra.py").write_text(f"{raised}\n")
