@@ -225,6 +225,8 @@ def _picked(value: Tensor, own: Tensor) -> Tensor | None:
     """Which rows of a value these are, in whatever order; None if one is of no row alone."""
     if value.dim() == 0 or value.shape[1:] != own.shape[1:]:
         return None
+    if value.dim() == 1:  # Lengths, maybe: equal numbers say nothing.
+        raise UndecidedError
     with torch._C.DisableTorchFunction():
         same = (own.flatten(1)[:, None] == value.flatten(1)[None]).all(dim=2)
         return same.int().argmax(dim=1) if bool(same.any(dim=1).all()) else None
