@@ -86,17 +86,17 @@ def train_on_it(case: Case, forgetting: str | None = None) -> dict[str, Any]:
     ],
     ids=["staged messages", "split backwards", "reductions", "shards"],
 )
-def test_losses_and_weights_are_the_hosts_bit_for_bit(
-    ranks: Callable[[int], Ranks], case: Case
-) -> None:
+def test_losses_and_weights_are_the_hosts(ranks: Callable[[int], Ranks], case: Case) -> None:
     host = ranks(2).run(train, case=replace(case, backend="gloo"))
     device = ranks(2).run(train_on_it, case=case)
     # On the host the module is whole again; on the device each rank keeps its part.
     assert set().union(*(found["parameters"] for found in device)) == set(host[0]["parameters"])
     for expected, found in zip(host, device, strict=True):
-        assert found["losses"] == expected["losses"]
+        # A matrix product's last digit goes by where the processor finds its numbers; what nobody
+        # has waited for is NaN, or of the step before.
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-13)
         for name, value in found["parameters"].items():
-            assert expected["parameters"][name].equal(value)
+            torch.testing.assert_close(value, expected["parameters"][name], rtol=1e-13, atol=1e-15)
         if case.pp == 1:
             # Alone, a host is through its list before it looks at anything that the device has
             # done. (The first pass looks at what the modules change.)
