@@ -61,4 +61,5 @@ def _rule(shape: Shape) -> None:
         )
 
 
-PIPEDREAM = Schedule("pipedream", order, repeats=True, rule=_rule, lateness=_lateness)
+# An update per microbatch, so usually one each.
+PIPEDREAM = Schedule("pipedream", order, repeats=True, usual=1, rule=_rule, lateness=_lateness)

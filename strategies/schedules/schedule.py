@@ -126,6 +126,7 @@ class Schedule:
         held: (P, M, rank) -> how many microbatches the rank holds at most, in its one stage; None
             where only its list says.
         num_microbatches: M, where the order exists for one number only; None for any.
+        usual: M where nobody says; None for 2 P.
         rule: What the schedule demands of P, M, V beyond the above; raises PlanError.
         lateness: For a schedule without a flush, when it updates the weights; ``order`` is then
             that of any number of batches behind each other, 1F1B.
@@ -144,6 +145,7 @@ class Schedule:
     repeats: bool = False
     held: Callable[[int, int, int], int] | None = None
     num_microbatches: int | None = None
+    usual: int | None = None
     rule: Callable[[Shape], None] | None = None
     lateness: Callable[[Shape], Lateness] | None = None
 
@@ -153,8 +155,8 @@ class Schedule:
         return self.lateness is None
 
     def usual_microbatches(self, pp: int) -> int:
-        """M where nobody says; ``pipedream`` trains with one, an update each."""
-        return self.num_microbatches or (1 if self.name == "pipedream" else 2 * pp)
+        """M where nobody says."""
+        return self.num_microbatches or self.usual or 2 * pp
 
     def resolve(
         self,

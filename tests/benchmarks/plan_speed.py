@@ -47,6 +47,7 @@ QUESTIONS = {
     "530B-on-2240": f"{_530B}2240 planner.global_batch_size=1920",
     "1T-on-3072": f"{_1T}3072 planner.global_batch_size=3072",
     "405B-on-8192": f"{_405B}8192 planner.global_batch_size=2048",
+    "mixtral-on-64": "model=mixtral_8x7b hardware=h100 planner.num_gpus=64",
     "throughput": f"{_ONE}throughput",
     "sequence_length": f"{_ONE}sequence_length",
     "model_size": f"{_ONE}model_size",

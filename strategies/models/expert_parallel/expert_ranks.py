@@ -142,7 +142,9 @@ class ExpertRanks:
     def _sent(self, rows: Tensor, counts: Tensor, share: _Share | None = None) -> Sent:
         self.num_calls += 1
         if self._group is None:
-            return Sent(rows[: int(counts.sum())], counts, None, share)
+            if share is None and self.slicers is None:  # Else there are no others behind.
+                rows = rows[: int(counts.sum())]
+            return Sent(rows, counts, None, share)
         told = counts.view(self.size, -1)
         heard = self._tell(told)
         away, here = torch.stack((told.sum(1), heard.sum(1))).tolist()

@@ -67,6 +67,8 @@ def scout(
             try:
                 some.append(run(part, Share(start, size, total), both))
             except IndexError as error:
+                if str(error).startswith("Dimension"):
+                    raise  # It is not about rows.
                 few = min(rows)
                 raise FewRowsError(few_rows(step, error, total, few, behind=False)) from error
         return both, some
