@@ -7,6 +7,13 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import TracebackType
 
+if sys.version_info < (3, 11) and sys.argv[:1] == ["-m"]:  # what pip would refuse
+    sys.stderr.write(
+        f"error: foldpipe needs Python 3.11 or newer, and {sys.executable} is "
+        f"{sys.version.split()[0]}. Try make install PYTHON=python3.11.\n"
+    )
+    sys.exit(2)
+
 # What the launcher and its ranks import, beside Python's own modules.
 _LIBRARIES = """strategies hydra omegaconf yaml antlr4 torch lightning pytorch_lightning
     torchmetrics lightning_utilities numpy safetensors tokenizers transformers wandb tensorboard
@@ -33,19 +40,28 @@ class _LibrariesFirst:
         return PathFinder.find_spec(name, [place for place in sys.path if place not in here])
 
 
-def _interrupted(
+def _while_importing(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Ctrl-C while all of this is still being imported, which takes seconds on a cold disk."""
-    if not issubclass(kind, KeyboardInterrupt):
+    """Ctrl-C while all of this is still imported, for seconds on a cold disk; or another Python."""
+    if issubclass(kind, KeyboardInterrupt):
+        sys.stderr.write("interrupted\n")
+        sys.stderr.flush()
+        os._exit(130)
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing not in TAKEN_NAMES - sys.stdlib_module_names:
         sys.__excepthook__(kind, error, trace)
         return
-    sys.stderr.write("interrupted\n")
+    sys.stderr.write(
+        f"error: this Python ({sys.executable}) has no {missing}, which foldpipe needs. "
+        "`make install` puts everything into .venv: try source .venv/bin/activate in the checkout, "
+        "or pip install . for this Python.\n"
+    )
     sys.stderr.flush()
-    os._exit(130)
+    os._exit(2)
 
 
 if ("-m", "launcher") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False):
-    sys.excepthook = _interrupted
+    sys.excepthook = _while_importing
 if sys.argv[:1] == ["-m"]:  # python -m launcher, and no script that imports something of it
     sys.meta_path.insert(0, _LibrariesFirst)

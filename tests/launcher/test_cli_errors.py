@@ -274,6 +274,29 @@ def test_names_of_libraries_in_the_working_directory_hide_none(
         require_place("model", "random:Net")
 
 
+def test_another_python_than_the_installed_one_is_told_so(tmp_path: Path) -> None:
+    def end(*words: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, "-S", *words],  # without site-packages
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    told = (
+        f"error: this Python ({sys.executable}) has no hydra, which foldpipe needs. `make install` "
+    )
+    code, output, errors = end("-m", "launcher", "pp=2")
+    assert (code, output, errors[: len(told)], errors.count("\n")) == (2, "", told, 1)
+    old = "import sys; sys.version_info = (3, 10, 1); sys.argv = ['-m']; import launcher"
+    code, output, errors = end("-c", old)
+    assert (code, output) == (2, "")
+    assert errors.startswith("error: foldpipe needs Python 3.11 or newer, and ")
+    assert errors.count("\n") == 1
+
+
 def test_sixty_mistakes_are_tried() -> None:
     assert len({words for words, _ in FIRST_HOUR}) == len(FIRST_HOUR) >= 60
 
