@@ -486,7 +486,7 @@ def _loads(
         gpu_element=gpu_element(config),
         layers=recompute.layers,
         attention=config.costs.attention,
-        momentum_only=config.optimizer.name == "muon",
+        ns_steps=config.optimizer.muon_steps,
         expert_tp=config.expert_tp,
     )
     return tuple(sum_loads([units[index] for index in stage]) for stage in stages)

@@ -189,6 +189,11 @@ class OptimizerConfig:
     min_lr_ratio: float = key(0.1, "cosine: final learning rate over lr.", low=0, high=1)
     schedule: Literal["cosine", "constant"] = key("cosine", "Learning rate after the warm-up.")
 
+    @property
+    def muon_steps(self) -> int:
+        """Newton-Schulz steps of an update; 0 of any other optimizer."""
+        return self.ns_steps if self.name == "muon" else 0
+
 
 @dataclass(frozen=True, slots=True)
 class ExportConfig:

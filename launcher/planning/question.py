@@ -110,7 +110,7 @@ def question(
             gpu_element=gpu_element(config),
             layers=asked.layers,
             attention=config.costs.attention,
-            momentum_only=config.optimizer.name == "muon",
+            ns_steps=config.optimizer.muon_steps,
             expert_tp=config.expert_tp,
         )
 

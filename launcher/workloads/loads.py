@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from launcher.workloads.hf.hf_layer_steps import hf_steps, type_names
 from launcher.workloads.hf.hf_shape import HfShape
@@ -13,7 +14,7 @@ from launcher.workloads.model_share import ModelShape, PlannedShape, model_share
 from launcher.workloads.traced_shape import TracedShape
 from launcher.workloads.transformer_shape import TransformerShape
 from launcher.workloads.transformer_share import expert_part, padded_vocab
-from launcher.workloads.unit_kernels import computing_again, unit_works
+from launcher.workloads.unit_kernels import computing_again, unit_works, update_products
 from strategies.costs.kernels import Attention, Work
 from strategies.costs.load import Load
 from strategies.errors import PlanError
@@ -30,7 +31,7 @@ def unit_loads(
     whole_layers: bool = False,
     layers: Layers = (),
     attention: Attention = "fused",
-    momentum_only: bool = False,
+    ns_steps: int = 0,
     gpu_element: int | None = None,
     expert_tp: bool = False,
 ) -> tuple[Load, ...]:
@@ -38,15 +39,16 @@ def unit_loads(
 
     With ``selective`` layers recompute what is cheap, or of the types in ``layers`` those families;
     with ``whole_layers``, too, all of it from their input.
-    With ``momentum_only`` the optimizer keeps one element per parameter between the first and the
-    last unit (norms and biases count with the matrices); of a trace nobody knows which those are.
+    With ``ns_steps`` the optimizer is Muon, with so many steps per update: it keeps one element per
+    parameter between the first and the last unit (norms and biases count with the matrices), and
+    computes of each matrix; of a trace nobody knows which those are.
     ``gpu_element``: bytes of an activation on a GPU, whose kernels keep less than those of a CPU.
     With ``expert_tp`` each rank has a share of every expert's matrices, instead of whole ones.
     """
     if expert_tp and isinstance(shape, TransformerShape) and shape.moe is not None:
         whole = unit_loads(
             shape, tp, microbatch_size, selective=selective, whole_layers=whole_layers,
-            layers=layers, attention=attention, momentum_only=momentum_only,
+            layers=layers, attention=attention, ns_steps=ns_steps,
             gpu_element=gpu_element,
         )  # fmt: skip
         return tuple(_sliced(shape, load, tp, microbatch_size) for load in whole)
@@ -65,9 +67,7 @@ def unit_loads(
             owns=(0,) if number == 0 else (),
             # Tied is the embedding's matrix, which tensor-parallel ranks share.
             tied=((0, spec.tied_parameters // tp),) if spec.tied_parameters else (),
-            lean_parameters=(
-                unit.parameters if momentum_only and 0 < number < len(units) - 1 else 0
-            ),
+            lean_parameters=(unit.parameters if ns_steps and 0 < number < len(units) - 1 else 0),
             **_of_experts(shape, number, tp, microbatch_size),
         )
         for number, (spec, unit) in enumerate(
@@ -87,6 +87,12 @@ def unit_loads(
         loads = tuple(
             _with_kernels(load, work)
             for load, work in zip(loads, _each(different, len(loads)), strict=True)
+        )
+    if ns_steps and (not isinstance(shape, HfShape) or shape.sizes is not None):
+        computed = _each(update_products(shape, ns_steps), len(loads))
+        loads = tuple(
+            replace(load, update_products=tuple(Counter(products).items()))
+            for load, products in zip(loads, computed, strict=True)
         )
     if not selective:
         return loads
@@ -167,7 +173,7 @@ def _sliced(shape: TransformerShape, load: Load, tp: int, size: int) -> Load:
     )
 
 
-def _each(different: Sequence[Work], count: int) -> list[Work]:
+def _each(different: Sequence[T], count: int) -> list[T]:
     """Per unit; what lies between the first and the last comes again with each layer."""
     first, *middle, last = different
     return [first, *(middle[number % len(middle)] for number in range(count - 2)), last]
@@ -260,6 +266,7 @@ def _run_again(load: Load, *, ends: bool) -> Load:
 
 _DEFAULT: tuple[Family, ...] = ("attention", "norm", "activation")
 
+T = TypeVar("T")
 Layers = Sequence[tuple[str, tuple[Family, ...]]]
 
 

@@ -44,6 +44,39 @@ def unit_works(
     return (_embedding(cut), *middle, _head(cut))
 
 
+def update_products(shape: ModelShape, ns_steps: int) -> tuple[tuple[Product, ...], ...]:
+    """What Muon computes of the matrices of each unit, as ``unit_works`` has units; tp=1.
+
+    A Newton-Schulz step of X, turned so that it has no more rows than columns, makes X X', its
+    square, and that times X. Experts are tensors of three dimensions, and no matrices; embedding
+    and head are AdamW's.
+    """
+    cut = _cut(shape, 1, 1, sequence_parallel=False)
+    fused = isinstance(shape, HfShape) and not cut.gated  # queries, keys and values in one matrix
+    heads = (cut.queries + 2 * cut.keys,) if fused else (cut.queries, cut.keys, cut.keys)
+    attention = (*((cut.hidden, width) for width in heads), (cut.hidden, cut.queries))
+    mlp = ((cut.hidden, cut.inner),) * (3 if cut.gated else 2)
+    middle: tuple[tuple[tuple[int, int], ...], ...] = (attention, mlp)
+    if isinstance(shape, HfShape):
+        middle = (attention + mlp,)
+    elif isinstance(shape, TransformerShape) and shape.moe is not None:
+        moe = shape.moe
+        shared = ((cut.hidden, moe.shared * moe.ffn),) * (3 if cut.gated else 2)
+        sparse = ((cut.hidden, moe.experts), *(shared if moe.shared else ()))
+        kinds = [sparse if n in shape.moe_layers else mlp for n in range(shape.layers)]
+        middle = tuple(matrices for kind in kinds for matrices in (attention, kind))
+    computed = (
+        tuple(product for sizes in matrices for product in _orthogonalised(*sizes))
+        for matrices in middle
+    )
+    return ((), *(products * ns_steps for products in computed), ())
+
+
+def _orthogonalised(rows: int, columns: int) -> tuple[Product, Product, Product]:
+    few, many = sorted((rows, columns))
+    return Product(few, few, many), Product(few, few, few), Product(few, many, few)
+
+
 def computing_again(work: Work, families: tuple[Family, ...], flops: float) -> Work:
     """The same where a backward computes families of operations again, ``flops`` of products."""
     core = 0.0 if work.core is None else work.core.flops

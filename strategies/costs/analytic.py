@@ -24,7 +24,7 @@ from operator import add, mul, sub
 from typing import NamedTuple, TypeVar
 
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
-from strategies.costs.kernels import Seconds, memory_bound, unit_seconds
+from strategies.costs.kernels import Seconds, memory_bound, product_seconds, unit_seconds
 from strategies.costs.load import Load
 from strategies.costs.rings import (
     Group,
@@ -245,7 +245,7 @@ class AnalyticCosts:
             at = (id(load), lie, number, sharded)
             if at not in here:
                 most = self._most_stages(program, owners)
-                has = (load.parameters, load.experts, load.lean_parameters)
+                has = (load.parameters, load.experts, load.lean_parameters, load.update_products)
                 place = (len(owners), self._holders(owners))
                 key = (has, same, place, most, number, sharded)
                 if key not in known:
@@ -387,7 +387,10 @@ class AnalyticCosts:
         return owners * self.dp, max(1, owners * self.dp * self.tp // self._block)
 
     def _step(self, program: Program, stage: int, *, sharded: bool) -> float:
-        """The optimizer reads gradient, weight and two moments and writes all but the first."""
+        """The optimizer reads gradient, weight and two moments and writes all but the first.
+
+        What it computes of whole matrices, as Muon does, is in bfloat16.
+        """
         load, sizes = self.stages[stage], self._sizes
         shares, of_experts = self._sharers(program, stage) if sharded else (1, 1)
         touched = sizes.gradient + 2 * (sizes.main or sizes.weight) + 4 * sizes.moment
@@ -396,6 +399,8 @@ class AnalyticCosts:
         moved = (load.parameters - load.experts) * touched / shares
         moved += load.experts * touched / self._block / of_experts
         took = memory_bound(self.hardware, moved)
+        for product, number in load.update_products:
+            took += number * product_seconds(product, self.hardware, "bf16")
         if not self.hardware.step_overhead_s:
             return took
         most = self._most_stages(program, program.placement.owners(stage))

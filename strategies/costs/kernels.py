@@ -138,6 +138,16 @@ def unit_seconds(
     )
 
 
+@lru_cache(maxsize=65536)
+def product_seconds(product: Product, hardware: Hardware, number_format: NumberFormat) -> float:
+    """Of one product with operands of two bytes, as optimizers have them.
+
+    A card without a peak for the number format converts, and computes in 32 bits.
+    """
+    known = number_format in hardware.named_peaks() or hardware.peak_flops is not None
+    return _Card(hardware, number_format if known else "fp32", 2).product(product)
+
+
 def memory_bound(hardware: Hardware, num_bytes: float) -> float:
     """Seconds of reading and writing so many bytes."""
     return num_bytes / (hardware.memory_bandwidth * hardware.bandwidth_efficiency)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strategies.costs.kernels import Work
+from strategies.costs.kernels import Product, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Load:
         works: (kernels of a unit, units that have them); () where they are not known.
         listed: Whether a trace has listed those, all that there are: they hold on any machine.
         lean_parameters: Those of which the optimizer keeps one element less than of the others.
+        update_products: (product, how many) that an update of the weights computes.
         again_sums: As ``backward_sums``, of what a backward computes again.
         first_saved_elements: What it keeps beyond ``saved_elements`` where a stage begins with it.
         rebuilt_elements: What a backward makes anew, the most at once, beside what is kept.
@@ -54,6 +55,7 @@ class Load:
     works: tuple[tuple[Work, int], ...] = ()
     listed: bool = False
     lean_parameters: int = 0
+    update_products: tuple[tuple[Product, int], ...] = ()
     again_sums: tuple[int, ...] = ()
     first_saved_elements: int = 0
     rebuilt_elements: int = 0
@@ -80,6 +82,7 @@ def sum_loads(loads: list[Load]) -> Load:
     owned: set[int] = set()
     tied: dict[int, int] = {}
     works: dict[Work, int] = {}
+    updates: dict[Product, int] = {}
     forward_sums: list[int] = []
     backward_sums: list[int] = []
     again_sums: list[int] = []
@@ -103,6 +106,8 @@ def sum_loads(loads: list[Load]) -> Load:
         owned.update(load.owns)
         for work, number in load.works:
             works[work] = works.get(work, 0) + number
+        for product, number in load.update_products:
+            updates[product] = updates.get(product, 0) + number
         for group, count in load.tied:
             tied[group] = max(count, tied.get(group, 0))
         both = load.backward_flops
@@ -123,6 +128,7 @@ def sum_loads(loads: list[Load]) -> Load:
         works=tuple(works.items()),
         listed=any(load.listed for load in loads),
         lean_parameters=lean,
+        update_products=tuple(updates.items()),
         again_sums=tuple(again_sums),
         rebuilt_elements=_rebuilt(loads),
         waiting_elements=waiting if any(n.waiting_elements is not None for n in loads) else None,

@@ -285,7 +285,7 @@ def test_a_type_that_the_model_lacks_is_refused_before_anything_starts():
 
 def test_muon_keeps_one_moment_between_the_embedding_and_the_head():
     shape = preset("tiny")
-    first, *middle, last = unit_loads(shape, 1, 1, momentum_only=True)
+    first, *middle, last = unit_loads(shape, 1, 1, ns_steps=5)
     assert (first.lean_parameters, last.lean_parameters) == (0, 0)
     assert all(load.lean_parameters == load.parameters > 0 for load in middle)
     stage = sum_loads([first, *middle])
@@ -350,3 +350,31 @@ def test_gpus_keep_masks_of_bytes_and_norms_once():
     saved = [load.saved_elements for load in unit_loads(gpt, 2, 2, sequence_parallel=True)]
     cut = unit_loads(gpt, 2, 2, sequence_parallel=True, gpu_element=2)
     assert [load.saved_elements for load in cut] == saved
+
+
+def test_an_update_of_muon_computes_of_whole_matrices():
+    """Of each matrix and step X X', its square, and that times X; embedding and head have none."""
+    shape = replace(LLAMA, layers=1)
+    loads = unit_loads(shape, 1, 1, ns_steps=3)
+    hidden, keys, ffn = shape.hidden, shape.kv_hidden, shape.ffn
+
+    def flops(few, many):
+        return 3 * (4 * few * few * many + 2 * few**3)
+
+    attention = 2 * flops(hidden, hidden) + 2 * flops(min(hidden, keys), max(hidden, keys))
+    mlp = 3 * flops(min(hidden, ffn), max(hidden, ffn))
+    found = [sum(n * product.flops for product, n in load.update_products) for load in loads]
+    assert found == [0, attention, mlp, 0]
+    stage = sum_loads(list(loads))
+    assert sum(n * product.flops for product, n in stage.update_products) == attention + mlp
+    machine = Hardware(
+        name="mine", peak_flops=1e12, efficiency=0.5, memory_gb=1, memory_bandwidth=1e20,
+        intra_bandwidth=1e9, intra_latency_s=0, inter_bandwidth=1e9, inter_latency_s=0,
+        gpus_per_node=1,
+    )  # fmt: skip
+    program = compile_program(schedule="1f1b", pp=1, num_microbatches=1)
+    plain, turned = (
+        AnalyticCosts((load,), machine).table(program).step[0]
+        for load in (replace(stage, update_products=()), stage)
+    )
+    assert turned - plain == pytest.approx((attention + mlp) / 0.5e12)
