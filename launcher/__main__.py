@@ -217,8 +217,8 @@ def _tool(name: str, words: Sequence[str]) -> int:
 def _compose_only(words: Sequence[str]) -> None:
     """Refuses what the demo would run, before anything of it is shown."""
     groups = find_groups(None)
-    with hydra_session() as hydra:
-        for job in _jobs(_parse(words), groups, hydra):
+    with hydra_session():
+        for job in _jobs(_parse(words), groups):
             compose_whole(job)
 
 
@@ -281,7 +281,7 @@ def _main(flags: Flags) -> int:
         if flags.shell_completion:
             hydra.shell_completion(config_name=CONFIG_NAME, overrides=list(flags.overrides))
             return 0
-        jobs = _jobs(flags, groups, hydra)
+        jobs = _jobs(flags, groups)
         checked = [compose_whole([*extra, *job]) for job in jobs]
         config, composed = checked[0]
         node = composed.hydra
@@ -326,7 +326,7 @@ def _main(flags: Flags) -> int:
             multirun = importlib.import_module("launcher.compose.multirun")
             past = multirun.earlier_jobs(folder.path) if config.sweep.resume else ()
             if asks_for_trials(flags.overrides):
-                parsed = parse_overrides(flags.overrides, groups, hydra.config_loader)
+                parsed = parse_overrides(flags.overrides, groups)
                 source = Search(find_space(parsed), config, past)
             else:
                 source = multirun.Combinations(jobs, past)
@@ -418,10 +418,9 @@ def _check_pruning(config: LaunchConfig) -> None:
         )
 
 
-def _jobs(flags: Flags, groups: Groups, hydra: object) -> list[list[str]]:
+def _jobs(flags: Flags, groups: Groups) -> list[list[str]]:
     """The overrides of every job that the command line asks for, checked word by word."""
-    loader = getattr(hydra, "config_loader", None)
-    overrides = parse_overrides(flags.overrides, groups, loader)
+    overrides = parse_overrides(flags.overrides, groups)
     if flags.multirun and asks_for_trials(flags.overrides):
         jobs = find_space(overrides).corners()
     elif flags.multirun:

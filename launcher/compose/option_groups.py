@@ -100,6 +100,18 @@ class Groups:
         kind, key = _TAKES_FILES.get((group, Path(option.partition(":")[0]).suffix), ("", ""))
         if kind:
             hint = f" Try {group}={kind} {typed(f'{group}.{key}', option)}."
+        stem = Path(option).stem
+        if option.endswith((".yaml", ".yml")) and stem in options:
+            raise PlanError(
+                f"{group}={shorten(option)}: an option goes by its name alone. Try {group}={stem}."
+            )
+        if self.folder is None and (beside := _beside(group, option)) is not None:
+            raise PlanError(
+                f"{group}={shorten(option)} is in {beside}, which is read where it is named. "
+                f"Try --config-dir {shlex.quote(beside)} {group}={stem}."
+            )
+        if option.endswith((".yaml", ".yml")):
+            hint = f"{hint} {OWN_FILES}"
         misplaced = self._misplaced(group, option)
         if misplaced is not None and self.folder is not None:
             inside = self.folder if self.folder.name == group else self.folder / group
@@ -133,6 +145,17 @@ class Groups:
             return None
 
 
+def _beside(group: str, option: str) -> str | None:
+    """A folder of options here that has it, and that nobody has named."""
+    for name in ("conf", "cfg", "config", "configs"):
+        try:
+            if (Path(name) / group / f"{Path(option).stem}.yaml").is_file():
+                return name
+        except (OSError, ValueError):
+            return None
+    return None
+
+
 def _refuse_whole(folder: Path, ours: Collection[str]) -> None:
     """Refuses a ``config.yaml`` with keys of ours: in place of our own it would not be read."""
     for file in (folder / "config.yaml", folder / "config.yml"):
@@ -158,6 +181,13 @@ def find_groups(config_dir: Path | None) -> Groups:
         return Groups(built_in, {}, installed)
     if "\0" in str(config_dir):
         raise PlanError("--config-dir: the folder's name holds a null byte. Try another folder.")
+    if config_dir.is_file() and config_dir.suffix in (".yaml", ".yml"):
+        group, stem = config_dir.parent.name, config_dir.stem
+        known = f"{shlex.quote(str(config_dir.parent.parent))} {group}={stem}"
+        raise PlanError(
+            f"--config-dir {config_dir} is a file. "
+            + (f"Try --config-dir {known}." if group in built_in else OWN_FILES)
+        )
     if not config_dir.is_dir():
         raise PlanError(
             f"--config-dir {config_dir}: no such folder. Try --config-dir with a folder that "
@@ -257,9 +287,20 @@ def _own_folder(name: str) -> Path:
     return Path(name).expanduser()
 
 
+# What is meant where a flag stands alone, or with something that it does not take.
+_WITH = {
+    "-c/--cfg": "--cfg job",
+    "-cd/--config-dir": "--config-dir DIR",
+    "-m/--multirun": "-m, with lists of values as in pp=1,2",
+    "-p/--package": "--cfg job -p trainer",
+}
+_HYDRAS = ("-cn", "-cp", "--config-name", "--config-path")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise PlanError(f"{shortened(message, 400)}. Try --help.")
+        found = next((way for flag, way in _WITH.items() if f"argument {flag}:" in message), None)
+        raise PlanError(f"{shortened(message, 400)}. Try {found or '--help'}.")
 
 
 def parse_flags(arguments: Sequence[str]) -> Flags:
@@ -284,6 +325,12 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
         "--info=all" if word in ("-i", "--info") and (*arguments, "")[i + 1] not in _INFO else word
         for i, word in enumerate(arguments)
     ]
+    for word in arguments:
+        if word.partition("=")[0] in _HYDRAS:
+            raise PlanError(
+                f"{word.partition('=')[0]} is not a flag: one configuration is composed, our own. "
+                f"Did you mean --config-dir? {OWN_FILES}"
+            )
     parsed, unknown = parser.parse_known_intermixed_args(split)
     # Python 3.11 leaves overrides that follow a flag among the unknown ones.
     stray = [word for word in unknown if word.startswith("-")]
@@ -299,7 +346,8 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     if stray:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         name = stray[0].lstrip("-").partition("=")[0]
-        near = did_you_mean(nearest(stray[0].split("=")[0], flags))
+        short = {"v": ("--verbose", "--version"), "V": ("--version",)}.get(name)
+        near = did_you_mean(short or (nearest(stray[0].split("=")[0], flags) if name[2:] else ()))
         hint = meant_key(name) or _own_key(name) or near or " Try --help."
         if name == "config":
             hint = f" {OWN_FILES}"

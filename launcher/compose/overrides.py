@@ -9,26 +9,21 @@ from __future__ import annotations
 
 import itertools
 import re
-import shlex
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, get_args
+from typing import Any, cast
 
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from launcher.compose.option_groups import OWN_FILES, Groups
+from launcher.compose.option_groups import Groups
+from launcher.compose.wrong_word import NODES, check_haste, check_word, shell_word, unreadable
 from launcher.config.decode import CLASS, did_you_mean, nearest, unknown_key
-from launcher.config.foreign_words import meant_key, meant_option, meant_value
-from launcher.config.key import Key, describe, is_free, keys_of, nodes_of, shorten, spell, typed
-from launcher.config.launch import LaunchConfig, Mode
-from launcher.secrets import refuse_secret
+from launcher.config.foreign_words import meant_key, meant_option
+from launcher.config.key import describe, is_free, keys_of, nodes_of, shorten, spell, typed
+from launcher.config.launch import LaunchConfig
 from strategies.errors import PlanError
 
-TOOLS = ("demo", "doctor", "init")
-_HELP = ("help", "?", "usage", "list", "version", "info", "run")
-MAX_CHARACTERS = 16_384
 MAX_JOBS = 1_000
 
 # Hydra's own configuration can name classes to instantiate (logging, launchers): only these.
@@ -36,34 +31,44 @@ HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 
 # Groups of which several options go together: ``tracking=[csv,wandb]``.
 SEVERAL = ("tracking", "callbacks")
-NO_TARGET = (
-    "_target_ would run code from any configuration, which is not supported. Name a class of your "
-    "own as model=class model.path=my_pkg.nets:LitNet model.args.width=64 (data=class, "
-    "optimizer=class, schedule.path= and callbacks.NAME.path= take theirs alike)."
-)
 
 
-def parse_overrides(
-    words: Sequence[str], groups: Groups, loader: ConfigLoader | None = None
-) -> list[Override]:
-    """Parses and checks ``key=value`` words; ``glob()`` sweeps ask Hydra's loader for options."""
+class _Options:
+    """Where ``glob()`` looks: among all options, where Hydra's own loader has ours alone."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def get_group_options(self, group: str, *_: object, **__: object) -> list[str]:
+        return list(self._groups.options(group)) if group in self._groups.built_in else []
+
+
+def parse_overrides(words: Sequence[str], groups: Groups) -> list[Override]:
+    """Parses and checks ``key=value`` words."""
     for word in words:
-        _check_word(word)
-    parser = OverridesParser.create(config_loader=loader)
+        check_word(word)
+    for word in words:
+        check_haste(word)
+    parser = OverridesParser.create(config_loader=cast("Any", _Options(groups)))
     parsed: list[Override] = []
     for word in words:
         try:
             parsed += parser.parse_overrides([word])
         except (HydraException, RecursionError, ValueError) as error:
-            raise _unreadable(word) from error
-    seen: set[str] = set()
+            raise unreadable(word) from error
+    seen: dict[str, Override] = {}
     own = {override.key_or_group for override in parsed if _is_own(override, groups)}
     for override in parsed:
         _check_key(override, groups, own)
         name = override.key_or_group
         if name in seen and name in groups.built_in:
             raise PlanError(f"{name}= is given twice. Keep one, or try -m {name}=A,B for a sweep.")
-        seen.add(name)
+        if name in seen and (override.is_sweep_override() or seen[name].is_sweep_override()):
+            raise PlanError(
+                f"{shorten(seen[name].input_line)} and {shorten(override.input_line)}: the second "
+                "would replace a list of values. Keep one of them."
+            )
+        seen[name] = override
     return parsed
 
 
@@ -78,7 +83,7 @@ def expand(overrides: Iterable[Override]) -> list[list[str]]:
             try:
                 choices = list(itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1))
             except (HydraException, ValueError, ZeroDivisionError) as error:
-                raise _unreadable(override.input_line or name) from error
+                raise unreadable(override.input_line or name) from error
             values[name] = [f"{name}={as_typed(choice)}" for choice in choices]
         else:
             raise PlanError(
@@ -125,7 +130,7 @@ def require_single(overrides: Iterable[Override]) -> None:
                 other = f", or {typed(name, value)} for a text with commas"
             raise PlanError(
                 f"{name}={shorten(value)} gives several values to one run. "
-                f"Try -m {_shell(f'{name}={shorten(value)}')} for one run each{other}."
+                f"Try -m {shell_word(f'{name}={shorten(value)}')} for one run each{other}."
             )
 
 
@@ -144,70 +149,10 @@ def quote(name: str, value: str) -> str:
     return f"{name}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
 
 
-def _check_word(word: str) -> None:
-    name, separator, value = word.partition("=")
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        raise PlanError(
-            f"{shorten(name)}: this word has bytes that are no UTF-8, which no file of a run could "
-            "hold. Try a name of other letters, or a link to it."
-        ) from None
-    refuse_secret(name.lstrip("+~"), value)
-    if len(word) > MAX_CHARACTERS:
-        raise PlanError(
-            f"{shorten(name)}: {len(word)} characters; at most {MAX_CHARACTERS} are read."
-        )
-    if "_target_" in word:
-        raise PlanError(f"{shorten(name)}: {NO_TARGET}")
-    if not name or (not separator and not word.startswith("~")):
-        keys = [entry.path for entry in keys_of(LaunchConfig)]
-        bare = word.rstrip(":")
-        near = (bare,) if bare in _CHOICES else nearest(bare, keys, limit=1)
-        hint = did_you_mean(f"{path}=..." for path in near)
-        mode = meant_value("mode", word, switch=False, whole=False, number=False) or word
-        if word in TOOLS:
-            raise PlanError(f"{word} stands first. Try python -m launcher {word}.")
-        if separator or _VALUE_ALONE.fullmatch(word):
-            hint = (
-                " No blanks stand around the =, nor between values: try pp=4, or -m pp=1,2,4 for "
-                "one run each."
-            )
-        elif _SCRIPT.fullmatch(word):
-            hint = (
-                " A script of your own is started by python itself, with PipelineStrategy in it; "
-                "classes of it are named as model=class model.path=my_pkg.nets:LitNet."
-            )
-        elif meant := _colon(word):
-            hint = f" Try {meant}."
-        elif mode in get_args(Mode):
-            hint = f" Did you mean mode={mode}?"
-        elif word.lower() in _HELP:
-            hint = ""
-        elif word.endswith((".yaml", ".yml")):
-            hint = f" {OWN_FILES}"
-        hint = hint or " Try --help."
-        raise PlanError(f"{shorten(word)}: expected key=value.{hint}")
-
-
-_CHOICES = {*nodes_of(LaunchConfig), "experiment"}
-_VALUE_ALONE = re.compile(r"[+-]?[\d.][\w.,+-]*|[\[({].*")
-_SCRIPT = re.compile(r"python[\d.]*|torchrun|[\w./-]+\.(py|sh|ipynb)")
-
-
-def _colon(word: str) -> str | None:
-    """``pp=4`` for ``pp:4``, ``pp: 4`` and ``pp = 4``."""
-    name, sign, value = re.sub(r"\s*([:=]+)\s*", r"\1", word, count=1).partition(":")
-    name, _, value = f"{name}{sign and '='}{value}".partition("=")
-    names = {entry.path for entry in keys_of(LaunchConfig)} | _CHOICES
-    value = value.lstrip("=").strip()
-    return typed(name, value) if name in names and value else None
-
-
 def _is_own(override: Override, groups: Groups) -> bool:
     """Whether it chooses a class of the user's own, or of a package, for model, data, optimizer."""
     name = override.key_or_group
-    if name not in ("model", "data", "optimizer"):
+    if name not in ("model", "data", "optimizer") or override.is_delete():
         return False
     return bool({CLASS, *groups.installed.get(name, ())} & set(_option_names(override)))
 
@@ -227,7 +172,7 @@ def _check_key(override: Override, groups: Groups, own: Collection[str]) -> None
         return
     if name in groups.built_in:
         if override.is_add() or override.is_force_add():
-            raise PlanError(f"{shorten(line)}: {name} is there already. Try {typed(name, value)}.")
+            raise _there_already(override)
         for option in _option_names(override):
             groups.require(name, option)
         return
@@ -237,12 +182,22 @@ def _check_key(override: Override, groups: Groups, own: Collection[str]) -> None
     if name not in known:
         raise _unknown(name, value, groups, own)
     if override.is_add():
-        raise PlanError(f"{shorten(line)}: {name} is there already. Try {typed(name, value)}.")
+        raise _there_already(override)
     given: object = None if override.is_sweep_override() else override.value()
     if isinstance(given, dict):
         for child in given:
-            if f"{name}.{child}" not in known:
+            path = f"{name}.{child}"
+            if path not in known and not is_free(path, LaunchConfig):
                 raise unknown_key(f"{name}.{child}")
+
+
+def _there_already(override: Override) -> PlanError:
+    line = override.input_line or ""
+    sweep = "-m " if override.is_sweep_override() else ""
+    return PlanError(
+        f"{shorten(line)}: {override.key_or_group} is there already. "
+        f"Try {sweep}{shell_word(line.lstrip('+'))}."
+    )
 
 
 def _check_hydra_key(name: str, override: Override) -> None:
@@ -272,13 +227,18 @@ def _option_names(override: Override) -> list[str]:
         return [option for value in values for option in listed_options(name, value)]
     value: Any = override.value()
     if value is None and name in ("experiment", "callbacks"):
-        return []
+        raise PlanError(f"{name}=null: there is none unless it is named. Try it without {name}=.")
     if isinstance(value, list) and name in SEVERAL and value:
         return [spell(option) for option in value]
     if isinstance(value, list | dict) or value is None:
+        way = "--help to see them" + (f", or {name}.KEY=VALUE to set one key" * (name in NODES))
+        if isinstance(value, list) and value:
+            several = ",".join(map(spell, value))
+            way = f"{name}={several}" if len(value) == 1 else f"-m {name}={several} for a run each"
+        raise PlanError(f"{name}={shorten(value)}: {name} takes the name of one option. Try {way}.")
+    if isinstance(value, int | float) and not isinstance(value, bool):
         raise PlanError(
-            f"{name}={shorten(value)}: {name} takes the name of one option. "
-            f"Try --help to see them, or {name}.KEY=VALUE to set one key."
+            f"{name}={value}: a number is no option's name. Try \"{name}='{value}'\" for the name."
         )
     return [spell(value)]
 
@@ -313,102 +273,6 @@ def _unknown(name: str, value: str, groups: Groups, own: Collection[str]) -> Pla
             hint = f"Did you mean {near[0]}=? Its options: {', '.join(options)}."
         return PlanError(f"{shorten(name)} is not a key. {hint}")
     return unknown_key(name)
-
-
-def _unreadable(word: str) -> PlanError:
-    name, _, value = word.partition("=")
-    if word.startswith("~"):
-        return PlanError(
-            f"{shorten(word)}: keys cannot be removed. Leave it out, or give the key another value."
-        )
-    if value.startswith("=") or name != name.strip():
-        meant = _colon(word)
-        if meant:
-            return PlanError(f"{shorten(word)}: expected key=value, with one =. Try {meant}.")
-    if not _KEY_NAME.fullmatch(name.lstrip("+~")):
-        plain = re.sub(r"\.+", ".", name.strip("+~.")) or "pp"
-        keys = [entry.path for entry in keys_of(LaunchConfig)]
-        near = nearest(plain, keys, limit=1) or nearest(plain, nodes_of(LaunchConfig), limit=1)
-        return PlanError(
-            f"{shorten(word)}: {shorten(name)} is no key: names joined by single dots, as in "
-            f"trainer.max_steps.{did_you_mean(f'{one}=...' for one in near) or ' Try --help.'}"
-        )
-    if is_open(value):
-        return _unclosed(word)
-    entry = next((one for one in keys_of(LaunchConfig) if one.path == name.lstrip("+")), None)
-    if called := _CALL.match(value):
-        if called[1] not in FUNCTIONS:
-            return PlanError(
-                f"{shorten(word)}: {called[1]} is no function of a sweep: {', '.join(FUNCTIONS)} "
-                f"are. Try -m {name}=A,B, or {typed(name, value)} for a text."
-            )
-    elif entry is not None and "text" not in describe(entry.hint):
-        return PlanError(
-            f"{shorten(word)}: expected {describe(entry.hint)}. "
-            f"Try {name}={meant_list(value, entry) or spell(entry.example)}."
-        )
-    spelt = typed(name, value.replace("${", r"\${"))
-    if entry is not None and "list" in describe(entry.hint):
-        items = value.removeprefix("[").removesuffix("]").replace("'", "").replace('"', "")
-        listed = ",".join(f"'{item.strip()}'" for item in items.split(",") if item.strip())
-        spelt = _shell(f"{name}=[{shorten(listed)}]")
-    advice = f" Try {spelt}." if len(spelt) < _PASTED else ""
-    return PlanError(
-        f"{shorten(word)}: this value cannot be read. Text with other characters than letters, "
-        f"digits and any of - _ . / % + @ needs quotes inside the shell's quotes.{advice}"
-    )
-
-
-_PASTED = 600  # characters: advice that is longer is no help
-
-
-_KEY_NAME = re.compile(r"[A-Za-z_][\w-]*([./@][A-Za-z_][\w-]*)*")
-_CALL = re.compile(r"([a-z_]+)\(")
-FUNCTIONS = ("choice", "range", "interval", "glob", "sort", "shuffle", "tag", "extend_list")
-
-
-def _shell(word: str) -> str:
-    """The word in the quotes that a shell needs, where it needs any."""
-    if not re.search(r"[^\w.,/%+@:=\[\]-]", word):
-        return word
-    return shlex.quote(word) if {*word} & {*'"$`\\!'} else f'"{word}"'
-
-
-def is_open(value: str) -> bool:
-    r"""Whether an interpolation in it is never closed.
-
-    >>> is_open("${pp"), is_open("a-${oc.env:HOME,${x}}"), is_open(r"\${")
-    (True, False, False)
-    """
-    plain = value.replace("\\${", "")
-    return plain.count("${") > plain.count("}")
-
-
-def _unclosed(word: str) -> PlanError:
-    name, _, value = word.partition("=")
-    closed = value + "}" * (value.count("${") - value.count("}"))
-    fix = f"'{name}={closed}'" if re.fullmatch(r"[^']*\$\{[\w.:,/]+\}*", closed) else ""
-    plain = typed(name, value.replace("${", r"\${"))
-    entry = next((one for one in keys_of(LaunchConfig) if one.path == name.lstrip("+")), None)
-    if entry is not None and describe(entry.hint) not in ("a text", "a text or null"):
-        plain = f"{name}={spell(entry.example)}"
-    return PlanError(
-        f"{shorten(word)}: ${{ begins what another key holds, and nothing closes it. "
-        f"Try {' or '.join(filter(None, (fix, plain)))}."
-    )
-
-
-def meant_list(value: str, entry: Key) -> str | None:
-    """``[0.9,0.95]`` for ``(0.9,0.95)`` and ``{0.9,0.95}``, where a list is taken."""
-    items = value.strip("()[]{} ").split(",")
-    if "list" not in describe(entry.hint) or not all(
-        _PLAIN_NUMBER.fullmatch(i.strip()) for i in items
-    ):
-        return None
-    return f"[{','.join(item.strip() for item in items)}]"
-
-
-_PLAIN_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
 
 
 # ``planner.explain=[tp=4,pp=8]``: in Hydra's grammar a list's entries with ``=`` need quotes.

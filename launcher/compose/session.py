@@ -33,7 +33,7 @@ from launcher.compose.option_groups import conf_dir
 from launcher.compose.overrides import listed_options, quote
 from launcher.config import LaunchConfig, check, dump, from_dict
 from launcher.config.check_training import HUGGING_FACE
-from launcher.config.decode import CLASS, ENTRY_POINTS, installed_names
+from launcher.config.decode import CLASS, ENTRY_POINTS, KeyPlaceError, installed_names
 from launcher.config.key import describe, free_keys, keys_of, shorten, spell, typed
 from launcher.config.pipeline import HardwareConfig
 from launcher.config.running import TrackerName
@@ -214,7 +214,10 @@ def compose_whole(overrides: Sequence[str]) -> tuple[LaunchConfig, DictConfig]:
         composed = compose(CONFIG_NAME, overrides=list(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(composed)
         hydra = composed.hydra
-        config = to_config(composed, hydra)
+        try:
+            config = to_config(composed, hydra)
+        except KeyPlaceError as error:
+            raise _text_of_a_variable(error, hydra) from error
         check(config)
         # Reading them now shows a mistake in a folder pattern before anything is created.
         for key in ("run", "sweep"):
@@ -226,6 +229,19 @@ def compose_whole(overrides: Sequence[str]) -> tuple[LaunchConfig, DictConfig]:
             f"The configuration cannot be composed: {_reason(error, overrides)}"
         ) from error
     return config, composed
+
+
+def _text_of_a_variable(error: KeyPlaceError, hydra: DictConfig) -> PlanError:
+    """``pp=${oc.env:N}`` is a text, whatever the variable holds."""
+    key = ".".join(error.path)
+    words = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    for word in map(str, words) if isinstance(words, list) else ():
+        found = re.fullmatch(rf"\+*{re.escape(key)}=(\$\{{(oc\.env|now):[^{{}}]*\}})", word)
+        if found:
+            said = str(error).partition(". Try ")[0]
+            fix = f"""'{key}="${{oc.decode:{found[1]}}}"'"""
+            return PlanError(f"{said}, and what a variable holds is a text. Try {fix}.")
+    return error
 
 
 def to_config(composed: DictConfig, hydra: DictConfig | HydraConf) -> LaunchConfig:
@@ -360,7 +376,10 @@ def _reason(error: BaseException, words: Sequence[str]) -> str:
     if not place:
         return f"{said}. Try --help."
     word = next((word for word in reversed(words) if word.lstrip("+").startswith(f"{place}=")), "")
-    return f"{place}: {said}.{_written_out(place, word.partition('=')[2]) or ' Try --help.'}"
+    value = word.partition("=")[2]
+    if not word and "nterpolation" in said:  # in a file
+        value = "${...}"
+    return f"{place}: {said}.{_written_out(place, value) or ' Try --help.'}"
 
 
 def _written_out(place: str, value: str) -> str:

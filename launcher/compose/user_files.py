@@ -16,8 +16,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from launcher.compose.option_groups import Groups
-from launcher.compose.overrides import HYDRA_KEYS, NO_TARGET, is_open
-from launcher.config.decode import KeyPlaceError, decode, did_you_mean, nearest
+from launcher.compose.overrides import HYDRA_KEYS
+from launcher.compose.wrong_word import NO_TARGET, is_open
+from launcher.config.decode import CLASS, KeyPlaceError, decode, did_you_mean, nearest
 from launcher.config.key import free_keys, nodes_of, type_hints
 from launcher.config.launch import LaunchConfig
 from launcher.secrets import refuse_secret
@@ -41,7 +42,7 @@ def check_user_files(chosen: Iterable[tuple[str, str]], groups: Groups) -> None:
 def _check_file(file: Path, group: str, groups: Groups) -> list[tuple[str, str]]:
     values = read_yaml(file)
     package = _package(file)
-    if package not in (None, "_global_", group, "_group_"):
+    if package not in (None, "_global_", group):
         raise PlanError(
             f"{file}: # @package {package} is not supported. Try # @package _global_, or none."
         )
@@ -75,13 +76,25 @@ def _check_file(file: Path, group: str, groups: Groups) -> list[tuple[str, str]]
         decode(_without_interpolations(values, schema), schema, prefix)
     except KeyPlaceError as error:
         line = _line_of(file, error.path if everywhere else error.path[1:])
-        raise PlanError(f"{file}{f':{line}' if line else ''}: {error}") from error
+        at = f"{file}{f':{line}' if line else ''}"
+        if not everywhere and values.get("name") == CLASS and "is not a key" in str(error):
+            own = ".".join(error.path[1:])
+            raise PlanError(
+                f"{at}: {group}.{own} is not a key. Arguments of a class of yours stand below "
+                f"`args:`. Write `args: {{{own}: ...}}`."
+            ) from error
+        raise PlanError(f"{at}: {error}") from error
     return named
 
 
 def _refuse_options(values: dict[str, Any], file: Path, groups: Groups) -> None:
     """``schedule: gpipe`` chooses nothing: options stand in the list of defaults."""
     for group, value in values.items():
+        if group == "callbacks" and isinstance(value, str):
+            raise PlanError(
+                f"{file}:{_line_of(file, (group,))}: `callbacks: {value[:60]}`: a callback has a "
+                f"name of your choice and a path. Write `callbacks: {{stop: {{path: ...}}}}`."
+            )
         if group in groups.built_in and isinstance(value, str):
             raise PlanError(
                 f"{file}:{_line_of(file, (group,))}: `{group}: {value[:60]}` chooses no option "
@@ -221,10 +234,16 @@ def read_yaml(file: Path) -> dict[str, Any]:
         value = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        if "could not find expected ':'" in str(error.problem) and error.context_mark:
+            mark = error.context_mark  # of the line that lacks it; the other is behind it
         line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         problem = " ".join(str(error.problem or error.context or "not YAML").split())
         if mark and text[mark.index : mark.index + 1] == "\t":
             problem = "a tab, where YAML takes blanks only"
+        elif mark and (meant := _meant_line("".join(text.splitlines()[mark.line : mark.line + 1]))):
+            problem = f"{problem}. Write `{meant}`, with a blank behind the colon"
+        elif "mapping values are not allowed" in problem:
+            problem = f"{problem} (a line that is indented otherwise than its neighbours?)"
         raise PlanError(f"{file}{line}: {problem}. Correct the YAML there.") from error
     except (yaml.YAMLError, ValueError, LookupError) as error:
         reason = " ".join(str(error).split())[:200]
@@ -243,6 +262,16 @@ def read_yaml(file: Path) -> dict[str, Any]:
         if not isinstance(name, str):
             raise PlanError(f"{file}: the key {name!r} is not a text. Write it in quotes.")
     return value
+
+
+def _meant_line(line: str) -> str | None:
+    """``lr: 1e-3`` for ``lr:1e-3`` and ``lr = 1e-3``.
+
+    >>> _meant_line("  lr =1e-3"), _meant_line("lr: 1e-3")
+    ('lr: 1e-3', None)
+    """
+    found = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*(?:=|:(?!\s))\s*(\S.*?)\s*", line)
+    return f"{found[1]}: {found[2]}" if found else None
 
 
 def _keys(value: object) -> Iterator[object]:
@@ -312,7 +341,11 @@ def _scan(text: str, file: Path) -> None:
                 anchors[event.anchor] = 1
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in anchors:
-                raise PlanError(f"{file}:{line}: the alias *{event.anchor} contains itself.")
+                above = re.search(rf"&{re.escape(event.anchor)}\b", text)
+                wrong = f"contains itself. Write out what is below &{event.anchor}"
+                if above is None:
+                    wrong = f"stands for nothing: no &{event.anchor} is above it. Write the value"
+                raise PlanError(f"{file}:{line}: the alias *{event.anchor} {wrong}.")
             size = anchors[event.anchor]
         else:
             continue

@@ -76,6 +76,11 @@ def named_callbacks(config: LaunchConfig) -> tuple[Code, ...]:
         key = f"callbacks.{name}"
         if entry is None:
             continue
+        if name in ("path", "args"):
+            raise PlanError(
+                f"{key}={shorten(entry)}: a callback has a name of your choice, and under it "
+                f"{name}. Try callbacks.stop.path=lightning.pytorch.callbacks:EarlyStopping."
+            )
         if not isinstance(entry, Mapping):
             raise PlanError(
                 f"{key}={shorten(entry)}: a callback has a path. Try {typed(f'{key}.path', entry)}."

@@ -143,6 +143,11 @@ def check_peak(config: LaunchConfig) -> None:
         "fp16": ("trainer.precision=bf16-mixed", "bf16"),
     }
     way, needs = ways.get(wanted, ("trainer.precision=32-true", "fp32"))
+    if wanted == "fp32":
+        needs = next((kind for kind in ("bf16", "fp16") if kind in known), needs)
+        way = {"bf16": "trainer.precision=bf16-mixed", "fp16": "trainer.precision=16-mixed"}.get(
+            needs, way
+        )
     if needs not in known:
         way = f"hardware.peak_{wanted}_flops=1e13"
     raise PlanError(

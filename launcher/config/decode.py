@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 from launcher.config.foreign_words import meant_key, meant_value
 from launcher.config.key import (
     Args,
+    Key,
     describe,
     is_free,
     keys_of,
@@ -91,11 +92,11 @@ def decode(values: Mapping[str, Any], schema: type[Schema], prefix: str = "") ->
                 )
             typed[name] = decode(value, nodes[name], f"{path}.")
             continue
-        typed[name] = _typed_value(value, hints[name], path, leaves[path].example)
+        typed[name] = _typed_value(value, hints[name], path, leaves[path])
     return schema(**typed)
 
 
-def _typed_value(value: object, hint: object, path: str, example: object) -> object:
+def _typed_value(value: object, hint: object, path: str, entry: Key) -> object:
     typed = _convert(value, hint)
     if typed is not _MISMATCH:
         return typed
@@ -109,13 +110,28 @@ def _typed_value(value: object, hint: object, path: str, example: object) -> obj
         whole=float not in kinds,
         number=bool(kinds & {int, float}),
     )
-    hinted = meant or (near[0] if near else spell(example))
+    meant = meant or _nothing(value, hint, entry)
+    if isinstance(value, str) and re.fullmatch(r"[^,;\n]+", value) and hint == tuple[str, ...]:
+        near = (f"[{value.strip()}]" if re.fullmatch(r"[\w./-]+", value) else f"['{value}']",)
+    hinted = meant or (near[0] if near else spell(entry.example))
     shown = f"'{value}'" if meant is not None and meant == value else shorten(value)
     several = _several(value) if kinds & {int, float} else None
     other = f", or -m {path}={several} for one run each" if several else ""
     raise KeyPlaceError(
         f"{path}={shown}: expected {describe(hint)}. Try {path}={hinted}{other}.", path
     )
+
+
+_NOTHING = ("none", "null", "off", "never", "no", "false", "all", "inf", "infinity", "unlimited")
+
+
+def _nothing(value: object, hint: object, entry: Key) -> str | None:
+    """How a key says that there is none, or no limit, where a word says so."""
+    if str(value).strip().lower() not in _NOTHING or bool in _kinds(hint):
+        return None
+    if NoneType in get_args(hint):
+        return "null"
+    return "0" if entry.low == 0 and str(value).lower() in _NOTHING[:6] else None
 
 
 def _several(value: object) -> str | None:
@@ -133,7 +149,7 @@ def _several(value: object) -> str | None:
     if found := re.fullmatch(r"(\d+)\s*(?:-|\.\.\.?)\s*(\d+)", text):
         first, last = int(found[1]), int(found[2])
         return f"'range({first},{last + 1})'" if first < last else None
-    parts = [part for part in re.split(r"[\s,;:|/]+", text) if part]
+    parts = [part for part in re.split(r"[\s,;:|]+", text) if part]
     return ",".join(parts) if len(parts) > 1 and all(map(_is_number, parts)) else None
 
 

@@ -37,14 +37,15 @@ MEANT_KEYS = {
     "costs.fwd costs.f": "costs=uniform costs.forward=1",
     "costs.bwd costs.b": "costs=uniform costs.backward=2",
     "planner.gpu planner.device": "hardware=a100_80g",
+    "planner.schedule planner.schedules": "schedule=1f1b, which pins it for the planner, too",
     "cluster.host cluster.hosts cluster.hostfile cluster.ssh":
         "cluster=slurm, or cluster=torchrun, which is started on each host",
     "tracking.notes tracking.note": "user.note=TEXT, which trackers get, too",
     "tracking.run_name tracking.run tracking.id": "experiment_name=my_run",
     "zero_optimization.stage": "overlap=zero1",
     # Processes.
-    "devices gpus num_gpus ngpus num_devices nproc nproc_per_node world_size num_processes ntasks "
-    "n_gpus gpu_ids": _PROCESSES,
+    "np devices gpus num_gpus ngpus num_devices nproc nproc_per_node world_size num_processes "
+    "ntasks n_gpus gpu_ids": _PROCESSES,
     "num_nodes nnodes num_machines nodes": "cluster.nodes=2",
     "main_process_port master_port master_addr main_process_ip rdzv_endpoint rdzv_backend rdzv_id "
     "node_rank machine_rank local_rank standalone": _TORCHRUN,
@@ -70,6 +71,7 @@ MEANT_KEYS = {
     "use_distributed_optimizer data_parallel_shard_degree overlap_param_gather": "overlap=zero1",
     "overlap_grad_reduce overlap_comm bucket_cap_mb":
         "overlap=grad_reduce, with overlap.bucket_mb=25",
+    "queue": "cluster=slurm cluster.partition=gpu",
     "reservation nodelist exclude dependency nice": _SBATCH,
     "cpus_per_task cpus ncpus": "cluster.cpus_per_task=8",
     "modules module_load prologue prolog pre_commands": "\"cluster.setup=['module load cuda']\"",
@@ -154,11 +156,12 @@ MEANT_KEYS = {
         "trainer.precision=bf16-mixed",
     "tf32 allow_tf32": "trainer.float32_matmul_precision=high",
     "torch_compile": "compile=true",
-    "log logger loggers wandb tensorboard report_to log_with":
+    "log logger loggers tracker trackers wandb tensorboard report_to log_with":
         "tracking=csv, wandb, tensorboard or none",
     "verbose debug log_level logging loglevel": "--verbose, or the logs in the run's folder",
     "name run_name job_name exp_name wandb_run_name run_id": "experiment_name=my_run",
-    "out output_dir save_dir log_dir run_dir default_root_dir out_dir": "hydra.run.dir=FOLDER",
+    "out output o output_dir save_dir log_dir run_dir default_root_dir out_dir":
+        "hydra.run.dir=FOLDER",
     "eval test evaluate do_eval do_test": "mode=eval",
     "train do_train fit": "mode=train",
     "predict do_predict inference": "mode=predict",
@@ -196,17 +199,24 @@ _MEANT_VALUES = {
         "double": "64-true", "tf32": "32-true trainer.float32_matmul_precision=high",
         "fp8": "bf16-mixed",
     },
+    "trainer.max_steps": dict.fromkeys(
+        ("inf", "infinity", "none", "null", "unlimited", "never"), "-1 trainer.max_epochs=1"
+    ),
+    "trainer.limit_val_batches": {"off": "0", "never": "0", "no": "0", "false": "0"},
     "trainer.accelerator": {"cuda": "gpu", "nvidia": "gpu", "mps": "cpu", "tpu": "cpu"},
     "trainer.float32_matmul_precision": {"tf32": "high"},
     "trainer.on_nan": {"raise": "stop", "error": "stop", "true": "stop", "false": "ignore"},
     "compile": {"max-autotune": "true", "reduce-overhead": "true", "default": "true"},
 }  # fmt: skip
 _SWITCH = {
+    "true": "true", "false": "false",
     "yes": "true", "y": "true", "on": "true", "1": "true", "t": "true", "enable": "true",
     "enabled": "true", "no": "false", "n": "false", "off": "false", "0": "false", "f": "false",
     "none": "false", "disable": "false", "disabled": "false",
 }  # fmt: skip
-_WITH_UNIT = re.compile(r"([+-]?(?:\d[\d_,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%]+)")
+_WITH_UNIT = re.compile(
+    r"([+-]?(?:\d[\d_,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%]+)(?:/s(?:ec)?)?"
+)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
 _DECIMAL = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15}
 _TIMES = {
@@ -214,6 +224,26 @@ _TIMES = {
     "m": 60.0, "min": 60.0, "mins": 60.0, "minute": 60.0, "minutes": 60.0, "h": 3600.0,
     "hr": 3600.0, "hour": 3600.0, "hours": 3600.0, "d": 86400.0, "day": 86400.0, "days": 86400.0,
 }  # fmt: skip
+
+
+# Dashes, quotes, blanks and digits of typography, which pages and chats put in for the keyboard's.
+_LETTERS = str.maketrans({
+    **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe63\uff0d", "-"),
+    **dict.fromkeys("\u201c\u201d\u201e\u00ab\u00bb", '"'),
+    **dict.fromkeys("\u2018\u2019\u201a\u2032", "'"),
+    **dict.fromkeys("\u00a0\u2007\u2009\u202f\u3000", " "),
+    **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
+    **{chr(0xFF01 + i): chr(0x21 + i) for i in range(94)},
+})  # fmt: skip
+
+
+def plain_letters(text: str) -> str:
+    """The text as a keyboard would have it.
+
+    >>> plain_letters("\u2013m \u201cpp=\uff12\u201d")
+    '-m "pp=2"'
+    """
+    return text.translate(_LETTERS)
 
 
 def meant_key(path: str) -> str:
@@ -237,6 +267,8 @@ def meant_value(path: str, value: object, *, switch: bool, whole: bool, number: 
 
     ``switch``, ``whole``, ``number``: whether the key takes true and false, or such a number.
     """
+    if isinstance(value, str):
+        value = plain_letters(value)
     plain = str(value).strip().lower()
     found = _MEANT_VALUES.get(path, {}).get(plain)
     if found is None and switch:
@@ -256,14 +288,26 @@ def _measured(path: str, value: str, *, whole: bool) -> str | None:
     """
     if _NUMBER.fullmatch(value) and not (whole and float(value) % 1):
         return re.sub(r"^([+-]?)0+(?=\d)", r"\1", value)  # in quotes, which a file keeps; 02
+    if whole and re.fullmatch(r"\d{1,3}(,\d{3})+", value):
+        return value.replace(",", "")
+    if not whole and re.fullmatch(r"0,\d+", value):
+        return value.replace(",", ".")
+    if quotient := re.fullmatch(r"(\d+(?:\.\d+)?)\s*/\s*([1-9]\d*)", value):
+        result = float(quotient[1]) / float(quotient[2])
+        return None if whole and result % 1 else f"{result:.12g}"
+    if power := re.fullmatch(r"10(?:\^|\*\*)(-?\d{1,2})", value):
+        return None if whole and int(power[1]) < 0 else f"{10.0 ** int(power[1]):.12g}"
     found = _WITH_UNIT.fullmatch(value)
     if found is None:
         return None
-    amount, unit = float(found[1].replace(",", "").replace("_", "")), found[2].lower()
-    factor = _factor(path, unit)
+    amount, unit = float(found[1].replace(",", "").replace("_", "")), found[2]
+    bits = re.fullmatch(r"([kKMGT]?)(b|bits?|bps)", unit) if "_bandwidth" in path else None
+    factor = _factor(path, f"{bits[1]}b".lower() if bits else unit.lower())
     if factor is None or not math.isfinite(amount * factor):
         return None
-    result = amount * factor
+    result = amount * factor / (8 if bits else 1)
+    if unit == "%" and whole:
+        return None  # a share of what?
     return str(round(result)) if whole else f"{result:.12g}".replace("e+", "e")
 
 

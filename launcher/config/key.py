@@ -194,7 +194,7 @@ def typed(path: str, value: object) -> str:
 
 
 # What Hydra reads without quotes, and backslashes before a quote, which it wants doubled.
-_PLAIN = re.compile(r"[\w./%+@:-]+")
+_PLAIN = re.compile(r"[\w./%+@:-]+", re.ASCII)
 _CLOSING = re.compile(r"(\\*)('|$)")
 
 

@@ -94,11 +94,11 @@ def check_world(world_size: int, *, mode: str) -> None:
 
 def refuse_stray(config: LaunchConfig) -> None:
     """Refuses what would become one whole run per process of torchrun."""
-    local = config.cluster.name == "local"
-    if local and os.environ.get("TORCHELASTIC_RUN_ID") and int(os.environ["WORLD_SIZE"]) > 1:
+    local, started = config.cluster.name == "local", os.environ.get("WORLD_SIZE", "1")
+    if local and os.environ.get("TORCHELASTIC_RUN_ID") and started.strip() not in ("", "0", "1"):
         raise PlanError(
             "torchrun has started this process, and cluster=local would start ranks of its own in "
-            f"each of {os.environ['WORLD_SIZE']} processes. Try {WORD}."
+            f"each of {started} processes. Try {WORD}."
         )
 
 

@@ -100,6 +100,58 @@ MISTAKES = [
     ("--config-dir ~nobody-here/a", "Try --config-dir /path/to/it.", None),
     (f"-m pp=1,2 data=text data.path={'x' * 300}", "File name too long", None),
     (f"-m pp=1,2 trainer.resume={'x' * 300}", "File name too long", None),
+    # Pasted from a page or a chat, or typed in haste.
+    ("\u2013m pp=1,2", "this is another dash. Try -m.", "-m pp=1,2"),
+    ("\u2014help", "Try --help.", None),
+    ("trainer.max_steps=\uff11\uff10", "Try trainer.max_steps=10.", "trainer.max_steps=10"),
+    ("\u201cpp=2\u201d", "letters that only look like those of a keyboard. Try pp=2.", "pp=2"),
+    ("user.p=2 'pp=2\u00a0dp=2'", "is a word of its own. Try pp=2 dp=2.", "pp=2 dp=2"),
+    ("'pp=2;'", "Try pp=2.", "pp=2"),
+    ("model=tiny,", "a comma stands beside no value. Try model=tiny.", "model=tiny"),
+    ("-m pp=1,,2", "Try -m pp=1,2 for one run each.", "-m pp=1,2"),
+    ("-m pp=1,2 pp=4", "the second would replace a list of values.", None),
+    ("user=3", "Try user={note:first}.", "user={note:first}"),
+    ("model=class model.path=x:Y model.args=3", "Try model.args={width:64}.",
+     "mode=simulate costs=uniform model=class model.path=x:Y model.args={width:64}"),
+    ("-m 'pp=choice()'", "Try -m pp=4, or -m pp='choice(4)'.", "-m pp='choice(4)'"),
+    ("-m +seed=1,2", "seed is there already. Try -m seed=1,2.", "-m seed=1,2"),
+    ("'+user={a:1}'", 'user is there already. Try "user={a:1}".', "'user={a:1}'"),
+    ("~optimizer", "keys cannot be removed", None),
+    ("'experiment=[fold_laptop]'", "Try experiment=fold_laptop.", "experiment=fold_laptop"),
+    ("experiment=null", "there is none unless it is named.", ""),
+    ("callbacks=null", "there is none unless it is named.", ""),
+    ("-m 'schedule=[gpipe,1f1b]'", "Try -m schedule=gpipe,1f1b for a run each.",
+     "-m schedule=gpipe,1f1b"),
+    ("experiment_name=\u00e9", "Try \"experiment_name='\u00e9'\".", None),
+    ("'pp=${oc.env:NOPE,4}'", "what a variable holds is a text. Try 'pp=",
+     "'pp=\"${oc.decode:${oc.env:NOPE,4}}\"'"),
+    # Flags of Hydra, MPI and of habit.
+    ("-cn config", "-cn is not a flag: one configuration is composed", None),
+    ("-cp conf", "-cp is not a flag", None),
+    ("--cfg", "Try --cfg job.", "--cfg job"),
+    ("-cd", "Try --config-dir DIR.", None),
+    ("--multirun=true pp=1,2", "Try -m, with lists of values", "-m pp=1,2"),
+    ("-V", "Did you mean --version?", "--version"),
+    ("-np 4", "Try pp=, dp= and tp=", "pp=4"),
+    ("-o x", "Try hydra.run.dir=FOLDER.", "hydra.run.dir=x"),
+    ("tracker=wandb", "Try tracking=csv, wandb", "tracking=wandb"),
+    ("planner.schedules=[gpipe]", "Try schedule=1f1b, which pins it", "mode=plan schedule=1f1b"),
+    ("cluster.queue=gpu", "Try cluster=slurm cluster.partition=gpu.", None),
+    # Words for nothing and for everything, and numbers as they are written on paper.
+    ("trainer.max_steps=unlimited", "Try trainer.max_steps=-1 trainer.max_epochs=1.",
+     "trainer.max_steps=-1 trainer.max_epochs=1"),
+    ("trainer.limit_train_batches=all", "Try trainer.limit_train_batches=null.",
+     "trainer.limit_train_batches=null"),
+    ("trainer.limit_val_batches=off", "Try trainer.limit_val_batches=0.",
+     "trainer.limit_val_batches=0"),
+    ("trainer.watchdog_s=off", "Try trainer.watchdog_s=0.", "trainer.watchdog_s=0"),
+    ("optimizer.lr=1/1000", "Try optimizer.lr=0.001.", "optimizer.lr=0.001"),
+    ("optimizer.warmup_steps=10%", "Try optimizer.warmup_steps=10.", "optimizer.warmup_steps=10"),
+    ("'hardware.intra_bandwidth=300 GB/s'", "Try hardware.intra_bandwidth=300000000000.",
+     "hardware.intra_bandwidth=300000000000"),
+    ("'hardware.intra_bandwidth=100 Gb/s'", "Try hardware.intra_bandwidth=12500000000.",
+     "hardware.intra_bandwidth=12500000000"),
+    ("callbacks.path=x:Y", "a callback has a name of your choice, and under it path.", None),
     ("data=text data.path=~/x.txt", "Try \"data.path='~/x.txt'\".",
      "data=text \"data.path='~/x.txt'\""),
 ]  # fmt: skip
@@ -144,6 +196,71 @@ def test_a_file_of_options_with_another_ending_is_found(name, told, tmp_path, mo
     done = run_here(words, tmp_path / "run", monkeypatch)
     done.assert_refused()
     assert told in done.errors.replace(f"{tmp_path}/", "")
+
+
+# What stands in a file of optimizer/ or experiment/, and what its refusal says.
+FILES = [
+    ("name: adamw\n<<: *nope\n", ":2: the alias *nope stands for nothing: no &nope is above it."),
+    ("name: adamw\nlr = 1e-3\n", ":2:1: could not find expected ':'. Write `lr: 1e-3`"),
+    ("name: adamw\nlr:1e-3\n", ":2:1: could not find expected ':'. Write `lr: 1e-3`"),
+    ("name: adamw\n lr: 1e-3\n", "(a line that is indented otherwise than its neighbours?)"),
+    ("warmup_steps: 1,000\n", "Try optimizer.warmup_steps=1000, or"),
+    ("lr: 1e\u22123\n", "optimizer.lr=1e\u22123: expected a number. Try optimizer.lr=1e-3."),
+    ("lr: ${lr}\n", "${KEY} takes the value of another key"),
+    ("# @package _group_\nlr: 1e-3\n", "Try # @package _global_, or none."),
+    ("# @package _global_\ncompile: 'true'\n", "compile='true': expected true or false. Try comp"),
+    ("# @package _global_\ncallbacks: x:Y\n", "Write `callbacks: {stop: {path: ...}}`."),
+    ("# @package _global_\ncluster: {extra: --qos=high}\n", "Try cluster.extra=['--qos=high']."),
+    ("name: class\npath: x:Y\nwidth: 3\n", "Write `args: {width: ...}`."),
+]
+
+
+@pytest.mark.parametrize(("text", "told"), FILES, ids=lambda value: str(value)[:30])
+def test_a_mistake_in_a_file_is_one_sentence(text, told, tmp_path, monkeypatch):
+    file = tmp_path / "cfg" / "optimizer" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(text, encoding="utf-8")
+    words = ["--config-dir", str(tmp_path / "cfg"), "optimizer=mine"]
+    done = run_here(words, tmp_path / "run", monkeypatch)
+    done.assert_refused()
+    assert told in done.errors
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--config-dir conf optimizer=mine.yaml", "goes by its name alone. Try optimizer=mine."),
+        ("--config-dir conf optimizer=conf/optimizer/mine.yaml", "Try optimizer=mine."),
+        ("--config-dir conf/optimizer/mine.yaml", "is a file. Try --config-dir conf optimizer=min"),
+        ("optimizer=mine", "Try --config-dir conf optimizer=mine."),
+        ("experiment=my_1.yaml", "try --config-dir DIR experiment=NAME"),
+    ],
+)
+def test_a_file_of_options_is_found_however_it_is_named(words, told, tmp_path, monkeypatch):
+    file = tmp_path / "conf" / "optimizer" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("name: sgd\n")
+    monkeypatch.chdir(tmp_path)
+    done = run_here(shlex.split(words), tmp_path, monkeypatch)
+    assert (done.code, done.calls, done.errors.count("\n")) == (2, [], 1)
+    assert told in done.errors
+
+
+def test_a_glob_finds_options_of_ones_own_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "cfg" / "experiment"
+    folder.mkdir(parents=True)
+    for number in (1, 2):
+        (folder / f"mine_{number}.yaml").write_text(f"# @package _global_\npp: {number}\n")
+    words = ["-m", "--config-dir", str(tmp_path / "cfg"), "experiment=glob(mine*)", "mode=simulate"]
+    done = run_here(words, tmp_path / "run", monkeypatch)
+    assert (done.code, [call.config.pp for call in done.calls]) == (0, [1, 2])
+
+
+def test_a_variable_that_torchrun_has_left_behind_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "left")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert run_here(["pp=2"], tmp_path, monkeypatch).code == 0
 
 
 def test_a_tilde_is_the_users_own_folder(tmp_path, monkeypatch):

@@ -166,8 +166,10 @@ def test_a_precision_that_a_card_has_no_peak_for_is_refused(words, message, mode
 
 
 def test_a_file_that_names_other_precisions_alone_is_refused_with_the_key_to_give(own):
-    with pytest.raises(PlanError, match=r"only for bf16\. Try hardware\.peak_fp32_flops=1e13, or"):
+    told = r"only for bf16\. Try trainer\.precision=bf16-mixed, or .*hardware\.peak_fp32_flops"
+    with pytest.raises(PlanError, match=told):
         composed("hardware=named", folder=own)
+    composed("hardware=named", "trainer.precision=bf16-mixed", folder=own)
     composed("hardware=named", "mode=simulate", "costs=uniform", folder=own)  # It reads no peak.
 
 
