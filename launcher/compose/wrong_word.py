@@ -41,6 +41,12 @@ def check_word(word: str) -> None:
         )
     if "_target_" in word:
         raise PlanError(f"{shorten(name)}: {NO_TARGET}")
+    plain = plain_letters(word)
+    if plain.startswith("-") and not word.startswith("-"):
+        flag = plain if len(plain) == 2 else f"--{plain.lstrip('-')}"
+        raise PlanError(
+            f"{shorten(word)}: flags begin with -, and this is another dash. Try {flag}."
+        )
     if not name or (not separator and not word.startswith("~")):
         keys = [entry.path for entry in keys_of(LaunchConfig)]
         bare = word.rstrip(":")
@@ -91,9 +97,6 @@ def _in_haste(word: str) -> str | None:
     each key=value is a word of its own. Try pp=2 dp=2
     """
     plain = plain_letters(word)
-    if plain != word and plain.startswith("-") and not word.startswith("-"):
-        flag = plain if len(plain) == 2 else f"--{plain.lstrip('-')}"
-        return f"flags begin with -, and this is another dash. Try {flag}"
     name, _, value = plain.strip("\"'").partition("=")
     kind = _PATHS.get(name.lstrip("+~"), "one option" if name in _CHOICES else "a text")
     if "text" in kind or "keys of your own" in kind:

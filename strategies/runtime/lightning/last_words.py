@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from subprocess import Popen
+from traceback import walk_tb
 from types import TracebackType
 from weakref import ref
 
@@ -116,8 +117,24 @@ def _refused_by_lightning(error: BaseException) -> str | None:
     said = " ".join(str(error).split())
     way_out = next((way for start, way in _WAYS_OUT.items() if said.startswith(start)), None)
     if way_out is None:
-        return said if isinstance(error, MisconfigurationException) and said else None
+        refused = isinstance(error, MisconfigurationException) or _of_the_trainer(error)
+        return said if refused and said else None
     return f"{said.rstrip('.!')}. {way_out}"
+
+
+def _of_the_trainer(error: BaseException) -> bool:
+    """Whether Lightning's own code has refused what its Trainer was made with."""
+    if not isinstance(error, ValueError | TypeError | ModuleNotFoundError):
+        return False
+    code = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    made = any(
+        one.co_name == "__init__" and one.co_filename.endswith(_TRAINER.replace("/", os.sep))
+        for one in code
+    )
+    return made and f"{os.sep}lightning{os.sep}" in code[-1].co_filename
+
+
+_TRAINER = "lightning/pytorch/trainer/trainer.py"
 
 
 def is_lost(error: BaseException) -> bool:

@@ -158,9 +158,11 @@ class RanksStrategy(ParallelStrategy):
         if not self.cluster_environment.creates_processes_externally:
             _refuse_crowd(processes, self.num_processes)
         if self.world_size > 1:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self._num_nodes
-            )
+            if self._options.backend == "nccl" and self.root_device.type == "cpu":
+                raise PlanError(
+                    "backend=nccl sends between GPUs, and these ranks are on CPU. Try backend=auto."
+                )
+            self._launcher = _Scripts(self.cluster_environment, self.num_processes, self._num_nodes)
 
     def setup_environment(self) -> None:
         """Joins the processes; runs before the module's own ``setup``."""
@@ -220,6 +222,21 @@ class RanksStrategy(ParallelStrategy):
         # MIN is "all", MAX is "any".
         dist.all_reduce(value, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(value.item())
+
+
+class _Scripts(_SubprocessScriptLauncher):
+    """Lightning's, which runs the script once more for each other rank: where there is one."""
+
+    def _call_children_scripts(self) -> None:
+        main = sys.modules["__main__"]
+        if getattr(main, "__spec__", None) is None and not hasattr(main, "__file__"):
+            raise PlanError(
+                f"{self.num_processes} processes are to run this script, and it is no file that "
+                "they could be started with: python -, python -c and notebooks have none. Save it, "
+                "and try python train.py (in a notebook %%writefile train.py, then !python "
+                "train.py)."
+            )
+        super()._call_children_scripts()
 
 
 def make_device_mesh(

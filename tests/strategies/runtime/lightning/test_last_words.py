@@ -102,15 +102,23 @@ def no_gpu() -> None:  # as a machine without one says it
             lambda trainer: trainer.fit(pl.LightningModule()),
             "error: No `training_step()` method defined. Lightning `Trainer` expects as minimum ",
         ),
+        (
+            lambda trainer: pl.Trainer(accelerator="cpu", precision="bf16-mixd", logger=False),
+            "error: Precision 'bf16-mixd' is invalid. Allowed precision values: (",
+        ),
+        (
+            lambda trainer: pl.Trainer(accelerator="cpu", gradient_clip_val="1", logger=False),
+            "error: `gradient_clip_val` should be an int or a float. Got 1.",
+        ),
     ],
-    ids=["no gpu", "a plain module", "no step"],
+    ids=["no gpu", "a plain module", "no step", "a precision", "a text for a number"],
 )
 def test_what_lightning_refuses_is_one_line_as_well(
     ask: Callable[[Any], object], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = speak_once()
     trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
-    with pytest.raises((TypeError, MisconfigurationException)) as raised:
+    with pytest.raises((TypeError, ValueError, MisconfigurationException)) as raised:
         ask(trainer)
     capsys.readouterr()
     assert _end(words, raised.value) == 2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
 
 import lightning.pytorch as pl
 import psutil
@@ -29,6 +31,25 @@ def test_more_processes_than_memory_are_refused_before_one_is_started(monkeypatc
     pl.Trainer(strategy=PipelineStrategy(pp=5), accelerator="cpu", logger=False)
     monkeypatch.setenv("LOCAL_RANK", "0")  # somebody else has started them
     pl.Trainer(strategy=PipelineStrategy(pp=10, dp=2), accelerator="cpu", logger=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*(LeafSpec|many workers|num_workers).*")
+def test_what_is_no_file_cannot_be_run_by_several_processes(monkeypatch):
+    trainer = pl.Trainer(
+        strategy=PipelineStrategy(pp=2), accelerator="cpu", logger=False, max_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(
+        PlanError, match=r"python -c and notebooks have none\. Save it, and try pyth"
+    ):
+        trainer.fit(_Line(), DataLoader(torch.randn(8, 2), batch_size=4))
+
+
+def test_a_transport_of_gpus_is_refused_on_a_cpu():
+    with pytest.raises(PlanError, match=r"backend=nccl sends between GPUs.* Try backend=auto\."):
+        pl.Trainer(strategy=PipelineStrategy(pp=2, backend="nccl"), accelerator="cpu", logger=False)
 
 
 class _Line(pl.LightningModule):
