@@ -232,8 +232,8 @@ class _Scripts(_SubprocessScriptLauncher):
         if getattr(main, "__spec__", None) is None and not hasattr(main, "__file__"):
             raise PlanError(
                 f"{self.num_processes} processes are to run this script, and it is no file that "
-                "they could be started with: python -, python -c and notebooks have none. Save it, "
-                "and try python train.py (in a notebook %%writefile train.py, then !python "
+                "they could be started with: python -, python -c and notebooks have none. Try "
+                "it as a file, python train.py (in a notebook: %%writefile train.py, then !python "
                 "train.py)."
             )
         super()._call_children_scripts()

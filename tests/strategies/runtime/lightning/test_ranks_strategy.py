@@ -42,7 +42,7 @@ def test_what_is_no_file_cannot_be_run_by_several_processes(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(
-        PlanError, match=r"python -c and notebooks have none\. Save it, and try pyth"
+        PlanError, match=r"python -c and notebooks have none\. Try it as a file, pyth"
     ):
         trainer.fit(_Line(), DataLoader(torch.randn(8, 2), batch_size=4))
 
