@@ -126,6 +126,43 @@ def _is_about_text(name: str, value: str) -> bool:
     return counted or _TEXT.search(name) is not None
 
 
+# Whether W&B knows who is asking: told before a rank is started, which would end with it.
+
+_WANDB_LETTERS = 40
+
+
+def has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import netrc
+
+    try:
+        return any("wandb" in host for host in netrc.netrc().hosts)
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def check_wandb_key(offline: bool | str) -> None:
+    """Raises where a run that is not ``offline`` could not log in; ``auto`` needs no key.
+
+    Raises:
+        PlanError: There is no key, or the one of the environment is too short to be one.
+    """
+    if offline is True or os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
+        return
+    letters = len(os.environ.get("WANDB_API_KEY", "").strip())
+    if 0 < letters < _WANDB_LETTERS:
+        raise PlanError(
+            f"WANDB_API_KEY has {letters} characters, and a key of W&B {_WANDB_LETTERS} at least. "
+            "Try `unset WANDB_API_KEY` and `wandb login`, or tracking.offline=true."
+        )
+    if offline is False and not has_wandb_key():
+        raise PlanError(
+            "tracking.offline=false sends to W&B, and no key is set up. Try `wandb login`, export "
+            "WANDB_API_KEY, or tracking.offline=auto."
+        )
+
+
 # Secrets of the environment: found by the names of their variables, and kept out of every text.
 #
 # A key reaches a process in a variable (WANDB_API_KEY, HF_TOKEN) and from there, through an

@@ -35,6 +35,7 @@ from launcher.processes.task import JOB_FILE, rewrite_task, write_task
 from launcher.processes.watchdog import COMPILING_S
 from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, text_source, uses_gpu
+from launcher.secrets import check_wandb_key
 from launcher.terminal import complain, say
 from launcher.workloads.data.source import check_file, check_source, vocab_size
 from launcher.workloads.hf.counterpart import export_format
@@ -62,6 +63,11 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
     hidden = config.mode in ("train", "validate") and run.plan.overlap != "none" and run.dp > 1
     if hidden and torch_waits(os.environ):
         raise PlanError(synchronous_reductions(os.environ))
+    if "wandb" in config.tracking.names and (config.mode, config.cluster.name) == (
+        "train",
+        "local",
+    ):
+        check_wandb_key(config.tracking.offline)
     # One file with the weights of whatever model it is.
     plain = (
         config.mode == "export"

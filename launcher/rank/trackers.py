@@ -6,7 +6,6 @@ is on disk before a tracker hears of its row.
 
 from __future__ import annotations
 
-import os
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from launcher.report.html import Panel, timeline_html
 from launcher.report.predicted import predict
 from launcher.report.sweep.picture import timeline_png
 from launcher.resolve import Run
+from launcher.secrets import has_wandb_key
 from strategies.analysis.timeline import Timeline
 from strategies.errors import CheckpointError, PlanError
 from strategies.manifest import UNFINISHED, total_bytes
@@ -232,7 +232,7 @@ def _wandb(config: LaunchConfig, run_dir: Path) -> Logger:
     from lightning.pytorch.loggers import WandbLogger
 
     tracking = config.tracking
-    offline = not _has_key() if tracking.offline == "auto" else bool(tracking.offline)
+    offline = not has_wandb_key() if tracking.offline == "auto" else bool(tracking.offline)
     settings: dict[str, Any] = {
         "entity": tracking.entity,
         "group": tracking.group or config.experiment_name,
@@ -248,14 +248,3 @@ def _wandb(config: LaunchConfig, run_dir: Path) -> Logger:
     return WandbLogger(
         name=run_dir.name, project=tracking.project, save_dir=run_dir, offline=offline, **settings
     )
-
-
-def _has_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    import netrc
-
-    try:
-        return any("wandb" in host for host in netrc.netrc().hosts)
-    except (OSError, netrc.NetrcParseError):
-        return False

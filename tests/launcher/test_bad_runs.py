@@ -122,6 +122,20 @@ def test_a_gpu_transport_on_a_cpu(refused, monkeypatch):
     assert "Try cluster.backend=gloo." in refused([*MODEL, "cluster.backend=nccl"])
 
 
+@pytest.mark.parametrize(
+    ("key", "offline", "told"),
+    [
+        ("", "false", "no key is set up. Try `wandb login`"),
+        ("abc", "auto", "WANDB_API_KEY has 3 characters, and a key of W&B 40 at least. Try"),
+    ],
+)
+def test_a_run_that_could_not_log_in(key, offline, told, refused, monkeypatch):
+    monkeypatch.setenv("HOME", "/nowhere")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    assert told in refused([*MODEL, "tracking=wandb", f"tracking.offline={offline}"])
+
+
 def test_more_nccl_ranks_than_gpus(refused, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     message = refused([*MODEL, "pp=2", "cluster.backend=nccl"])
