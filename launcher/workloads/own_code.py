@@ -333,7 +333,8 @@ def _require_file(key: str, path: str, file: Path) -> None:
 
 
 def _not_imported(key: str, path: str, reason: BaseException) -> PipelineError:
-    traceback.print_exception(reason)
+    if key != "schedule":  # into the log of a process of its own; orders are read by the launcher
+        traceback.print_exception(reason)
     place = path.partition(":")[0]
     way = place if place.endswith(".py") else f"-c 'import {place}'"
     return _error(key)(

@@ -87,6 +87,13 @@ def test_a_wrong_request_is_one_sentence_and_starts_nothing(here, project, words
     assert after == before
 
 
+def test_an_order_that_cannot_be_imported_is_one_sentence(here, project):
+    (project / "wrong.py").write_text("def mine(shape:\n")
+    done = here("mode=simulate", "costs=uniform", "schedule.path=wrong.py:mine")
+    assert (done.code, done.output, done.errors.count("\n")) == (2, "", 1)
+    assert "schedule.path=wrong.py:mine cannot be imported: SyntaxError: " in done.errors
+
+
 def test_every_job_of_a_sweep_is_checked_before_the_first_starts(here):
     done = here("-m", *OWN, "mode=validate", "model.args.width=4,wide")
     assert done.code == 2
