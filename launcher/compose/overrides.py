@@ -63,7 +63,7 @@ def parse_overrides(words: Sequence[str], groups: Groups) -> list[Override]:
         name = override.key_or_group
         if name in seen and name in groups.built_in:
             raise PlanError(f"{name}= is given twice. Keep one, or try -m {name}=A,B for a sweep.")
-        if name in seen and (override.is_sweep_override() or seen[name].is_sweep_override()):
+        if name in seen and seen[name].is_sweep_override():
             raise PlanError(
                 f"{shorten(seen[name].input_line)} and {shorten(override.input_line)}: the second "
                 "would replace a list of values. Keep one of them."
