@@ -19,8 +19,8 @@ TRAIN = (
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A training run; nobody writes into its folder."""
-    return launch(TRAIN, tmp_path_factory.mktemp("trained")).assert_done()
+    """A training run, of a process as users start it; nobody writes into its folder."""
+    return launch(TRAIN, tmp_path_factory.mktemp("trained"), fresh=True).assert_done()
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.processes.rank_server import SHARED
+from tests.launcher.warm_launcher import run_forked, serves
 from tests.warm_server import rank_server_address, shares, variables
 
 # 12,112 parameters on bytes: a step takes milliseconds, what remains is starting up.
@@ -74,14 +75,22 @@ def _rank_server(words: Sequence[str], given: Mapping[str, str]) -> dict[str, st
     return {SHARED: rank_server_address()}
 
 
-def launch(words: Sequence[str], cwd: Path, *, timeout_s: float = 120, **more: str) -> Finished:
-    """Runs one command line to its end."""
+def launch(
+    words: Sequence[str], cwd: Path, *, timeout_s: float = 120, fresh: bool = False, **more: str
+) -> Finished:
+    """Runs one command line to its end.
+
+    ``fresh``: in a process that is started, where that matters to a test; else in a forked one.
+    """
     cwd.mkdir(parents=True, exist_ok=True)
     given = environment(cwd, **more)
+    has = given | _rank_server(words, given)
+    if not fresh and serves(has):
+        return Finished(*run_forked(words, cwd, has, timeout_s=timeout_s), cwd)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "launcher", *words],
         cwd=cwd,
-        env=given | _rank_server(words, given),
+        env=has,
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -259,7 +259,7 @@ def test_nothing_is_suggested_for_gibberish():
         (["trainer.val_check_interval=0.5"], "Try trainer.check_val_every_n_epoch=1."),
         (["experiment_name=../up"], "Try experiment_name=my_run."),
         (["model.dropout=1.5"], "at most 0.999"),
-        (["costs=uniform", "costs.forward=1e300"], "at most 1000000000000"),
+        (["costs=uniform", "costs.forward=1e300"], "at most 1e+12"),
         (["costs=uniform", "costs.forward=[1,0]", "pp=2"], "a list of numbers, more than 0."),
         (["costs=uniform", "costs.p2p=[1]", "pp=4"], "Try costs.p2p=[1,1,1]."),
         (

@@ -116,17 +116,6 @@ def test_a_signal_reaches_every_job_and_the_table_is_written(number, code, tmp_p
     assert ("stopping 2 jobs" in done.errors) == (code == 130)
 
 
-def test_two_jobs_never_write_into_one_folder(tmp_path, monkeypatch):
-    def slow(config: LaunchConfig, run_dir: Path) -> int:
-        time.sleep(0.5)
-        return 0
-
-    words = [*WORDS, "schedule=1f1b,gpipe", "hydra.sweep.subdir=one"]
-    done = run_here(words, tmp_path, monkeypatch, slow)
-    assert done.code == 2
-    assert "Another run is writing into" in done.errors
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
