@@ -12,10 +12,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCK := requirements.lock
 ARGS ?=
 
-# Two cores are shared by several ranks: one thread each, or they fight for the cores. Bytecode is
-# kept whatever the environment says: hundreds of processes are started, each of which would compile
-# all that it imports (0.7 s of CPU in place of 0.5 s per launcher, 30 s in place of 18 s to collect).
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+# Two cores are shared by several ranks: one thread each, or they fight for the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# Bytecode is made where it is first needed (pip would compile 17,000 files, most of them for nobody)
+# and kept whatever the environment says: hundreds of processes are started, each of which would
+# compile all that it imports (0.7 s of CPU in place of 0.5 s per launcher).
+export PYTHONDONTWRITEBYTECODE :=
+INSTALL := $(PIP) install --quiet --no-compile
 
 # Two files at a time; of those whose tests start several processes two lots: see tests/conftest.py.
 # A process that dies (of a test that hangs, say) ends the run, as it does without `-n`.
@@ -42,9 +46,9 @@ $(STAMP): pyproject.toml $(LOCK)
 	"$$python" -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or sys.exit( \
 	  f"foldpipe needs Python 3.11 or newer, this is {v}: try make install PYTHON=python3.11")'; \
 	[ -x '$(BIN)/python' ] || "$$python" -m venv '$(VENV)'
-	$(PIP) install --quiet --constraint $(LOCK) "$$(grep '^torch==' $(LOCK))"
-	$(PIP) install --quiet --requirement $(LOCK)
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	$(INSTALL) --constraint $(LOCK) "$$(grep '^torch==' $(LOCK))"
+	$(INSTALL) --requirement $(LOCK)
+	$(INSTALL) --no-deps --no-build-isolation --editable .
 	@printf '%s\n' '$(CURDIR)' > '$@'
 
 lock: ## Rewrite requirements.lock from what this environment holds
