@@ -24,7 +24,8 @@ def written(path: Path, *changes: dict[str, str], name: str = "kor-22B-seqsel") 
     with published.RUNS.open(newline="") as file:
         row = next(row for row in csv.DictReader(file) if row["id"] == name)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(row))
+        columns = dict.fromkeys(name for change in changes for name in change)
+        writer = csv.DictWriter(file, list(row | columns))
         writer.writeheader()
         writer.writerows(row | change for change in changes)
     return path
@@ -64,6 +65,41 @@ def test_a_run_is_predicted_and_the_tables_tell_what_cannot_be(tmp_path, monkeyp
     assert first.step_s == second.step_s
     assert first.error is not None
     assert second.error == pytest.approx((1 + first.error) / 2 - 1)
+
+
+_SAID = [
+    ({"overlap": "fsdp"}, "overlap=fsdp: weights shared out over ranks (FSDP, ZeRO-3)"),
+    ({"overlap": "hsdp"}, "overlap=hsdp: weights shared out over some replicas (HSDP)"),
+    ({"precision": "fp8"}, "precision=fp8: matrix products in 8 bits"),
+    ({"cp": "2"}, "cp=2: context parallelism"),
+    ({"head_size": "128"}, "head_size=128: heads that are not hidden / heads wide"),
+    ({"gpus": "16"}, "gpus=16, but tp=8 x pp=1 x dp=1 = 8"),
+    ({"dp": "two"}, "dp=two is no whole number > 0"),
+    ({"tp": "0"}, "tp=0 is no whole number > 0"),
+    ({"recompute": "block"}, "recompute=block"),
+    ({"grad_dtype": "fp8"}, "grad_dtype=fp8"),
+    ({"hidden": "", "gbs": "null"}, "no hidden and no gbs"),
+]
+
+
+def test_what_no_key_can_say_is_named_with_its_feature(tmp_path):
+    changes = [change | {"id": str(n)} for n, (change, _) in enumerate(_SAID)]
+    with hydra_session():
+        found = [predict_run(run) for run in read_runs(written(tmp_path / "runs.csv", *changes))]
+    assert [prediction.missing for prediction in found] == [said for _, said in _SAID]
+
+
+def test_a_model_with_experts_is_a_row_like_any_other(tmp_path):
+    dense = {"layers": "4", "tp": "1", "dp": "2", "gpus": "2", "sp": "false", "cp": "1"}
+    experts = {"experts": "4", "experts_per_token": "2", "expert_ffn": "4096", "ep": "2"}
+    path = written(tmp_path / "runs.csv", dense, dense | experts, dense | experts | {"ep": "3"})
+    with hydra_session():
+        few, many, wrong = map(predict_run, read_runs(path))
+    assert few.missing is None
+    assert many.missing is None
+    assert many.flops < few.flops  # two of 4,096 instead of one of 24,576
+    assert wrong.missing is not None
+    assert "ep=3" in wrong.missing
 
 
 def test_errors_and_ranks_are_those_of_the_figures():

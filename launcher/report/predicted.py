@@ -37,6 +37,25 @@ def rank_memory(run: Run) -> tuple[RankMemory, ...] | None:
     return peak_memory(run.programs.train, run.costs.table(run.programs.train))
 
 
+def memory_note(run: Run) -> str | None:
+    """What is to be said where a rank is predicted to need more than it has; None if it fits."""
+    hardware, memory = run.config.hardware, rank_memory(run)
+    if memory is None or run.config.costs.name == "uniform":
+        return None
+    needs = [hardware.reserved_bytes(held.total) for held in memory]
+    rank = max(range(len(needs)), key=needs.__getitem__)
+    if needs[rank] <= hardware.memory_gb * 1e9:
+        return None
+    fix = "recompute=full, more ranks (pp, tp)"
+    if run.config.recompute.name == "full":
+        fix = "more ranks (pp, tp), a smaller data.microbatch_size"
+    return (
+        f"does not fit: rank {rank} is predicted to need {needs[rank] / 1e9:.4g} GB, and "
+        f"hardware.memory_gb={hardware.memory_gb:g} (hardware={hardware.name}). Try {fix}, or "
+        "another hardware=."
+    )
+
+
 def _cores_per_replica(run: Run) -> float | None:
     """``hardware.cores`` as the ranks of one pipeline share them with all others."""
     cores = run.config.hardware.cores

@@ -1,18 +1,8 @@
 """Costs from a model's FLOPs and bytes and a machine's figures: no measurement behind them.
 
-Compute: on a GPU what the kernels of its units take (``kernels``); else FLOPs over reached peak, or
-bytes over memory bandwidth where that takes longer, and a backward is twice a forward, half of it
-for the inputs. Messages: bytes over the link's bandwidth, and its latency. Reductions: rings and
-trees over the replicas (``collectives``); half of an all-reduce for a reduce-scatter, and for the
-all-gather that goes with it.
-
-Ranks that share matrices (tp) add up tensors in the same way. In a whole backward that runs under
-the weights' gradients, as what sequence-parallel layers gather again does. A boundary tensor
-travels as one slice per such rank and is gathered.
-
-Ranks that share experts (ep) exchange tokens in both directions, in a forward and in a backward,
-and what runs meanwhile is the layer's shared experts. What the fullest of them gets over the mean
-is a figure that is given.
+Compute, and what ranks of one stage exchange in it: ``pass_seconds``. Messages: bytes over the
+link's bandwidth, and its latency. Reductions: rings and trees over the replicas (``rings``); half
+of an all-reduce for a reduce-scatter, and for the all-gather that goes with it.
 """
 
 from __future__ import annotations
@@ -24,17 +14,10 @@ from operator import add, mul, sub
 from typing import NamedTuple, TypeVar
 
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
-from strategies.costs.kernels import Seconds, memory_bound, product_seconds, unit_seconds
+from strategies.costs.kernels import memory_bound, product_seconds
 from strategies.costs.load import Load
-from strategies.costs.rings import (
-    Group,
-    all_to_all,
-    exchangers,
-    expert_holders,
-    half_round,
-    replicas,
-    sharers,
-)
+from strategies.costs.pass_seconds import PassSeconds
+from strategies.costs.rings import Group, expert_holders, half_round, replicas
 from strategies.costs.table import CostTable, StageMemory, Transport
 from strategies.costs.uniform import reduced_and_gathered
 from strategies.errors import CostError
@@ -59,14 +42,15 @@ class Known:
     """Figures of stages that costs share which differ in cuts and degrees only.
 
     Stages that are one object are looked at once, each kept beside its seconds, so that no other
-    object takes its identity. ``of`` is all else that decides them: costs of something else, as a
-    copy with another machine, begin anew.
+    object takes its identity; so is each in ``alike`` beside one that computes the same. ``of`` is
+    all else that decides them: costs of something else, as a copy with another machine, begin anew.
     """
 
     of: tuple[object, ...] = ()
     durations: dict[tuple[int, int, int], tuple[Load, tuple[float, ...]]] = field(
         default_factory=dict
     )
+    alike: dict[int, tuple[Load, Load]] = field(default_factory=dict)
     takes: dict[object, _Takes] = field(default_factory=dict)
     holders: dict[tuple[tuple[int, ...], int, int, int], tuple[Group, Group]] = field(
         default_factory=dict
@@ -153,10 +137,10 @@ class AnalyticCosts:
         with ``breakdown`` the table tells what stages hold by what it is for.
         """
         forward, backward, inputs, weights = self._durations()
-        links = self._links(program)
+        links, passes = self._links(program), self.passes
         sent, sizes = self._sent(program), self._sizes
         takes = self._per_stage(program, buckets, gathered)
-        gathers = {count: self._gather(count) for count in {*sent}}
+        gathers = {count: passes.gather(count) for count in {*sent}}
         saved = self._alike(lambda load: self._saved(load) * sizes.activation)
         received = self._stage_inputs(program, sent)
         return CostTable(
@@ -181,12 +165,30 @@ class AnalyticCosts:
             ),
             transport=self.transport,
             one_link=self.one_link,
-            exchange=self._hidden(),
-            exchanging=self._exchanging(),
+            exchange=passes.hidden(self.stages),
+            exchanging=passes.exchanging(self.stages),
             activation_bytes=saved,
             stage_input=received,
             state_bytes=tuple(each.state_bytes for each in takes),
             memory=self._memory(takes, saved, received) if breakdown else None,
+        )
+
+    def compute_alone(self) -> CostTable:
+        """What stages compute, and nothing that they send, add up, update or hold."""
+        forward, backward, inputs, weights = self._durations()
+        none = (0.0,) * len(forward)
+        return CostTable(
+            name="analytic",
+            time_unit="s",
+            forward=forward,
+            backward=backward,
+            backward_input=inputs,
+            backward_weight=weights,
+            recompute=forward,
+            step=none,
+            reduce=(),
+            latency=none[1:],
+            occupancy=none[1:],
         )
 
     def shared_out(
@@ -214,8 +216,7 @@ class AnalyticCosts:
 
     def _steps(self, program: Program, takes: Sequence[_Takes]) -> tuple[float, ...]:
         steps = tuple(each.step for each in takes)
-        copied = self.copied_bytes(program)
-        if not any(copied):
+        if not any(copied := self.copied_bytes(program)):
             return steps
         return tuple(map(add, steps, (memory_bound(self.hardware, much) for much in copied)))
 
@@ -311,7 +312,10 @@ class AnalyticCosts:
             gradients=gradients,
             optimizer=_beyond(takes, parameters, gradients),
             activations=saved,
-            waiting=self._alike(lambda load: self._waits(load) * element),
+            waiting=tuple(
+                kept if load.waiting_elements is None else load.waiting_elements * element
+                for load, kept in zip(self.stages, saved, strict=True)
+            ),
             inputs=tuple(map(int, map(mul, received, saved))),
             outputs=(*made[:-1], 0),
             forward_temporaries=tuple(map(add, made, forward)),
@@ -323,10 +327,6 @@ class AnalyticCosts:
         """Elements that the rank with most tokens keeps."""
         extra = self.imbalance - 1.0 if self.ep > 1 else 0.0
         return load.saved_elements + int(extra * load.expert_saved)
-
-    def _waits(self, load: Load) -> int:
-        """Elements that an I leaves for its W."""
-        return self._saved(load) if load.waiting_elements is None else load.waiting_elements
 
     def held(self, load: Load) -> int:
         """Parameters of a stage, or unit, that one rank has."""
@@ -423,170 +423,31 @@ class AnalyticCosts:
     def _sizes(self) -> ElementSizes:
         return ElementSizes.all(self.element_bytes) if self.sizes is None else self.sizes
 
-    def _forward(self, load: Load) -> float:
-        return self._pass(load, load.forward_flops)
-
-    def _pass(self, load: Load, flops: float) -> float:
-        """With what launching kernels and walking lists takes, of a stage and its units."""
-        moved = memory_bound(self.hardware, 2 * load.output_elements * self._sizes.activation)
-        overhead = self.hardware.stage_overhead_s + load.num_units * self.hardware.unit_overhead_s
-        if self.hardware.num_sms is None:
-            return max(self._computing(flops), moved) + overhead
-        # Kernels that nobody has listed: what is kept has been written, and is read.
-        kept = memory_bound(self.hardware, 2 * load.saved_elements * self._sizes.activation)
-        return self._computing(flops) + moved + kept + overhead
+    @property
+    def passes(self) -> PassSeconds:
+        """What a stage computes, and what its ranks exchange meanwhile."""
+        return PassSeconds(
+            self.hardware, self._sizes, self.number_format, self.tp, self.sequence_parallel,
+            self.ep, self.expert_tp, self.imbalance,
+        )  # fmt: skip
 
     def _durations(self) -> tuple[tuple[float, ...], ...]:
         """Per stage of F, B, I and W; stages that are one object are looked at once."""
-        known = self.known.durations
+        known, passes = self.known.durations, self.passes
 
         def seconds(load: Load) -> tuple[float, ...]:
+            _, load = self.known.alike.get(id(load), (load, load))
             key = (id(load), self.tp, self.ep)
             if key not in known:
-                known[key] = load, self._seconds(load)
+                known[key] = load, passes.of(load)
             return known[key][1]
 
         return tuple(zip(*self._alike(seconds), strict=True)) if self.stages else ((), (), (), ())
-
-    def _seconds(self, load: Load) -> tuple[float, float, float, float]:
-        """Of F, B, I and W, with all that ranks exchange in them."""
-        summed, back = self._sums(load.forward_sums), self._sums(load.backward_sums)
-        # Weight gradients of what is cut along the sequence gather their inputs again.
-        gathered = back / 2 if self.sequence_parallel else 0.0
-        forward, inputs, weights, again = self._computed(load)
-        wait, (there, whole, half) = self._waiting(load), self.travelling(load)
-        forward, inputs, weights = forward + wait, inputs + wait, weights + wait
-        again += self._sums(load.again_sums)
-        return (
-            forward + summed + there,
-            again + inputs + whole + max(weights, back + gathered),
-            again + inputs + half + back,
-            weights + gathered,
-        )
-
-    def travelling(self, load: Load) -> tuple[float, float, float]:
-        """Seconds of an F, a B and an I in which tokens are on their way to experts and back."""
-        travel, again = self._exchange(load.exchanged), self._exchange(load.again_exchanged)
-        # A whole backward has both halves of the shared experts' own to run meanwhile.
-        one, both = self._beside(load, 1.0), self._beside(load, 2.0)
-        return travel - one, again + travel - both, again + travel - one
-
-    def _beside(self, load: Load, passes: float) -> float:
-        """What of an exchange's first way runs under shared experts, of so many times a forward."""
-        if self.ep == 1 or not load.beside_flops:
-            return 0.0
-        group, element = self._exchangers(), self._sizes.activation
-        each = passes * self._computing(load.beside_flops / len(load.exchanged))
-        parts = (size * element / self._parts * self.imbalance for size in load.exchanged)
-        return sum(min(each, all_to_all(self.hardware, group, part)) for part in parts)
-
-    def _computed(self, load: Load) -> Seconds:
-        """Without what ranks add up."""
-        hardware = self.hardware
-        if not load.works or (hardware.num_sms is None and not load.listed):
-            backward = self._backward(load, 0), self._backward(load, 1)
-            return Seconds(self._forward(load), *backward, self._computing(load.again_flops))
-        waiting = 1.0 + hardware.lockstep_loss if self.tp > 1 else 1.0
-        found = [
-            (unit_seconds(work, hardware, self._sizes, self.number_format), number * waiting)
-            for work, number in load.works
-        ]
-        forward, inputs, weights, again = (
-            sum(took[part] * n for took, n in found) for part in range(4)
-        )
-        started = 0.0
-        if hardware.num_sms is None:
-            started = hardware.stage_overhead_s + load.num_units * hardware.unit_overhead_s
-        return Seconds(forward + started, inputs + started, weights + started, again)
-
-    def _exchange(self, sizes: Sequence[int]) -> float:
-        """Tokens to experts and back, layer by layer; gradients take the same ways.
-
-        Ranks that share matrices each send their part of the tokens, and gather the results.
-        """
-        if self.ep == 1 and (self.tp == 1 or self.expert_tp):
-            return 0.0
-        hardware, element = self.hardware, self._sizes.activation
-        group, took = self._exchangers(), 0.0
-        told = all_to_all(hardware, group, 0)  # how many tokens are going to come
-        known: dict[int, tuple[float, float]] = {}  # mostly all layers are alike
-        for size in sizes:
-            if size not in known:
-                part, gathered = size * element / self._parts * self.imbalance, 0.0
-                if self._parts > 1:
-                    gathered = half_round(hardware, sharers(hardware, self.tp), size * element)
-                known[size] = told + 2 * all_to_all(hardware, group, part), gathered
-            travel, gathered = known[size]
-            took += travel
-            took += gathered
-        return took
 
     @property
     def _block(self) -> int:
         """Ranks that hold all experts of a stage together."""
         return self.ep * (self.tp if self.expert_tp else 1)
-
-    @property
-    def _parts(self) -> int:
-        """Ranks that send a part each of the tokens that they all have."""
-        return 1 if self.expert_tp else self.tp
-
-    def _exchangers(self) -> Group:
-        return exchangers(self.hardware, self.ep, self.tp if self.expert_tp else 1)
-
-    def _hidden(self) -> tuple[float, ...]:
-        """What of a stage's exchange is on its way while others may compute; () for nothing."""
-        if self.ep == 1:
-            return ()
-        group, element = self._exchangers(), self._sizes.activation
-        known = {
-            size: 2
-            * all_to_all(self.hardware, group, size * element / self._parts * self.imbalance)
-            for size in {size for load in self.stages for size in load.exchanged}
-        }
-        return tuple(
-            sum(known[size] for size in load.exchanged) - self._beside(load, 1.0)
-            for load in self.stages
-        )
-
-    def _exchanging(self) -> tuple[tuple[int, float], ...]:
-        """Per stage, layers that exchange, and their experts' share of the compute."""
-        if self.ep == 1:
-            return ()
-        return tuple(
-            (len(load.exchanged), min(1.0, load.expert_flops / max(load.forward_flops, 1.0)))
-            for load in self.stages
-        )
-
-    def _waiting(self, load: Load) -> float:
-        """What the rank with most tokens takes longer than the mean, in each third of a step."""
-        extra = self.imbalance - 1.0 if self.ep > 1 else 0.0
-        return self._computing(load.expert_flops * extra) if extra else 0.0
-
-    def _backward(self, load: Load, part: int) -> float:
-        """Of the inputs' gradients (0), or the weights' (1)."""
-        if load.backward_flops is None:
-            return self._forward(load)
-        flops = load.backward_flops[part]
-        return self._pass(load, flops) if flops else 0.0
-
-    def _computing(self, flops: float) -> float:
-        took = flops / (self.hardware.peak(self.number_format) * self.hardware.efficiency)
-        return took * (1.0 + self.hardware.lockstep_loss) if self.tp > 1 else took
-
-    def _sums(self, sizes: tuple[int, ...]) -> float:
-        """Adding up tensors over tensor-parallel ranks, one after the other."""
-        if self.tp == 1:
-            return 0.0
-        group, element = sharers(self.hardware, self.tp), self._sizes.activation
-        return sum(2 * half_round(self.hardware, group, size * element) for size in sizes)
-
-    def _gather(self, count: int) -> float:
-        """Completing a boundary tensor from its slices."""
-        if self.tp == 1 or self.sequence_parallel:
-            return 0.0
-        group = sharers(self.hardware, self.tp)
-        return half_round(self.hardware, group, count * self._sizes.activation)
 
     def _once_round(self, program: Program, stage: int, parts: int, size: int) -> float:
         """A reduce-scatter, or all-gather, of 1/parts of a stage's elements of a size."""

@@ -109,7 +109,9 @@ class ProfiledCosts:
         if spread.ep == 1:
             return [(0.0,) * len(self.stages)] * 3
         alone = replace(spread, ep=1)
-        found = [map(sub, spread.travelling(n), alone.travelling(n)) for n in spread.stages]
+        found = [
+            map(sub, spread.passes.travelling(n), alone.passes.travelling(n)) for n in spread.stages
+        ]
         return list(zip(*found, strict=True))
 
     def _with(self, link: Link | None) -> AnalyticCosts:

@@ -61,6 +61,13 @@ class UniformCosts:
             value = getattr(self, entry.name)
             if isinstance(value, list):  # from a script; costs must be hashable
                 object.__setattr__(self, entry.name, tuple(value))
+        for name in ("forward", "backward"):
+            for number in _numbers(getattr(self, name)):
+                if isinstance(number, bool) or not isinstance(number, int | float):
+                    raise CostError(
+                        f"costs.{name}={number!r:.60}: expected a number, or one for each stage. "
+                        f"Try costs.{name}=1."
+                    )
         if not all(number > 0 for number in (*_numbers(self.forward), *_numbers(self.backward))):
             raise CostError(
                 f"costs.forward={_spell(self.forward)} costs.backward={_spell(self.backward)}: "

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from strategies.costs.profile_file import Seconds, SizeProfile, UnitProfile
 from strategies.ir.kinds import KINDS, MICROBATCH_KINDS, Kind
-from strategies.models.unit_model import Elsewhere, UnitModel
+from strategies.models.held_units import Elsewhere
+from strategies.models.unit_model import UnitModel
 from strategies.plan import NO_RECOMPUTE, Options, Plan, Recompute
 from strategies.profiling.sample import Sample
 from strategies.runtime.engine.rank_engine import Engine

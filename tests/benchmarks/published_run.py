@@ -5,16 +5,19 @@ A row says what was run (model, degrees, batch, schedule, what was recomputed) a
 user would type, so what no key can say cannot be predicted: ``missing`` names it.
 
 Columns: id; group (the table that it stands in: rows of one group are ranked); hardware (an option
-of ``hardware=``); layers, hidden, heads, kv_heads, ffn, act, vocab, seq, tie; gpus, tp, pp, dp; v
-(stages per rank); mbs, gbs; schedule; recompute (none, full, selective, selective-attention); sp;
-overlap; precision; grad_dtype; attention (as ``costs.attention``); units (per stage, ``5|6|5``);
-step_s; mem_gb, mem_what; express (``no`` with the missing feature in note); where; note. Columns
-that a file lacks are empty.
+of ``hardware=``); layers, hidden, heads, kv_heads, ffn, act, vocab, seq, tie; ep, experts,
+experts_per_token, expert_ffn, shared_experts, first_dense_layers (of models with experts); gpus,
+tp, pp, dp; v (stages per rank); mbs, gbs; schedule; recompute (none, full, selective,
+selective-attention); sp; overlap; precision; grad_dtype; attention (as ``costs.attention``); units
+(per stage, ``5|6|5``); step_s; mem_gb, mem_what; express (``no`` with the missing feature in note);
+where; note. Columns that a file lacks are empty; some others (``_FEATURES``) name what cannot be
+asked for.
 """
 
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -47,6 +50,33 @@ _KEYS = {
     "overlap": "overlap",
     "precision": "trainer.precision",
     "sp": "sequence_parallel",
+    "ep": "ep",
+    "experts": "model.experts",
+    "experts_per_token": "model.experts_per_token",
+    "expert_ffn": "model.expert_ffn",
+    "shared_experts": "model.shared_experts",
+    "first_dense_layers": "model.first_dense_layers",
+}
+_DEGREES = ("tp", "pp", "dp")
+# What a table may tell that no key can say. A column of that name with anything but none of it:
+_FEATURES = {
+    "cp": "context parallelism",
+    "head_size": "heads that are not hidden / heads wide",
+    "window": "attention within a window",
+    "fsdp": "weights shared out over ranks (FSDP, ZeRO-3)",
+    "zero": "a ZeRO stage in a column of its own (overlap=zero1 is stage 1)",
+    "offload": "states kept in the memory of hosts",
+}
+_NONE_OF_IT = ("", "0", "1", "null", "none", "no", "false")
+# And values of the others:
+_VALUES = {
+    ("overlap", "zero2"): "gradients shared out over ranks (ZeRO-2)",
+    ("overlap", "zero3"): "weights shared out over ranks (FSDP, ZeRO-3)",
+    ("overlap", "fsdp"): "weights shared out over ranks (FSDP, ZeRO-3)",
+    ("overlap", "hsdp"): "weights shared out over some replicas (HSDP)",
+    ("precision", "fp8"): "matrix products in 8 bits",
+    ("precision", "bf16-fp8"): "matrix products in 8 bits",
+    ("precision", "transformer-engine"): "matrix products in 8 bits",
 }
 # GPT: LayerNorm, biases and learned positions; Llama: none of them.
 _ACTIVATIONS = {
@@ -58,12 +88,12 @@ _RECOMPUTED: Mapping[str, tuple[str, ...]] = {
     # Layer by layer, as Megatron-LM does.
     "full": ("recompute=layer",),
     "selective": ("recompute=selective",),
-    # The attention core alone.
-    "selective-attention": (
-        "recompute=selective",
-        "recompute.layers=[Attention:attention,Embedding:none,Mlp:none,Head:none]",
-    ),
+    # The attention core alone; ``request`` says which types of layers there are besides.
+    "selective-attention": ("recompute=selective",),
 }
+# Without these a request would be one for the model, or batch, that keys have by themselves.
+_NEEDED = ("layers", "hidden", "heads", "vocab", "seq", "mbs", "gbs")
+_SUMS = {"": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}  # as many bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +233,17 @@ def request(run: PublishedRun) -> list[str]:
     row = run.row
     if row.get("express") == "no":
         raise InexpressibleError(row.get("note") or "the file says so")
+    _refuse_missing(row)
+    _check_ranks(run)
     activation = row.get("act") or "gelu"
     recompute = row.get("recompute") or "none"
     if activation not in _ACTIVATIONS:
         raise InexpressibleError(f"model.activation={activation}")
     if recompute not in _RECOMPUTED:
         raise InexpressibleError(f"recompute={recompute}")
+    sums = row.get("grad_dtype", "")
+    if sums not in _SUMS:
+        raise InexpressibleError(f"grad_dtype={sums}")
     curve, norm, position = _ACTIVATIONS[activation]
     words = ["mode=simulate", "costs=analytic", f"hardware={run.hardware}", "seed=0"]
     words += [f"{key}={row[name]}" for name, key in _KEYS.items() if row.get(name)]
@@ -216,6 +251,8 @@ def request(run: PublishedRun) -> list[str]:
     words += [f"{_KEYS[name]}=null" for name in ("kv_heads", "ffn") if not row.get(name)]
     words += [f"model.activation={curve}", f"model.norm={norm}", f"model.position={position}"]
     words += _RECOMPUTED[recompute]
+    if recompute == "selective-attention":
+        words.append(f"recompute.layers=[Attention:attention,{_others(row)}]")
     words += _software(run)
     if (row.get("schedule") or "").startswith("zb"):
         # The paper's optimizer looks at the norm afterwards: ranks go on without a barrier.
@@ -227,9 +264,17 @@ def request(run: PublishedRun) -> list[str]:
         words.append(f"schedule.stages_per_rank={row['v']}")
     if row.get("units"):
         words.append(f"schedule.units_per_stage=[{row['units'].replace('|', ',')}]")
-    if row.get("grad_dtype") == "bf16":
+    if _SUMS[sums] == "bf16":
         words.append("overlap.sum_dtype=bf16")
     return words
+
+
+def _others(row: Mapping[str, str]) -> str:
+    """Types of layers beside attention, which keep all."""
+    experts = row.get("experts", "").lower() not in _NONE_OF_IT
+    dense = not experts or row.get("first_dense_layers", "") not in _NONE_OF_IT
+    types = ["Embedding", *["Mlp"] * dense, *["SparseMlp"] * experts, "Head"]
+    return ",".join(f"{name}:none" for name in types)
 
 
 def _software(run: PublishedRun) -> list[str]:
@@ -248,12 +293,45 @@ def _software(run: PublishedRun) -> list[str]:
     words = [f"costs.attention={kind}"]
     if kind == "unfused_dropout":
         words.append("model.dropout=0.1")
-    replicas = int(row.get("dp") or 1)
+    replicas = _count(row, "dp")
     words.append(f"overlap.bucket_mb={4 * max(40, replicas)}")
     for name, more in _CLUSTERS.items():
         if run.group.startswith(name):
             words += more
     return words
+
+
+def _refuse_missing(row: Mapping[str, str]) -> None:
+    absent = [name for name in _NEEDED if row.get(name, "") in ("", "null")]
+    if absent:
+        raise InexpressibleError(f"no {' and no '.join(absent)}")
+    for column, feature in _FEATURES.items():
+        told = row.get(column, "")
+        if (
+            column == "head_size"
+            and told
+            and _count(row, "heads") * _count(row, column) == _count(row, "hidden")
+        ):
+            continue
+        if told.lower() not in _NONE_OF_IT:
+            raise InexpressibleError(f"{column}={told}: {feature}")
+    for (column, value), feature in _VALUES.items():
+        if row.get(column, "").lower() == value:
+            raise InexpressibleError(f"{column}={row[column]}: {feature}")
+
+
+def _check_ranks(run: PublishedRun) -> None:
+    degrees = [_count(run.row, name) for name in _DEGREES]
+    if math.prod(degrees) != run.num_gpus:
+        product = " x ".join(f"{name}={n}" for name, n in zip(_DEGREES, degrees, strict=True))
+        raise InexpressibleError(f"gpus={run.num_gpus}, but {product} = {math.prod(degrees)}")
+
+
+def _count(row: Mapping[str, str], column: str) -> int:
+    text = row.get(column) or "1"
+    if not text.isdecimal() or not 0 < int(text) < 10**9:
+        raise InexpressibleError(f"{column}={text} is no whole number > 0")
+    return int(text)
 
 
 # Networks that are not what a card's file assumes, as their owners have measured them.
