@@ -31,6 +31,12 @@ def refuse(asked: Question, answer: Answer) -> PlanError:
             "of one and the same training unless more is asked for. Try planner.asynchronous=true, "
             "or leave schedule= out."
         )
+    if late and space.recompute is not None and space.recompute.policy in ("mario", "optimal"):
+        return PlanError(
+            f"schedule={space.schedule} with recompute={space.recompute.policy}: plans without a "
+            "flush keep their order and recompute all or nothing. Try recompute=full, or leave "
+            "recompute= out."
+        )
     if answer.rejected.memory:
         return PlanError(_memory(asked, answer))
     found = list(degrees(space, asked.problem))

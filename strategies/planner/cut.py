@@ -129,7 +129,8 @@ def even_ranks(
                 moved = sums[place] - sums[edges[edge]]
                 loads[left] += moved
                 loads[right] -= moved
-                value = _unevenness(loads)
+                # Most moves are known to be none by the slowest rank alone.
+                value = now if max(loads) > now[0] else _unevenness(loads)
                 if value < now:
                     now, edges[edge], improved = value, place, True
                 else:
@@ -139,10 +140,10 @@ def even_ranks(
 
 
 def _unevenness(loads: Sequence[float]) -> tuple[float, float]:
-    """The slowest rank, then the sum of squares, rounded so that sums of equals are equal."""
+    """The slowest rank, then the sum of squares."""
     largest = max(loads)
     scale = largest or 1.0
-    return round(largest / scale, 12) * scale, sum((load / scale) ** 2 for load in loads) * scale
+    return largest, sum((load / scale) ** 2 for load in loads) * scale
 
 
 class _Extents:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.table import CostTable
 from strategies.ir.placement import Placement
 from strategies.plan import Overlap, Recompute
@@ -12,7 +13,7 @@ from strategies.planner.cut import Room, cut_chain, even_ranks
 from strategies.planner.ilp import cut_by_ilp
 from strategies.planner.problem import Candidate, Layout, Order, PlannedCosts, Problem
 from strategies.planner.space import Space, orders
-from strategies.planner.step_bound import Rules, step_bound
+from strategies.planner.step_bound import Rules, any_cut_bound, least_again, step_bound
 from strategies.planner.unit_graph import UnitGraph, chain_graph
 from strategies.schedules import find_schedule
 
@@ -47,16 +48,34 @@ class Group:
         return Candidate(self.layout, order, self.overlap, self.units, self.recompute)
 
 
-def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Group]:
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """Groups of one layout and cut, of which nothing is known but what stages compute.
+
+    Of hundreds of layouts that is enough to leave out nearly all: no messages, reductions and bytes
+    of theirs are ever needed.
+
+    Attributes:
+        units: Per stage; None for the fastest cut that leaves room, which has not been looked for.
+        bound: No candidate is faster.
+    """
+
+    layout: Layout
+    recompute: Recompute
+    placement: Placement
+    rules: Rules
+    orders: tuple[Order, ...]
+    units: tuple[int, ...] | None
+    bound: float
+
+
+def sketches(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Sketch]:
+    """All candidates of a layout."""
     found = []
-    selective = recompute.inside
-    cuts: dict[Placement, list[tuple[int, ...]]] = {}
     listed = tuple(orders(space, problem, layout, recompute))
     for (placement, splits, flushes), members in _by_placement(
         listed, layout.pp, layout.num_microbatches
     ):
-        if placement not in cuts:
-            cuts[placement] = _cuts(problem, space, layout, placement, recompute)
         rules = Rules(
             layout.num_microbatches,
             splits or space.split_backward,
@@ -64,19 +83,61 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
             problem.machine.waits_at_flush,
             flushes,
         )
-        for units in cuts[placement]:
-            for overlap in space.overlaps(layout):
-                costs, table, buckets = _figures(
-                    problem, layout, placement, units, overlap, selective=selective
-                )
-                found.append(
-                    Group(
-                        layout, placement, overlap, recompute, space.split_backward, units,
-                        members, costs, table, buckets,
-                        step_bound(placement, table, rules),
-                        _least_bytes(layout, placement, table, recompute),
-                    )
-                )  # fmt: skip
+        of = (layout, recompute, placement, rules, members)
+        units = _fastest_cut(problem, space, layout, placement, recompute)
+        found.append(
+            Sketch(*of, units, _compute_bound(problem, layout, placement, units, recompute, rules))
+        )
+        if _wants_room(problem, space, layout, placement, recompute, units):
+            bound = any_cut_bound(problem, layout, rules, selective=recompute.inside)
+            found.append(Sketch(*of, None, bound if flushes else 0.0))
+    return found
+
+
+def _compute_bound(
+    problem: Problem, layout: Layout, placement: Placement, units: tuple[int, ...],
+    recompute: Recompute, rules: Rules,
+) -> float:  # fmt: skip
+    costs = _costs(problem, layout, units, selective=recompute.inside)
+    if not isinstance(costs, AnalyticCosts):
+        return 0.0
+    table = costs.compute_alone()
+    return step_bound(placement, table, rules, _again(placement, table, recompute, rules))
+
+
+def _again(
+    placement: Placement, table: CostTable, recompute: Recompute, rules: Rules
+) -> tuple[float, ...]:
+    """What each rank recomputes at least, beyond what the rules say."""
+    return least_again(placement, table, rules) if recompute.policy == "mario" else ()
+
+
+def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Group]:
+    """All groups of a layout."""
+    drawn = sketches(problem, space, layout, recompute)
+    return [group for sketch in drawn for group in groups_of(problem, space, sketch)]
+
+
+def groups_of(problem: Problem, space: Space, sketch: Sketch) -> list[Group]:
+    """One for each time at which gradients may be reduced; none where no cut leaves room."""
+    found: list[Group] = []
+    layout, recompute, placement = sketch.layout, sketch.recompute, sketch.placement
+    units = sketch.units or _leaner_cut(problem, layout, selective=recompute.inside)
+    if units is None:
+        return found
+    for overlap in space.overlaps(layout):
+        costs, table, buckets = _figures(
+            problem, layout, placement, units, overlap, selective=recompute.inside
+        )
+        again = _again(placement, table, recompute, sketch.rules)
+        found.append(
+            Group(
+                layout, placement, overlap, recompute, space.split_backward, units,
+                sketch.orders, costs, table, buckets,
+                step_bound(placement, table, sketch.rules, again),
+                _least_bytes(layout, placement, table, recompute),
+            )
+        )  # fmt: skip
     return found
 
 
@@ -109,15 +170,22 @@ def _figures(
     selective: bool,
 ) -> tuple[PlannedCosts, CostTable, tuple[int, ...]]:
     """Costs, durations and buckets of a cut, which all policies share that rerun whole stages."""
-    made, tables, zero1 = problem.found.costs, problem.found.tables, overlap == "zero1"
-    cut = (layout, units, selective)
+    costs = _costs(problem, layout, units, selective=selective)
+    tables, zero1 = problem.found.tables, overlap == "zero1"
+    cut = (layout, units, selective, placement)
+    if (*cut, zero1) not in tables:
+        other = tables.get((*cut, not zero1))
+        tables[*cut, zero1] = problem.table(costs, placement, zero1=zero1, other=other)
+    return costs, *tables[*cut, zero1]
+
+
+def _costs(
+    problem: Problem, layout: Layout, units: tuple[int, ...], *, selective: bool
+) -> PlannedCosts:
+    made, cut = problem.found.costs, (layout, units, selective)
     if cut not in made:
         made[cut] = problem.costs(layout, units, selective=selective)
-    key = (*cut, placement, zero1)
-    if key not in tables:
-        other = tables.get((*cut, placement, not zero1))
-        tables[key] = problem.table(made[cut], placement, zero1=zero1, other=other)
-    return made[cut], *tables[key]
+    return made[cut]
 
 
 def under(group: Group, problem: Problem, recompute: Recompute) -> Group:
@@ -131,41 +199,52 @@ def under(group: Group, problem: Problem, recompute: Recompute) -> Group:
     return replace(group, recompute=recompute, costs=costs, table=table, buckets=buckets)
 
 
-def _cuts(
+def _fastest_cut(
     problem: Problem, space: Space, layout: Layout, placement: Placement, recompute: Recompute
-) -> list[tuple[int, ...]]:
-    """The fastest cut, and the fastest that leaves room where that one seems to hold too much."""
+) -> tuple[int, ...]:
     if space.units is not None:
-        return [space.units]
-    owner = placement.copies[0]
-    num_stages = placement.num_stages
-    shared = placement.weight_copies > 1 or num_stages > placement.num_ranks
-    selective = recompute.inside
+        return space.units
+    owner, selective = placement.copies[0], recompute.inside
     key = (layout.tp, layout.ep, selective, owner)
     if key not in problem.found.fastest_cuts:
         problem.found.fastest_cuts[key] = _fastest(
-            problem, space, layout, owner, shared=shared, selective=selective
+            problem, space, layout, owner, shared=_shared(placement), selective=selective
         )
-    fastest = problem.found.fastest_cuts[key]
-    found = [fastest]
-    if shared or recompute.rewrites:
-        return found
+    return problem.found.fastest_cuts[key]
+
+
+def _shared(placement: Placement) -> bool:
+    """Whether a rank has several stages."""
+    return placement.weight_copies > 1 or placement.num_stages > placement.num_ranks
+
+
+def _wants_room(
+    problem: Problem, space: Space, layout: Layout, placement: Placement, recompute: Recompute,
+    fastest: tuple[int, ...],
+) -> bool:  # fmt: skip
+    """Whether the fastest cut seems to hold too much where another might not."""
+    if space.units is not None or _shared(placement) or recompute.rewrites:
+        return False
+    return not _room(problem, layout, selective=recompute.inside).holds(fastest)
+
+
+def _leaner_cut(problem: Problem, layout: Layout, *, selective: bool) -> tuple[int, ...] | None:
+    """The fastest cut into one stage per rank that leaves room; None where there is none."""
+    times = _times(problem.unit_table(layout, selective=selective))
+    return cut_chain(times, layout.pp, room=_room(problem, layout, selective=selective))
+
+
+def _room(problem: Problem, layout: Layout, *, selective: bool) -> Room:
     table = problem.unit_table(layout, selective=selective)
     assert table.state_bytes is not None
     assert table.activation_bytes is not None
-    room = Room(
+    stages = range(layout.pp)
+    return Room(
         tuple(map(float, table.state_bytes)),
         tuple(map(float, table.activation_bytes)),
-        tuple(
-            float(min(layout.pp - stage, layout.num_microbatches)) for stage in range(num_stages)
-        ),
+        tuple(float(min(layout.pp - stage, layout.num_microbatches)) for stage in stages),
         float(problem.machine.memory_bytes),
     )
-    if not room.holds(fastest):
-        leaner = cut_chain(_times(table), num_stages, room=room)
-        if leaner is not None:
-            found.append(leaner)
-    return found
 
 
 def _fastest(

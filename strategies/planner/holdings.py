@@ -12,9 +12,9 @@ microbatches a few rounds tell it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import add, le
+from operator import add, le, sub
 
 from strategies.analysis.memory import (
     RECEIVED_AHEAD,
@@ -24,7 +24,7 @@ from strategies.analysis.memory import (
     vector,
 )
 from strategies.costs.table import CostTable, StageMemory
-from strategies.ir.instruction import Instruction
+from strategies.ir.instruction import Instruction, receiving, sending
 from strategies.ir.kinds import BACKWARD_KINDS, KINDS, Amounts, Kind, Purpose
 from strategies.ir.program import Program
 from strategies.lowering.send_recv import on_this_rank
@@ -82,17 +82,29 @@ def build_holdings(plan: Plan, program: Program | None = None) -> Holdings:
 
 
 def known_holdings(plan: Plan) -> Holdings | None:
-    """Of a schedule that says how many microbatches each rank holds, in its one stage."""
+    """Of a schedule that says what its ranks hold; at the moments at which they hold most."""
     schedule, policy = find_schedule(plan.schedule), plan.recompute
     if schedule.held is None or plan.split_backward or policy.policy not in _KNOWN:
         return None
-    found = []
-    for rank in range(plan.pp):
-        count = schedule.held(plan.pp, plan.num_microbatches, rank)
-        # Run again: all but one as inputs of their stage, the one that runs its backward.
-        moment = (rank, 1, count - 1, 1) if policy.rewrites else (rank, count, 0, count)
-        found.append(((moment,),))
-    return Holdings(tuple((rank,) for rank in range(plan.pp)), tuple(found))
+    shape = schedule.resolve(
+        pp=plan.pp,
+        num_microbatches=plan.num_microbatches,
+        stages_per_rank=plan.stages_per_rank,
+        group=plan.group,
+    )
+    place, found = schedule.place(shape), []
+    stages = tuple(map(place.stages_of, range(plan.pp)))
+    for rank, own in enumerate(stages):
+        moments: dict[tuple[int, ...], None] = {}
+        for counts, chunk in schedule.held(shape, rank):
+            full = results = counts
+            if policy.rewrites:
+                # Run again: all as inputs of their stage, but the one whose backward comes next.
+                full = results = tuple(int(at == chunk) for at in range(len(own)))
+            inputs = tuple(map(sub, counts, full)) if policy.rewrites else (0,) * len(own)
+            moments[(*full, *inputs, *results)] = None
+        found.append(_at_each_stage(moments, own))
+    return Holdings(stages, tuple(found))
 
 
 _KNOWN = ("none", "selective", "full")
@@ -211,7 +223,10 @@ def _moments(row: Sequence[Instruction], stages: tuple[int, ...]) -> Moments:
             full[index] -= frees[0]
             inputs[index] -= frees[1]
             results[index] -= frees[2]
-    worst = _not_below_another(list(moments))
+    return _at_each_stage(_not_below_another(list(moments)), stages)
+
+
+def _at_each_stage(worst: Iterable[tuple[int, ...]], stages: tuple[int, ...]) -> Moments:
     count = len(stages)
     return tuple(
         tuple(
@@ -274,26 +289,25 @@ def _with_messages(
     placement, rows = program.placement, program.ranks
     items = [item for row in rows for item in row]
     rank_of = placement.rank_of
-    events: list[list[tuple[tuple[float, int, int, int], Instruction]]] = [[] for _ in rows]
+    # When it is there, compute before messages, and a number by which no two are equal.
+    events: list[list[tuple[float, int, int, int, Instruction]]] = [[] for _ in rows]
     for place, (node, rank, _, _, messages) in enumerate(structure.steps):
         item = items[node]
         stage, microbatch = item.stage, item.microbatch
         assert microbatch is not None
-        if rank in wanted:
-            events[rank].append(((end[node], 0, node, 0), on_this_rank(item, placement)))
+        now, mine = end[node], rank in wanted
+        if mine:
+            events[rank].append((now, 0, node, 0, on_this_rank(item, placement)))
         if messages:
             down = item.kind is Kind.F
             peer, payload = (stage + 1, Kind.F) if down else (stage - 1, Kind.B)
-            key = (end[node], 1, place, peer)
-            if rank in wanted:
-                sent = Instruction(Kind.SEND, stage, microbatch, payload=payload, peer=peer)
-                events[rank].append((key, sent))
+            if mine:
+                sent = sending(stage, microbatch, payload, peer)
+                events[rank].append((now, 1, place, peer, sent))
             if (other := rank_of(peer, microbatch)) in wanted:
-                received = Instruction(Kind.RECV, peer, microbatch, payload=payload, peer=stage)
-                events[other].append((key, received))
-    lists = tuple(
-        tuple(item for _, item in sorted(found, key=lambda event: event[0])) for found in events
-    )
+                received = receiving(peer, microbatch, payload, stage)
+                events[other].append((now, 1, place, peer, received))
+    lists = tuple(tuple([event[4] for event in sorted(found)]) for found in events)
     return replace(program, ranks=lists, lowered=True)
 
 

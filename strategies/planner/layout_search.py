@@ -1,10 +1,10 @@
 """The fastest plans of a space whose programs fit into memory, messages and temporaries included.
 
-Three kinds of things wait in one queue, ordered by a proven lower bound of their step time: layouts
-(all ranks busy all the time), groups of schedules that share a cut (its heads, tails and
-reductions), and what they are made of. The search ends when the least bound exceeds the k-th best
-time that was simulated: nothing left can be among the first k. A test compares it with simulating
-everything.
+Four kinds of things wait in one queue, ordered by a proven lower bound of their step time: layouts
+(all ranks busy all the time), their cuts (heads and tails of what stages compute), groups of
+schedules that share a cut (messages and reductions, too), and what they are made of. The search
+ends when the least bound exceeds the k-th best time that was simulated: nothing left can be among
+the first k. A test compares it with simulating everything.
 
 Of all candidates state and activations are counted; what other buffers take is known once lists
 have their messages. Only those fast enough to be listed get them.
@@ -23,7 +23,7 @@ from strategies.analysis.memory import peak_memory_bytes
 from strategies.compiler import no_collection
 from strategies.errors import PlanError
 from strategies.plan import Recompute
-from strategies.planner.group import Group, expected_bytes, groups, under
+from strategies.planner.group import Group, Sketch, expected_bytes, groups_of, sketches, under
 from strategies.planner.outcome import Evaluator, Outcome, Refusal, program_of
 from strategies.planner.problem import Candidate, Layout, Order, Problem
 from strategies.planner.space import LEANER, Space, degrees, expert_degrees, layouts, orders
@@ -87,10 +87,11 @@ class Answer:
 
 
 class _Open(NamedTuple):
-    """A layout that has not been cut."""
+    """A layout that has not been cut, and how many candidates it has."""
 
     layout: Layout
     recompute: Recompute
+    number: int
 
 
 class _Made(NamedTuple):
@@ -135,7 +136,7 @@ def _search(problem: Problem, space: Space, top_k: int, refused: Mapping[Candida
     rejected = Rejected()
     evaluator = Evaluator(problem.machine.waits_at_flush, found=problem.found)
     number = count()
-    queue: list[tuple[float, int, _Open | Group | _Made]] = []
+    queue: list[tuple[float, int, _Open | Sketch | Group | _Made]] = []
     num_candidates = 0
     for layout in _layouts(problem, space, rejected):
         for recompute in space.recomputes:
@@ -143,18 +144,22 @@ def _search(problem: Problem, space: Space, top_k: int, refused: Mapping[Candida
             if not size:
                 continue
             num_candidates += size
-            needed = _least_bytes(problem, space, layout, recompute)
-            if needed > problem.machine.memory_bytes:
-                rejected.too_large(needed, layout, size)
-                continue
             ideal = ideal_time(problem, layout, recompute)
-            heappush(queue, (ideal, next(number), _Open(layout, recompute)))
+            heappush(queue, (ideal, next(number), _Open(layout, recompute, size)))
     found: list[Outcome] = []
     worst = float("inf")
     while queue and queue[0][0] <= worst * (1 + _SAME):
-        _, _, item = heappop(queue)
+        least, _, item = heappop(queue)
         if isinstance(item, _Open):
-            for group in _groups(problem, space, item.layout, item.recompute):
+            needed = _least_bytes(problem, space, item.layout, item.recompute)
+            if needed > problem.machine.memory_bytes:
+                rejected.too_large(needed, item.layout, item.number)
+                continue
+            for sketch in _sketches(problem, space, item.layout, item.recompute):
+                heappush(queue, (max(least, sketch.bound), next(number), sketch))
+            continue
+        if isinstance(item, Sketch):
+            for group in _groups(problem, space, item):
                 if group.least_bytes > problem.machine.memory_bytes:
                     rejected.too_large(group.least_bytes, group.layout, len(group.orders))
                 else:
@@ -193,12 +198,19 @@ def full_bytes(problem: Problem, outcome: Outcome) -> tuple[int, ...]:
     return tuple(value for value in held if value is not None)
 
 
-def _groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Group]:
-    """Made once: a search for more plans begins with those of the one before."""
-    key = (space, layout, recompute)
-    if key not in problem.found.groups:
-        problem.found.groups[key] = groups(problem, space, layout, recompute)
-    return problem.found.groups[key]
+def _sketches(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Sketch]:
+    """Made once, as groups are: a search for more plans begins with those of the one before."""
+    known, key = problem.found.sketches, (space, layout, recompute)
+    if key not in known:
+        known[key] = sketches(problem, space, layout, recompute)
+    return known[key]
+
+
+def _groups(problem: Problem, space: Space, sketch: Sketch) -> list[Group]:
+    known, key = problem.found.groups, (space, sketch)
+    if key not in known:
+        known[key] = groups_of(problem, space, sketch)
+    return known[key]
 
 
 def rank_key(outcome: Outcome) -> tuple[object, ...]:

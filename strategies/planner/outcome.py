@@ -164,7 +164,10 @@ class Evaluator:
         memory = group.table.memory
         if memory is None or needs_program(group, order):
             return [(0, 0)]
-        return bytes_between(self.holdings(group, order), memory)
+        known, key = self.found.between, self._candidate(group, order)
+        if key not in known:
+            known[key] = bytes_between(self.holdings(group, order), memory)
+        return known[key]
 
     def _needed_bytes(self, group: Group, order: Order, limit: int) -> int:
         if group.table.memory is None or needs_program(group, order):
@@ -234,8 +237,11 @@ class Evaluator:
 
     def times(self, group: Group, order: Order) -> StepTime:
         """Of a candidate that needs no program."""
-        structure = self.structure(group, order)
-        return step_time(structure, group.table, overlap=group.overlap != "none")
+        key, known = self._candidate(group, order), self.found.times
+        if key not in known:
+            structure = self.structure(group, order)
+            known[key] = step_time(structure, group.table, overlap=group.overlap != "none")
+        return known[key]
 
     def structure(self, group: Group, order: Order) -> Structure:
         return self._structure(group, order, plan_of(group, order))

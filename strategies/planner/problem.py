@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from strategies.costs.analytic import AnalyticCosts, Known
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
 from strategies.costs.load import Load, sum_loads
+from strategies.costs.pass_seconds import by_kernels
 from strategies.costs.profile_costs import ProfiledCosts
 from strategies.costs.profile_file import Profile, Seconds, SizeProfile
 from strategies.costs.table import CostTable, Transport
@@ -21,9 +22,9 @@ from strategies.planner.unit_graph import UnitGraph, handed_on
 
 if TYPE_CHECKING:
     from strategies.analysis.memory import RankMemory
-    from strategies.planner.group import Group
+    from strategies.planner.group import Group, Sketch
     from strategies.planner.holdings import Holdings
-    from strategies.planner.quick_walk import Structure
+    from strategies.planner.quick_walk import StepTime, Structure
 
 
 # tp, sequences of a microbatch, whether layers recompute selectively -> one load per unit, on one
@@ -71,19 +72,25 @@ class Found:
     structures: dict[object, Structure] = field(default_factory=dict)
     holdings: dict[object, Holdings] = field(default_factory=dict)
     rebuilt: dict[object, tuple[dict[int, int], ...]] = field(default_factory=dict)
+    between: dict[object, list[tuple[int, int]]] = field(default_factory=dict)  # of each rank
     needed: dict[object, int] = field(default_factory=dict)  # bytes of a candidate's worst rank
     memory: dict[object, tuple[RankMemory, ...]] = field(default_factory=dict)
+    times: dict[object, StepTime] = field(default_factory=dict)
     lists: list[tuple[object, Program]] = field(default_factory=list)  # the latest of a plan
     # Policies that rerun whole stages share costs, durations and buckets of a cut.
     costs: dict[object, PlannedCosts] = field(default_factory=dict)
     tables: dict[object, tuple[CostTable, tuple[int, ...]]] = field(default_factory=dict)
+    sketches: dict[object, list[Sketch]] = field(default_factory=dict)
     groups: dict[object, list[Group]] = field(default_factory=dict)
     units: dict[tuple[int, int, bool], tuple[Load, ...]] = field(default_factory=dict)
     stage_loads: dict[tuple[int, int, bool, int, int], Load] = field(default_factory=dict)
     sums: dict[tuple[int, ...], Load] = field(default_factory=dict)
     equal_loads: dict[Load, Load] = field(default_factory=dict)
+    silent: dict[int, Load] = field(default_factory=dict)  # of a unit, as if it handed on nothing
+    handing: dict[tuple[int, int], Load] = field(default_factory=dict)
     figures: Known = field(default_factory=Known)
     unit_tables: dict[tuple[int, int, int, bool], CostTable] = field(default_factory=dict)
+    whole_compute: dict[tuple[int, int, int, bool], CostTable] = field(default_factory=dict)
     whole: dict[tuple[int, int, int, int, bool, bool], CostTable] = field(default_factory=dict)
 
 
@@ -121,8 +128,15 @@ class Problem:
     def units(self, layout: Layout, *, selective: bool = False) -> tuple[Load, ...]:
         key = (layout.tp, layout.microbatch_size, selective)
         if key not in self.found.units:
-            same = self.found.equal_loads
-            self.found.units[key] = tuple(same.setdefault(load, load) for load in self.loads(*key))
+            same, silent = self.found.equal_loads, self.found.silent
+            made = self.loads(*key)
+            once = {id(load): load for load in made}  # equal layers are mostly one object
+            alike = {at: same.setdefault(load, load) for at, load in once.items()}
+            for load in alike.values():
+                if id(load) not in silent:
+                    bare = replace(load, output_elements=0)
+                    silent[id(load)] = same.setdefault(bare, bare)
+            self.found.units[key] = tuple(alike[id(load)] for load in made)
         return self.found.units[key]
 
     def costs(
@@ -175,6 +189,18 @@ class Problem:
             self.found.unit_tables[key] = costs.table_for(alike, none, frozenset(), breakdown=False)
         return self.found.unit_tables[key]
 
+    def whole_compute(self, layout: Layout, *, selective: bool = False) -> CostTable:
+        """What the whole model computes as one stage, whoever sends, adds up and holds."""
+        key = (layout.tp, layout.ep, layout.microbatch_size, selective)
+        if key not in self.found.whole_compute:
+            costs = self._cut(layout, [range(self.num_units)], selective=selective, sends=False)
+            self.found.whole_compute[key] = (
+                costs.compute_alone()
+                if isinstance(costs, AnalyticCosts)
+                else costs.table_for(draft(loop(1, 1)), (0,), frozenset(), breakdown=False)
+            )
+        return self.found.whole_compute[key]
+
     def whole_table(
         self, layout: Layout, *, zero1: bool = False, selective: bool = False
     ) -> CostTable:
@@ -202,7 +228,11 @@ class Problem:
         """``fixed`` as in ``Measured.costs``; ``sends`` is off for the whole model."""
         loads = [self._stage_load(layout, stage, selective=selective) for stage in stages]
         if not sends:
-            loads = [replace(load, output_elements=0) for load in loads]
+            alike = self.found.figures.alike
+            loads = [
+                alike[id(load)][1] if id(load) in alike else replace(load, output_elements=0)
+                for load in loads
+            ]
         assumed = self._costs(layout, tuple(loads))
         if self.measured is None:
             return assumed
@@ -210,15 +240,27 @@ class Problem:
 
     def _stage_load(self, layout: Layout, stage: range, *, selective: bool) -> Load:
         """The sum of a stage's units: one object for equal sums, which costs look for."""
+        found = self.found
         key = (layout.tp, layout.microbatch_size, selective, stage.start, stage.stop)
-        if key not in self.found.stage_loads:
+        if key not in found.stage_loads:
             units = self.units(layout, selective=selective)[stage.start : stage.stop]
-            alike = tuple(map(id, units))  # ``found.units`` keeps them
-            if alike not in self.found.sums:
-                load = sum_loads(list(units))
-                self.found.sums[alike] = self.found.equal_loads.setdefault(load, load)
-            self.found.stage_loads[key] = self.found.sums[alike]
-        return self.found.stage_loads[key]
+            silent = [found.silent[id(unit)] for unit in units]  # ``found.units`` keeps them
+            alike = tuple(map(id, silent))
+            if alike not in found.sums:
+                load = sum_loads(silent)
+                found.sums[alike] = found.equal_loads.setdefault(load, load)
+            handed = units[-1].output_elements if units else 0
+            found.stage_loads[key] = self._handing(found.sums[alike], handed)
+        return found.stage_loads[key]
+
+    def _handing(self, load: Load, count: int) -> Load:
+        """A stage that hands on so many elements; costs know where that takes no time in it."""
+        key, known = (id(load), count), self.found.handing
+        if key not in known:
+            known[key] = replace(load, output_elements=count)
+            if by_kernels(self.machine.hardware, load):
+                self.found.figures.alike[id(known[key])] = known[key], load
+        return known[key]
 
     def _costs(self, layout: Layout, stages: tuple[Load, ...]) -> AnalyticCosts:
         machine = self.machine

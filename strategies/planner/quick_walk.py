@@ -10,12 +10,14 @@ schedule.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate
+from itertools import chain as chained
 from typing import NamedTuple
 
 from strategies.compiler import compile_compute, order_compute
 from strategies.costs.table import CostTable
 from strategies.errors import ProgramError
+from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import GRADIENT_KINDS, Kind
 from strategies.ir.placement import Placement
 from strategies.ir.program import Program
@@ -194,22 +196,25 @@ def flatten(program: Program) -> Structure:
     rows = program.ranks
     offsets = list(accumulate(map(len, rows), initial=0))
     count = offsets[-1]
-    first, last = _first_and_last(program, offsets)
-    begins = {node: 2 * count + at for at, node in enumerate(first) if node >= 0}
+    # The nodes of a stage's first forward and last gradient on a rank, at r S + s; -1 for none.
+    first, last = [-1] * (num_ranks * num_stages), [-1] * (num_ranks * num_stages)
     place = [0] * num_ranks
     steps: list[ComputeStep] = []
     add_step = steps.append
     columns = {kind: row * num_stages for kind, row in _ROW.items()}
     forward, of_gradient = Kind.F, (Kind.B, Kind.I)
+    # Of each list, what it stopped at, and what comes behind that.
+    blocked: list[tuple[Instruction, ...]] = [()] * num_ranks
+    left = list(map(iter, rows))
     waiting = list(range(num_ranks))
     while waiting:
         progressed = False
         still = []
         for rank in waiting:
-            row, index, offset = rows[rank], place[rank], offsets[rank]
+            index, offset = place[rank], offsets[rank]
             begun = index
             links = rank * num_ranks
-            for item in islice(row, index, None):
+            for item in chained(blocked[rank], left[rank]):
                 kind, stage, microbatch = item.kind, item.stage, item.microbatch
                 assert microbatch is not None
                 node = offset + index
@@ -222,8 +227,10 @@ def flatten(program: Program) -> Structure:
                         if need < 0:
                             break
                         needs = (need,)
-                    if node in begins:
-                        needs = (*needs, begins[node])
+                    here = rank * num_stages + stage
+                    if first[here] < 0:
+                        first[here] = node
+                        needs = (*needs, 2 * count + here)
                     if stage < last_stage:
                         peer = copies[microbatch % num_copies][stage + 1]
                         if peer == rank:
@@ -250,12 +257,18 @@ def flatten(program: Program) -> Structure:
                     if need < 0:
                         break
                     needs = (need,)
+                if kind in GRADIENT_KINDS:
+                    last[rank * num_stages + stage] = node
                 add_step((node, rank, columns[kind] + stage, needs, messages))
                 index += 1
+            else:
+                place[rank] = index
+                progressed = True
+                continue
+            blocked[rank] = (item,)
             place[rank] = index
             progressed = progressed or index > begun
-            if index < len(row):
-                still.append(rank)
+            still.append(rank)
         if still and not progressed:
             raise ProgramError(f"{program.schedule}: the lists of ranks {still} cannot run.")
         waiting = still
@@ -282,19 +295,3 @@ def _recomputed(program: Program, recompute: Recompute, plan: Plan) -> Program:
     if recompute.policy == "mario" and plan.costs is not None:
         return mario_order(program, recompute.passes, plan.costs, check=lambda order: order)
     return add_recompute(program, recompute, plan.costs)
-
-
-def _first_and_last(program: Program, offsets: list[int]) -> tuple[list[int], list[int]]:
-    """The nodes of a stage's first forward and last gradient on a rank, at r S + s; -1 for none."""
-    num_stages = program.placement.num_stages
-    first = [-1] * (num_stages * len(program.ranks))
-    last = list(first)
-    for rank, row in enumerate(program.ranks):
-        at = rank * num_stages
-        for node, item in enumerate(row, offsets[rank]):
-            if item.kind is Kind.F:
-                if first[at + item.stage] < 0:
-                    first[at + item.stage] = node
-            elif item.kind in GRADIENT_KINDS:
-                last[at + item.stage] = node
-    return first, last

@@ -39,7 +39,7 @@ class Rules:
 
 def ideal_time(problem: Problem, layout: Layout, recompute: Recompute) -> float:
     """All ranks busy all the time: valid for every cut and every order."""
-    table = problem.whole_table(layout, selective=recompute.inside)
+    table = problem.whole_compute(layout, selective=recompute.inside)
     # Over several stages, max(I's sums, W) adds up to at least the max of the sums.
     once = table.forward[0] + min(
         table.backward[0], table.backward_input[0] + table.backward_weight[0]
@@ -47,6 +47,18 @@ def ideal_time(problem: Problem, layout: Layout, recompute: Recompute) -> float:
     if recompute.policy == "full":
         once += table.recompute[0]
     return layout.num_microbatches * once / layout.pp
+
+
+def any_cut_bound(problem: Problem, layout: Layout, rules: Rules, *, selective: bool) -> float:
+    """Valid for every cut into one stage per rank, and every order.
+
+    With x of F and gradient on each rank, what lies before rank r and behind it and its own M times
+    x take the step at most: x_r <= (T - x_0 - ... - x_(r-1)) / M. All x then add up to at most
+    T (1 - (1 - 1/M)^P), and they add up to no less than those of the whole model.
+    """
+    table = problem.whole_compute(layout, selective=selective)
+    whole = table.forward[0] + _backs(table, rules)[0]
+    return float(whole / (1 - (1 - 1 / layout.num_microbatches) ** layout.pp))
 
 
 def step_bound(
@@ -71,6 +83,30 @@ def step_bound(
             busy[rank] += share * took + step
     best = max(busy)
     return max(best, _middle_bound(placement, table, rules, again)) if rules.flushes else best
+
+
+def least_again(placement: Placement, table: CostTable, rules: Rules) -> tuple[float, ...]:
+    """Per rank, no more than what ``mario`` recomputes in a step; () where nothing is known.
+
+    An R goes only where its F stands right before it, and nothing but forwards is moved in between
+    it and its backward later. So only forwards run on the rank while the microbatch visits all
+    stages behind: that is never so for a stage with another of the rank behind it, and together
+    these visits take no longer than the rank's forwards, or the rank idles for what an R takes.
+    """
+    if len(placement.copies) > 1:
+        return ()
+    owner, microbatches = placement.copies[0], rules.num_microbatches
+    through = list(map(add, table.forward, _backs(table, rules)))
+    away = [*accumulate(reversed(through[1:]), initial=0.0)][::-1]  # from an F to its gradient
+    forwards, again = [0.0] * placement.num_ranks, [0.0] * placement.num_ranks
+    for stage, rank in enumerate(owner):
+        forwards[rank] += microbatches * table.forward[stage]
+        again[rank] += microbatches * table.recompute[stage]
+    for rank, stage in {rank: stage for stage, rank in enumerate(owner)}.items():
+        once, visit = table.recompute[stage], away[stage]
+        spared = min(microbatches, forwards[rank] / visit) if visit > once else microbatches
+        again[rank] -= once * spared
+    return tuple(again)
 
 
 def _middle_bound(

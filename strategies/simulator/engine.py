@@ -26,7 +26,7 @@ from itertools import pairwise
 from strategies.analysis.timeline import Timeline
 from strategies.costs.expert_exchange import spans_alone, spans_in_turn
 from strategies.costs.table import Costs, CostTable
-from strategies.errors import ProgramError
+from strategies.errors import CostError, ProgramError
 from strategies.ir.program import Program
 from strategies.ir.walk import Compute
 from strategies.simulator.events import Item, run_events
@@ -58,6 +58,16 @@ def simulate(program: Program, costs: Costs, *, cores: float | None = None) -> T
         ProgramError: The program has no messages yet; ``compile_program`` makes ones that have.
         CostError: The costs do not fit the program.
     """
+    if not isinstance(program, Program):
+        raise ProgramError(
+            f"simulate({program!r:.60}, ...): expected a program. Try "
+            "simulate(compile_program(pp=4, num_microbatches=8), UniformCosts())."
+        )
+    if not callable(getattr(costs, "table", None)):
+        raise CostError(
+            f"simulate(program, {costs!r:.60}): expected costs. Try "
+            "simulate(program, UniformCosts(forward=1, backward=2))."
+        )
     return unroll(program, costs, steps=1, cores=cores)[0]
 
 

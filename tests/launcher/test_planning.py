@@ -249,10 +249,14 @@ def test_without_a_number_pinned_degrees_or_this_machine_give_it(
             "of 4 GPUs. Try ep=2, or without ep=.",
         ),
         ("mode=validate model=tiny_moe pp=2 dp=2 ep=2 schedule=pipedream_2bw", "or ep=1 and tp=1."),
+        (
+            "mode=plan pp=2 schedule=pipedream_2bw planner.asynchronous=true recompute=optimal",
+            "Try recompute=full, or leave recompute= out.",
+        ),
         ("mode=generate model=tiny_moe dp=2 ep=2 checkpoint=a.ckpt", "pp=1 dp=1 tp=1 ep=1 (any"),
     ],
 )
-def test_experts_that_no_layout_schedule_or_mode_takes_are_refused(words, told, tmp_path):
+def test_what_no_layout_schedule_or_mode_takes_is_refused(words, told, tmp_path):
     done = launch_here(words.split(), tmp_path)
     assert (done.code, done.output) == (2, "")
     assert done.errors.count("error: ") == 1

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from strategies.analysis.memory import peak_bytes, peak_memory_bytes
 from strategies.compiler import compile_plan
-from strategies.plan import Recompute
-from strategies.planner.group import Group, expected_bytes, groups
+from strategies.costs.analytic import AnalyticCosts
+from strategies.costs.kernels import Product, Work
+from strategies.costs.load import Load
+from strategies.plan import NO_RECOMPUTE, Recompute
+from strategies.planner.group import Group, Sketch, expected_bytes, groups, groups_of, sketches
 from strategies.planner.layout_search import leaner_than, rank_key, search
 from strategies.planner.outcome import Evaluator, Outcome, plan_of, program_of, program_step
-from strategies.planner.problem import Order, Problem
+from strategies.planner.problem import Layout, Order, Problem
 from strategies.planner.space import Space, degrees, layouts
 from strategies.schedules import find_schedule
 from strategies.simulator.engine import simulate
@@ -62,6 +66,14 @@ def fits(group: Group, order: Order, space: Space, limit: int) -> bool:
     return expected <= limit and max(real_bytes(group, order)) <= limit
 
 
+def _drawn(
+    asked: Problem, space: Space, layout: Layout, recompute: Recompute
+) -> Iterator[tuple[Sketch, Group]]:
+    for sketch in sketches(asked, space, layout, recompute):
+        for group in groups_of(asked, space, sketch):
+            yield sketch, group
+
+
 def exhaustive(asked: Problem, space: Space) -> list[Outcome]:
     """Every candidate by its verified program; what O2 leaves out by rule is left out."""
     found = []
@@ -72,7 +84,8 @@ def exhaustive(asked: Problem, space: Space) -> list[Outcome]:
             continue
         for layout in layouts(space, asked, tp, pp, dp):
             for recompute in space.recomputes:
-                for group in groups(asked, space, layout, recompute):
+                for sketch, group in _drawn(asked, space, layout, recompute):
+                    assert sketch.bound <= group.bound * (1 + 1e-9), group
                     for order in group.orders:
                         if (expected_bytes(group, order, space) or 0) > limit:
                             continue
@@ -174,12 +187,14 @@ def test_what_mario_takes_and_holds_at_least_is_known_before_its_lists(
         stages_per_rank=2 if schedule == "interleaved_1f1b" else None,
     )  # fmt: skip
     (layout,) = layouts(space, asked, 1, 4, 1)
-    for group in groups(asked, space, layout, mario):
+    none = groups(asked, replace(space, recompute=NO_RECOMPUTE), layout, NO_RECOMPUTE)
+    for group, plain in zip(groups(asked, space, layout, mario), none, strict=True):
         for order in group.orders:
             time = program_step(program_of(group, order), group.costs, waits=barrier)
             bound = evaluator.least_time(group, order)
             assert bound <= time * (1 + 1e-9), order
-            assert bound > group.bound or find_schedule(schedule).cost_aware, order
+            assert bound >= group.bound >= plain.bound or find_schedule(schedule).cost_aware, order
+            assert max(bound, group.bound) > plain.bound, order
             held = max(real_bytes(group, order))
             assert group.least_bytes < evaluator.least_bytes(group, order) <= held, order
 
@@ -270,3 +285,29 @@ def test_what_orders_are_expected_to_hold_is_no_more_than_they_do(schedule, micr
                 assert expected <= 1.05 * max(real_bytes(group, order))
             elif order.schedule == "1f1b":
                 assert expected is None
+
+
+@pytest.mark.parametrize("num_sms", [None, 8])
+def test_stages_that_only_hand_on_more_are_timed_once_where_that_takes_no_time(num_sms):
+    asked = problem(4)
+    work = Work(products=(Product(64, 64, 64),))
+
+    def loads(tp: int, size: int, selective: bool) -> tuple[Load, ...]:
+        units = asked.loads(tp, size, selective)
+        return tuple(
+            replace(unit, output_elements=unit.output_elements + n, works=((work, 1),))
+            for n, unit in enumerate(units)
+        )
+
+    machine = replace(asked.machine, hardware=replace(asked.machine.hardware, num_sms=num_sms))
+    grown = replace(asked, loads=loads, machine=machine)
+    layout = Layout(tp=1, pp=3, dp=1, microbatch_size=1, num_microbatches=4)
+    costs = grown.costs(layout, (4, 2, 4))  # the middle one is attention and MLP
+    alone = grown.costs(layout, (4, 2, 2, 2))
+    sent = [load.output_elements for load in alone.stages]
+    assert sent == [loads(1, 1, False)[end - 1].output_elements for end in (4, 6, 8, 10)]
+    again = AnalyticCosts(alone.stages, machine.hardware, sizes=machine.sizes)
+    assert alone.compute_alone() == again.compute_alone()
+    assert costs.compute_alone().forward[1] == alone.compute_alone().forward[1]
+    timed = len(grown.found.figures.durations)
+    assert timed == (5 if num_sms is None else 4)

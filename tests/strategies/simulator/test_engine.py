@@ -10,7 +10,7 @@ from launcher.report.ascii import draw
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.bounds import lower_bound
 from strategies.compiler import Plan, compile_compute, compile_plan
-from strategies.errors import ProgramError
+from strategies.errors import CostError, ProgramError
 from strategies.ir import Kind, verify
 from strategies.simulator.engine import unroll
 from tests.strategies.programs import lines, plans, uneven, written
@@ -364,3 +364,13 @@ def test_a_later_start_of_the_reductions_never_helps(plan):
     under = simulate(compile_plan(Plan(*shape, "grad_reduce", 2)).train, cost)
     behind = simulate(compile_plan(Plan(*shape, "none", 2)).train, cost)
     assert under.makespan <= behind.makespan + 1e-9
+
+
+def test_what_is_no_program_or_has_no_costs_is_refused():
+    program = compile_program(pp=2, num_microbatches=2)
+    with pytest.raises(CostError, match=r"simulate\(program, \{\}\): expected costs. Try simulate"):
+        simulate(program, {})
+    with pytest.raises(ProgramError, match=r"simulate\('1f1b', ...\): expected a program. Try"):
+        simulate("1f1b", UniformCosts())
+    with pytest.raises(CostError, match=r"costs\.forward='1': expected a number"):
+        UniformCosts(forward="1")
