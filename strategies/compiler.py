@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Literal
 
 from strategies.analysis.memory import peak_memory_bytes
@@ -26,9 +27,9 @@ from strategies.ir.program import Boundary, Program, chain
 from strategies.ir.verify import verify
 from strategies.lowering.rendezvous_order import order_messages
 from strategies.lowering.send_recv import add_messages
-from strategies.lowering.stream import Calls, Update, add_updates, lower_stream
+from strategies.lowering.stream import Calls, Update, add_updates, label_period, lower_stream
 from strategies.passes.group_choice import GroupChoice, choose_group, group_candidates
-from strategies.passes.recompute.add_recompute import add_recompute
+from strategies.passes.recompute.add_recompute import Held, add_recompute
 from strategies.passes.split_backward import split_backward
 from strategies.passes.updates import (
     accumulate_only,
@@ -43,10 +44,12 @@ from strategies.passes.updates import (
     fuse_pairs,
     separate_pairs,
 )
-from strategies.plan import NO_RECOMPUTE, Overlap, Plan, Recompute, ScheduleFile
+from strategies.plan import NO_RECOMPUTE, Overlap, Plan, Recompute, ScheduleFile, check_kinds
 from strategies.schedules import Durations, Rows, Schedule, Shape, find_schedule
 from strategies.schedules.schedule import given_group, refuse_late
 from strategies.schedules.search.best_order import equal_durations
+
+_HALVES = attrgetter("halves")  # asked of hundreds of thousands of instructions
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,18 @@ def compile_compute(plan: Plan) -> Program:
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule made a program that cannot run.
     """
+    return _compute(plan, None if schedule_of(plan).synchronous else _period(plan))
+
+
+def _period(plan: Plan) -> int:
+    """Without a flush: after how many microbatches what calls run repeats."""
+    schedule, shape = schedule_of(plan), resolve_shape(plan)
+    assert schedule.lateness is not None
+    return label_period(schedule.lateness(shape), shape.pp, shape.num_microbatches)
+
+
+def _compute(plan: Plan, period: int | None, held: Held | None = None) -> Program:
+    """As ``compile_compute``; ``held``: what ranks hold, where that is more than of one step."""
     compute, durations = _ordered(plan)
     schedule = schedule_of(plan)
     _check_compute_only(compute)
@@ -148,9 +163,9 @@ def compile_compute(plan: Plan) -> Program:
             plan.recompute,
             plan.costs,
             memory_bytes=plan.memory_bytes,
-            held=lambda program: _held(program, plan),
+            held=held or (lambda program: _held(program, plan)),
             reorder=plan.file is None,
-            synchronous=schedule.synchronous,
+            period=period,
         )
     return compute
 
@@ -168,7 +183,7 @@ def order_compute(plan: Plan) -> Program:
         compute, _ = _ordered(plan)
         if plan.pairs:
             return fuse_pairs(compute)
-        pairs = any(item.halves for row in compute.ranks for item in row)
+        pairs = any(any(map(_HALVES, row)) for row in compute.ranks)
         return separate_pairs(compute) if pairs and not _pairs_gain(plan, compute) else compute
 
 
@@ -238,6 +253,14 @@ def compile_program(
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule made a program that cannot run.
     """
+    check_kinds(
+        {
+            "schedule": schedule, "pp": pp, "num_microbatches": num_microbatches,
+            "stages_per_rank": stages_per_rank, "group": group, "overlap": overlap,
+            "buckets": buckets, "costs": costs, "recompute": recompute,
+            "error_feedback": error_feedback,
+        }
+    )  # fmt: skip
     if num_microbatches is None:
         num_microbatches = find_schedule(schedule, file=file, pp=pp).num_microbatches or 1
     plan = Plan(
@@ -369,9 +392,18 @@ def _streamed(plan: Plan) -> Programs:
     )
     whole = Calls.count(lateness, update, shape.pp, shape.num_microbatches)
     count = whole * shape.num_microbatches
-    compute = compile_compute(replace(plan, num_microbatches=count, accumulation=1))
-    compute = replace(compute, feeds_back=plan.error_feedback > 0)
-    stream = add_updates(compute, lateness, update, per_batch=shape.num_microbatches)
+
+    def streamed(compute: Program) -> Program:
+        compute = replace(compute, feeds_back=plan.error_feedback > 0)
+        return add_updates(compute, lateness, update, per_batch=shape.num_microbatches)
+
+    def held(compute: Program) -> tuple[int | None, ...]:
+        assert plan.costs is not None
+        lowered = lower_stream(streamed(compute), lateness)
+        return peak_memory_bytes(lowered, plan.costs.table(lowered))
+
+    whole_plan = replace(plan, num_microbatches=count, accumulation=1)
+    stream = streamed(_compute(whole_plan, _period(plan), held))
     calls = Calls(stream, lateness, update, shape.num_microbatches)
     return Programs(lower_stream(stream, lateness), None, updates, plan, calls)
 

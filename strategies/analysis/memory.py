@@ -208,6 +208,11 @@ class _Moment(NamedTuple):
     temporaries: int
 
 
+def _beside_state(moment: _Moment) -> int:
+    _, inputs, activations, rebuilt, messages, needs = moment
+    return inputs + activations + rebuilt + messages + needs
+
+
 def memory_over_time(
     program: Program, memory: StageMemory, rank: int
 ) -> tuple[tuple[int, RankMemory], ...]:
@@ -229,7 +234,7 @@ def peak_memory(
     peaks = []
     for rank in range(len(program.ranks)) if ranks is None else ranks:
         moments = walk.moments(rank)
-        worst = max(moments, key=lambda moment: sum(moment[1:]), default=_Moment(0, 0, 0, 0, 0, 0))
+        worst = max(moments, key=_beside_state, default=_Moment(0, 0, 0, 0, 0, 0))
         update = step_bytes(memory, program.placement.stages_of(rank))
         if update > sum(worst[1:]):
             worst = _Moment(0, 0, 0, 0, 0, update)
@@ -316,36 +321,44 @@ class _Walk:
                 rebuilt, results = rebuilt + more[2], results + more[3]
         received, temporaries, sent = self._received(row), self._temporaries, 0
         for place, item in enumerate(row):
-            if item.kind is Kind.SEND:
+            kind = item.kind
+            if kind is Kind.RECV:
+                continue
+            if kind is Kind.SEND:
                 assert item.peer is not None
                 link, size = (item.stage, item.peer), _size(item, self._memory)
                 sent += size - links.get(link, 0)
                 links[link] = size
-            if item.kind not in MICROBATCH_KINDS:
+                continue
+            if kind not in MICROBATCH_KINDS:
                 continue
             parts = item.halves or (item,)
             needs = 0
             for part in parts:
                 kind, stage = part.kind, part.stage
-                more = takes[kind, (stage, part.microbatch) in again][stage]
+                more = takes[kind, bool(again) and (stage, part.microbatch) in again][stage]
                 inputs, activations = inputs + more[0], activations + more[1]
                 rebuilt, results = rebuilt + more[2], results + more[3]
-                needs = max(needs, temporaries[kind][stage])
+                if temporaries[kind][stage] > needs:
+                    needs = temporaries[kind][stage]
             messages = results + sent + received[place]
             yield _Moment(place, inputs, activations, rebuilt, messages, needs)
             for part in parts:
-                less = frees[part.kind, (part.stage, part.microbatch) in again][part.stage]
+                kind, stage = part.kind, part.stage
+                less = frees[kind, bool(again) and (stage, part.microbatch) in again][stage]
                 inputs, activations = inputs - less[0], activations - less[1]
                 rebuilt, results = rebuilt - less[2], results - less[3]
 
     def _received(self, row: Sequence[Instruction]) -> list[int]:
         """At every place the bytes for which a receive is posted and which nothing uses yet."""
-        uses = {
-            (_RECEIVES[part.kind], part.stage, part.microbatch): place
-            for place, item in enumerate(row)
-            for part in item.halves or (item,)
-        }
-        places = [place for place, item in enumerate(row) if item.kind is Kind.RECV]
+        uses, places = {}, []
+        for place, item in enumerate(row):
+            kind = item.kind
+            if kind is Kind.RECV:
+                places.append(place)
+            elif kind is not Kind.SEND:
+                for part in item.halves or (item,):
+                    uses[_RECEIVES[part.kind], part.stage, part.microbatch] = place
         changes = [0] * (len(row) + 1)
         for index, place in enumerate(places):
             item = row[place]

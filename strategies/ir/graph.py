@@ -257,7 +257,9 @@ def _walk(program: Program, graph: Graph) -> tuple[int, ...]:
                 wanted = needs[send] + needs[partner[send]][1:]
             missing = next((need for need in wanted if not done[need]), None)
             if missing is not None:
-                waiting.setdefault(missing, []).append(here)
+                held = waiting.setdefault(missing, [])
+                if here not in held:  # else a rank comes by ever more often: quadratic in messages
+                    held.append(here)
                 break
             ended = [node]
             if other >= 0:

@@ -75,6 +75,16 @@ def weight_gradient(stage: int, microbatch: int) -> Instruction:
     return Instruction(Kind.W, stage, microbatch)
 
 
+@lru_cache(maxsize=_KEPT)
+def sending(stage: int, microbatch: int, payload: Kind, peer: int) -> Instruction:
+    return Instruction(Kind.SEND, stage, microbatch, payload=payload, peer=peer)
+
+
+@lru_cache(maxsize=_KEPT)
+def receiving(stage: int, microbatch: int, payload: Kind, peer: int) -> Instruction:
+    return Instruction(Kind.RECV, stage, microbatch, payload=payload, peer=peer)
+
+
 def overlap(first: Instruction, second: Instruction) -> Instruction:
     """A forward and a backward of another microbatch, whose parts may run interleaved."""
     return Instruction(Kind.OVERLAP, first.stage, first.microbatch, halves=(first, second))

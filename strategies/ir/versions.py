@@ -10,11 +10,15 @@ staleness.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from strategies.errors import ProgramError
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import GRADIENT_KINDS, UPDATE_KINDS, Kind
 from strategies.ir.program import Program
+
+# Of each of hundreds of thousands of instructions.
+_VERSION, _HALVES = attrgetter("version"), attrgetter("halves")
 
 
 def check_versions(program: Program) -> None:
@@ -69,9 +73,13 @@ def staleness(program: Program) -> tuple[int, ...]:
 def _versioned(program: Program) -> bool:
     """Whether its instructions name versions; a planner asks of hundreds of programs."""
     return program.per_update is not None or any(
-        item.version is not None or any(half.version is not None for half in item.halves)
+        {*map(_VERSION, row)} - {None}
+        or any(
+            half.version is not None
+            for halves in filter(None, map(_HALVES, row))
+            for half in halves
+        )
         for row in program.ranks
-        for item in row
     )
 
 

@@ -156,3 +156,20 @@ def test_a_whole_training_program():
         "0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0RECV_B1<1 0B1 0REDUCE0 0STEP",
         "1RECV_F0<0 1F0 1RECV_F1<0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0 1REDUCE0 1STEP",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ({"pp": "4"}, "pp='4': expected a whole number. Try pp=4."),
+        ({"pp": True}, "pp=True: expected a whole number. Try pp=4."),
+        ({"pp": 2, "num_microbatches": 4.0}, "num_microbatches=4.0: expected a whole number."),
+        ({"pp": 2, "schedule": 3}, "schedule=3: expected a text. Try schedule='1f1b'."),
+        ({"pp": 2, "costs": {}}, "costs={}: expected costs. Try costs=UniformCosts()."),
+        ({"pp": 2, "recompute": "full"}, "Try recompute=Recompute(policy='full')."),
+    ],
+)
+def test_words_of_another_type_are_refused_by_name(words, told):
+    with pytest.raises(PlanError) as raised:
+        compile_program(**words)
+    assert told in str(raised.value)

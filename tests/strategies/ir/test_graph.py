@@ -1,9 +1,14 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 
+from launcher.config import from_dict
+from launcher.resolve import resolve
 from strategies.compiler import compile_plan
 from strategies.errors import ProgramError
 from strategies.ir import Kind, parse_instruction
+from strategies.ir.graph import _walk, build_graph
 from strategies.ir.placement import bidirectional
 from tests.strategies.programs import plans, written
 
@@ -135,3 +140,19 @@ def test_the_order_respects_lists_needs_and_rendezvous(plan):
             assert all(position[need] < position[node] for need in found)
             if graph.nodes[node].kind is Kind.RECV:
                 assert position[node] == position[graph.partner[node]] + 1
+
+
+class _Counted(tuple):
+    reads = 0
+
+    def __getitem__(self, index):
+        _Counted.reads += 1
+        return super().__getitem__(index)
+
+
+def test_a_walk_takes_as_long_as_the_program_is():
+    asked = {"mode": "simulate", "pp": 4, "num_microbatches": 400}
+    program = resolve(from_dict(asked)).programs.train
+    graph = build_graph(program)
+    assert _walk(program, replace(graph, needs=_Counted(graph.needs))) == graph.order
+    assert _Counted.reads < 10 * len(graph.nodes)
