@@ -6,10 +6,12 @@ import importlib
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -83,6 +85,30 @@ def run_task(
     return found
 
 
+class Mark(NamedTuple):
+    """One instruction of compute, on the clock of all ranks of this machine."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    start: float
+    end: float
+
+
+class Steady(NamedTuple):
+    """One rank's steps behind each other.
+
+    Attributes:
+        periods: Seconds from step to step.
+        link: Seconds of a message while all ranks talk to their neighbours.
+        marks: Of one step before those.
+    """
+
+    periods: list[float]
+    link: float
+    marks: list[Mark]
+
+
 def run_steady(
     *,
     schedule: str,
@@ -91,15 +117,13 @@ def run_steady(
     warmups: int,
     repetitions: int,
     clip: str,
-) -> tuple[list[float], dict[str, float]]:
-    """Seconds from step to step of this rank, which waits for no other at their ends.
+) -> Steady:
+    """Of this rank, which waits for no other at the end of a step.
 
-    ``clip`` as in ``Ours``; of what has a flush, nothing. With it seconds of this
-    rank's kinds of compute, by their letters, in the first step; and of a ``message``.
+    ``clip`` as in ``Ours``; of what has a flush, nothing.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    link = busy_link()
-    found = {"message": link.latency_s + 4 * emulation.elements / link.bandwidth}
+    link, marks = busy_link(), []
     engine = Ours(Task(schedule, ranks, num_microbatches, rank, emulation), clip=clip)
     ended = []
     dist.barrier()
@@ -108,20 +132,62 @@ def run_steady(
         if repetition >= warmups:
             ended.append(time.perf_counter())
         if repetition == warmups - 1:
-            found |= _durations(engine.last_record(), rank)
+            marks = _marks(engine.last_record(), rank)
     engine.close()
     dist.barrier()
-    return [after - before for before, after in pairwise(ended)], found
+    periods = [after - before for before, after in pairwise(ended)]
+    return Steady(periods, link.latency_s + 4 * emulation.elements / link.bandwidth, marks)
 
 
-def _durations(record: StepRecord, rank: int) -> dict[str, float]:
-    """Medians of a step's stamps, of which waiting for messages is no part."""
+def _marks(record: StepRecord, rank: int) -> list[Mark]:
+    """A step's stamps, of which waiting for messages is no part."""
+    row = zip(record.program.ranks[rank], record.start, record.end, strict=True)
+    return [
+        Mark(item.kind.value, item.stage, item.microbatch, start, end)
+        for item, start, end in row
+        if item.kind in MICROBATCH_KINDS and item.microbatch is not None
+    ]
+
+
+def durations(marks: Sequence[Mark]) -> dict[str, float]:
+    """Medians of each kind."""
     times: dict[str, list[float]] = {}
-    row = record.program.ranks[rank]
-    for item, start, end in zip(row, record.start, record.end, strict=True):
-        if item.kind in MICROBATCH_KINDS:
-            times.setdefault(item.kind.value, []).append(end - start)
+    for mark in marks:
+        times.setdefault(mark.kind, []).append(mark.end - mark.start)
     return {kind: statistics.median(spans) for kind, spans in times.items()}
+
+
+class Between(NamedTuple):
+    """Seconds that pass between two instructions of a rank.
+
+    Attributes:
+        messages: From the end of what makes one to the beginning of what waits for it.
+        rest: Where nothing was waited for.
+    """
+
+    messages: list[float]
+    rest: list[float]
+
+
+def between(ranks: Sequence[Sequence[Mark]], link: float) -> Between:
+    """Of all ranks; ``link`` is about what a message takes."""
+    made = {
+        (mark.kind == "F", mark.stage, mark.microbatch): (rank, mark.end)
+        for rank, marks in enumerate(ranks)
+        for mark in marks
+        if mark.kind != "W"
+    }
+    found = Between([], [])
+    for rank, marks in enumerate(ranks):
+        for before, mark in pairwise(marks):
+            forward = mark.kind == "F"
+            source = (forward, mark.stage + (-1 if forward else 1), mark.microbatch)
+            maker, end = made.get(source, (rank, 0.0))
+            if mark.kind == "W" or maker == rank or end + 2 * link < before.end:
+                found.rest.append(mark.start - before.end)
+            elif end > before.end:
+                found.messages.append(mark.start - end)
+    return found
 
 
 def _build(name: str, task: Task) -> Engine:

@@ -144,14 +144,16 @@ def measure_steady(
                 repetitions=repetitions,
                 clip=clip,
             )
-            steps = [1e3 * max(taken) for taken in zip(*(taken for taken, _ in found), strict=True)]
+            steps = [
+                1e3 * max(each) for each in zip(*(rank.periods for rank in found), strict=True)
+            ]
             median = statistics.median(steps)
             stages = find_schedule(schedule).place(shape).stages_per_microbatch
             path, predicted = (
                 steady_period(schedule, ranks=ranks.world_size, num_microbatches=count, costs=costs)
                 for costs in (
                     UniformCosts(forward_ms, 2 * forward_ms),
-                    _measured([took for _, took in found], stages),
+                    _measured(found, stages),
                 )
             )
             ratio = median / path
@@ -161,14 +163,24 @@ def measure_steady(
     return cells
 
 
-def _measured(found: Sequence[dict[str, float]], stages: float) -> UniformCosts:
-    """Milliseconds per rank and microbatch: means over the ranks, of ``stages`` on each."""
+def _measured(found: Sequence[overhead_ranks.Steady], stages: float) -> UniformCosts:
+    """Milliseconds per rank and microbatch, of ``stages`` on each; means over the ranks.
+
+    All of one step before: a message takes what those have taken that a rank has waited for, and an
+    instruction besides what passes until the next one begins where nothing was waited for.
+    """
+    each = [overhead_ranks.durations(rank.marks) for rank in found]
+    link = found[0].link
+    gaps = overhead_ranks.between([rank.marks for rank in found], link)
+    more = statistics.median(gaps.rest) if gaps.rest else 0.0
 
     def mean(kind: str) -> float:
-        return 1e3 * stages * statistics.fmean(took[kind] for took in found if kind in took)
+        took = [rank[kind] for rank in each if kind in rank]
+        return 1e3 * stages * (statistics.fmean(took) + more)
 
-    forward, message = mean("F"), 1e3 * next(t["message"] for t in found if "message" in t)
-    if any("I" in took for took in found):
+    message = 1e3 * (statistics.median(gaps.messages) - more if gaps.messages else link)
+    forward = mean("F")
+    if any("I" in took for took in each):
         inputs, weights = mean("I"), mean("W")
         return UniformCosts(forward, inputs + weights, inputs, p2p=message)
     return UniformCosts(forward, mean("B"), p2p=message)

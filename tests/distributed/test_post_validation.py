@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from launcher.config.workload import OptimizerConfig
 from launcher.workloads.optimizer import build_scheduler
 from strategies.errors import NotFiniteError
+from strategies.runtime.lightning.late_flush import why_it_waits
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed.pool import Ranks
 from tests.distributed.training import (
@@ -93,6 +94,13 @@ class Plain(pl.LightningModule):
     configure_optimizers = Model.configure_optimizers
 
 
+class Clearing(Plain):
+    """Writes into its gradients before a validation."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none=False)
+
+
 class Notes(Callback):
     reads_weights = False
 
@@ -117,7 +125,7 @@ def train(
     path: str | None = None,
     resume: str | None = None,
     precision: Any = "64-true",
-    val: bool = False,
+    val: int = 0,
     plain: bool = False,
 ) -> dict[str, Any]:
     model = Plain(case.optimizer) if plain else Model(case.shape, case.optimizer)
@@ -146,7 +154,7 @@ def train(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        val_check_interval=2 if val else 1.0,
+        val_check_interval=val or 1.0,
         num_sanity_val_steps=0,
         callbacks=[notes],
         max_steps=case.steps,
@@ -241,7 +249,8 @@ def test_the_bits_are_those_of_waiting(
         pytest.param(replace(CASE, clip=0.05), (), 1, id="clipped"),
         pytest.param(replace(CASE, clip=1e9), (1, 2, 7), 2, id="left out", marks=pytest.mark.full),
         pytest.param(
-            replace(CASE, schedule="zb_h2", pp=4, clip=1e-3), (), 2, id="zb_h2-pp4",
+            # Clipping strikes every step, so ranks wait from the second one on.
+            replace(CASE, schedule="zb_h2", pp=4, clip=1e-3), (), 1, id="zb_h2-pp4",
             marks=pytest.mark.full,
         ),
     ],
@@ -281,7 +290,7 @@ def test_checkpoints_and_validations_see_confirmed_weights(
     case = replace(CASE, clip=1e-3)
     paths = {late: str(tmp_path / f"{late}.ckpt") for late in (True, False)}
     runs = {
-        late: ranks(2).run(train, case=case, late=late, path=paths[late], val=True)
+        late: ranks(2).run(train, case=case, late=late, path=paths[late], val=2)
         for late in (True, False)
     }
     assert runs[True][0]["val"] == runs[False][0]["val"]
@@ -290,6 +299,50 @@ def test_checkpoints_and_validations_see_confirmed_weights(
         for result, through in zip(resumed, runs[late], strict=True):
             for name, weight in through["weights"].items():
                 assert torch.equal(result["weights"][name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        pytest.param(replace(CASE, clip=1e-3, steps=3), {}, id="declared"),
+        pytest.param(replace(CASE, clip=1e-3, steps=3), {"plain": True}, id="plain"),
+        pytest.param(
+            replace(CASE, clip=1e-3, steps=3, dp=2, optimizer="SGD"), {}, id="dp2",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            replace(CASE, clip=1e-3, steps=3, dp=2, overlap="zero1"), {}, id="zero1",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            replace(CASE, clip=1e-3, steps=3), {"precision": "bf16-true"}, id="bf16",
+            marks=pytest.mark.full,
+        ),
+    ],
+)  # fmt: skip
+def test_an_update_that_is_struck_right_before_a_validation_is_made_again(
+    case: Case, options: dict[str, Any], ranks: Callable[[int], Ranks]
+) -> None:
+    # Lightning takes the gradients away before it validates, and before any callback hears of it.
+    found = check_same(ranks(case.pp * case.dp), case, val=1, **options)
+    assert found[0]["repairs"] == 1
+
+
+def test_modules_that_write_into_gradients_before_a_validation_wait() -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    model = Plain("SGD")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert why_it_waits(trainer, model, optimizer) == ""
+    clearing = Clearing("SGD")
+    assert why_it_waits(trainer, clearing, optimizer) == "Clearing.zero_grad is around the update"
+
+
+def test_a_step_that_is_not_finite_right_before_a_validation_is_told_with_its_cause(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    same = ("skipped", "step", "error")
+    found = check_same(ranks(2), replace(CASE, clip=1e9), same, bad_steps=(1,), val=2)
+    assert found[0]["error"].startswith("step 2: the loss of microbatch 0 is nan")
 
 
 def test_16_bit_weights_are_undone_with_their_copies(ranks: Callable[[int], Ranks]) -> None:

@@ -71,8 +71,13 @@ def test_the_reported_memory_is_what_a_step_allocates(changes, size, recompute):
         engine.stepped()
 
     step(0)  # makes the optimizer's state
+    for gradients in engine.gradients.values():
+        gradients.attach(zero=True)
     _, _, most = transient(torch.device("cpu"), lambda: step(1))
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
-    state = 4 * weights  # with gradients and two moments
+    state = 3 * weights  # with two moments
+    if size == len(tokens):
+        # With one microbatch gradients come while activations go. The prediction has them always.
+        state += weights
     engine.close()
     assert reported == pytest.approx(state + most, rel=0.05)

@@ -10,6 +10,9 @@ Gradients of 16-bit weights are summed in 32 bits: the buffer is wider than the 
 ``grad`` holds one microbatch's gradient until its hook has added it. ``narrow`` ones are summed in
 16, and become 32 when the optimizer is about to read them.
 
+Gradients that nobody reduces lie where autograd makes them, as without a pipeline: a sum that
+begins with the first tensor and not with zeros takes less time, and no parameter needs a hook.
+
 With sharded weights (``weight_shards``) a bucket is reduced and scattered: each member of the group
 ends up with the sum of its share alone.
 
@@ -22,55 +25,24 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
+from strategies.runtime.update.gradient_layout import (
+    Buffer,
+    FlatLayout,
+    Loose,
+    Share,
+    main_dtype,
+)
 from strategies.runtime.update.reduction import Reduction, start_all_reduce, start_reduce_scatter
 
 Launched = Callable[[int, int, dist.Work | None], None]
 Noted = Callable[[int, int, Sequence[Tensor]], None]
-
-
-def main_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which gradients of such weights are summed, and in which they are updated."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-@dataclass
-class Buffer:
-    """All gradients of one dtype of one stage that the same ranks hold."""
-
-    layout: FlatLayout
-    parameters: tuple[nn.Parameter, ...]  # whose gradients, in the order of the layout
-    flat: Tensor  # the gradients, then the marks (unless sharded) and padding
-    marks: Tensor  # one per parameter: not 0 if any member of the group has a gradient
-    group: dist.ProcessGroup | None = None  # whom to reduce with; None for nobody
-    sharded: bool = False  # whether each member gets the sum of its share only
-    experts: bool = False  # whether these are spread over ranks
-
-    def bucket(self, index: int) -> Tensor:
-        bounds = self.layout.bounds
-        return self.flat[bounds[index] : bounds[index + 1]]
-
-
-@dataclass
-class _Share:
-    """Where a parameter's gradient lies."""
-
-    parameter: nn.Parameter
-    view: Tensor
-    buckets: tuple[int, ...]
-    mark: Tensor
-    grouped: bool  # whether others have gradients of it, too
-    touched: bool = False
-
-    @property
-    def widened(self) -> bool:
-        return self.view.dtype != self.parameter.dtype
 
 
 @dataclass
@@ -79,14 +51,16 @@ class StageGradients:
 
     stage: int
     group: dist.ProcessGroup | None  # owners x dp; None when there is nobody to reduce with
-    count: int  # of buckets
+    count: int  # of buckets; 0 where nobody reduces
     wire: torch.dtype | None = None  # type in which gradients travel; None for their own
     narrow: bool = False  # whether gradients are summed in the weights' own type
     buffers: list[Buffer] = field(default_factory=list)  # one per type of parameter
     # By the id of a parameter that the optimizer does not update itself: what it updates instead,
     # with the part of the buffer that is its gradient.
     targets: dict[int, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
-    _shares: list[_Share] = field(default_factory=list)
+    _shares: list[Share] = field(default_factory=list)
+    _loose: list[Loose] = field(default_factory=list)
+    _attached: bool = False  # whether the parameters' ``grad`` are this one's
     _pending: list[int] = field(default_factory=list)
     _next: int = 0
     _armed: bool = False
@@ -108,18 +82,20 @@ class StageGradients:
         sharded: bool = False,
         wire: torch.dtype | None = None,
         narrow: bool = False,
+        loose: bool = False,
         experts: Sequence[nn.Parameter] = (),
         expert_group: dist.ProcessGroup | None = None,
     ) -> StageGradients:
         """Lays out the buffers and hooks the parameters.
 
         The trained parameters are in forward order; ``experts`` are reduced over a group of their
-        own. ``noted`` is called with this rank's own part of a bucket, before others are added,
+        own. ``loose``: gradients may lie anywhere, as long as they are of their weights' type.
+        ``noted`` is called with this rank's own part of a bucket, before others are added,
         ``launched`` when its reduction starts.
         """
         gradients = cls(stage, group, count, wire, narrow, _launched=launched, _noted=noted)
-        gradients._lay_out(parameters, group, sharded=sharded, experts=False)
-        gradients._lay_out(experts, expert_group, sharded=sharded, experts=True)
+        gradients._lay_out(parameters, group, sharded=sharded, experts=False, loose=loose)
+        gradients._lay_out(experts, expert_group, sharded=sharded, experts=True, loose=loose)
         gradients.add_hooks()
         return gradients
 
@@ -130,8 +106,9 @@ class StageGradients:
         *,
         sharded: bool,
         experts: bool,
+        loose: bool,
     ) -> None:
-        count, sharded = self.count, sharded and group is not None
+        count, sharded = max(self.count, 1), sharded and group is not None
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in reversed(parameters):
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
@@ -139,6 +116,15 @@ class StageGradients:
             sizes = tuple(parameter.numel() for parameter in members)
             whole = sum(sizes)
             device = members[0].device
+            if loose and dtype == main_dtype(dtype):
+                apart = tuple(map(Loose, members))
+                self._loose += apart
+                layout = FlatLayout((), count, tail=len(sizes))
+                marks = torch.zeros(len(sizes), dtype=dtype, device=device)
+                self.buffers.append(
+                    Buffer(layout, tuple(members), marks, marks, experts=experts, loose=apart)
+                )
+                continue
             summed = dtype if self.narrow else main_dtype(dtype)
             # A mark per parameter stands behind the gradients and is reduced with them, so that
             # all replicas agree on which parameters no step has used. A share of the marks would
@@ -161,7 +147,7 @@ class StageGradients:
                     covered |= {*layout.buckets_of(whole + index, whole + index + 1)}
                 view = flat[start:stop].view_as(parameter)
                 mark = marks[index : index + 1]
-                share = _Share(parameter, view, tuple(sorted(covered)), mark, group is not None)
+                share = Share(parameter, view, tuple(sorted(covered)), mark, group is not None)
                 self._shares.append(share)
 
     def add_hooks(self) -> None:
@@ -172,7 +158,7 @@ class StageGradients:
                 handle = hooked.register_post_accumulate_grad_hook(self._hook(share))
                 self._handles.append(handle)
 
-    def _hook(self, share: _Share) -> Callable[[Tensor], None]:
+    def _hook(self, share: Share) -> Callable[[Tensor], None]:
         # Called for every parameter in every backward: what does not change is looked up here.
         view, widened, place = share.view, share.widened, share.view.data_ptr()
 
@@ -198,11 +184,15 @@ class StageGradients:
 
     def attach(self, *, zero: bool) -> None:
         """Points every ``parameter.grad`` into the buffer, cleared if ``zero``."""
+        self.detach()
         if zero:
             for buffer in self.buffers:
                 buffer.flat.zero_()
                 buffer.marks.zero_()
-        self.detach()
+        self._attached = True
+        for loose in self._loose:
+            loose.sum = None if zero else loose.sum
+            loose.parameter.grad = loose.sum
         for share in self._shares:
             share.touched = share.touched and not zero
             if not share.widened:
@@ -210,16 +200,30 @@ class StageGradients:
 
     def detach(self) -> None:
         """Takes the gradients away from the parameters; the buffer keeps them."""
+        self._take()
+        self._attached = False
+        for loose in self._loose:
+            loose.parameter.grad = None
         for share in self._shares:
             share.parameter.grad = None
             for main, _ in self.targets.get(id(share.parameter), ()):
                 main.grad = None
+
+    def _take(self) -> None:
+        if self._attached:
+            for loose in self._loose:
+                loose.take()
 
     def clear(self, wanted: Collection[int]) -> None:
         """Begins a new sum for the parameters of these identities.
 
         One whose gradient somebody has set to None is one that no step has used.
         """
+        for loose in self._loose:
+            if id(loose.parameter) in wanted:
+                loose.sum = loose.parameter.grad
+                if loose.sum is not None:
+                    loose.sum.zero_()
         for share in self._shares:
             if id(share.parameter) in wanted:
                 share.view.zero_()
@@ -293,6 +297,7 @@ class StageGradients:
             reduction.finish()
         self._reductions.clear()
         self._armed = False
+        self._take()
 
     def show(self) -> None:
         """Puts sums that are complete where optimizers look for them."""
@@ -317,6 +322,8 @@ class StageGradients:
 
     def adopt(self) -> None:
         """Takes over gradients that somebody has put in the place of those in the buffer."""
+        for loose in self._loose:
+            loose.sum = loose.parameter.grad
         for share in self._shares:
             if share.widened or id(share.parameter) in self.targets:
                 continue
@@ -336,8 +343,12 @@ class StageGradients:
         return bool(self.buffers) and not bool(torch.isfinite(self.buffers[0].marks[0]))
 
     def views(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        """Every trained parameter with where its gradient lies."""
-        return ((share.parameter, share.view) for share in self._shares)
+        """Every trained parameter with its gradient, which is 0 where no step has used it."""
+        self._take()
+        yield from ((share.parameter, share.view) for share in self._shares)
+        for loose in self._loose:
+            found = loose.sum
+            yield loose.parameter, torch.zeros_like(loose.parameter) if found is None else found
 
     def remove_hooks(self) -> None:
         for handle in self._handles:
@@ -355,10 +366,17 @@ class StageGradients:
         where ``first`` says that this is the first of them. A float64 scalar, on the gradients'
         device still.
         """
+        self._take()
         device = self.buffers[0].flat.device if self.buffers else None
         total = torch.zeros((), dtype=torch.float64, device=device)
         for buffer in self.buffers:
             if not (buffer.sharded or first(buffer)):
+                continue
+            if buffer.loose:
+                sums = (
+                    loose.sum for loose in buffer.loose if counts is None or counts(loose.parameter)
+                )
+                total = total + get_total_norm(g for g in sums if g is not None).double().square()
                 continue
             for part in self._parts(buffer, counts):
                 total = total + _norm(part).square()
@@ -406,58 +424,3 @@ def clip_(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> Non
         if parameter.grad is not None:
             # A scalar of the host goes with the kernel: a copy of it would wait for the device.
             parameter.grad.mul_(factor.to(parameter.grad.dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class FlatLayout:
-    """Parts one behind the other, cut into equal buckets, each bucket into equal shares.
-
-    A share of a bucket belongs to one member of the group, so a member owns a range per bucket and
-    a part may belong to several of them. What does not divide is padded at the end.
-
-    >>> layout = FlatLayout((5, 2), count=2, shares=2)
-    >>> layout.bounds, layout.owned(1)
-    ((0, 4, 8), ((2, 4), (6, 8)))
-    >>> layout.pieces(0, 0), layout.pieces(0, 1), layout.pieces(1, 1)
-    (((0, 2), (4, 5)), ((2, 4),), ((6, 7),))
-    """
-
-    sizes: tuple[int, ...]  # elements of each part
-    count: int  # of buckets, >= 1
-    shares: int = 1  # members of the group that share every bucket; 1 where nothing is shared
-    # Elements behind all parts that belong to the last bucket, so that they move no other bucket's
-    # end into a part that is ready later; only where nothing is shared.
-    tail: int = 0
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        return tuple(accumulate(self.sizes, initial=0))[:-1]
-
-    @property
-    def bounds(self) -> tuple[int, ...]:
-        """Bucket k is ``bounds[k]`` to ``bounds[k + 1]``; the last one is the buffer's length."""
-        rows = -(-sum(self.sizes) // self.shares)
-        bounds = [self.shares * (rows * k // self.count) for k in range(self.count + 1)]
-        bounds[-1] += self.tail
-        return tuple(bounds)
-
-    def owned(self, member: int) -> tuple[tuple[int, int], ...]:
-        """The member's (start, stop) in each bucket."""
-        found = []
-        for low, high in pairwise(self.bounds):
-            share = (high - low) // self.shares
-            found.append((low + member * share, low + (member + 1) * share))
-        return tuple(found)
-
-    def pieces(self, part: int, member: int) -> tuple[tuple[int, int], ...]:
-        """What the member owns of a part: (start, stop) in the buffer, one per bucket it meets."""
-        first = self.starts[part]
-        last = first + self.sizes[part]
-        cut = ((max(first, low), min(last, high)) for low, high in self.owned(member))
-        return tuple((low, high) for low, high in cut if low < high)
-
-    def buckets_of(self, start: int, stop: int) -> tuple[int, ...]:
-        bounds = self.bounds
-        return tuple(
-            k for k in range(self.count) if max(bounds[k], start) < min(bounds[k + 1], stop)
-        )

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from strategies.errors import CheckpointError, ModelError
 from strategies.runtime.messages.exchange import Exchange
-from strategies.runtime.update.grad_sync import Buffer
+from strategies.runtime.update.gradient_layout import Buffer
 from strategies.runtime.update.main_weights import AllMainWeights, MainWeights, Piece
 
 # They treat every element alike and look at no other, so a part of a tensor is as good as all.

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
-from strategies.runtime.update.grad_sync import Buffer, StageGradients, main_dtype
+from strategies.runtime.update.grad_sync import StageGradients
+from strategies.runtime.update.gradient_layout import Buffer, main_dtype
 from strategies.runtime.update.reduction import start_gather
 
 Gathered = Callable[[int, dist.Work | None], None]

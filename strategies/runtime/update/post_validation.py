@@ -2,8 +2,9 @@
 
 ``analysis/late_verdict.py`` has what ranks may do meanwhile. Here is the other half: what a rank
 keeps to undo its update bit for bit (weights and the optimizer's state, in buffers that are made
-once), and who makes it again. The gradients of the step stay where they are until the verdict is
-in; nothing is added to them before, because forwards add nothing.
+once), and who makes it again. The gradients of the step stay as they are until the verdict is in:
+nothing is added to them before, because forwards add nothing, and where somebody takes them from
+the parameters, as Lightning does before a validation, they are held here.
 
 All ranks hear the same norm, so all undo or none does, and all decide alike whether to go on
 without waiting: not for some steps after one that had to be undone, because clipping that strikes
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,9 +59,10 @@ class Question:
 
 
 class KeptUpdate:
-    """Weights and state of an optimizer as they were before a step."""
+    """Weights and state of an optimizer as they were before a step, and the step's gradients."""
 
     def __init__(self) -> None:
+        self._gradients: list[tuple[nn.Parameter, Tensor | None]] = []
         self._weights: list[tuple[nn.Parameter, Tensor]] = []
         self._state: list[tuple[nn.Parameter, dict[str, Any]]] = []
         self._groups: list[dict[str, Any]] = []
@@ -69,6 +72,7 @@ class KeptUpdate:
     @torch.no_grad()
     def keep(self, optimizer: Optimizer) -> None:
         """Copies what the next step changes: whatever has a gradient."""
+        self.let_go()
         self._weights.clear()
         self._state.clear()
         self._dtype = torch.get_default_dtype()
@@ -77,6 +81,7 @@ class KeptUpdate:
             for group in optimizer.param_groups
         ]
         for parameter in _updated(optimizer):
+            self._gradients.append((parameter, parameter.grad))
             self._weights.append((parameter, self._copy(parameter, "", parameter.detach())))
             entry = {
                 key: self._copy(parameter, key, value) if isinstance(value, Tensor) else value
@@ -106,6 +111,22 @@ class KeptUpdate:
                     state[key].copy_(kept)
                 else:
                     state[key] = kept
+
+    def let_go(self) -> None:
+        """Of the gradients: nobody will ask for that step again."""
+        self._gradients.clear()
+
+    @contextmanager
+    def gradients_shown(self) -> Iterator[None]:
+        """The step's gradients are where optimizers look, whoever has taken them away since."""
+        now = [(parameter, parameter.grad) for parameter, _ in self._gradients]
+        try:
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
+            yield
+        finally:
+            for parameter, later in now:
+                parameter.grad = later
 
     def step_again(self, optimizer: Optimizer) -> None:
         """Makes the step anew, with the rates that it had: schedulers have moved on meanwhile."""
@@ -213,6 +234,7 @@ class PostValidation:
             struck = not bool(torch.clamp(limit / (answer + 1e-6), max=1.0) == 1.0)
         if not struck:
             self._question = self._optimizer = None
+            self.kept.let_go()
         return struck
 
     def repair(self) -> None:
@@ -230,11 +252,14 @@ class PostValidation:
         mains.updated()  # Also what has been rounded, or gathered, since.
         norm = question.answer()
         if question.limit is None or (self.looks and not math.isfinite(float(norm))):
+            self.kept.let_go()
             self.left_out(self._step)
             return
-        clip_(self.updated(), norm, question.limit)
-        with torch.autocast(self.device_type, enabled=False):
-            self.kept.step_again(optimizer)
+        with self.kept.gradients_shown():
+            clip_(self.updated(), norm, question.limit)
+            with torch.autocast(self.device_type, enabled=False):
+                self.kept.step_again(optimizer)
+        self.kept.let_go()
         mains.updated()
 
     def settle(self) -> None:

@@ -15,13 +15,12 @@ from strategies.models.stage_model import StageModel
 from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard, TensorRanks
 from strategies.runtime.messages.mesh import Communicators, Coordinates, holders_of
 from strategies.runtime.update.grad_sync import (
-    Buffer,
     Launched,
     Noted,
     StageGradients,
     adopt_gradient,
-    main_dtype,
 )
+from strategies.runtime.update.gradient_layout import Buffer, main_dtype
 from strategies.runtime.update.main_weights import AllMainWeights, MainWeights, widened_piece
 from strategies.runtime.update.reduction import check_asynchronous
 
@@ -71,12 +70,14 @@ class RankGradients:
         narrow: bool,
         launched: Launched,
         noted: Noted | None,
+        alone: bool,
         mains: AllMainWeights | None = None,
     ) -> None:
         """Lays out gradient buffers; parameters are on their device.
 
-        ``buckets`` are per stage, 0 where nothing is reduced; ``mains`` is what is updated with
-        these sums, too, None for their own; for the rest see ``StageGradients``.
+        ``buckets`` are per stage, 0 where nothing is reduced; ``alone``: no other sums take turns
+        with these on the parameters; ``mains`` is what is updated with these sums, too, None for
+        their own; for the rest see ``StageGradients``.
         """
         if mains is not None:
             self.mains = mains
@@ -93,7 +94,8 @@ class RankGradients:
             self.stages[stage] = StageGradients.build(
                 stage,
                 self._weights.others_of(stage),
-                count=max(count, 1),
+                count=count,
+                loose=alone and not count,
                 group=self._communicators.get("reduce", owners) if count else None,
                 launched=launched,
                 noted=noted,

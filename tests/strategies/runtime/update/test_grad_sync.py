@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from strategies.runtime.update.grad_sync import FlatLayout, StageGradients
+from strategies.runtime.update.grad_sync import StageGradients
+from strategies.runtime.update.gradient_layout import FlatLayout
 from strategies.runtime.update.main_weights import MainWeights
 
 
@@ -160,3 +161,97 @@ def test_a_tail_lengthens_the_last_bucket_and_moves_no_other():
     assert layout.starts == (0, 4)
     assert layout.buckets_of(8, 10) == (1,)
     assert layout.pieces(1, 0) == ((4, 8),)
+
+
+def loose(*parameters, **options):
+    """Gradients of parameters that nobody reduces, attached."""
+    gradients = StageGradients.build(0, parameters, count=0, group=None, loose=True, **options)
+    gradients.attach(zero=True)
+    return gradients
+
+
+def test_what_nobody_reduces_is_summed_where_autograd_puts_it():
+    used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    gradients = loose(used, unused)
+    assert used.grad is None
+    accumulate(used, torch.full((3,), 2.0), 1)
+    first = used.grad
+    gradients.detach()
+    assert used.grad is None
+    gradients.attach(zero=False)
+    accumulate(used, torch.full((3,), 2.0), 1)
+    assert used.grad is first
+    gradients.end()
+    gradients.show()
+    assert used.grad.tolist() == [4.0] * 3
+    assert unused.grad is None  # Optimizers skip it, and decay nothing.
+    assert {id(p): g.tolist() for p, g in gradients.views()} == {
+        id(used): [4.0] * 3, id(unused): [0.0] * 2
+    }  # fmt: skip
+    assert float(gradients.squared_norm()) == pytest.approx(48.0)
+    assert float(gradients.squared_norm(lambda p: p is unused)) == 0.0
+    gradients.attach(zero=True)
+    assert used.grad is None
+    assert float(gradients.squared_norm()) == 0.0
+
+
+def test_a_loose_sum_outlives_a_zero_grad_between_two_passes_and_takes_what_hooks_put_there():
+    weight = nn.Parameter(torch.ones(2))
+    gradients = loose(weight)
+    accumulate(weight, torch.ones(2), 1)
+    gradients.detach()
+    weight.grad = None  # as Lightning's zero_grad
+    gradients.attach(zero=False)
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.0, 1.0]
+    weight.grad = torch.full((2,), 5.0)
+    gradients.adopt()
+    gradients.detach()
+    gradients.attach(zero=False)
+    assert weight.grad.tolist() == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_loose_sum_begins_anew_for_those_that_are_cleared(to_none):
+    kept, cleared = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    gradients = loose(kept, cleared)
+    accumulate(kept, torch.ones(2), 1)
+    accumulate(cleared, torch.ones(2), 1)
+    gradients.end()
+    torch.optim.SGD([cleared], lr=0.1).zero_grad(set_to_none=to_none)
+    gradients.clear({id(cleared)})
+    gradients.detach()
+    gradients.attach(zero=False)
+    assert kept.grad.tolist() == [1.0, 1.0]
+    assert cleared.grad is None if to_none else cleared.grad.tolist() == [0.0, 0.0]
+    accumulate(cleared, torch.full((2,), 3.0), 1)
+    gradients.end()
+    assert cleared.grad.tolist() == [3.0, 3.0]
+
+
+def test_sparse_gradients_that_nobody_reduces_become_dense():
+    table = nn.Embedding(4, 2, sparse=True)
+    gradients = loose(table.weight)
+    for row in (1, 1, 3):
+        table(torch.tensor([row])).sum().backward()
+    gradients.end()
+    assert table.weight.grad.layout is torch.strided
+    assert table.weight.grad[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0]
+
+
+def test_a_loss_that_is_not_finite_is_known_where_nobody_reduces():
+    gradients = loose(nn.Parameter(torch.ones(2)))
+    assert not gradients.tainted
+    gradients.taint(torch.tensor(float("nan"), dtype=torch.float64))
+    assert gradients.tainted
+    gradients.attach(zero=True)
+    assert not gradients.tainted
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_gradients_are_summed_in_buffers_wherever_they_may_lie(dtype):
+    weight = nn.Parameter(torch.zeros(2, dtype=dtype))
+    gradients = loose(weight)
+    accumulate(weight, torch.ones(2, dtype=dtype), 3)
+    assert weight.grad is None
+    assert gradients.buffers[0].flat[:2].tolist() == [3.0, 3.0]
