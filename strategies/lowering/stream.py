@@ -101,9 +101,7 @@ class Calls:
 
     @property
     def num_labels(self) -> int:
-        return self.per_call * _turns(
-            self.lateness, self.program.placement.num_ranks, self.per_call
-        )
+        return label_period(self.lateness, self.program.placement.num_ranks, self.per_call)
 
     @property
     def steady_from(self) -> int:
@@ -212,8 +210,23 @@ class Calls:
     def _labelled(self, item: Instruction, number: int) -> Instruction:
         if item.microbatch is None:
             assert item.version is not None
-            return replace(item, version=item.version - self.updates_before(number), after=())
+            # A reduction that waits for its edge is not begun inside the backward before it, which
+            # may be one of the next update.
+            return replace(
+                item,
+                version=item.version - self.updates_before(number),
+                after=tuple(self._relabelled(edge) for edge in item.after),
+            )
+        return self._relabelled(item)
+
+    def _relabelled(self, item: Instruction) -> Instruction:
+        assert item.microbatch is not None
         return replace(item, microbatch=item.microbatch % self.num_labels, version=None)
+
+
+def label_period(lateness: Lateness, pp: int, per_call: int) -> int:
+    """Microbatches of a stream behind which their labels begin again."""
+    return per_call * _turns(lateness, pp, per_call)
 
 
 def _turns(lateness: Lateness, pp: int, per_call: int) -> int:

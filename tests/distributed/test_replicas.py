@@ -34,6 +34,20 @@ class _Meddler(pl.Callback):
                 weight.view(-1)[0] += 1e-3
 
 
+class _Hasty(pl.Callback):
+    """Changes a rate of one rank, as a callback does that acts on one rank, or of all."""
+
+    reads_weights = False
+
+    def __init__(self, rank: int | None) -> None:
+        self._rank = rank
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if self._rank in (None, dist.get_rank()) and trainer.global_step == 1:
+            for group in trainer.strategy.optimizers[0].param_groups:
+                group["lr"] *= 2
+
+
 class _Odd(Learner):
     """Rank 1 has another optimizer, or other groups."""
 
@@ -72,6 +86,8 @@ def _fit(
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[] if meddler is None else [_Meddler(meddler)],
     )  # fmt: skip
+    if kind.startswith("hasty"):
+        trainer.callbacks.append(_Hasty(1 if kind == "hasty" else None))
     module = _Odd(small_shape())
     module.kind = kind
     try:
@@ -124,3 +140,21 @@ def test_ranks_with_other_optimizers_are_refused(
     assert message.startswith("MismatchError: the ranks do not have the same optimizers, so noth")
     assert what in message
     assert {steps for _, steps in answers} == {0}
+
+
+@pytest.mark.parametrize(
+    ("pp", "overlap"), [(2, "grad_reduce"), (1, "grad_reduce"), (1, "zero1")], ids=str
+)
+def test_a_rate_that_one_rank_has_changed_is_named_before_a_checkpoint_is_written(
+    pp: int, overlap: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"folder": str(tmp_path), "pp": pp, "dp": 2 // pp, "meddler": None}
+    answers = ranks(2).run(_fit, **given, kind="hasty", overlap=overlap)
+    (message,) = {message for message, _ in answers}
+    assert message.startswith(
+        "CheckpointError: no checkpoint was written: the ranks' optimizers differ: "
+        "lr of group 0 of optimizer 0: 0.1 on rank 0, 0.2 on rank 1. "
+    )
+    assert list(tmp_path.iterdir()) == []
+    answers = ranks(2).run(_fit, **given, kind="hasty everywhere", overlap=overlap)
+    assert answers == [("no error", 2)] * 2

@@ -10,6 +10,7 @@ made longer by what it differs from the one before, if the gradient of that one 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from launcher.workloads.optimizer import Muon
 from strategies.analysis.timeline import Event
 from strategies.errors import ModelError
+from strategies.plan import Recompute
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed import training
 from tests.distributed.pool import Ranks
@@ -117,6 +119,7 @@ class Case:
     frozen: bool = False  # whether there is a batch norm that keeps its statistics
     nan_at: int | None = None  # the batch whose loss is not finite
     looks_at: int | None = None  # the batch behind which a hook looks at weights and gradients
+    alone: bool = False  # whether it does so on one rank
     looks_before: bool = False  # whether a hook looks at gradients before each update
     synchronous: int = 0  # steps in the beginning that end with a flush
     feedback: float = 0.0
@@ -219,7 +222,7 @@ def train(
     losses = _Losses(at_once=at_once)
     saver: list[Callback] = [_Saves(folder, save_after)] if save_after else []
     if case.looks_at is not None:
-        saver.append(_Looks(case.looks_at))
+        saver.append(_Looks(case.looks_at, alone=case.alone))
     if case.looks_before:
         saver.append(_LooksBefore())
     strategy = PipelineStrategy(
@@ -229,7 +232,9 @@ def train(
         schedule=case.schedule,
         num_microbatches=case.microbatches,
         overlap=case.overlap,  # type: ignore[arg-type]
-        recompute=case.recompute,  # type: ignore[arg-type]
+        recompute=Recompute("optimal", max_full_activations=2.0)
+        if case.recompute == "optimal"
+        else case.recompute,  # type: ignore[arg-type]
         vertical_sync=case.vertical_sync,
         units_per_stage=[4, 1] if case.bare else None,
         synchronous_steps=case.synchronous,
@@ -318,10 +323,11 @@ def compare(case: Case, ranks: Callable[[int], Ranks], *, at_once: bool = False)
 EVERY_DAY = [
     Case("pipedream_2bw", 2, clip=0.02, optimizer="Muon"),
     Case("pipedream_2bw", 2, 2, "SGD", 1, overlap="zero1", rows=6, accumulation=3, check_every=4),
-    Case("pipedream_2bw", 4, recompute="full", overlap="none", synchronous=4, feedback=1.0),
+    Case("pipedream_2bw", 4, recompute="optimal", overlap="none", synchronous=4, feedback=1.0),
     Case("pipedream", 4, microbatches=1, clip=0.003, by_value=True, synchronous=5),
     Case("pipedream", 2, 2, microbatches=1, vertical_sync=True, clip=0.02, overlap="zero1"),
     Case("pipedream", 4, microbatches=1, accumulation=2, check_every=5, frozen=True),
+    Case("pipedream_2bw", 2, 2, "SGD", 2, overlap="none", clip=0.02, accumulation=2),
 ]
 
 
@@ -354,7 +360,7 @@ def test_all_degrees_and_optimizers(schedule, microbatches, sync, pp, dp, optimi
 @pytest.mark.parametrize("short", [0, 3])
 @pytest.mark.parametrize("check_every", [None, 5])
 @pytest.mark.parametrize(("accumulation", "microbatches"), [(2, 2), (3, 4), (4, 1), (7, 2)])
-@pytest.mark.parametrize(("pp", "dp", "overlap"), [(2, 1, "none"), (4, 1, "none"), (2, 2, "zero1")])
+@pytest.mark.parametrize(("pp", "dp", "overlap"), [(2, 2, "none"), (4, 1, "none"), (2, 2, "zero1")])
 def test_updates_of_several_batches(
     pp, dp, overlap, accumulation, microbatches, check_every, short, ranks
 ):
@@ -373,7 +379,7 @@ def test_updates_of_several_batches(
 @pytest.mark.parametrize("check_every", [None, 5])
 @pytest.mark.parametrize("accumulation", [2, 3, 4])
 @pytest.mark.parametrize("sync", [False, True])
-@pytest.mark.parametrize(("pp", "dp", "overlap"), [(2, 1, "none"), (4, 1, "none"), (2, 2, "zero1")])
+@pytest.mark.parametrize(("pp", "dp", "overlap"), [(2, 2, "none"), (4, 1, "none"), (2, 2, "zero1")])
 def test_updates_of_several_microbatches_by_stage(
     pp, dp, overlap, sync, accumulation, check_every, short, ranks
 ):
@@ -400,9 +406,9 @@ def test_remedies(optimizer, dp, overlap, accumulation, synchronous, ranks):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recompute", ["none", "full", "layer"])
+@pytest.mark.parametrize("recompute", ["none", "full", "layer", "optimal"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("overlap", ["grad_reduce", "zero1"])
+@pytest.mark.parametrize("overlap", ["grad_reduce", "none", "zero1"])
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "sync"),
     [("pipedream_2bw", 4, False), ("pipedream", 1, False), ("pipedream", 1, True)],
@@ -437,6 +443,8 @@ def test_validation_and_a_short_batch_drain_and_each_loss_is_its_batchs(case, ra
         Case("pipedream_2bw", 2, updates=8, nan_at=4, feedback=1.0),
         Case("pipedream_2bw", 2, updates=8, nan_at=4, bare=True),
         Case("pipedream_2bw", 2, updates=8, looks_at=4),
+        Case("pipedream_2bw", 1, microbatches=2, updates=8, looks_at=4),
+        Case("pipedream_2bw", 2, 2, microbatches=2, updates=8, looks_at=4, alone=True),
         Case("pipedream_2bw", 2, updates=8, looks_at=4, accumulation=2, looks_before=True),
         Case("pipedream_2bw", 2, updates=8, tied=True, clip=0.02),
     ],
@@ -444,6 +452,8 @@ def test_validation_and_a_short_batch_drain_and_each_loss_is_its_batchs(case, ra
         "a loss that is not finite",
         "the same where nothing is trained",
         "a hook that looks at weights",
+        "the same on a single stage",
+        "the same on one rank alone",
         "hooks that look at gradients",
         "tied weights",
     ],
@@ -452,7 +462,7 @@ def test_an_update_is_left_out_a_hook_drains_and_shared_weights_stay_shared(case
     found = compare(case, ranks)
     # With its verdict under way beside later microbatches; a hook that could change it may wait.
     assert all(rank["asks_early"] != case.looks_before for rank in found)
-    assert all(rank["norms"] == found[0]["norms"] for rank in found)
+    assert all(rank["norms"] == ([[]] if case.alone else found[0]["norms"]) for rank in found[1:])
     assert all(norm > 0 for seen in found[0]["norms"] for norm in seen)
 
 
@@ -471,6 +481,34 @@ def test_stages_that_apply_different_updates_show_no_gradient_of_a_whole_model(r
         assert "schedule.vertical_sync=true" in said
 
 
+class _Shrinks(Callback):
+    """Writes to all weights behind each batch."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.99)
+
+
+def _train_shrinking(case: training.Case) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        # Said where it drains after each batch.
+        warnings.filterwarnings("ignore", message=".*_Shrinks may look at weights")
+        return training.train(case=case, callbacks=[_Shrinks()])
+
+
+def test_around_a_module_that_declares_units_a_hook_finds_every_update_made(ranks):
+    """What it touches is not seen there, so nothing is under way when it runs."""
+    late = training.Case("pipedream_2bw", 2, steps=4, clip=0.05)
+    found = [
+        ranks(2).run(_train_shrinking, case=case) for case in (late, replace(late, schedule="1f1b"))
+    ]
+    for first, second in zip(*found, strict=True):
+        assert first["losses"] == pytest.approx(second["losses"], rel=0, abs=1e-10)
+        for name, value in first["parameters"].items():
+            torch.testing.assert_close(value, second["parameters"][name], rtol=0, atol=1e-10)
+
+
 def test_memory_has_as_many_versions_as_the_program_says(ranks):
     found = ranks(4).run(train, case=Case("pipedream", 4, microbatches=1, updates=9))
     assert [rank["memory"] for rank in found] == [4, 3, 2, 1]
@@ -479,14 +517,15 @@ def test_memory_has_as_many_versions_as_the_program_says(ranks):
 
 
 class _Looks(Callback):
-    """Looks at the whole model behind one batch, on all ranks."""
+    """Looks at the whole model behind one batch, on all ranks or on the first one alone."""
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, after: int, *, alone: bool) -> None:
         self._after = after
+        self._alone = alone
         self.norms: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, n: int):
-        if n == self._after:
+        if n == self._after and (trainer.is_global_zero or not self._alone):
             self.norms.append(float(sum(p.detach().square().sum() for p in module.parameters())))
             self.norms.append(_of_gradients(module))
 

@@ -18,7 +18,12 @@ from strategies.passes.recompute.mario import (
     prepose_forward,
     remove_redundancy,
 )
-from strategies.passes.recompute.optimal import keep_what_fits, recompute_within, weights_at_once
+from strategies.passes.recompute.optimal import (
+    keep_in_turn,
+    keep_what_fits,
+    recompute_within,
+    weights_at_once,
+)
 from strategies.plan import Recompute
 
 
@@ -30,7 +35,7 @@ def add_recompute(
     memory_bytes: int | None = None,
     held: Held | None = None,
     reorder: bool = True,
-    synchronous: bool = True,
+    period: int | None = None,
 ) -> Program:
     """Rewrites a program of F, B, I, W and fused pairs.
 
@@ -41,7 +46,8 @@ def add_recompute(
         memory_bytes: Limit per rank for ``optimal`` without a cap.
         held: What the ranks of a rewritten program hold; None for their state and activations.
         reorder: Whether ``optimal`` may change the order: not in one that a user has written.
-        synchronous: Whether the pipeline drains at the optimizer step.
+        period: Without a flush: after how many microbatches lists repeat. What ``optimal``
+            recomputes is then the same in every period, and the order stays.
 
     Raises:
         PlanError: The policy does not suit the schedule, or its limit cannot be kept.
@@ -49,11 +55,11 @@ def add_recompute(
     assert recompute.rewrites
     if recompute.policy == "full":
         return verify(apply_checkpoint(program))
-    if not synchronous:
+    if period is not None and recompute.policy == "mario":
         raise PlanError(
-            f"recompute={recompute.policy}: {program.schedule} never drains, so it has no bubbles "
-            "at its ends to hide recomputation in, and a forward that is moved would read another "
-            "weight version. Try recompute=full, or schedule=1f1b."
+            f"recompute=mario: {program.schedule} never drains, so it has no bubbles at its ends "
+            "to hide recomputation in, and a forward that is moved would read another weight "
+            "version. Try recompute=optimal, recompute=full, or schedule=1f1b."
         )
     costs = costs or UniformCosts()
     if recompute.policy == "mario":
@@ -61,10 +67,12 @@ def add_recompute(
     table = costs.table(program)
 
     def within(room: tuple[int, ...]) -> Program:
+        if period is not None:
+            return verify(keep_in_turn(program, room, period))
         return recompute_within(program, table, room, reorder=reorder)
 
     if recompute.max_full_activations is not None:
-        return _within_cap(program, table, recompute.max_full_activations, within)
+        return _within_cap(program, table, recompute.max_full_activations, within, period)
     if memory_bytes is None or table.activation_bytes is None:
         raise PlanError(
             "recompute=optimal needs a limit: these costs know no bytes. "
@@ -72,7 +80,7 @@ def add_recompute(
             "hardware.memory_gb."
         )
     held = held or (lambda program: peak_bytes(program, table))
-    return _within_memory(program, table, memory_bytes, within, held)
+    return _within_memory(program, table, memory_bytes, within, held, period)
 
 
 def mario_order(
@@ -112,7 +120,9 @@ Held = Callable[[Program], tuple[int | None, ...]]  # Bytes per rank at its wors
 Within = Callable[[tuple[int, ...]], Program]  # Room per rank, in pairs -> a program that keeps it.
 
 
-def _within_cap(program: Program, table: CostTable, cap: float, within: Within) -> Program:
+def _within_cap(
+    program: Program, table: CostTable, cap: float, within: Within, period: int | None
+) -> Program:
     """A program that holds at most ``cap`` full activations, in full-rank microbatches, per rank.
 
     Raises:
@@ -122,20 +132,22 @@ def _within_cap(program: Program, table: CostTable, cap: float, within: Within) 
     room = floor(cap * crossed + _ROUNDING)
     ranks = program.placement.num_ranks
     if room < 1:
-        least = list_makespan(within((1,) * ranks), table)
-        plain = list_makespan(program, table)
+        took = _took(program, within((1,) * ranks), table, period)
         raise PlanError(
             f"recompute.max_full_activations={cap:g}: a backward reads one whole activation of its "
             f"stage, {1 / crossed:g} of a rank's microbatch in {program.schedule}. The smallest "
-            f"cap is {1 / crossed:g}; a step then takes {least:.5g} {table.time_unit}, and "
-            f"{plain:.5g} {table.time_unit} without recomputation. "
-            f"Try recompute.max_full_activations={1 / crossed:g}."
+            f"cap is {1 / crossed:g}; {took}. Try recompute.max_full_activations={1 / crossed:g}."
         )
     return within((min(room, _pairs(program)),) * ranks)
 
 
 def _within_memory(
-    program: Program, table: CostTable, limit: int, within: Within, held: Held
+    program: Program,
+    table: CostTable,
+    limit: int,
+    within: Within,
+    held: Held,
+    period: int | None,
 ) -> Program:
     """A program of which every rank fits into ``limit`` bytes, state and communication included.
 
@@ -169,27 +181,29 @@ def _within_memory(
         found, needed = verify(own), held(own)
         if max(_known(needed)) <= limit:
             return found
-    raise _nothing_fits(program, found, needed, table, limit)
+    raise _nothing_fits(needed, _took(program, found, table, period), limit)
 
 
-def _nothing_fits(
-    program: Program,
-    least: Program,
-    held: tuple[int | None, ...],
-    table: CostTable,
-    limit: int,
-) -> PlanError:
+def _nothing_fits(held: tuple[int | None, ...], took: str, limit: int) -> PlanError:
     needed = _known(held)
     rank = needed.index(max(needed))
     smallest = _rounded_up(needed[rank])
-    took, plain = list_makespan(least, table), list_makespan(program, table)
     return PlanError(
         f"recompute=optimal: rank {rank} has hardware.memory_gb={limit / 1e9:g} and needs "
         f"{smallest:g} even where it keeps one activation at a time: no recomputation makes this "
-        f"fit. With {smallest:g} a step takes {took:.5g} {table.time_unit} ({plain:.5g} "
-        f"{table.time_unit} without recomputation). Try hardware.memory_gb={smallest:g}, a larger "
-        "pp, or a smaller data.microbatch_size."
+        f"fit. With {smallest:g} {took}. Try hardware.memory_gb={smallest:g}, a larger pp, or a "
+        "smaller data.microbatch_size."
     )
+
+
+def _took(program: Program, least: Program, table: CostTable, period: int | None) -> str:
+    """What a program takes that recomputes, beside what it takes without."""
+    took, plain = (f"{list_makespan(p, table):.5g} {table.time_unit}" for p in (least, program))
+    # Without a flush a program is a stream of several steps.
+    what = (
+        "a step then takes" if period is None else f"{program.num_microbatches} microbatches take"
+    )
+    return f"{what} {took}, and {plain} without recomputation"
 
 
 def _known(held: tuple[int | None, ...]) -> list[int]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import chain as joined
 from itertools import count, pairwise
+from math import floor
 from typing import NamedTuple
 
 from strategies.analysis.bounds import lower_bound, memory_bound
@@ -235,6 +237,36 @@ def keep_what_fits(program: Program, room: tuple[int, ...]) -> Program | None:
             return None
         rows.append(_with_recompute(row, again))
     return program.with_ranks(tuple(rows))
+
+
+def keep_in_turn(program: Program, room: tuple[int, ...], period: int) -> Program:
+    """The same for F and B in turn without a flush, alike in every ``period`` of microbatches.
+
+    Of d pairs under way on a rank, a forward that is run again has d - 1 behind it, of which all
+    but one place may be taken: at most room - 1 of any d - 1 neighbours are kept. Spread evenly,
+    the most that a period may have by that are.
+    """
+    rows = []
+    for rank, (row, places) in enumerate(zip(program.ranks, room, strict=True)):
+        behind = program.placement.num_ranks - 1 - rank
+        share = Fraction(places - 1, behind) if behind >= places else Fraction(1)
+        kept = floor(share * period)
+        rows.append(
+            _with_recompute(
+                row,
+                {
+                    _pair(item)
+                    for item in row
+                    if item.kind is Kind.F and not _in_turn(item.microbatch or 0, kept, period)
+                },
+            )
+        )
+    return program.with_ranks(tuple(rows))
+
+
+def _in_turn(number: int, kept: int, period: int) -> bool:
+    """Whether it is one of so many that are spread evenly over a period."""
+    return (number % period + 1) * kept // period > number % period * kept // period
 
 
 def weights_at_once(program: Program) -> Program:

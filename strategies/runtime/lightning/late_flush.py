@@ -24,8 +24,12 @@ _MEANWHILE = (
     "on_before_optimizer_step", "on_before_batch_transfer", "on_after_batch_transfer",
     "transfer_batch_to_device",
 )  # fmt: skip
-# Hooks of a module around its update; what they do would be undone with it, or be missing.
-_AROUND = ("on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
+# Hooks of a module around its update; what they do would be undone with it, or be missing. The last
+# two run before a validation, ahead of all callbacks, and may write into the gradients.
+_AROUND = (
+    "on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step",
+    "on_validation_model_zero_grad", "zero_grad",
+)  # fmt: skip
 
 
 class ConfirmedWeights(pl.Callback):

@@ -204,14 +204,14 @@ class StreamLoop:
             self.drain(closes=True)
         return result
 
-    def drain(self, *, closes: bool = False) -> None:
-        """Empties the pipeline and applies all updates; collective, and nothing where it is.
+    def drain(self, *, closes: bool = False) -> bool:
+        """Empties the pipeline and applies all updates; collective, and False where it is empty.
 
         One that accumulates over several batches and lacks some waits for them, and keeps what it
         has; where it ``closes`` there are none to come.
         """
         if self._stream.empty or self._busy:
-            return
+            return False
         self._busy = True
         try:
             (optimizer,) = self._strategy.optimizers
@@ -233,6 +233,7 @@ class StreamLoop:
             self._settings.clear()
         finally:
             self._busy = False
+        return True
 
     def _apply(self, optimizer: Optimizer, closure: Callable[[], Any], apply: _Apply) -> Any:
         now: _Settings | None = None

@@ -25,16 +25,62 @@ def test_full_recomputes_every_pair():
     assert len(recomputed_pairs(program)) == 4 * 4
 
 
-@pytest.mark.parametrize("policy", ["mario", "optimal"])
-def test_an_asynchronous_schedule_has_nothing_to_hide_in(policy, monkeypatch):
+def test_an_asynchronous_schedule_has_nothing_to_hide_in(monkeypatch):
     endless = replace(SCHEDULES["pipedream_2bw"], name="endless", rule=None)
     monkeypatch.setitem(SCHEDULES, "endless", endless)
-    cap = 1.0 if policy == "optimal" else None
-    with pytest.raises(PlanError, match=rf"recompute={policy}: endless never drains"):
-        compile_program(
-            schedule="endless", pp=2, recompute=Recompute(policy, max_full_activations=cap)
-        )
+    with pytest.raises(PlanError, match="recompute=mario: endless never drains"):
+        compile_program(schedule="endless", pp=2, recompute=Recompute("mario"))
     compile_program(schedule="endless", pp=2, recompute=Recompute("full"))
+
+
+def full_at_most(row, again):
+    """Activations that a rank holds at its worst moment, of which those run again lack some."""
+    held = most = 0
+    for item in row:
+        pair = item.stage, item.microbatch
+        held += item.kind is Kind.R or (item.kind is Kind.F and pair not in again)
+        most = max(most, held)
+        held -= item.kind is Kind.B
+    return most
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "batches", "length"),
+    [("pipedream_2bw", 6, 1, 12), ("pipedream_2bw", 2, 3, 6), ("pipedream", 1, 1, 5)],
+)
+def test_without_a_flush_as_many_are_kept_in_every_period_as_a_cap_allows(
+    schedule, microbatches, batches, length
+):
+    """Of d forwards under way one that runs again has d - 1 behind it: cap - 1 of them are kept."""
+    for cap in (1, 2, 3, 4):
+        recompute = Recompute("optimal", max_full_activations=float(cap))
+        plan = Plan(schedule, 4, microbatches, recompute=recompute, accumulation=batches)
+        programs = compile_plan(plan)
+        again = recomputed_pairs(programs.train)
+        for rank, row in enumerate(programs.train.ranks):
+            assert full_at_most(row, again) == min(cap, 4 - rank)
+        calls = programs.calls
+        rounds = [calls.call(calls.steady_from + n).ranks for n in range(calls.cycle)]
+        run = [sum(i.kind is Kind.R for round_ in rounds for i in round_[rank]) for rank in (0, 1)]
+        period = sum(i.kind is Kind.F for round_ in rounds for i in round_[0])
+        assert period == length
+        assert run == [period - min(period, period * (cap - 1) // behind) for behind in (3, 2)]
+
+
+def test_without_a_flush_what_fits_into_memory_is_not_recomputed_and_a_limit_is_kept():
+    def bytes_of(limit, policy):
+        plan = Plan("pipedream_2bw", 4, 4, costs=COSTS, memory_bytes=limit)
+        program = compile_plan(replace(plan, recompute=policy)).train
+        return program, max(peak_memory_bytes(program, COSTS.table(program)))
+
+    plain, most = bytes_of(None, Recompute())
+    full, least = bytes_of(None, Recompute("full"))
+    assert bytes_of(most, Recompute("optimal"))[0] == plain
+    between, held = bytes_of((most + least) // 2, Recompute("optimal"))
+    assert held <= (most + least) // 2
+    assert 0 < len(recomputed_pairs(between)) < len(recomputed_pairs(full))
+    with pytest.raises(PlanError, match=r"microbatches take .* without recomputation\. Try"):
+        bytes_of(least // 2, Recompute("optimal"))
 
 
 def test_the_forward_program_recomputes_nothing_and_the_others_alike():
