@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -55,12 +55,13 @@ def unit_loads(
     if isinstance(shape, TracedShape):
         return shape.loads(microbatch_size, tp, selective=selective)
     units = model_units(shape)
+    shares = model_shares(shape, tp, sequence_parallel=sequence_parallel)
     stream = shape.sequence * shape.hidden * microbatch_size
     loads = tuple(
         Load(
             unit.forward_flops * microbatch_size,
             unit.parameters,
-            unit.output_elements * microbatch_size,
+            0,
             unit.saved_elements * microbatch_size,
             (stream,) * unit.forward_sums,
             (stream,) * unit.backward_sums,
@@ -70,39 +71,61 @@ def unit_loads(
             lean_parameters=(unit.parameters if ns_steps and 0 < number < len(units) - 1 else 0),
             **_of_experts(shape, number, tp, microbatch_size),
         )
-        for number, (spec, unit) in enumerate(
-            zip(units, model_shares(shape, tp, sequence_parallel=sequence_parallel), strict=True)
-        )
+        for number, (spec, unit) in enumerate(zip(units, shares, strict=True))
     )
     # Experts are tensors of three dimensions, which are no matrices.
-    loads = tuple(
-        replace(load, lean_parameters=max(0, load.lean_parameters - load.experts)) for load in loads
-    )
+    loads = _mapped(_without_experts, _one_each(loads))
     if gpu_element is not None and isinstance(shape, TransformerShape):
         loads = _as_gpus_keep(shape, loads, tp, stream, gpu_element, cut=sequence_parallel)
     if not isinstance(shape, HfShape) or shape.sizes is not None:
         different = unit_works(
             shape, tp, microbatch_size, sequence_parallel=sequence_parallel, attention=attention
         )
-        loads = tuple(
-            _with_kernels(load, work)
-            for load, work in zip(loads, _each(different, len(loads)), strict=True)
-        )
+        loads = _mapped(_with_kernels, loads, _each(different, len(loads)))
     if ns_steps and (not isinstance(shape, HfShape) or shape.sizes is not None):
         computed = _each(update_products(shape, ns_steps), len(loads))
         loads = tuple(
             replace(load, update_products=tuple(Counter(products).items()))
             for load, products in zip(loads, computed, strict=True)
         )
-    if not selective:
-        return loads
-    if whole_layers:
+    if selective and whole_layers:
         cut = tp if sequence_parallel else 1
-        return _layers_again(shape, loads, tp, stream // cut, microbatch_size)
-    shares = selective_shares(shape, tp, sequence_parallel=sequence_parallel, layers=layers)
-    return tuple(
-        _again(load, share, microbatch_size) for load, share in zip(loads, shares, strict=True)
-    )
+        loads = _layers_again(shape, loads, tp, stream // cut, microbatch_size)
+    elif selective:
+        kept = selective_shares(shape, tp, sequence_parallel=sequence_parallel, layers=layers)
+        loads = _mapped(lambda load, share: _again(load, share, microbatch_size), loads, kept)
+    # Last, as layers with experts that are alike hand on more and more: losses travel along.
+    return _handing_on(loads, [unit.output_elements * microbatch_size for unit in shares])
+
+
+def _one_each(loads: Sequence[Load]) -> tuple[Load, ...]:
+    """One object for equal ones."""
+    known: dict[Load, Load] = {}
+    return tuple(known.setdefault(load, load) for load in loads)
+
+
+def _handing_on(loads: Sequence[Load], elements: Sequence[int]) -> tuple[Load, ...]:
+    made: dict[tuple[int, int], Load] = {}
+    for load, count in zip(loads, elements, strict=True):
+        if (id(load), count) not in made:
+            made[id(load), count] = replace(load, output_elements=count)
+    return tuple(made[id(load), count] for load, count in zip(loads, elements, strict=True))
+
+
+def _mapped(change: Callable[..., Load], *columns: Sequence[object]) -> tuple[Load, ...]:
+    """What a change makes of each row; of rows of the same objects, as layers are, it is one."""
+    made: dict[tuple[int, ...], Load] = {}
+    found = []
+    for row in zip(*columns, strict=True):
+        key = tuple(map(id, row))
+        if key not in made:
+            made[key] = change(*row)
+        found.append(made[key])
+    return tuple(found)
+
+
+def _without_experts(load: Load) -> Load:
+    return replace(load, lean_parameters=max(0, load.lean_parameters - load.experts))
 
 
 def _as_gpus_keep(
@@ -115,15 +138,13 @@ def _as_gpus_keep(
     copy = stream // (tp if cut else 1) if shape.norm == "rmsnorm" else 0
     mask = stream * (size - 1) // size if shape.dropout and not cut else 0
     last = len(loads) - 1
-    return tuple(
-        replace(
-            load,
-            saved_elements=load.saved_elements
-            - (copy if number else 0)
-            - (mask if number < last else 0),
-        )
-        for number, load in enumerate(loads)
-    )
+    given_up = [(copy if n else 0) + (mask if n < last else 0) for n in range(len(loads))]
+    sizes = {size: size for size in given_up}  # one object of each
+
+    def without(load: Load, elements: int) -> Load:
+        return replace(load, saved_elements=load.saved_elements - elements)
+
+    return _mapped(without, loads, [sizes[size] for size in given_up])
 
 
 def _of_experts(shape: ModelShape, number: int, tp: int, size: int) -> dict[str, Any]:

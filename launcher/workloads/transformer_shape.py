@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from strategies.errors import PlanError
@@ -145,8 +146,7 @@ class TransformerShape:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Layers that have experts in the place of an MLP."""
-        moe = self.moe
-        return () if moe is None else tuple(n for n in range(self.layers) if moe.has_experts(n))
+        return () if self.moe is None else _moe_layers(self.moe, self.layers)
 
     @property
     def biases(self) -> bool:
@@ -196,6 +196,11 @@ class UnitSpec:
     output_elements: int
     saved_elements: int
     tied_parameters: int = 0
+
+
+@lru_cache(maxsize=64)
+def _moe_layers(moe: MoeShape, layers: int) -> tuple[int, ...]:
+    return tuple(n for n in range(layers) if moe.has_experts(n))
 
 
 def unit_specs(shape: TransformerShape, *, fused_norm: bool = False) -> tuple[UnitSpec, ...]:

@@ -31,10 +31,11 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.models.expert_parallel import ExpertRanks, ExpertShares
 from strategies.models.expert_parallel.expert_shares import named_expert_layers
+from strategies.models.held_units import HeldUnits
 from strategies.models.logs import captured_logs
 from strategies.models.selective.policy import Selection
 from strategies.models.selective.region import SelectiveLayer
-from strategies.models.stage_model import Mode, Search, StageModel, StageOutput, Unit, filled
+from strategies.models.stage_model import Mode, Search, StageModel, StageOutput, Unit
 from strategies.models.state import reseed
 from strategies.models.step_state import join_parts
 from strategies.models.tensor_parallel.sharding import Sharding
@@ -62,16 +63,6 @@ class HasUnits(Protocol):
         """The step's loss, or its prediction, from the last unit's outputs."""
 
 
-class Elsewhere(nn.Module):
-    """Stands for a unit that lives on another rank; holds nothing."""
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        raise ModelError(
-            "a unit of another pipeline rank was called outside of the pipeline. Use pp=1 where "
-            "the whole model is needed at once."
-        )
-
-
 class UnitModel(StageModel):
     """Runs ranges of the declared units; nothing is freed before ``cut``."""
 
@@ -79,42 +70,9 @@ class UnitModel(StageModel):
         assert isinstance(module, HasUnits)
         self._module = module
         self._declared: HasUnits = module  # To ask whether it is one takes 50 microseconds.
-        declared = module.pipeline_units()
-        modules = dict(module.named_modules())
-        for name, unit in declared:
-            if modules.get(name) is not unit:
-                raise ModelError(
-                    f"pipeline_units() names {name!r}, which is not that module's name. Return "
-                    "pairs as named_modules() gives them."
-                )
-        if len({name for name, _ in declared}) != len(declared):
-            raise ModelError(
-                "pipeline_units() names a unit twice, and a unit runs once per step. "
-                "Give each once."
-            )
-        sizes = [float(sum(p.numel() for p in unit.parameters())) for _, unit in declared]
-        costs = getattr(module, "unit_costs", lambda: sizes)()
-        if len(costs) != len(declared):
-            raise ModelError(
-                f"unit_costs() has {len(costs)} figures for {len(declared)} units. "
-                "Return one per unit."
-            )
-        self._units = tuple(
-            Unit(name, max(float(cost), 1.0))
-            for (name, _), cost in zip(declared, costs, strict=True)
-        )
-        self._runs: dict[int, nn.Module] = {i: unit for i, (_, unit) in enumerate(declared)}
-        self._away: dict[int, nn.Module] = {}  # units of other ranks, without their weights
-        self._names = tuple(name for name, _ in module.named_parameters())
-        covered = {id(p) for _, unit in declared for p in unit.parameters()}
-        for name, parameter in module.named_parameters():
-            if id(parameter) not in covered:
-                raise ModelError(
-                    f"parameter {name} belongs to no unit of pipeline_units(), so no stage would "
-                    "train it. Put its module into the list."
-                )
-        self._users, self._canonical = _users(declared)
-        self._stages: tuple[range, ...] = (range(len(declared)),)
+        self._held = HeldUnits(module, module.pipeline_units())
+        self._units, self._runs = self._held.units, self._held.here
+        self._stages: tuple[range, ...] = (range(len(self._units)),)
         self._sharding: Sharding | UnitSharding | None = None
         self._found: UnitSharding | None = None  # the same, where it was found
         self._example: Any = None
@@ -136,55 +94,30 @@ class UnitModel(StageModel):
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        return self._names
+        return self._held.parameter_names
 
     def cut(self, stages: Sequence[range], owned: Sequence[int]) -> None:
         self._stages = tuple(stages)
-        kept = {index for stage in owned for index in stages[stage]}
-        for index in list(self._runs):
-            if index not in kept:
-                self._away[index] = self._runs.pop(index)
-                self._selective.pop(index, None)
+        for index in self._held.keep({index for stage in owned for index in stages[stage]}):
+            self._selective.pop(index, None)
         self.release()
         # One unit after the other: only one is whole at a time.
         for index, unit in self._runs.items():
-            self._draw(index, unit)
+            name = self._units[index].name
+            self._draw(name, unit)
             if self._sharding is not None:
-                self._sharding.apply(self._module, self._units[index].name)
+                self._sharding.apply(self._module, name)
             if self._expert_shares is not None:
-                self._expert_shares.apply(self._module, self._units[index].name)
+                self._expert_shares.apply(self._module, name)
         if self._sharding is not None:
-            self._sharding.finish(self._canonical)
+            self._sharding.finish(self._held.canonical)
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
-        placed = {name: p for stage in self._owned() for name, p in self.stage_parameters(stage)}
-        for index, unit in self._away.items():
-            prefix = self._units[index].name
-            names = {id(p): self._canonical[f"{prefix}.{n}"] for n, p in unit.named_parameters()}
-            for path, child in unit.named_modules(prefix=prefix):
-                for attribute, parameter in child._parameters.items():
-                    if parameter is not None:
-                        name = names[id(parameter)]
-                        if name not in placed:
-                            placed[name] = filled(parameter, values[f"{path}.{attribute}"])
-                        # Assigning to a known key is no change of the dict that is gone through.
-                        child._parameters[attribute] = placed[name]
-            self._put(index, unit)
+        owned = (units for units in self._stages if units and units[0] in self._runs)
+        self._held.restore(values, dict(p for units in owned for p in self._held.parameters(units)))
 
     def release(self) -> None:
-        held = {id(p) for unit in self._runs.values() for p in unit.parameters()}
-        for index, unit in self._away.items():
-            for parameter in unit.parameters():
-                if id(parameter) not in held:
-                    parameter.data = parameter.data.new_empty(0)
-            self._put(index, Elsewhere())
-
-    def _put(self, index: int, unit: nn.Module) -> None:
-        parent, _, child = self._units[index].name.rpartition(".")
-        setattr(self._module.get_submodule(parent), child, unit)
-
-    def _owned(self) -> Iterator[int]:
-        return (s for s, units in enumerate(self._stages) if units and units[0] in self._runs)
+        self._held.release()
 
     def select(self, selection: Selection) -> None:
         self._selective = selection.layers_of(self._runs)
@@ -249,10 +182,9 @@ class UnitModel(StageModel):
         """Norms under sequence parallelism, and what the plan says."""
         return () if self._sharding is None else self._sharding.partial
 
-    def _draw(self, index: int, unit: nn.Module) -> None:
+    def _draw(self, name: str, unit: nn.Module) -> None:
         """Gives a unit its weights, if the module was built on the meta device."""
         if any(parameter.is_meta for parameter in unit.parameters()):
-            name = self._units[index].name
             initialise: Any = getattr(self._module, "initialise_unit", None)
             if initialise is None:
                 raise ModelError(
@@ -441,23 +373,10 @@ class UnitModel(StageModel):
         yield from self._runs.values()
 
     def stage_parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
-        seen: set[int] = set()
-        for index in self._stages[stage]:
-            unit_name = self._units[index].name
-            for name, parameter in self._runs[index].named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    # A tied weight goes by one name wherever it lies.
-                    yield self._canonical[f"{unit_name}.{name}"], parameter
+        return self._held.parameters(self._stages[stage])
 
     def shared_parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Tied embeddings, say: of several units, which lie in several stages."""
-        shared = []
-        for name, users in self._users.items():
-            stages = sorted({s for s, units in enumerate(self._stages) if users & set(units)})
-            if len(stages) > 1:
-                shared.append((name, tuple(stages)))
-        return tuple(shared)
+        return self._held.shared(self._stages)
 
 
 def _layer_of(name: str) -> str:
@@ -468,16 +387,3 @@ def _layer_of(name: str) -> str:
     """
     parent = name.rpartition(".")[0]
     return parent if parent.rpartition(".")[2].isdigit() else name
-
-
-def _users(declared: Sequence[tuple[str, nn.Module]]) -> tuple[dict[str, set[int]], dict[str, str]]:
-    """Name of each parameter's first use -> the units that hold it; any name -> that name."""
-    first: dict[int, str] = {}
-    users: dict[str, set[int]] = {}
-    canonical_names: dict[str, str] = {}
-    for index, (unit_name, unit) in enumerate(declared):
-        for name, parameter in unit.named_parameters():
-            canonical = first.setdefault(id(parameter), f"{unit_name}.{name}")
-            users.setdefault(canonical, set()).add(index)
-            canonical_names[f"{unit_name}.{name}"] = canonical
-    return users, canonical_names

@@ -21,7 +21,7 @@ from strategies.plan import Policy
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.tiny_models import batch_of, shape_of, tiny_config
 
-STEPS, ROWS = 5, 6
+STEPS, ROWS = 3, 6
 
 
 @dataclass(frozen=True)

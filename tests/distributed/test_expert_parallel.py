@@ -69,6 +69,7 @@ OWN = [
     ExpertCase(dp=2, ep=2, accumulation=2, steps=4),
     ExpertCase("foldx_fifo", pp=2, dp=2, ep=2, microbatches=4, steps=4, one=True,
                recompute=Recompute("optimal", max_full_activations=1.0)),
+    ExpertCase(tp=2, steps=4),
 ]  # fmt: skip
 LONG = [
     ExpertCase(tp=2, ep=2, dp=2, steps=4, overlap="zero1"),
@@ -76,7 +77,6 @@ LONG = [
     ExpertCase("zb_v", dp=2, ep=2, pp=2, tied=True),
     ExpertCase("dualpipe", pp=2, dp=2, ep=2, microbatches=4),
     ExpertCase(dp=4, ep=2, overlap="zero1", one=True),
-    ExpertCase(tp=2),
     ExpertCase(tp=2, expert_tp=True, accumulation=2),
     ExpertCase("zb_v", dp=2, tp=2, ep=2, expert_tp=True, overlap="zero1", one=True),
 ]

@@ -337,7 +337,10 @@ class _Request:
             wanted = math.ceil(100 * self.need_validation / (train + validation)) / 100
             if wanted < 1 and replace(self, val_fraction=wanted).fits(sequence):
                 return f"Try data.val_fraction={wanted}."
-        shorter = next((s for s in range(sequence - 1, 1, -1) if self.fits(s)), None)
+        # No longer one leaves as many blocks as are needed.
+        longest = max(0, self.num_tokens - 1) // (self.need_train + self.need_validation)
+        lengths = range(min(sequence - 1, longest), 1, -1)
+        shorter = next((length for length in lengths if self.fits(length)), None)
         if shorter is not None:
             return f"Try model.sequence={shorter}, or a longer text."
         return "Try a longer text, or data=stdlib."

@@ -101,7 +101,7 @@ def read_sizes(config: Mapping[str, Any]) -> Sizes | None:
     ffn_names = ("n_inner",) if gpt2 else ("intermediate_size",)
     return Sizes(
         kind=family.kind,
-        layers=whole_number(full, ("num_hidden_layers", "n_layer"), None),
+        layers=whole_number(full, LAYERS[:2], None),
         hidden=hidden,
         heads=heads,
         kv_heads=heads if gpt2 else whole_number(full, ("num_key_value_heads",), heads),
@@ -244,11 +244,15 @@ def expert_count(config: Mapping[str, Any]) -> tuple[str, int] | None:
     return None
 
 
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_MOST_LAYERS, _MOST = 100_000, 2**40
+
+
 def whole_number(config: Mapping[str, Any], names: Sequence[str], default: int | None) -> int:
     """A size, under the first of ``names`` that is there; null counts as not there.
 
     Raises:
-        ModelError: It is missing without a default, or no whole number >= 1.
+        ModelError: It is missing without a default, no whole number >= 1, or more than any model's.
     """
     given = [(name, config[name]) for name in names if config.get(name) is not None]
     name, value = given[0] if given else (names[0], default)
@@ -257,6 +261,9 @@ def whole_number(config: Mapping[str, Any], names: Sequence[str], default: int |
             f"{CONFIG}: {name}={'missing' if value is None else value}: expected a whole number "
             f'>= 1. Try "{name}": 4.'
         )
+    most = _MOST_LAYERS if name in LAYERS else _MOST
+    if value > most:
+        raise ModelError(f'{CONFIG}: {name}={value}: expected at most {most}. Try "{name}": 4.')
     return value
 
 

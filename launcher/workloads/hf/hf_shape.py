@@ -13,6 +13,7 @@ from typing import Any
 from launcher.workloads.hf.families import (
     CONFIG,
     FAMILIES,
+    LAYERS,
     Sizes,
     Tensors,
     count,
@@ -112,7 +113,6 @@ def read_shape(
     folder = Path(path).expanduser().absolute()
     config = read_config(folder)
     sizes = read_sizes(config)
-    names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
     widths = ("hidden_size", "n_embd", "d_model")
     if sizes is not None and sizes.heads % sizes.kv_heads:
         raise ModelError(
@@ -134,7 +134,7 @@ def read_shape(
         sequence=sequence,
         layers_path=layers_path,
         config=config,
-        layers=whole_number(config, names, 1) if sizes is None else sizes.layers,
+        layers=whole_number(config, LAYERS, 1) if sizes is None else sizes.layers,
         hidden=whole_number(config, widths, 1) if sizes is None else sizes.hidden,
         vocab=whole_number(config, ("vocab_size",), sizes.vocab if sizes else None),
         sizes=sizes,
@@ -206,11 +206,12 @@ def check_hf_tp(shape: HfShape, tp: int, *, sequence_parallel: bool = False) -> 
     refuse_tp(tp, sizes)
 
 
-def check_hf_ep(shape: HfShape, ep: int, tp: int) -> None:
+def check_hf_ep(shape: HfShape, ep: int, tp: int, dp: int = 1) -> None:
     """Refuses what config.json says; whether experts are of a kind that can be spread, ranks see.
 
     Raises:
-        PlanError: It names none, or they do not come out even, or matrices are cut, too.
+        PlanError: It names none, or they do not come out even, or go beyond ranks whose matrices
+            are cut.
     """
     found = expert_count(shape.config)
     if found is None:
@@ -219,10 +220,16 @@ def check_hf_ep(shape: HfShape, ep: int, tp: int) -> None:
             f"(model_type={shape.model_type}) names none. Try ep=1."
         )
     name, experts = found
-    if tp > 1:
+    if tp > 1 and dp > 1:
         raise PlanError(
-            f"tp={tp} ep={ep}: layers of the transformers library with experts are spread over "
-            "replicas, and not cut besides. Try tp=1, or a built-in model."
+            f"dp={dp} tp={tp} ep={ep}: where matrices of a model of transformers are cut, its "
+            f"experts are spread in one replica only. Try dp=1, or tp=1 ep={ep}, which spreads "
+            "them over replicas."
+        )
+    if tp > 1 and tp % ep:
+        raise PlanError(
+            f"tp={tp} ep={ep}: where matrices of a model of transformers are cut, its experts are "
+            f"spread over the same ranks, so ep divides tp. Try ep={tp}, or tp=1."
         )
     if experts % ep:
         refuse_ep(ep, experts, f"{name}={experts} of {shape.folder}/{CONFIG}")

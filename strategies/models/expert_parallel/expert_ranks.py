@@ -300,7 +300,10 @@ class _Share:
     def gathered(self, share: Tensor) -> Tensor:
         padded = share.new_zeros((self._width, *share.shape[1:]))
         padded[: len(share)] = share
-        return self._sharers.gather(padded).flatten(0, 1)[: self._total]
+        whole = self._sharers.gather(padded).flatten(0, 1)[: self._total]
+        # The same memory and no view of it: autograd lets nobody write to a function's view.
+        memory, begin = whole.untyped_storage(), whole.storage_offset()
+        return whole.new_empty(0).set_(memory, begin, whole.shape, whole.stride())
 
 
 class _TakeShare(torch.autograd.Function):

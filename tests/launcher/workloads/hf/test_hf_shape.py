@@ -16,7 +16,13 @@ from launcher.workloads.hf.families import FAMILIES, read_sizes
 from launcher.workloads.hf.hf_model import HfLanguageModel
 from launcher.workloads.hf.skeleton import build_skeleton
 from launcher.workloads.hf.weights import expected_tensors
-from launcher.workloads.model_share import check_tp, model_costs, model_shares, vocabulary_note
+from launcher.workloads.model_share import (
+    check_ep,
+    check_tp,
+    model_costs,
+    model_shares,
+    vocabulary_note,
+)
 from strategies.errors import ModelError, PlanError
 from strategies.models.unit_model import UnitModel
 from tests.strategies.models.tensor_parallel.fake_ranks import FakeRanks
@@ -138,6 +144,8 @@ def test_sizes_of_a_published_model_give_its_published_number_of_parameters(tmp_
     ("config", "expected"),
     [
         ({"num_hidden_layers": 0}, "num_hidden_layers=0: expected a whole number >= 1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: expected at most 100000"),
+        ({"hidden_size": 10**15}, "hidden_size=1000000000000000: expected at most"),
         ({"hidden_size": "wide"}, "hidden_size=wide"),
         ({"tie_word_embeddings": 3}, "tie_word_embeddings=3: expected true or false"),
         ({"num_key_value_heads": 3}, "num_attention_heads=32 is not divisible by"),
@@ -210,6 +218,22 @@ def test_what_cannot_be_cut_is_told_before_anything_starts(
     write_model(tmp_path, family)
     with pytest.raises(PlanError, match=re.escape(message)):
         check_tp(shape_of(tmp_path), tp, sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.parametrize(
+    ("ep", "tp", "dp", "message"),
+    [
+        (4, 2, 1, "ep divides tp. Try ep=2, or tp=1."),
+        (2, 2, 2, "in one replica only. Try dp=1, or tp=1 ep=2, which spreads them over replicas."),
+        (3, 1, 3, "Try ep="),
+    ],
+)
+def test_experts_that_cannot_be_spread_so_are_refused(ep, tp, dp, message, tmp_path):
+    write_model(tmp_path, "mixtral")
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check_ep(shape_of(tmp_path), ep, tp, dp)
+    check_ep(shape_of(tmp_path), 2, 2, 1)
+    check_ep(shape_of(tmp_path), 2, 1, 2)
 
 
 def test_heads_stay_whole_where_the_parent_did_not_look(tmp_path):

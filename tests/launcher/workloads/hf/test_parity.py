@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from launcher.workloads.hf.export import library_name
 from launcher.workloads.hf.hf_model import HfLanguageModel
-from strategies.models.unit_model import Elsewhere, UnitModel
+from strategies.models.held_units import Elsewhere
+from strategies.models.unit_model import UnitModel
 from tests.tiny_models import batch_of, shape_of, write_model
 
 KNOWN = ("llama", "gpt2", "qwen2", "qwen3", "mistral")
